@@ -1,0 +1,100 @@
+"""Typed settings. An unknown key is an error, with the nearest known ones."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from raylight.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Base of all settings: frozen after creation, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, **values: Any) -> None:
+        """Read settings.
+
+        Raises:
+            ConfigError: a key is unknown or a value does not fit; the message names it and the nearest known keys.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(explain(type(self), error)) from None
+
+    @classmethod
+    def parse(cls, values: Self | dict[str, Any] | None, **overrides: Any) -> Self:
+        """Settings from an instance, a dict, or nothing (all defaults); an override that is not None wins.
+
+        Raises:
+            ConfigError: as above, or `values` is something else.
+        """
+        if not isinstance(values, cls | dict | None):
+            raise ConfigError(f"{cls.__name__} takes a dict or a {cls.__name__}, not {type(values).__name__}")
+        given = values.model_dump() if isinstance(values, cls) else dict(values or {})
+        return cls(**given | {name: value for name, value in overrides.items() if value is not None})
+
+
+def explain(cls: type[BaseModel], error: ValidationError) -> str:
+    """One line for each wrong key of a pydantic error."""
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            near = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(cls.model_fields)
+            lines.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(near)}")
+        else:
+            lines.append(f"{cls.__name__}.{name}: {item['msg']} (given: {item.get('input')!r})")
+    return "; ".join(lines)
+
+
+class EngineConfig(Config):
+    """The serving deployment."""
+
+    kind: Literal["auto", "transformers"] = "auto"
+    replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.5, ge=0)
+    """In the synchronous loop engines and learners never compute at once, so that on a CPU each claims half a core."""
+    num_gpus: float = Field(default=0, ge=0)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = Field(default=2048, ge=8)
+    """Longest prompt plus response, in tokens; the model's own limit applies if it is lower."""
+    max_concurrent: int = Field(default=128, ge=1)
+    """Sequences that a replica decodes at once."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests that wait for a place before the replica answers 503."""
+    host: str | None = None
+    """Address that HTTP listens on. None: loopback on a cluster of one node, all interfaces on more."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """HTTP port. None: 8000, or any free port if that is taken."""
+    start_timeout_s: float = Field(default=180.0, gt=0)
+
+
+class RunnerConfig(Config):
+    """The pool of RunnerActors."""
+
+    n: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.1, ge=0)
+    max_concurrent: int = Field(default=64, ge=1)
+    """Rollouts that one runner executes at once (asynchronous agents on its event loop, others in as many threads)."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Lost runners that the pool replaces before it gives up."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+
+
+class LearnerConfig(Config):
+    """The group of LearnerActors."""
+
+    n: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.5, ge=0)
+    num_gpus: float = Field(default=0, ge=0)
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    placement_timeout_s: float = Field(default=60.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    """Tokens of one forward and backward pass; a larger batch is split, never dropped."""

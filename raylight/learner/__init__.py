@@ -1,0 +1,1 @@
+"""Learning: batches, the verl engine, and the group of LearnerActors."""

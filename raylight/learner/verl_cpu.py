@@ -1,0 +1,92 @@
+"""verl on a CPU, through verl's own plugin points: a platform and two engine registrations. Imported by verl_api only."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from typing import Any
+
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
+
+ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+NOTHING = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "manual_seed", "manual_seed_all")
+
+
+class _CpuModule(types.ModuleType):
+    """torch.cpu, with those names of torch.cuda that verl calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(torch.cpu, name)
+
+
+def _cpu_module() -> types.ModuleType:
+    module = _CpuModule("cpu_device")
+    for name in ZERO:
+        setattr(module, name, lambda *args, **kwargs: 0)
+    for name in NOTHING:
+        setattr(module, name, lambda *args, **kwargs: None)
+    values: dict[str, Any] = {
+        "get_device_name": lambda *args, **kwargs: "cpu",
+        "mem_get_info": lambda *args, **kwargs: (0, 0),
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    }
+    for name, value in values.items():
+        setattr(module, name, value)
+    return module
+
+
+def install_platform() -> None:
+    """Make the CPU verl's platform; must run before `verl.workers.engine` is imported."""
+    if PlatformRegistry.get("cpu") is None:
+        PlatformRegistry.register(platform="cpu")(_platform_class())
+    set_platform(PlatformRegistry.get("cpu")())
+
+
+def _platform_class() -> type:
+    module = _cpu_module()
+    answers: dict[str, Any] = {
+        "is_available": True, "current_device": torch.device("cpu"), "device_count": 1, "set_device": None, "synchronize": None,
+        "set_allocator_settings": None, "empty_cache": None, "get_device_capability": (None, None),
+        "communication_backend_name": "gloo", "visible_devices_envvar": "CUDA_VISIBLE_DEVICES", "profiler_start": None,
+        "profiler_stop": None, "ray_resource_name": "CPU", "ray_resource_options": {"num_gpus": 0}, "ray_noset_envvars": [],
+        "is_ipc_supported": False, "cudart": None,
+    }  # fmt: skip
+    body: dict[str, Any] = {name: _constant(value) for name, value in answers.items()}
+    body.update(
+        device_name="cpu", vendor_name="cpu", device_module=module,
+        manual_seed=lambda self, seed: torch.manual_seed(seed), manual_seed_all=lambda self, seed: torch.manual_seed(seed),
+        nvtx_range=lambda self, message: contextlib.nullcontext(),
+    )  # fmt: skip
+    return type("PlatformCPU", (PlatformBase,), body)
+
+
+def _constant(value: Any) -> Any:
+    return lambda self, *args, **kwargs: value
+
+
+def register_engines() -> None:
+    """Register verl's FSDP2 language-model engine for the CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # verl warns of every engine whose package is not installed
+        from verl.workers.engine import EngineRegistry
+        from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    class CPUEngineWithLMHead(FSDPEngineWithLMHead):
+        """A forward-only engine asks for pinned memory, which needs an accelerator; on a CPU it is built like a trained one."""
+
+        def _build_fsdp_module(self, module: Any) -> Any:
+            forward_only = self.engine_config.forward_only
+            self.engine_config.forward_only = False
+            try:
+                return super()._build_fsdp_module(module)
+            finally:
+                self.engine_config.forward_only = forward_only
+
+    EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(CPUEngineWithLMHead)

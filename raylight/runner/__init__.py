@@ -1,0 +1,1 @@
+"""Executing rollouts: one of them (pure), an actor that runs many, and the pool of actors."""

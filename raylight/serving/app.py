@@ -1,0 +1,110 @@
+"""The HTTP face of a replica: routes of the dialects, and the middleware that gives each request its attempt's scope."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from raylight.agent.keys import key_opens
+from raylight.serving.capture import SCOPE, CapturingEngine, Scope
+from raylight.serving.chat import complete_chat
+from raylight.serving.engine import RequestError
+
+ATTEMPT = re.compile(r"^(?P<prefix>.*)/rollout/(?P<rollout>[\w-]+)/attempt/(?P<attempt>[\w-]+)(?P<rest>/v1/.*)$")
+
+
+class AttemptScope:
+    """Turns `/rollout/{rid}/attempt/{aid}/v1/...` into `/v1/...` within that attempt's scope, if the key opens it.
+
+    Other paths need the run's secret as key, except `/health`.
+    """
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app = app
+        self._secret = secret
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key = _bearer(scope)
+        found = ATTEMPT.match(scope["path"])
+        if found:
+            rollout, attempt = found["rollout"], found["attempt"]
+            allowed = key_opens(key, self._secret, rollout, attempt)
+            scope = {**scope, "path": found["prefix"] + found["rest"]}
+        else:
+            rollout = attempt = ""
+            allowed = key == self._secret or scope["path"].endswith("/health")
+        if not allowed:
+            refusal = RequestError("this API key does not open this address", 401, "authentication_error")
+            await _error(refusal)(scope, receive, send)
+            return
+        token = SCOPE.set(Scope(rollout, attempt) if found else None)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            SCOPE.reset(token)
+
+
+def build_app(engine: CapturingEngine, secret: str) -> Starlette:
+    """The ASGI application of one replica."""
+
+    async def chat(request: Request) -> Response:
+        try:
+            body = json.loads(await request.body())
+        except ValueError as error:
+            return _error(RequestError(f"the body is not JSON: {error}"))
+        try:
+            return JSONResponse(await _unless_disconnected(request, complete_chat(engine, body)))
+        except RequestError as error:
+            return _error(error)
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": engine.model, "object": "model", "owned_by": "raylight"}]})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "model": engine.model})
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(AttemptScope, secret=secret)])
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """Await `work`, but cancel it when the client goes away, so that nobody samples for a caller that is gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+            raise RequestError("the client closed the connection", 499, "client_disconnected")
+        return task.result()
+    finally:
+        gone.cancel()
+
+
+def _bearer(scope: AsgiScope) -> str:
+    headers = dict(scope["headers"])
+    value = headers.get(b"authorization", b"").decode("latin-1")
+    return value.removeprefix("Bearer ").strip()
+
+
+def _error(error: RequestError) -> JSONResponse:
+    return JSONResponse({"error": {"message": str(error), "type": error.kind, "param": None, "code": None}}, error.status)

@@ -1,0 +1,98 @@
+"""A key-value cache for continuous batching: one slot per sequence, kept dense, in transformers' own cache interface.
+
+Sequences that are decoded occupy slots 0..n-1. New ones are prefilled into the slots after them; when one ends, the last moves
+into its place. A forward pass sees the slots of `rows` up to `width` tokens, without copying.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 256
+"""Tokens by which the slots grow at least, so that a short task never pays for the model's longest context."""
+
+
+class Window:
+    """Which part of the slots the current forward pass reads and writes; shared by all layers."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.rows = slice(0, 0)
+        self.positions: torch.Tensor | None = None
+        """Shape (rows,): where each row writes its one token; None while prefilling from position 0."""
+        self.width = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, shape (slots, heads, length, head size)."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+        self.is_sliding = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        slots = self.window.slots
+        self.keys = key_states.new_zeros(slots, key_states.shape[1], 0, key_states.shape[3])
+        self.values = value_states.new_zeros(slots, value_states.shape[1], 0, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = self.window
+        if window.width > self.keys.shape[2]:
+            self.keys, self.values = _grown(self.keys, window.width), _grown(self.values, window.width)
+        keys, values = self.keys[window.rows], self.values[window.rows]
+        if window.positions is None:
+            keys[:, :, : key_states.shape[2]] = key_states
+            values[:, :, : value_states.shape[2]] = value_states
+        else:
+            rows = torch.arange(len(window.positions), device=keys.device)
+            keys[rows, :, window.positions] = key_states[:, :, 0]
+            values[rows, :, window.positions] = value_states[:, :, 0]
+        return keys[:, :, : window.width], values[:, :, : window.width]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.keys[target, :, :length] = self.keys[source, :, :length]
+        self.values[target, :, :length] = self.values[source, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.width, 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self.window.positions is None else self.window.width - 1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """All layers' slots."""
+
+    def __init__(self, layers: int, slots: int) -> None:
+        self.window = Window(slots)
+        super().__init__(layers=[SlotLayer(self.window) for _ in range(layers)])
+
+    def prefill(self, first: int, rows: int, width: int) -> None:
+        """The next pass writes `width` tokens into each of `rows` slots from `first` on."""
+        self.window.rows, self.window.positions, self.window.width = slice(first, first + rows), None, width
+
+    def decode(self, positions: torch.Tensor) -> None:
+        """The next pass writes one token at `positions[i]` of slot i."""
+        self.window.rows, self.window.positions = slice(0, len(positions)), positions
+        self.window.width = int(positions.max()) + 1
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a sequence of `length` tokens to another slot."""
+        for layer in self.layers:
+            layer.move(source, target, length)
+
+
+def _grown(old: torch.Tensor, needed: int) -> torch.Tensor:
+    """The same slots with room for more tokens; zeros, because masked garbage may be NaN and NaN times 0 is NaN."""
+    length = max(needed, 2 * old.shape[2], GROWTH)
+    new = old.new_zeros(old.shape[0], old.shape[1], length, old.shape[3])
+    new[:, :, : old.shape[2]] = old
+    return new

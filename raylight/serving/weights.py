@@ -1,0 +1,89 @@
+"""Weights on their way from the learners to every engine replica.
+
+Replicas subscribe and long-poll; the learners publish. A version is visible (published) only when every subscriber has acknowledged
+it, and a replica that starts later takes the current version before it serves. Arrays travel through Ray's object store: shared
+memory on one node, a copy to each other node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+from raylight.errors import WeightSyncError
+
+WEIGHTS_NAME = "weights"
+POLL_TIMEOUT_S = 30.0
+
+
+class WeightBoard:
+    """Who has which version. Versions are immutable and increase; 0 is the model as it was loaded."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._box: list[Any] | None = None
+        self._acknowledged: dict[str, int] = {}
+        self._failures: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+
+    async def subscribe(self, replica: str) -> tuple[int, list[Any] | None]:
+        """Join; returns the current version and, if it is not 0, the box with its weights."""
+        async with self._changed:
+            self._acknowledged[replica] = self._version
+            self._changed.notify_all()
+        return self._version, self._box
+
+    async def next(self, replica: str, have: int, timeout: float) -> tuple[int, list[Any]] | None:
+        """The version after `have`, as soon as there is one; None after `timeout` seconds."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._version > have), timeout)
+            except TimeoutError:
+                return None
+            assert self._box is not None
+            return self._version, self._box
+
+    async def acknowledge(self, replica: str, version: int, failure: str | None) -> None:
+        """A replica has loaded a version, or failed to."""
+        async with self._changed:
+            self._acknowledged[replica] = version
+            if failure:
+                self._failures[replica] = failure
+            self._changed.notify_all()
+
+    async def publish(self, version: int, box: list[Any], timeout: float) -> int:
+        """Give a version to all subscribers; returns how many took it, once all have.
+
+        Raises:
+            WeightSyncError: the version is not new, nobody subscribes, a replica failed, or time ran out.
+        """
+        async with self._changed:
+            if version <= self._version:
+                raise WeightSyncError(f"version {version} is not newer than {self._version}; versions are never reused")
+            if not self._acknowledged:
+                raise WeightSyncError("no engine replica has subscribed to weights; is the serving deployment up?")
+            self._version, self._box = version, box
+            self._failures.clear()
+            self._changed.notify_all()
+            try:
+                await asyncio.wait_for(self._changed.wait_for(self._settled), timeout)
+            except TimeoutError:
+                late = sorted(r for r, v in self._acknowledged.items() if v < version)
+                raise WeightSyncError(f"version {version} did not reach {', '.join(late)} within {timeout:g} s") from None
+            if self._failures:
+                raise WeightSyncError("; ".join(f"{r}: {why}" for r, why in self._failures.items()))
+            return len(self._acknowledged)
+
+    def _settled(self) -> bool:
+        return bool(self._failures) or all(v >= self._version for v in self._acknowledged.values())
+
+
+class WeightsActor(WeightBoard):
+    """The board as a Ray actor."""
+
+
+def start_weights(namespace: str) -> Any:
+    """Start the run's weight board and return its actor handle."""
+    return ray.remote(WeightsActor).options(name=WEIGHTS_NAME, namespace=namespace, num_cpus=0, max_concurrency=100).remote()

@@ -1,0 +1,62 @@
+"""The Ray cluster of a run: join the one that is there, or start a local one and stop it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from raylight.errors import ConfigError, PlacementError
+
+
+@contextlib.contextmanager
+def ray_session(address: str | None, log_to_driver: bool) -> Iterator[bool]:
+    """Be connected to Ray; yields whether a local cluster was started for this.
+
+    An existing connection is used as it is. Otherwise `address`, `RAY_ADDRESS` or a cluster on this machine is joined, and if there
+    is none, a local one is started. Only what was started here is shut down.
+    """
+    if ray.is_initialized():
+        yield False
+        return
+    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
+    local = False
+    try:
+        ray.init(address=address or "auto", **options)
+    except ConnectionError as error:
+        if address or os.environ.get("RAY_ADDRESS"):
+            wanted = address or os.environ["RAY_ADDRESS"]
+            raise ConfigError(f"no Ray cluster answers at {wanted!r} ({error}); start one with `ray start --head`") from None
+        ray.init(address="local", include_dashboard=True, **options)
+        local = True
+    try:
+        yield local
+    finally:
+        ray.shutdown()
+
+
+async def place(name: str, bundles: list[dict[str, float]], strategy: str, timeout: float) -> PlacementGroup:
+    """Reserve bundles of resources before anything starts.
+
+    Raises:
+        PlacementError: the cluster could not place them within `timeout` seconds; says what was asked and what there is.
+    """
+    group = placement_group(bundles, strategy=strategy, name=name)
+    if await asyncio.to_thread(group.wait, timeout):
+        return group
+    remove_placement_group(group)
+    asked = f"{len(bundles)} x {_amounts(bundles[0])}"
+    raise PlacementError(
+        f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s; it has {_amounts(ray.cluster_resources())}, free now "
+        f"{_amounts(ray.available_resources())}. Ask for fewer learners, or for less of each, or add nodes"
+    )
+
+
+def _amounts(resources: dict[str, Any]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "nothing free"

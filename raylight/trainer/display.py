@@ -1,0 +1,136 @@
+"""Displays: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+
+from raylight.trainer.report import Display, Metrics
+
+ROWS = 15
+"""Steps that the live table shows."""
+
+COLUMNS: list[tuple[str, str, str]] = [
+    ("reward", "train/reward", "{:.3f}"),
+    ("validation", "val/reward", "{:.3f}"),
+    ("failed", "train/failed", "{:.0f}"),
+    ("tokens/answer", "train/response_tokens", "{:.1f}"),
+    ("tokens/s", "train/tokens_per_s", "{:.0f}"),
+    ("rollout s", "time/rollout_s", "{:.2f}"),
+    ("update s", "time/update_s", "{:.2f}"),
+    ("sync s", "time/sync_s", "{:.3f}"),
+]
+
+
+def cell(metrics: Metrics, key: str, form: str) -> str:
+    return form.format(metrics[key]) if key in metrics else ""
+
+
+class PlainDisplay:
+    """One line a step."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def stage(self, text: str) -> None:
+        if "rollouts" not in text:  # the progress within a step is for a display that can overwrite it
+            self._print(text)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        shown = [f"{name} {cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics]
+        self._print(f"step {step}/{self._total}  " + "  ".join(shown))
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A table of the last steps that redraws itself."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._total = total
+        self._rows: deque[tuple[int, Metrics]] = deque(maxlen=ROWS)
+        self._spinner = Spinner("dots", "starting")
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._spinner.update(text="")
+        self._live.__exit__(kind, error, trace)
+
+    def stage(self, text: str) -> None:
+        self._spinner.update(text=escape(text))
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._rows.append((step, metrics))
+
+    def note(self, text: str) -> None:
+        self._live.console.print(escape(text), style="yellow", highlight=False)
+
+    def _render(self) -> Group:
+        table = Table("step", *(name for name, _, _ in COLUMNS), box=None, header_style="bold", pad_edge=False)
+        for column in table.columns:
+            column.justify = "right"
+        for step, metrics in self._rows:
+            table.add_row(f"{step}/{self._total}", *(cell(metrics, key, form) for _, key, form in COLUMNS))
+        return Group(table, self._spinner)
+
+
+class SilentDisplay(PlainDisplay):
+    """Shows only notes."""
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        pass
+
+
+def make_display(progress: bool, total: int) -> AbstractContextManager[Display]:
+    """The display that fits where the output goes."""
+    console = Console()
+    if not progress:
+        return SilentDisplay(console, total)
+    return LiveDisplay(console, total) if console.is_terminal and not console.is_jupyter else PlainDisplay(console, total)
+
+
+def print_summary(summary: dict[str, Any], folder: str) -> None:
+    """A table of before and after, and where everything is."""
+    table = Table(title="raylight", title_style="bold", show_header=True)
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    values = [summary["reward_before"], summary["reward_after"]]
+    name = "validation reward" if summary["reward"] == "val/reward" else "training reward"
+    table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
+    console = Console()
+    console.print(table)
+    lost = f", {summary['rollouts_lost']} lost" if summary["rollouts_lost"] else ""
+    failed = sum(summary["failures"].values())
+    console.print(
+        f"{summary['steps']} steps, {summary['rollouts']} rollouts{lost}{f', {failed} failed' if failed else ''}, "
+        f"{summary['seconds']:.0f} s", highlight=False,
+    )  # fmt: skip
+    for what in ("config.yaml", "metrics.jsonl", "summary.json", "reward.png", "checkpoint"):
+        console.print(f"  {folder}/{what}", highlight=False, soft_wrap=True)

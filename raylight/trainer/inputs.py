@@ -1,0 +1,53 @@
+"""Checks before anything starts: the model, the datasets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from raylight.errors import DatasetError, ModelNotFoundError
+
+
+def resolve_model(model: str) -> str:
+    """The folder of a model: a path as it is, or a hub name that is in the local cache. Nothing is downloaded.
+
+    Raises:
+        ModelNotFoundError: there is no such folder, or it holds no model.
+    """
+    folder = os.path.abspath(os.path.expanduser(model))
+    if os.path.isdir(folder):
+        missing = [name for name in ("config.json", "tokenizer_config.json") if not os.path.isfile(os.path.join(folder, name))]
+        if missing:
+            raise ModelNotFoundError(f"{folder} holds no Hugging Face model with a tokenizer: {', '.join(missing)} is missing")
+        return folder
+    looks_like_name = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if looks_like_name:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return snapshot_download(model, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise ModelNotFoundError(
+                f"there is no folder {folder}, and {model!r} is not in the local cache; fetch it first with `hf download {model}`"
+            ) from None
+    raise ModelNotFoundError(f"there is no model folder {folder}")
+
+
+def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
+    """A dataset as a list of tasks.
+
+    Raises:
+        DatasetError: it cannot be iterated, or it is required and empty.
+    """
+    if dataset is None:
+        if required:
+            raise DatasetError(f"{name} is missing; pass a list of tasks")
+        return []
+    if isinstance(dataset, str | bytes | dict) or not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+        raise DatasetError(f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks")
+    tasks = [dataset[i] for i in range(len(dataset))] if not isinstance(dataset, Iterable) else list(dataset)
+    if not tasks:
+        raise DatasetError(f"{name} is empty; pass at least one task")
+    return tasks

@@ -1,0 +1,104 @@
+"""What a run leaves to look at: the run directory, and the display while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from raylight.types import FinishedRollout
+
+Metrics = dict[str, float]
+
+
+class Display(Protocol):
+    """Shows a run while it runs."""
+
+    def stage(self, text: str) -> None:
+        """What is going on now."""
+        ...
+
+    def step(self, step: int, metrics: Metrics) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Something that a person should see."""
+        ...
+
+
+class Report:
+    """Writes the run directory and feeds the display.
+
+    Args:
+        folder: `config.yaml`, `metrics.jsonl`, `summary.json`, `reward.png` and `checkpoint/` go here.
+    """
+
+    def __init__(self, folder: Path, display: Display, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self._display = display
+        self._started = time.perf_counter()
+        self._history: list[Metrics] = []
+        self._told: Counter[str] = Counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("summary.json", "reward.png"):
+            (folder / name).unlink(missing_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        (folder / "metrics.jsonl").write_text("")
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def stage(self, text: str) -> None:
+        self._display.stage(text)
+
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
+    def rolling(self, mode: str) -> Callable[[int, int], None]:
+        """A progress callback for a batch of rollouts."""
+        return lambda done, total: self._display.stage(f"{mode} rollouts {done}/{total}")
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Record one step; step 0 is the validation before training."""
+        row = {"step": step, "time/total_s": time.perf_counter() - self._started, **metrics}
+        self._history.append(row)
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self._display.step(step, row)
+
+    def failures(self, finished: list[FinishedRollout]) -> None:
+        """Tell of failed rollouts: each kind of error once with its traceback, then counted in the metrics."""
+        failed = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
+        for failure in failed:
+            if not self._told[failure.error]:
+                self._display.note(f"a rollout failed ({failure.kind}): {failure.error}\n{failure.trace}".rstrip())
+            self._told[failure.error] += 1
+
+    def finish(self, rollouts: int, lost: int) -> dict[str, Any]:
+        """Write the summary and the plot; returns the summary."""
+        key = "val/reward" if any("val/reward" in row for row in self._history) else "train/reward"
+        rewards = [row[key] for row in self._history if key in row]
+        summary = {
+            "reward": key,
+            "reward_before": rewards[0] if rewards else None,
+            "reward_after": rewards[-1] if rewards else None,
+            "steps": int(max((row["step"] for row in self._history), default=0)),
+            "seconds": round(time.perf_counter() - self._started, 2),
+            "rollouts": rollouts,
+            "rollouts_lost": lost,
+            "failures": dict(self._told),
+            "checkpoint": str(self.checkpoint),
+        }
+        partial = self.folder / "summary.json.partial"
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(partial, self.folder / "summary.json")
+        from raylight.trainer.plot import plot_rewards
+
+        plot_rewards(self._history, self.folder / "reward.png")
+        return summary

@@ -1,0 +1,115 @@
+"""A bare GRPO loop in one process: python tests/benchmarks/bare_grpo.py [--steps N] [--seed S] [--lr LR]
+
+The quickstart's model and task without Ray, HTTP or an inference engine: what a step costs when nothing is in between, and
+how fast the model can learn. It is the baseline that the framework's own quickstart is compared to.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raylight.quickstart.additions import additions, is_right, question
+
+MODEL = Path(__file__).parents[2] / "raylight" / "quickstart" / "model"
+TASKS, GROUP = 16, 8  # 128 rollouts a step
+ANSWER_TOKENS = 6  # two more than a right answer takes
+VALIDATE_EVERY = 5
+VALIDATION_SAMPLES = 4  # answers to each validation task: one alone leaves 4 points of noise
+CLIP = 0.2
+
+
+def encode(tokenizer, tasks):
+    """The prompts as one tensor: every question has the same number of tokens, so there is nothing to pad."""
+    chats = [[{"role": "user", "content": question(task)}] for task in tasks]
+    return torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
+
+
+@torch.no_grad()
+def sample(model, prompts):
+    """Answers at temperature 1: their tokens, log-probabilities and a mask that ends with the end-of-turn token."""
+    end, pad = model.config.eos_token_id, model.config.pad_token_id
+    alive = torch.ones(len(prompts), dtype=torch.bool)
+    inputs, cache, tokens, logps, mask = prompts, None, [], [], []
+    for _ in range(ANSWER_TOKENS):
+        out = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logp = out.past_key_values, out.logits[:, -1].log_softmax(-1)
+        token = torch.multinomial(logp.exp(), 1).squeeze(1).where(alive, pad)
+        tokens.append(token)
+        logps.append(logp.gather(1, token[:, None]).squeeze(1))
+        mask.append(alive)
+        alive = alive & (token != end)
+        if not alive.any():
+            break
+        inputs = token[:, None]
+    return torch.stack(tokens, 1), torch.stack(logps, 1), torch.stack(mask, 1)
+
+
+def score(tokenizer, tasks, tokens):
+    """1 for each right answer, else 0."""
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return torch.tensor([float(is_right(task, text)) for task, text in zip(tasks, texts, strict=True)])
+
+
+def update(model, optimizer, prompts, tokens, old_logps, mask, rewards):
+    """One optimizer step of the clipped loss, averaged over all tokens."""
+    groups = rewards.view(-1, GROUP)
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+    inputs = torch.cat([prompts, tokens[:, :-1]], dim=1)
+    logits = model(inputs, use_cache=False, logits_to_keep=tokens.shape[1]).logits
+    logps = logits.log_softmax(-1).gather(2, tokens[..., None]).squeeze(2)
+    ratio = (logps - old_logps).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    loss = -(gain * mask).sum() / mask.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the quickstart's model with a bare GRPO loop.")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--model", default=MODEL)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.999), weight_decay=0.01)
+    train, val = additions(args.seed)
+    val = val * VALIDATION_SAMPLES
+    val_prompts = encode(tokenizer, val)
+
+    def validate(step: int) -> None:
+        tokens, _, _ = sample(model, val_prompts)
+        print(f"step {step:3d}  validation accuracy {score(tokenizer, val, tokens).mean():.3f}", flush=True)
+
+    validate(0)
+    seconds = {"sampling": [], "update": []}
+    for step in range(args.steps):
+        begun = time.perf_counter()
+        tasks = [train[(step * TASKS + i) % len(train)] for i in range(TASKS) for _ in range(GROUP)]
+        prompts = encode(tokenizer, tasks)
+        tokens, logps, mask = sample(model, prompts)
+        rewards = score(tokenizer, tasks, tokens)
+        sampled = time.perf_counter()
+        update(model, optimizer, prompts, tokens, logps, mask, rewards)
+        updated = time.perf_counter()
+        seconds["sampling"].append(sampled - begun)
+        seconds["update"].append(updated - sampled)
+        times = "  ".join(f"{stage} {taken[-1]:.3f} s" for stage, taken in seconds.items())
+        print(f"step {step + 1:3d}  mean reward {rewards.mean():.3f}  {times}", flush=True)
+        if (step + 1) % VALIDATE_EVERY == 0:
+            validate(step + 1)
+    print("median seconds per step: " + "  ".join(f"{stage} {statistics.median(t):.3f}" for stage, t in seconds.items()))
+
+
+if __name__ == "__main__":
+    main()
