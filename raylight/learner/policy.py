@@ -57,15 +57,16 @@ class Policy:
         """
         advantages = rollout_advantages(batch, self._settings)
         rows = rows_of(batch, advantages)
-        metrics: list[dict[str, float]] = []
-        for chosen in _deal(rows, self._settings.mini_batches):
-            mine = share_of_rank(chosen, self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size())
-            self._add_logprobs(mine)
-            metrics.append(self._mismatch(mine) if not metrics else {})
-            metrics[-1] |= self._train(mine, len(chosen))
+        rank, ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
+        dealt = _deal(rows, self._settings.mini_batches)
+        mine = [share_of_rank(chosen, rank, ranks) for chosen in dealt]
+        everything = [row for share in mine for row in share]
+        self._add_logprobs(everything)  # before the first step: all mini-batches are compared with the same old policy
+        metrics = self._mismatch(everything)
+        metrics |= _mean_of([self._train(share, len(chosen)) for share, chosen in zip(mine, dealt, strict=True)])
         self._engine.lr_scheduler_step()
         self.version += 1
-        return _mean_of(metrics) | {"learner/advantage_abs_mean": float(np.mean(np.abs(advantages)))}
+        return metrics | {"learner/advantage_abs_mean": float(np.mean(np.abs(advantages)))}
 
     def export(self) -> dict[str, np.ndarray] | None:
         """The whole model as float32 arrays by Hugging Face name, on rank 0; None elsewhere."""

@@ -74,8 +74,9 @@ def describe(error: BaseException) -> Failure:
     """A failure with the part of the traceback that lies outside raylight."""
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if not f.filename.startswith(PACKAGE)][-8:])
+    trace = "".join(shown.format(chain=False)) if shown.stack else ""
     message = " ".join(str(error).split())
-    return Failure(kind=classify(error), error=f"{type(error).__name__}: {message}", trace="".join(shown.format(chain=False)))
+    return Failure(kind=classify(error), error=f"{type(error).__name__}: {message}", trace=trace)
 
 
 async def execute(

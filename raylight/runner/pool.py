@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pickle import PickleError
 from typing import Any
 
 import ray
@@ -11,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.agent.litagent import LitAgent
 from raylight.config import RunnerConfig
-from raylight.errors import PlacementError, RunnerLostError
+from raylight.errors import ConfigError, PlacementError, RunnerLostError
 from raylight.runner.runner import Runner
 from raylight.store.client import StoreClient
 
@@ -43,7 +44,7 @@ class RunnerPool:
         self._namespace = namespace
         self._config = config
         self._store = store
-        self._agent = ray.put(agent)
+        self._agent = _shipped(agent)
         self._secret = secret
         self._actors: dict[str, Any] = {}
         self._started = 0
@@ -73,12 +74,15 @@ class RunnerPool:
             RunnerLostError: more runners died than `max_restarts` allows.
         """
         serving = {asyncio.ensure_future(actor.serve.remote()): name for name, actor in self._actors.items()}
-        while serving:
-            done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                name = serving.pop(task)
-                replacement = await self._replace(name, task.exception())
-                serving[asyncio.ensure_future(self._actors[replacement].serve.remote())] = replacement
+        try:
+            while serving:
+                done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    name = await self._replace(serving.pop(task), task.exception())
+                    serving[asyncio.ensure_future(self._actors[name].serve.remote())] = name
+        finally:
+            for task in serving:
+                task.cancel()
 
     def stop(self) -> None:
         for actor in self._actors.values():
@@ -113,3 +117,18 @@ class RunnerPool:
             )
         logger.warning("%s died (%s); %d rollouts go back to the queue and another runner starts", name, why, returned)
         return self._start()
+
+
+def _shipped(agent: LitAgent) -> Any:
+    """The agent in the object store.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+    """
+    try:
+        return ray.put(agent)
+    except (PickleError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the agent cannot be sent to the runners: {str(error).splitlines()[0]}. Create clients, locks and caches inside the "
+            "rollout function, or define them in an importable module"
+        ) from None

@@ -40,10 +40,12 @@ class Deployment:
 
     Args:
         spec: what each replica is told.
+        cluster_ends: the whole cluster ends with the run, so that there is nothing to take down piece by piece.
     """
 
-    def __init__(self, spec: ReplicaSpec) -> None:
+    def __init__(self, spec: ReplicaSpec, cluster_ends: bool) -> None:
         self._spec = spec
+        self._cluster_ends = cluster_ends
         self._started_serve = False
         self._starting = threading.Lock()
         """Held while Serve is brought up, so that a stop in between waits and then finds what was started."""
@@ -73,7 +75,8 @@ class Deployment:
 
     async def stop(self) -> None:
         """Delete the application, and Serve too if this run started it and nothing else uses it."""
-        await asyncio.to_thread(self._stop)
+        if not self._cluster_ends:
+            await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
         with self._starting:
@@ -92,6 +95,7 @@ class Deployment:
             PortInUseError: another port was asked for than the running Serve's, or the one asked for is taken.
         """
         nodes = [node for node in ray.nodes() if node["Alive"]]
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         with self._starting:
             running = serve_http_options()
             if running is not None:

@@ -127,7 +127,7 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     console = Console()
     console.print(table)
     lost = f", {summary['rollouts_lost']} lost" if summary["rollouts_lost"] else ""
-    failed = sum(summary["failures"].values())
+    failed = summary["rollouts_failed"]
     console.print(
         f"{summary['steps']} steps, {summary['rollouts']} rollouts{lost}{f', {failed} failed' if failed else ''}, "
         f"{summary['seconds']:.0f} s", highlight=False,

@@ -16,6 +16,9 @@ from raylight.types import FinishedRollout
 
 Metrics = dict[str, float]
 
+SHOWN_ERRORS = 10
+"""Different errors of rollouts that are shown with their traceback and listed in the summary; all are counted."""
+
 
 class Display(Protocol):
     """Shows a run while it runs."""
@@ -44,6 +47,7 @@ class Report:
         self._started = time.perf_counter()
         self._history: list[Metrics] = []
         self._told: Counter[str] = Counter()
+        self._lost = 0
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("summary.json", "reward.png"):
             (folder / name).unlink(missing_ok=True)
@@ -73,14 +77,15 @@ class Report:
         self._display.step(step, row)
 
     def failures(self, finished: list[FinishedRollout]) -> None:
-        """Tell of failed rollouts: each kind of error once with its traceback, then counted in the metrics."""
+        """Tell of failed rollouts: the first of each different error with its traceback; all are counted."""
         failed = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
         for failure in failed:
-            if not self._told[failure.error]:
+            if not self._told[failure.error] and len(self._told) <= SHOWN_ERRORS:
                 self._display.note(f"a rollout failed ({failure.kind}): {failure.error}\n{failure.trace}".rstrip())
             self._told[failure.error] += 1
+        self._lost += sum(failure.kind == "infrastructure" for failure in failed)
 
-    def finish(self, rollouts: int, lost: int) -> dict[str, Any]:
+    def finish(self, rollouts: int) -> dict[str, Any]:
         """Write the summary and the plot; returns the summary."""
         key = "val/reward" if any("val/reward" in row for row in self._history) else "train/reward"
         rewards = [row[key] for row in self._history if key in row]
@@ -91,8 +96,9 @@ class Report:
             "steps": int(max((row["step"] for row in self._history), default=0)),
             "seconds": round(time.perf_counter() - self._started, 2),
             "rollouts": rollouts,
-            "rollouts_lost": lost,
-            "failures": dict(self._told),
+            "rollouts_lost": self._lost,
+            "failures": dict(self._told.most_common(SHOWN_ERRORS)),
+            "rollouts_failed": self._told.total(),
             "checkpoint": str(self.checkpoint),
         }
         partial = self.folder / "summary.json.partial"

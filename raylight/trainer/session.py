@@ -54,8 +54,9 @@ class RunPlan:
 class Session:
     """The running components of one run. Use `async with`; leaving it stops everything that was started."""
 
-    def __init__(self, plan: RunPlan, agent: LitAgent, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: RunPlan, agent: LitAgent, say: Callable[[str], None], cluster_ends: bool) -> None:
         self.plan = plan
+        self._cluster_ends = cluster_ends
         self._agent = agent
         self._say = say
         self._stack = contextlib.AsyncExitStack()
@@ -107,7 +108,7 @@ class Session:
             app_name=plan.name, model_path=plan.model_path, model=MODEL_NAME, config=plan.engine, secret=self._secret,
             seed=plan.seed, store=self._store_actor, weights=self._weights,
         )  # fmt: skip
-        return Deployment(spec)
+        return Deployment(spec, self._cluster_ends)
 
     async def watched(self, work: Awaitable[T]) -> T:
         """Do the run's work; if the runners fail for good meanwhile, raise that instead of waiting forever."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import importlib.metadata
 import secrets
@@ -97,9 +98,10 @@ class Trainer:
         val_tasks = as_tasks(val_dataset, "val_dataset", required=False)
         plan = self._plan(len(train_tasks))
         folder = Path(self._output_dir or f"outputs/{plan.name}").expanduser().absolute()
-        with ray_session(self._address, self._log_to_driver), make_display(self._progress, plan.total_steps) as display:
-            report = Report(folder, display, _resolved(plan))
-            summary = run_blocking(_run(plan, agent, train_tasks, val_tasks, report))
+        display = make_display(self._progress, plan.total_steps)
+        with ray_session(self._address, self._log_to_driver) as local, display as shown:
+            report = Report(folder, shown, _resolved(plan))
+            summary = run_blocking(_run(plan, agent, train_tasks, val_tasks, report, local))
         if self._progress:
             print_summary(summary, str(folder))
         return summary
@@ -119,15 +121,20 @@ class Trainer:
         )
 
 
-async def _run(plan: RunPlan, agent: LitAgent, train_tasks: list[Any], val_tasks: list[Any], report: Report) -> dict[str, Any]:
+async def _run(
+    plan: RunPlan, agent: LitAgent, train_tasks: list[Any], val_tasks: list[Any], report: Report, cluster_ends: bool
+) -> dict[str, Any]:
     """Bring the components up, train, save, summarise."""
-    async with Session(plan, agent, report.stage) as session:
-        await session.watched(train(session, plan.algorithm, train_tasks, val_tasks, report))
+    async with Session(plan, agent, report.stage, cluster_ends) as session:
+        try:
+            await session.watched(train(session, plan.algorithm, train_tasks, val_tasks, report))
+        except asyncio.CancelledError:
+            report.note("interrupted; stopping everything that belongs to this run")
+            raise
         await session.learners.save(str(report.checkpoint))
         counts = await session.store.statistics()
         report.stage("stopping")
-    lost = counts.get("attempts_failed_infrastructure", 0)
-    return report.finish(counts.get("enqueued", 0), lost)
+    return report.finish(counts["enqueued"])
 
 
 def _as_agent(agent: Any) -> LitAgent:
