@@ -33,7 +33,7 @@ class LearnerGroup:
     def __init__(self, namespace: str, config: LearnerConfig, placement: PlacementGroup) -> None:
         self._config = config
         cls = ray.remote(LearnerActor)
-        self._actors = [
+        self._actors: list[Any] = [
             cls.options(
                 name=f"learner-{rank}",
                 namespace=namespace,

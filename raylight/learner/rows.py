@@ -77,7 +77,7 @@ def to_tensordict(rows: list[Row], config: LearnerConfig, *, global_rows: int, e
         global_rows: rows of the mini-batch on all ranks together.
         entropy: whether to compute the policy's entropy too.
     """
-    tensors = {
+    tensors: dict[str, Any] = {
         "input_ids": _nested([torch.cat([row.prompt, row.response]) for row in rows]),
         "position_ids": _nested([torch.arange(row.tokens) for row in rows]),
         "prompts": _nested([row.prompt for row in rows]),

@@ -46,7 +46,8 @@ def install_platform() -> None:
     """Make the CPU verl's platform; must run before `verl.workers.engine` is imported."""
     if PlatformRegistry.get("cpu") is None:
         PlatformRegistry.register(platform="cpu")(_platform_class())
-    set_platform(PlatformRegistry.get("cpu")())
+    platform: Any = PlatformRegistry.get("cpu")
+    set_platform(platform())
 
 
 def _platform_class() -> type:

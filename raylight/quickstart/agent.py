@@ -19,7 +19,11 @@ def client() -> AsyncOpenAI:
 @rl.rollout
 async def adder(task: dict, llm: rl.LLM) -> float:
     """Ask for a + b; the reward is 1 for the right answer."""
-    reply = await client().with_options(base_url=llm.endpoint, api_key=llm.api_key).chat.completions.create(
-        model=llm.model, messages=[{"role": "user", "content": question(task)}], temperature=1.0, max_tokens=8
+    reply = (
+        await client()
+        .with_options(base_url=llm.endpoint, api_key=llm.api_key)
+        .chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": question(task)}], temperature=1.0, max_tokens=8
+        )
     )
     return 1.0 if is_right(task, reply.choices[0].message.content or "") else 0.0

@@ -91,7 +91,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, tasks: list[dict]) -> torch.Tenso
     return torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
 
 
-def log_probs(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor, answers: list[int]):
+def log_probs(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor, answers: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each token of each answer, zero where a shorter one is padded, and the number of tokens."""
     rows = [tokenizer.encode(f"{answer}<|im_end|>") for answer in answers]
     targets = torch.tensor([row + [IGNORED] * (ANSWER_TOKENS - len(row)) for row in rows])

@@ -128,16 +128,17 @@ class Deployment:
         options: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
         if self._started_serve:
             options["runtime_env"] = {"env_vars": SERVE_FLAGS}
-        one = {name: amount for name, amount in (("CPU", config.num_cpus), ("GPU", config.num_gpus)) if amount}
-        return serve.deployment(
+        deployment = serve.deployment(
             name="engine",
             num_replicas=config.replicas,
             max_ongoing_requests=config.max_concurrent + config.max_waiting,
             ray_actor_options=options,
-            placement_group_bundles=[one] if config.num_gpus else None,
             graceful_shutdown_timeout_s=2,
             graceful_shutdown_wait_loop_s=0.1,
-        )(EngineReplica).bind(self._spec)
+        )(EngineReplica)
+        if config.num_gpus:
+            deployment = deployment.options(placement_group_bundles=[{"CPU": config.num_cpus, "GPU": config.num_gpus}])
+        return deployment.bind(self._spec)
 
     def _why_not_up(self) -> str:
         config = self._spec.config

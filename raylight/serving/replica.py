@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError
 
 from raylight.config import EngineConfig
 from raylight.serving.app import build_app
@@ -68,9 +68,12 @@ class EngineReplica:
                 except Exception as error:  # whatever it is, the publisher must hear it instead of waiting
                     failure = f"{type(error).__name__}: {error}"
                 await board.acknowledge.remote(self._name, version, failure)
-        except RayActorError:
+        except ActorDiedError:
             logger.warning("the run that started %s is gone; removing the application", self._spec.app_name)
             await asyncio.to_thread(serve.delete, self._spec.app_name, _blocking=False)
+        except Exception:  # nobody awaits this task; the publisher will miss the acknowledgement
+            logger.exception("%s no longer follows new weights", self._name)
+            raise
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # construction failed half-way

@@ -29,6 +29,8 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, window: Window) -> None:
         super().__init__()
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
         self.window = window
         self.is_sliding = False
 
@@ -73,7 +75,8 @@ class SlotCache(Cache):
 
     def __init__(self, layers: int, slots: int) -> None:
         self.window = Window(slots)
-        super().__init__(layers=[SlotLayer(self.window) for _ in range(layers)])
+        self.slot_layers = [SlotLayer(self.window) for _ in range(layers)]
+        super().__init__(layers=list(self.slot_layers))
 
     def prefill(self, first: int, rows: int, width: int) -> None:
         """The next pass writes `width` tokens into each of `rows` slots from `first` on."""
@@ -86,7 +89,7 @@ class SlotCache(Cache):
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a sequence of `length` tokens to another slot."""
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.move(source, target, length)
 
 

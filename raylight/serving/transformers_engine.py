@@ -67,9 +67,8 @@ class TransformersEngine:
     ) -> None:
         self.model = model
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        ).to(device).eval()  # fmt: skip
+        module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        self._module = module.to(device).eval()
         self._device = torch.device(device)
         self.max_model_len = min(max_model_len, self._module.config.max_position_embeddings)
         self._stop_ids = _stop_ids(self._module, self.tokenizer)
@@ -258,7 +257,7 @@ def load_state(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
     tied = set(getattr(module, "all_tied_weights_keys", None) or ())
     missing, unknown = own.keys() - weights.keys() - tied, weights.keys() - own.keys()
     if missing or unknown:
-        raise WeightSyncError(f"weights do not fit the engine's model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
+        raise WeightSyncError(f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
     for name, array in weights.items():
         tensor = torch.as_tensor(array)
         if tensor.shape != own[name].shape:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -15,28 +16,46 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from raylight.errors import ConfigError, PlacementError
 
 
-@contextlib.contextmanager
-def ray_session(address: str | None, log_to_driver: bool) -> Iterator[bool]:
-    """Be connected to Ray; yields whether a local cluster was started for this.
+@dataclass(frozen=True)
+class Connection:
+    """How the driver is connected to Ray."""
 
-    An existing connection is used as it is. Otherwise `address`, `RAY_ADDRESS` or a cluster on this machine is joined, and if there
-    is none, a local one is started. Only what was started here is shut down.
+    local: bool
+    """A cluster was started for this connection, and ends with it."""
+    dashboard: str = ""
+    """Address of the dashboard, if this connection knows it."""
+
+
+@contextlib.contextmanager
+def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection]:
+    """Be connected to Ray.
+
+    An existing connection is used as it is. Otherwise `address`, `RAY_ADDRESS` or a cluster on this machine is joined; if there is
+    none, or the address is "local", a local one is started. Only what was started here is shut down.
+
+    Raises:
+        ConfigError: no cluster answers at the address that was given.
     """
     if ray.is_initialized():
-        yield False
+        yield Connection(local=False)
         return
+    wanted = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
-    local = False
+    local = wanted == "local"
+    # Ray says on every start that it uses a token, which is its default
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    if not local:
+        try:
+            context = ray.init(address=wanted or "auto", **options)
+        except ConnectionError as error:
+            if wanted:
+                message = f"no Ray cluster answers at {wanted!r} ({error}); start one with `ray start --head`"
+                raise ConfigError(message) from None
+            local = True
+    if local:
+        context = ray.init(address="local", include_dashboard=True, **options)
     try:
-        ray.init(address=address or "auto", **options)
-    except ConnectionError as error:
-        if address or os.environ.get("RAY_ADDRESS"):
-            wanted = address or os.environ["RAY_ADDRESS"]
-            raise ConfigError(f"no Ray cluster answers at {wanted!r} ({error}); start one with `ray start --head`") from None
-        ray.init(address="local", include_dashboard=True, **options)
-        local = True
-    try:
-        yield local
+        yield Connection(local, f"http://{context.dashboard_url}" if context.dashboard_url else "")
     finally:
         ray.shutdown()
 

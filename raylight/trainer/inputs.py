@@ -45,7 +45,8 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
         if required:
             raise DatasetError(f"{name} is missing; pass a list of tasks")
         return []
-    if isinstance(dataset, str | bytes | dict) or not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+    sequence = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
+    if isinstance(dataset, str | bytes | dict) or not sequence:
         raise DatasetError(f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks")
     tasks = [dataset[i] for i in range(len(dataset))] if not isinstance(dataset, Iterable) else list(dataset)
     if not tasks:

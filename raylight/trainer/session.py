@@ -112,7 +112,7 @@ class Session:
 
     async def watched(self, work: Awaitable[T]) -> T:
         """Do the run's work; if the runners fail for good meanwhile, raise that instead of waiting forever."""
-        working: asyncio.Task[Any] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        working: asyncio.Task[Any] = asyncio.ensure_future(work)
         watching = asyncio.create_task(self.pool.watch())
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)

@@ -99,9 +99,10 @@ class Trainer:
         plan = self._plan(len(train_tasks))
         folder = Path(self._output_dir or f"outputs/{plan.name}").expanduser().absolute()
         display = make_display(self._progress, plan.total_steps)
-        with ray_session(self._address, self._log_to_driver) as local, display as shown:
+        with ray_session(self._address, self._log_to_driver) as ray, display as shown:
             report = Report(folder, shown, _resolved(plan))
-            summary = run_blocking(_run(plan, agent, train_tasks, val_tasks, report, local))
+            report.stage(f"run {plan.name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
+            summary = run_blocking(_run(plan, agent, train_tasks, val_tasks, report, ray.local))
         if self._progress:
             print_summary(summary, str(folder))
         return summary

@@ -1,0 +1,55 @@
+"""Time per step of the whole loop (agent, HTTP, capture, update, sync) against a bare torch loop of the same size.
+
+    python tests/benchmarks/loop_vs_bare.py [--steps 15]
+
+Both run in turn on this machine, each in a process of its own: 128 rollouts a step, the quickstart's model and task.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STAGES = ("rollout", "update", "sync")
+
+
+def bare(steps: int) -> dict[str, float]:
+    """Median seconds of a step of the bare loop, from its last line."""
+    command = [sys.executable, str(HERE / "bare_grpo.py"), "--steps", str(steps)]
+    last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
+    found = {name: float(value) for name, value in re.findall(r"(\w+) (\d+\.\d+)", last)}
+    return {"rollout": found["sampling"], "update": found["update"], "sync": 0.0}
+
+
+def whole(steps: int) -> dict[str, float]:
+    """Median seconds of a step of `raylight quickstart`."""
+    raylight = Path(sys.executable).parent / "raylight"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(raylight), "quickstart", "--steps", str(steps), "--output-dir", folder]
+        subprocess.run(command, capture_output=True, check=True, env={**os.environ, "RAY_ADDRESS": "local"})
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] > 1 and "time/sync_s" in row]
+    return {name: statistics.median(row[f"time/{name}_s"] for row in rows) for name in STAGES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=15)
+    steps = parser.parse_args().steps
+    ours, theirs = whole(steps), bare(steps)
+    print(f"{'seconds per step':18}{'raylight':>10}{'bare':>10}")
+    for name in STAGES:
+        print(f"{name:18}{ours[name]:10.3f}{theirs[name]:10.3f}")
+    total, least = sum(ours.values()), sum(theirs.values())
+    print(f"{'all':18}{total:10.3f}{least:10.3f}")
+    print(f"ratio {total / least:.1f}; overhead per rollout {1e3 * (total - least) / 128:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

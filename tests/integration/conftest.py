@@ -1,0 +1,109 @@
+"""A Ray cluster that exists before raylight comes, and checks that a run leaves nothing on it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+BIN = Path(sys.executable).parent
+START_DEADLINE_S = 90
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def eventually(check: Callable[[], bool], deadline_s: float, what: str) -> None:
+    """Ask an outside process's state until it holds; there is no event to wait for."""
+    end = time.monotonic() + deadline_s
+    while not check():
+        assert time.monotonic() < end, f"{what} did not happen within {deadline_s} s"
+        time.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    dashboard: str
+
+    def leftovers(self) -> list[str]:
+        """What runs on the cluster and belongs to some run of raylight. Needs a connection to the cluster."""
+        from ray.util.state import list_actors, list_placement_groups
+
+        actors = [f"actor {a.name}" for a in list_actors(filters=[("state", "!=", "DEAD")], limit=1000) if a.name]
+        groups = [f"group {g.name}" for g in list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)]
+        return sorted(actors + groups)
+
+    def env(self) -> dict[str, str]:
+        return {**os.environ, "RAY_ADDRESS": self.address}
+
+    def assert_clean(self, allowed: tuple[str, ...] = ()) -> None:
+        import ray
+
+        with ray.init(address=self.address, log_to_driver=False):
+            seen: list[str] = []
+
+            def clean() -> bool:
+                seen[:] = [item for item in self.leftovers() if not any(word in item for word in allowed)]
+                return not seen
+
+            try:
+                eventually(clean, 20, "cleaning up")
+            except AssertionError as error:
+                raise AssertionError(f"left on the cluster: {seen}") from error
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """`ray start --head` with a dashboard, in a process of its own; RAY_ADDRESS points to it."""
+    port, dashboard = free_port(), free_port()
+    command = [
+        str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", f"--dashboard-port={dashboard}",
+        "--include-dashboard=true", "--disable-usage-stats", "--ray-client-server-port=0",
+    ]  # fmt: skip
+    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    assert head.stdout
+    output = ""
+    for line in head.stdout:
+        output += line
+        if "--block" in line:
+            break
+    assert head.poll() is None, output
+    tree = psutil.Process(head.pid)
+    found = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = found.address
+    try:
+        yield found
+    finally:
+        children = tree.children(recursive=True)
+        head.terminate()
+        head.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=20)
+        for process in alive:
+            process.kill()
+        os.environ.pop("RAY_ADDRESS", None)
+        if before:
+            os.environ["RAY_ADDRESS"] = before
+
+
+@pytest.fixture
+def no_processes_left() -> Iterator[None]:
+    """Nothing of Ray or Serve that the test started outlives it."""
+    words = ("raylet", "gcs_server", "haproxy", "ray::")
+
+    def running() -> set[int]:
+        return {p.pid for p in psutil.process_iter(["cmdline"]) if any(w in " ".join(p.info["cmdline"] or []) for w in words)}
+
+    before = running()
+    yield
+    eventually(lambda: running() <= before, 20, "the end of all processes")

@@ -1,0 +1,164 @@
+"""Each mistake of a user ends with one typed error that names what to do, and leaves the cluster as it was."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cluster
+
+import raylight as rl
+from raylight import errors
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.quickstart.agent import adder
+
+TRAIN, VAL = additions(0)
+
+
+def fit(agent: Any, tmp_path: Path, *, train: Any = TRAIN, val: Any = None, algorithm: dict | None = None, **trainer: Any) -> dict:
+    """Train the quickstart's model for two steps of 32 rollouts."""
+    settings = {"model": STARTER_MODEL, "n_steps": 2, "tasks_per_step": 4, "lr": 2e-4, **(algorithm or {})}
+    made = rl.Trainer(algorithm=rl.GRPO(**settings), n_runners=2, output_dir=tmp_path, progress=False, **trainer)
+    return made.fit(agent, train, val_dataset=val)
+
+
+def raises_always(task: dict, llm: rl.LLM) -> float:
+    raise ValueError("my tool broke")
+
+
+def returns_a_string(task: dict, llm: rl.LLM) -> Any:
+    return "good"
+
+
+def returns_none(task: dict, llm: rl.LLM) -> None:
+    return None
+
+
+def never_calls(task: dict, llm: rl.LLM) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "error", "message"),
+    [
+        (raises_always, errors.RolloutsFailedError, "all 32 rollouts failed, 32 of them with ValueError: my tool broke"),
+        (returns_a_string, errors.RewardError, "of type str as a reward; return a float"),
+        (returns_none, errors.RolloutsFailedError, "the agent returns None; return a float"),
+        (never_calls, errors.EmptyTraceError, "the agent must use llm.endpoint"),
+    ],
+)
+def test_an_agent_that_gives_nothing_to_learn(
+    agent: Callable[..., Any], error: type[Exception], message: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        fit(rl.rollout(agent), tmp_path)
+    cluster.assert_clean()
+
+
+def test_failures_on_some_tasks_are_counted_and_not_trained(cluster: Cluster, tmp_path: Path) -> None:
+    @rl.rollout
+    async def sometimes(task: dict, llm: rl.LLM) -> float:
+        from raylight.quickstart.agent import adder
+
+        if task["a"] % 2:
+            raise KeyError("unlucky")
+        return await adder(task, llm)
+
+    tasks = [{"a": 10 + i, "b": 20} for i in range(4)]
+    summary = fit(sometimes, tmp_path, train=tasks)
+    assert summary["rollouts"] == 64
+    assert summary["rollouts_failed"] == 32
+    assert summary["failures"] == {"KeyError: 'unlucky'": 32}
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["train/failed"], row["train/trained"]) for row in rows] == [(16, 16), (16, 16)]
+    cluster.assert_clean()
+
+
+def test_more_learners_than_the_cluster_can_place(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(errors.PlacementError, match=r"cannot place 64 x 0.5 CPU .* within 3 s; it has 2 CPU"):
+        fit(adder, tmp_path, learner={"n": 64, "placement_timeout_s": 3})
+    cluster.assert_clean()
+
+
+def test_more_runners_than_the_cluster_can_place(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(errors.PlacementError, match=r"of 2 runners of 1.5 CPU were not up within 20 s"):
+        fit(adder, tmp_path, runner={"num_cpus": 1.5, "start_timeout_s": 20})
+    cluster.assert_clean()
+
+
+def test_a_port_that_is_taken(cluster: Cluster, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(errors.PortInUseError, match="is taken"):
+            fit(adder, tmp_path, port=taken.getsockname()[1])
+    cluster.assert_clean()
+
+
+def test_a_broken_model_folder(cluster: Cluster, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (broken / name).write_text("{}")
+    with pytest.raises((errors.EngineStartError, errors.LearnerError), match="fail"):
+        fit(adder, tmp_path / "run", algorithm={"model": str(broken)})
+    cluster.assert_clean()
+
+
+def test_an_agent_that_cannot_be_pickled(cluster: Cluster, tmp_path: Path) -> None:
+    import threading
+
+    lock = threading.Lock()
+
+    @rl.rollout
+    def locked(task: dict, llm: rl.LLM) -> float:
+        with lock:
+            return 1.0
+
+    with pytest.raises(errors.ConfigError, match="cannot be sent to the runners"):
+        fit(locked, tmp_path)
+    cluster.assert_clean()
+
+
+def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: Path) -> None:
+    @rl.rollout
+    async def truncating(task: dict, llm: rl.LLM) -> float:
+        from openai import AsyncOpenAI
+
+        from raylight.quickstart.additions import is_right, question
+
+        async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
+            reply = await client.chat.completions.create(
+                model=llm.model, messages=[{"role": "user", "content": question(task)}], top_p=0.5, max_tokens=8
+            )
+        return float(is_right(task, reply.choices[0].message.content or "") or task["a"] % 3 == 0)
+
+    with pytest.raises(errors.MismatchError, match="samples with top_p or top_k"):
+        fit(truncating, tmp_path, algorithm={"tasks_per_step": 16})
+    cluster.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda path: fit(adder, path, train=[]), errors.DatasetError, "train_dataset is empty"),
+        (lambda path: fit(adder, path, train=None), errors.DatasetError, "train_dataset is missing"),
+        (lambda path: fit(adder, path, algorithm={"model": "/no/such"}), errors.ModelNotFoundError, "no model folder /no/such"),
+        (lambda path: fit(adder, path, algorithm={"model": "no/such"}), errors.ModelNotFoundError, "hf download no/such"),
+        (lambda path: fit(adder, path, algorithm={"lrr": 1}), errors.ConfigError, "no setting 'lrr'; it has: lr"),
+        (lambda path: fit(adder, path, engine={"port": 0}), errors.ConfigError, "EngineConfig.port"),
+        (lambda path: fit("agent", path), errors.ConfigError, "decorated with @rollout"),
+        (lambda path: fit(lambda task, tools: 1.0, path), errors.AgentSignatureError, "'tools', which nothing fills"),
+    ],
+)
+def test_what_is_wrong_before_anything_starts(
+    call: Callable[[Path], Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    import ray
+
+    with pytest.raises(error, match=message):
+        call(tmp_path)
+    assert not ray.is_initialized()

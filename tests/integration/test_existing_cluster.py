@@ -1,0 +1,168 @@
+"""On a cluster that was there before: runs join it, are seen on it by name, and leave it as it was."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cluster, eventually
+
+import raylight as rl
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.quickstart.agent import adder
+
+ROOT = Path(__file__).parent.parent.parent
+TRAIN, VAL = additions(0)
+
+
+def trainer(folder: Path, steps: int = 2, **settings: Any) -> rl.Trainer:
+    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=steps, tasks_per_step=4, lr=2e-4, val_before_train=False, val_every=0)
+    return rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, **settings)
+
+
+def test_a_job_submitted_to_the_cluster_succeeds(cluster: Cluster, tmp_path: Path) -> None:
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    client = JobSubmissionClient(cluster.dashboard)
+    job = client.submit_job(
+        entrypoint=f"{sys.executable} examples/quickstart.py --steps 3 --output-dir {tmp_path}",
+        runtime_env={"working_dir": str(ROOT), "excludes": [".git", "outputs", "tests"]},
+    )
+
+    async def follow() -> str:
+        return "".join([line async for line in client.tail_job_logs(job)])
+
+    logs = asyncio.run(asyncio.wait_for(follow(), 180))
+    eventually(lambda: client.get_job_status(job).is_terminal(), 20, "the end of the job")
+    assert client.get_job_status(job) == JobStatus.SUCCEEDED, logs
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+    cluster.assert_clean()
+
+
+def test_actors_are_named_while_a_run_goes_on_and_gone_after(cluster: Cluster, tmp_path: Path) -> None:
+    import ray
+    from ray.util.state import list_actors, list_placement_groups
+
+    seen: dict[str, Any] = {}
+
+    def look() -> None:
+        actors = [a for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name]
+        seen["names"] = {a.name.split("#")[0].split(":")[-1] for a in actors}
+        seen["namespaces"] = {a.ray_namespace for a in actors if a.name.startswith("learner")}
+        seen["groups"] = [g.name for g in list_placement_groups(filters=[("state", "=", "CREATED")])]
+
+    with ray.init(address=cluster.address, log_to_driver=False):
+        running = trainer(tmp_path, steps=1000, learner={"n": 2})
+        threading.Thread(target=lambda: (_wait_for_steps(tmp_path, 2), look(), signal.raise_signal(signal.SIGINT))).start()
+        with pytest.raises(KeyboardInterrupt):
+            running.fit(adder, TRAIN)
+        assert {"store", "weights", "learner-0", "learner-1", "runner-0", "runner-1", "engine"} <= seen["names"]
+        (namespace,) = seen["namespaces"]
+        assert namespace.startswith("raylight-")
+        assert seen["groups"] == [f"{namespace}-learners"]
+        assert ray.is_initialized(), "the Trainer must not end a connection that it did not make"
+    cluster.assert_clean()
+
+
+def _wait_for_steps(folder: Path, steps: int) -> None:
+    metrics = folder / "metrics.jsonl"
+    eventually(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= steps, 90, f"step {steps}")
+
+
+def test_the_serve_application_of_somebody_else_stays(cluster: Cluster, tmp_path: Path) -> None:
+    import httpx
+    import ray
+    from ray import serve
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0.1})
+    class Theirs:
+        def __call__(self) -> str:
+            return "theirs"
+
+    with ray.init(address=cluster.address, log_to_driver=False):
+        try:
+            serve.run(Theirs.bind(), name="theirs", route_prefix="/theirs")
+            summary = trainer(tmp_path).fit(adder, TRAIN)
+            assert summary["steps"] == 2
+            assert set(serve.status().applications) == {"theirs"}
+            assert httpx.get("http://127.0.0.1:8000/theirs").text == "theirs"
+        finally:
+            serve.shutdown()
+    cluster.assert_clean()
+
+
+def test_a_killed_runner_is_replaced_and_nothing_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    @rl.rollout
+    async def deadly_once(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> float:
+        import os
+
+        from raylight.quickstart.agent import adder
+
+        try:
+            os.close(os.open(task["marker"], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return await adder(task, llm)
+        os.kill(os.getpid(), 9)
+
+    tasks = [{**task, "marker": str(tmp_path / "died")} for task in TRAIN[:16]]
+    summary = trainer(tmp_path / "run").fit(deadly_once, tasks)
+    assert (tmp_path / "died").exists()
+    assert summary["steps"] == 2
+    assert summary["rollouts"] == 64
+    assert summary["rollouts_lost"] == summary["rollouts_failed"] == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/trained"] for row in rows] == [32, 32]
+    cluster.assert_clean()
+
+
+def test_runners_that_keep_dying_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    @rl.rollout
+    def deadly(task: dict, llm: rl.LLM) -> float:
+        import os
+
+        os.kill(os.getpid(), 9)
+        return 0.0
+
+    with pytest.raises(rl.RaylightError, match=r"runners died|RunnerLost"):
+        trainer(tmp_path).fit(deadly, TRAIN)
+    cluster.assert_clean()
+
+
+def test_a_dead_learner_ends_the_run_with_its_name(cluster: Cluster, tmp_path: Path) -> None:
+    import ray
+
+    def kill_learner() -> None:
+        _wait_for_steps(tmp_path, 2)
+        from ray.util.state import list_actors
+
+        (pid,) = [a.pid for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name == "learner-0"]
+        os.kill(pid, signal.SIGKILL)
+
+    with ray.init(address=cluster.address, log_to_driver=False):
+        killer = threading.Thread(target=kill_learner)
+        killer.start()
+        with pytest.raises(rl.RaylightError, match="a learner died"):
+            trainer(tmp_path, steps=1000).fit(adder, TRAIN)
+        killer.join()
+    cluster.assert_clean()
+
+
+def test_a_driver_killed_outright_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """Not even the driver can clean up; the actors die with the job, and the replica removes its own application."""
+    command = [sys.executable, "examples/quickstart.py", "--steps", "1000", "--output-dir", str(tmp_path)]
+    with (tmp_path / "log").open("w") as log:
+        driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(), stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _wait_for_steps(tmp_path, 2)
+        finally:
+            driver.kill()
+            driver.wait()
+    # Serve itself stays, as for every Serve application whose driver is gone
+    cluster.assert_clean(allowed=("SERVE_CONTROLLER", "SERVE_PROXY", "HAProxy", "haproxy"))

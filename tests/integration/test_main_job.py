@@ -1,0 +1,109 @@
+"""`raylight quickstart`, as a user runs it: a fresh process, a fresh local Ray, everything real."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import BIN, eventually
+
+LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
+
+
+def quickstart(*args: str) -> list[str]:
+    return [str(BIN / "raylight"), "quickstart", *args]
+
+
+@pytest.mark.parametrize(("seed", "learners"), [(0, 1), (1, 2), (2, 1)])
+def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes_left: None) -> None:
+    command = quickstart("--output-dir", str(tmp_path), "--seed", str(seed), "--learners", str(learners))
+    done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "before" in done.stdout
+    assert "step 25/25" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reward_before"] <= 0.6
+    assert summary["reward_after"] >= 0.85
+    assert summary["steps"] == 25
+    assert summary["seconds"] < 180
+    assert summary["rollouts_lost"] == 0
+
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(26))
+    wanted = {
+        "train/reward", "time/rollout_s", "time/update_s", "time/sync_s", "learner/grad_norm", "learner/kl",
+        "mismatch/logprob_abs_max", "train/response_tokens", "train/tokens_per_s", "weights/version",
+    }  # fmt: skip
+    learned = [row for row in rows if "learner/grad_norm" in row]
+    assert len(learned) >= 20
+    for row in learned:
+        assert wanted <= row.keys()
+        assert row["mismatch/logprob_abs_max"] < 1e-3
+    assert learned[-1]["weights/version"] == len(learned)
+    assert learned[-1]["learner/kl"] > 0
+
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert config["learner"]["n"] == learners
+    assert config["algorithm"]["lr"] == 2e-4
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    checkpoint_answers(tmp_path / "checkpoint")
+
+
+def checkpoint_answers(folder: Path) -> None:
+    """The checkpoint loads by plain transformers and is the trained model: it adds better than the starter."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from raylight.quickstart.additions import additions, is_right, question
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    tasks = additions(0)[1]
+    chats = [[{"role": "user", "content": question(task)}] for task in tasks]
+    ids = torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
+    output = model.generate(ids, do_sample=True, max_new_tokens=8)[:, ids.shape[1] :]
+    right = [
+        is_right(task, text) for task, text in zip(tasks, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
+    ]
+    assert sum(right) / len(right) >= 0.8
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_and_leaves_nothing(number: int, code: int, tmp_path: Path, no_processes_left: None) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        run = subprocess.Popen(
+            quickstart("--steps", "500", "--output-dir", str(tmp_path)), env=LOCAL, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            eventually(lambda: "step 1/" in log.read_text(), 90, "the first step")
+            run.send_signal(number)
+            assert run.wait(30) == code
+        finally:
+            run.kill()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "/no/such/model"], "ModelNotFoundError: there is no model folder /no/such/model"),
+        (["--steps", "-1"], "Invalid value for '--steps'"),
+    ],
+)
+def test_bad_arguments_end_with_one_message(args: list[str], message: str, tmp_path: Path) -> None:
+    done = subprocess.run(quickstart("--output-dir", str(tmp_path), *args), env=LOCAL, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_every_option() -> None:
+    shown = subprocess.run(quickstart("--help"), capture_output=True, text=True, timeout=30).stdout
+    for option in ("--output-dir", "--steps", "--seed", "--learners", "--runners", "--port"):
+        assert option in shown

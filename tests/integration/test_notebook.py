@@ -1,0 +1,25 @@
+"""The notebook runs in a real kernel, where an event loop is running already."""
+
+import json
+import os
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parent.parent.parent / "examples" / "quickstart.ipynb"
+
+
+def test_the_notebook_runs(tmp_path: Path, no_processes_left: None, monkeypatch) -> None:
+    monkeypatch.setenv("RAYLIGHT_STEPS", "3")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are cleared before a commit"
+    NotebookClient(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (summary,) = tmp_path.rglob("summary.json")
+    assert json.loads(summary.read_text())["steps"] == 3
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in shown)
+    assert not [output for output in shown if output["output_type"] == "error"]
+    assert os.listdir(summary.parent / "checkpoint")
