@@ -20,11 +20,12 @@ from rich.console import Console
 
 from raylight import __version__
 from raylight.serving.choose import ENGINES, choose_engine
+from raylight.trainer.cluster import answers
 
 GIB = 2**30
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
 Packages = dict[str, str | None]  # requirement: installed version
-CONNECT_S, NODES_S = 2.0, 5.0  # deadlines: for RAY_ADDRESS to answer, and for all nodes to tell about themselves
+NODES_S = 5.0  # deadline for all nodes to tell about themselves
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,6 @@ def gather_cluster() -> Cluster | None:
         return describe_cluster()
     finally:
         ray.shutdown()
-
-
-def answers(address: str) -> bool:
-    """Whether anything listens at an address; Ray itself would try for much longer."""
-    host, _, port = address.rpartition("://")[2].strip("/").rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), CONNECT_S):
-        return True
-    return False
 
 
 def describe_cluster() -> Cluster:

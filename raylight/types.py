@@ -131,6 +131,9 @@ def find_final_reward(spans: list[Span]) -> float | None:
     return None
 
 
+GREEDY_BELOW = 1e-5
+"""A lower temperature means the most probable token, as in vLLM; dividing by it would overflow."""
+
 FinishReason = Literal["stop", "length", "aborted"]
 
 
@@ -165,7 +168,8 @@ class Generation:
     @property
     def temperature(self) -> float:
         """Temperature of the distribution that `logprobs` are of; 1 for the most probable token (temperature 0)."""
-        return self.sampling.get("temperature") or 1.0
+        temperature = self.sampling.get("temperature", 1.0)
+        return temperature if temperature >= GREEDY_BELOW else 1.0
 
     def __post_init__(self) -> None:
         if not len(self.output_ids) == len(self.logprobs) == len(self.weight_versions):

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
-    {"types", "semconv", "errors", "config"},
+    {"types", "semconv", "errors", "config", "aio"},
     {"agent", "store", "traces"},
     {"runner", "serving", "learner"},
     {"algorithms"},

@@ -36,8 +36,11 @@ class LitAgent:
         Raises:
             AgentSignatureError: it cannot.
         """
+        name = type(self).__name__
         if not self.is_async and type(self).rollout is LitAgent.rollout:
-            raise AgentSignatureError(f"{type(self).__name__} must define rollout or rollout_async")
+            raise AgentSignatureError(f"{name} must define rollout or rollout_async")
+        if not self.is_async and inspect.iscoroutinefunction(self.rollout):
+            raise AgentSignatureError(f"{name}.rollout is asynchronous; call it rollout_async")
 
 
 class FunctionalLitAgent(LitAgent):
@@ -49,12 +52,13 @@ class FunctionalLitAgent(LitAgent):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._async = inspect.iscoroutinefunction(function)
+        self._name = getattr(function, "__name__", repr(function))
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         parameters = list(inspect.signature(function).parameters.values())
         fixed = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
         if not parameters or fixed:
             raise AgentSignatureError(
-                f"@rollout: {function.__name__} takes the task first and resources by name, such as (task, llm); "
+                f"@rollout: {self._name} takes the task first and resources by name, such as (task, llm); "
                 f"it has ({', '.join(str(p) for p in parameters)})"
             )
         self._task_name = parameters[0].name
@@ -78,7 +82,7 @@ class FunctionalLitAgent(LitAgent):
         missing = [name for name in self._names if name not in known and name not in self._optional]
         if missing:
             raise AgentSignatureError(
-                f"rollout function {self._function.__name__} asks for {', '.join(map(repr, missing))}, which nothing fills; "
+                f"rollout function {self._name} asks for {', '.join(map(repr, missing))}, which nothing fills; "
                 f"there are: {', '.join(sorted(known))}"
             )
 

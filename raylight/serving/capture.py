@@ -65,7 +65,7 @@ class Recorder:
 
     def _notify(self) -> None:
         self._wake.set()
-        if self._sender is None:
+        if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send_forever())
 
     async def _send_forever(self) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from raylight.aio import together
 from raylight.serving.capture import CapturingEngine
 from raylight.serving.engine import RequestError, Sampled, SamplingParams
+
+StopWord = Annotated[str, Field(min_length=1)]
 
 
 class ChatMessage(BaseModel):
@@ -34,8 +36,8 @@ class ChatRequest(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=10)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
-    stop: str | list[str] | None = None
-    seed: int | None = None
+    stop: StopWord | list[StopWord] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - 128)
     n: int | None = Field(default=None, ge=1, le=128)
     logprobs: bool | None = None
     stream: Literal[False] | None = None
@@ -81,7 +83,7 @@ async def complete_chat(engine: CapturingEngine, body: Any) -> dict[str, Any]:
     except Exception as error:  # a template is a program of the model's authors and may raise anything
         raise RequestError(f"the chat template refused the messages: {error}") from error
     params = request.params(engine)
-    results = await asyncio.gather(*(engine.generate(prompt_ids, _nth(params, i)) for i in range(request.n or 1)))
+    results = await together(*(engine.generate(prompt_ids, _nth(params, i)) for i in range(request.n or 1)))
     return _answer(engine, request, prompt_ids, results)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raylight.types import FinishReason
+from raylight.types import GREEDY_BELOW, FinishReason
 
 
 class RequestError(Exception):
@@ -29,6 +29,11 @@ class SamplingParams:
     """0 for no limit."""
     stop: tuple[str, ...] = ()
     seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Always the most probable token."""
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass
@@ -65,5 +70,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop computing; requests in flight end as aborted."""
+        """Stop computing; requests in flight, and any that come later, end with a RequestError of status 503."""
         ...

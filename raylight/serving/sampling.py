@@ -20,12 +20,12 @@ def sample(
 
     Returns:
         Token ids and log-probabilities, both of shape (rows,). Log-probabilities are of the distribution after temperature, top-k
-        and top-p; for temperature 0 (the most probable token) they are those of temperature 1, as in vLLM.
+        and top-p; for a greedy request they are those of temperature 1, as in vLLM.
     """
     logits = logits.float()
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
-    if any(p.temperature not in (0, 1) for p in params):
-        temperatures = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
+    greedy = torch.tensor([p.greedy for p in params], device=logits.device)
+    if any(not p.greedy and p.temperature != 1 for p in params):
+        temperatures = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=logits.device)
         logits = logits / temperatures[:, None]
     if any(p.top_k or p.top_p < 1 for p in params):
         logits = truncate(logits, params)

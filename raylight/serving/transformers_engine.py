@@ -23,6 +23,7 @@ from raylight.serving.engine import RequestError, Sampled, SamplingParams
 from raylight.serving.sampling import sample
 from raylight.serving.slot_cache import SlotCache
 
+CLOSED = "the engine is shutting down"
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass."""
 
@@ -33,7 +34,6 @@ class Sequence:
 
     prompt_ids: list[int]
     params: SamplingParams
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Sampled]
     generator: torch.Generator | None = None
     sampled: Sampled = field(default_factory=Sampled)
@@ -48,7 +48,6 @@ class Sequence:
 class NewWeights:
     version: int
     weights: Mapping[str, Any]
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
 
 
@@ -79,11 +78,14 @@ class TransformersEngine:
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []
         self._in_flight = 0
+        self._closed = False
         self.version = 0
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Sampled:
+        if self._closed:
+            raise RequestError(CLOSED, 503, "overloaded_error")
         if not prompt_ids:
             raise RequestError("the prompt is empty")
         room = self.max_model_len - len(prompt_ids)
@@ -93,8 +95,7 @@ class TransformersEngine:
             raise RequestError(f"{self._max_waiting} requests are waiting already; try again later", 503, "overloaded_error")
         if params.max_tokens > room:
             params = SamplingParams(**{**vars(params), "max_tokens": room})
-        loop = asyncio.get_running_loop()
-        sequence = Sequence(prompt_ids, params, loop, loop.create_future())
+        sequence = Sequence(prompt_ids, params, asyncio.get_running_loop().create_future())
         if params.seed is not None:
             sequence.generator = torch.Generator(self._device).manual_seed(params.seed)
         self._in_flight += 1
@@ -106,12 +107,14 @@ class TransformersEngine:
             self._in_flight -= 1
 
     async def load_weights(self, version: int, weights: Mapping[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        message = NewWeights(version, weights, loop, loop.create_future())
+        if self._closed:
+            raise WeightSyncError(CLOSED)
+        message = NewWeights(version, weights, asyncio.get_running_loop().create_future())
         self._inbox.put(message)
         await message.future
 
     def close(self) -> None:
+        self._closed = True
         self._inbox.put(None)
         self._thread.join(timeout=10)
 
@@ -126,7 +129,9 @@ class TransformersEngine:
                     self._decode()
                 except Exception as error:  # whatever broke, the callers that wait for this step must hear of it
                     self._fail_all(error)
-        self._fail_all(RequestError("the engine is shutting down", 503, "overloaded_error"))
+        while not self._inbox.empty():  # what came between the last look and the closing
+            self._take_messages()
+        self._fail_all(RequestError(CLOSED, 503, "overloaded_error"))
 
     def _take_messages(self) -> bool:
         """Take what has arrived; wait if there is nothing to compute. False once the engine closes."""
@@ -149,9 +154,9 @@ class TransformersEngine:
             load_state(self._module, message.weights)
             self.version = message.version
         except Exception as error:  # reported to the caller of load_weights
-            _resolve(message.loop, [(message.future, error)])
+            _resolve([(message.future, error)])
         else:
-            _resolve(message.loop, [(message.future, None)])
+            _resolve([(message.future, None)])
 
     def _prefill(self) -> None:
         """Admit as many waiting sequences as slots and one pass allow, and sample their first tokens."""
@@ -173,8 +178,8 @@ class TransformersEngine:
         places = torch.arange(width, device=self._device)
         mask = (places[None, :] <= places[:, None])[None, None].expand(len(admitted), 1, width, width)
         last, which = (lengths - 1).unique(return_inverse=True)  # logits only where some row ends
+        self._active += admitted  # before the pass: if it fails, these fail with it
         logits = self._forward(ids.to(self._device), places[None].expand(len(admitted), -1), mask, last.to(self._device))
-        self._active += admitted
         self._append(admitted, logits[torch.arange(len(admitted)), which])
 
     def _decode(self) -> None:
@@ -243,8 +248,7 @@ class TransformersEngine:
 
     def _answer(self, answers: list[tuple[Sequence, Any]]) -> None:
         """Wake the callers, all of one step at once."""
-        if answers:
-            _resolve(answers[0][0].loop, [(sequence.future, result) for sequence, result in answers])
+        _resolve([(sequence.future, result) for sequence, result in answers])
 
 
 def load_state(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
@@ -258,10 +262,11 @@ def load_state(module: torch.nn.Module, weights: Mapping[str, Any]) -> None:
     missing, unknown = own.keys() - weights.keys() - tied, weights.keys() - own.keys()
     if missing or unknown:
         raise WeightSyncError(f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
-    for name, array in weights.items():
-        tensor = torch.as_tensor(array)
+    tensors = {name: torch.as_tensor(array) for name, array in weights.items()}
+    for name, tensor in tensors.items():  # all before the first is copied, so that no model is left half loaded
         if tensor.shape != own[name].shape:
             raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(own[name].shape)}")
+    for name, tensor in tensors.items():
         own[name].copy_(tensor)
 
 
@@ -272,12 +277,17 @@ def _stop_ids(module: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
-def _resolve(loop: asyncio.AbstractEventLoop, results: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Settle futures from the engine's thread."""
+def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Settle futures from the engine's thread, waking each event loop once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+    for future, result in results:
+        by_loop.setdefault(future.get_loop(), []).append((future, result))
+    for loop, settled in by_loop.items():
+        if not loop.is_closed():  # else nobody waits any more
+            loop.call_soon_threadsafe(_settle, settled)
 
-    def settle() -> None:
-        for future, result in results:
-            if not future.done():
-                future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
 
-    loop.call_soon_threadsafe(settle)
+def _settle(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in results:
+        if not future.done():
+            future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)

@@ -48,6 +48,8 @@ class WeightBoard:
     async def acknowledge(self, replica: str, version: int, failure: str | None) -> None:
         """A replica has loaded a version, or failed to."""
         async with self._changed:
+            if version < self._version:
+                return  # it tells of an older version, whose publisher has given up
             self._acknowledged[replica] = version
             if failure:
                 self._failures[replica] = failure

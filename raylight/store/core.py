@@ -60,7 +60,8 @@ class StoreCore:
         self._make_id = make_id
         self._records: dict[str, Record] = {}
         self._queue: deque[str] = deque()
-        self._by_worker: dict[str, set[str]] = {}
+        self._by_worker: dict[str, dict[str, None]] = {}
+        """What each worker has, in the order in which it was taken."""
         self._resources: dict[str, dict[str, Any]] = {}
         self._latest_resources: str | None = None
         self._counts: Counter[str] = Counter()
@@ -99,7 +100,7 @@ class StoreCore:
             )  # fmt: skip
             self._records[rollout_id] = Record(record.rollout.model_copy(update={"attempt": attempt}))
             self._set_status(rollout_id, "preparing")
-            self._by_worker.setdefault(worker_id, set()).add(rollout_id)
+            self._by_worker.setdefault(worker_id, {})[rollout_id] = None
             taken.append(self._records[rollout_id].rollout)
         return taken
 
@@ -115,7 +116,7 @@ class StoreCore:
         record = self._latest(rollout_id, attempt_id)
         attempt = record.rollout.attempt
         assert attempt is not None
-        if status not in ATTEMPT_TRANSITIONS[attempt.status]:
+        if status not in ATTEMPT_FINISHED or status not in ATTEMPT_TRANSITIONS[attempt.status]:
             raise InvalidTransitionError(f"attempt {attempt_id}: {attempt.status} -> {status}")
         if status == "succeeded" and record.open_calls:
             raise InvalidTransitionError(f"attempt {attempt_id} succeeds while {len(record.open_calls)} calls are open")
@@ -123,7 +124,7 @@ class StoreCore:
         attempt = attempt.model_copy(update={"status": status, "failure": failure, "end_time": self._clock()})
         record.rollout = record.rollout.model_copy(update={"attempt": attempt})
         if attempt.worker_id:
-            self._by_worker[attempt.worker_id].discard(rollout_id)
+            self._by_worker[attempt.worker_id].pop(rollout_id, None)
         if failure:
             self._counts[f"attempts_failed_{failure.kind}"] += 1
         self._decide(record, attempt)
@@ -143,8 +144,7 @@ class StoreCore:
     def release_worker(self, worker_id: str, why: str) -> list[Rollout]:
         """A worker is gone: decide all that it had as failures of the infrastructure."""
         failure = Failure(kind="infrastructure", error=f"RunnerLost: {why}")
-        held = self._by_worker.pop(worker_id, set())
-        self._by_worker[worker_id] = set()
+        held = list(self._by_worker.get(worker_id, ()))
         latest = [self._records[rollout_id].rollout.attempt for rollout_id in held]
         return [self.finish_attempt(a.rollout_id, a.attempt_id, "failed", failure, []) for a in latest if a]
 

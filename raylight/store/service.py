@@ -81,9 +81,10 @@ class StoreService:
 
     async def wait_for_rollouts(self, rollout_ids: list[str], at_least: int | None, timeout: float | None) -> list[Rollout]:
         """Decided rollouts among `rollout_ids`, once there are `at_least` (default all) or the time is over."""
-        undecided = [i for i in rollout_ids if self._core.get(i).status not in FINISHED]
-        wanted = len(rollout_ids) if at_least is None else min(at_least, len(rollout_ids))
-        needed = wanted - (len(rollout_ids) - len(undecided))
+        unique = dict.fromkeys(rollout_ids)
+        undecided = [i for i in unique if self._core.get(i).status not in FINISHED]
+        wanted = len(unique) if at_least is None else min(at_least, len(unique))
+        needed = wanted - (len(unique) - len(undecided))
         if needed > 0:
             waiter = FinishWaiter(needed, asyncio.get_running_loop().create_future())
             for rollout_id in undecided:
@@ -93,7 +94,7 @@ class StoreService:
             finally:
                 for rollout_id in undecided:
                     self._forget(rollout_id, waiter)
-        found = [self._core.get(rollout_id) for rollout_id in rollout_ids]
+        found = [self._core.get(rollout_id) for rollout_id in unique]
         return [rollout for rollout in found if rollout.status in FINISHED]
 
     async def collect(self, rollout_ids: list[str]) -> list[FinishedRollout]:

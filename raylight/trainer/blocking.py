@@ -33,15 +33,18 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:  # handed to the waiting thread
             result.set_exception(error)
 
+    def cancel() -> None:
+        loop, task = started.result()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+
     with _sigterm_as_interrupt():
         thread = threading.Thread(target=target, name="raylight", daemon=True)
-        thread.start()
         try:
+            thread.start()
             return result.result()
         except (KeyboardInterrupt, SystemExit):
-            loop, task = started.result()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(task.cancel)
+            cancel()
             concurrent.futures.wait([result])
             raise
         except asyncio.CancelledError as error:

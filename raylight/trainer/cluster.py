@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raylight.errors import ConfigError, PlacementError
+
+CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,14 @@ class Connection:
     """A cluster was started for this connection, and ends with it."""
     dashboard: str = ""
     """Address of the dashboard, if this connection knows it."""
+
+
+def answers(address: str) -> bool:
+    """Whether anything listens at `host:port`; Ray itself would try for minutes."""
+    host, _, port = address.rpartition("://")[2].strip("/").rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S):
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -44,14 +55,20 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
     local = wanted == "local"
     # Ray says on every start that it uses a token, which is its default
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    if wanted not in (None, "auto", "local") and not answers(wanted):
+        raise ConfigError(f"no Ray cluster answers at {wanted!r}; start one with `ray start --head`, or give its host:port")
     if not local:
         try:
             context = ray.init(address=wanted or "auto", **options)
         except ConnectionError as error:
             if wanted:
-                message = f"no Ray cluster answers at {wanted!r} ({error}); start one with `ray start --head`"
-                raise ConfigError(message) from None
+                raise ConfigError(
+                    f"the Ray cluster at {wanted!r} cannot be joined: {error}. Is one running (`ray start --head`)? If it "
+                    "asks for a token, set RAY_AUTH_MODE=token"
+                ) from None
             local = True
+        except RuntimeError as error:
+            raise ConfigError(f"the Ray cluster cannot be joined: {error}") from None
     if local:
         context = ray.init(address="local", include_dashboard=True, **options)
     try:

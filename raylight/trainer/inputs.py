@@ -24,11 +24,11 @@ def resolve_model(model: str) -> str:
     looks_like_name = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     if looks_like_name:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         try:
             return snapshot_download(model, local_files_only=True)
-        except LocalEntryNotFoundError:
+        except (LocalEntryNotFoundError, HFValidationError):
             raise ModelNotFoundError(
                 f"there is no folder {folder}, and {model!r} is not in the local cache; fetch it first with `hf download {model}`"
             ) from None
@@ -45,10 +45,10 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
         if required:
             raise DatasetError(f"{name} is missing; pass a list of tasks")
         return []
-    sequence = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
-    if isinstance(dataset, str | bytes | dict) or not sequence:
+    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")  # a torch Dataset, which need not be iterable
+    if isinstance(dataset, str | bytes | dict) or not (sized or isinstance(dataset, Iterable)):
         raise DatasetError(f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks")
-    tasks = [dataset[i] for i in range(len(dataset))] if not isinstance(dataset, Iterable) else list(dataset)
+    tasks = list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
     if not tasks:
         raise DatasetError(f"{name} is empty; pass at least one task")
     return tasks

@@ -80,7 +80,7 @@ class Report:
         """Tell of failed rollouts: the first of each different error with its traceback; all are counted."""
         failed = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
         for failure in failed:
-            if not self._told[failure.error] and len(self._told) <= SHOWN_ERRORS:
+            if not self._told[failure.error] and len(self._told) < SHOWN_ERRORS:
                 self._display.note(f"a rollout failed ({failure.kind}): {failure.error}\n{failure.trace}".rstrip())
             self._told[failure.error] += 1
         self._lost += sum(failure.kind == "infrastructure" for failure in failed)

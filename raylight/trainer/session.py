@@ -15,6 +15,7 @@ from ray.util.placement_group import remove_placement_group
 
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
+from raylight.aio import together
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.learner.group import LearnerGroup, bundles
@@ -89,7 +90,7 @@ class Session:
         self._stack.callback(self.pool.stop)
         self._say("starting the engine, the learners and the runners")
         settings = PolicySettings(**{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields})
-        url, _, _ = await _together(
+        url, _, _ = await together(
             deployment.start(), self.learners.setup(plan.model_path, settings, plan.total_steps), self.pool.start()
         )
         llm = LLM(endpoint=url, model=MODEL_NAME, traced=True)
@@ -154,15 +155,3 @@ class Session:
         except RayTaskError as error:
             raise error.cause from None
         return version
-
-
-async def _together(*work: Awaitable[Any]) -> list[Any]:
-    """Await all; when one fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -1,0 +1,175 @@
+"""Agents are filled by parameter name, say early what they lack, and travel to other processes; keys open one attempt."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from ray import cloudpickle
+from unit_helpers import make_rollout
+
+from raylight.agent.keys import attempt_path, key_opens, scoped_key
+from raylight.agent.litagent import LitAgent, rollout
+from raylight.agent.resources import LLM
+from raylight.errors import AgentSignatureError
+
+ROLLOUT = make_rollout("ro-7", task="t")
+RESOURCES = {"llm": LLM(model="policy"), "table": {"a": 1}}
+
+
+@rollout
+def agent_of_a_module(task: str, llm: LLM) -> float:
+    return len(task) * 1.0
+
+
+def test_parameters_are_filled_by_name_in_any_order() -> None:
+    def agent(question: str, table: dict, rollout: Any, llm: LLM, resources: dict, task: str) -> list:
+        return [question, table, rollout, llm, resources, task]
+
+    got = rollout(agent).rollout("t", RESOURCES, ROLLOUT)
+    assert got == ["t", {"a": 1}, ROLLOUT, RESOURCES["llm"], RESOURCES, "t"]
+
+
+def test_keyword_only_parameters_are_filled_too() -> None:
+    assert rollout(lambda task, *, llm: llm.model).rollout("t", RESOURCES, ROLLOUT) == "policy"
+
+
+def test_a_default_is_kept_when_nothing_fills_it_and_replaced_when_something_does() -> None:
+    agent = rollout(lambda task, llm=None, tool="hammer": (llm and llm.model, tool))
+    agent.check({"llm"})
+    assert agent.rollout("t", RESOURCES, ROLLOUT) == ("policy", "hammer")
+
+
+def test_a_parameter_that_nothing_fills_is_named_before_the_run() -> None:
+    def my_agent(task: str, llm: LLM, judge: LLM, tool: Any) -> None: ...
+
+    with pytest.raises(AgentSignatureError, match=r"my_agent asks for 'judge', 'tool'.*llm.*rollout"):
+        rollout(my_agent).check({"llm"})
+    rollout(my_agent).check({"llm", "judge", "tool"})
+
+
+def test_a_partial_function_lacks_a_parameter_with_the_same_error() -> None:
+    def my_agent(task: str, judge: LLM, size: int) -> None: ...
+
+    with pytest.raises(AgentSignatureError, match="judge"):
+        rollout(functools.partial(my_agent, size=3)).check({"llm"})
+
+
+@pytest.mark.parametrize("function", [
+    lambda *args: 1, lambda task, *rest: 1, lambda task, **more: 1, lambda: 1, eval("lambda task, /: 1"),
+], ids=["args", "rest", "kwargs", "none", "positional"])  # fmt: skip
+def test_parameters_that_cannot_be_filled_by_name_are_refused(function: Any) -> None:
+    with pytest.raises(AgentSignatureError, match="takes the task first"):
+        rollout(function)
+
+
+@pytest.mark.parametrize("thing", [3, "agent", None])
+def test_only_something_callable_is_decorated(thing: Any) -> None:
+    with pytest.raises(AgentSignatureError, match=type(thing).__name__):
+        rollout(thing)
+
+
+def test_a_decorated_function_is_still_that_function() -> None:
+    assert agent_of_a_module("four", None) == 4.0
+    assert agent_of_a_module.__name__ == "agent_of_a_module"
+
+
+async def test_a_coroutine_function_makes_an_asynchronous_agent() -> None:
+    @rollout
+    async def agent(task: str, llm: LLM) -> str:
+        return task + llm.model
+
+    assert agent.is_async
+    assert not agent_of_a_module.is_async
+    assert await agent.rollout_async("t", RESOURCES, ROLLOUT) == "tpolicy"
+
+
+def test_a_subclass_is_asynchronous_if_it_defines_the_asynchronous_method() -> None:
+    class Sync(LitAgent):
+        def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+            return 1.0
+
+    class Async(LitAgent):
+        async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
+            return 1.0
+
+    assert not Sync().is_async
+    assert Async().is_async
+    Sync().check(set())
+    Async().check(set())
+
+
+async def test_a_subclass_without_either_method_is_refused() -> None:
+    class Neither(LitAgent):
+        pass
+
+    with pytest.raises(AgentSignatureError, match="Neither must define"):
+        Neither().check(set())
+    with pytest.raises(NotImplementedError, match="Neither"):
+        Neither().rollout(1, {}, ROLLOUT)
+    with pytest.raises(NotImplementedError, match="Neither"):
+        await Neither().rollout_async(1, {}, ROLLOUT)
+
+
+async def test_a_local_function_travels_with_what_it_closes_over() -> None:
+    bonus = 10
+
+    @rollout
+    async def agent(task: int, llm: LLM, tool: str = "hammer") -> float:
+        return task + bonus
+
+    copy = cloudpickle.loads(cloudpickle.dumps(agent))
+    copy.check({"llm"})
+    assert copy.is_async
+    assert copy.__name__ == "agent"
+    assert await copy.rollout_async(5, RESOURCES, ROLLOUT) == 15
+
+
+def test_a_function_of_a_module_travels() -> None:
+    copy = cloudpickle.loads(cloudpickle.dumps(agent_of_a_module))
+    assert copy.rollout("four", RESOURCES, ROLLOUT) == 4.0
+
+
+# keys and models
+
+IDS = st.text("abcdefgh0123456789-", min_size=1, max_size=12)
+
+
+@given(secret=st.text(min_size=1), mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
+def test_a_key_opens_its_own_attempt_only(secret: str, mine: tuple[str, str], other: tuple[str, str]) -> None:
+    key = scoped_key(secret, *mine)
+    assert key_opens(key, secret, *mine)
+    assert key_opens(key, secret, *other) == (mine == other)
+    assert not key_opens(key, secret + "x", *mine)
+
+
+@pytest.mark.parametrize("key", ["", "unused", "rl-", "schlüssel", "secret"])
+def test_what_is_no_key_opens_nothing(key: str) -> None:
+    assert not key_opens(key, "secret", "ro-1", "at-1")
+
+
+def test_the_key_does_not_show_the_secret() -> None:
+    assert "secret" not in scoped_key("secret", "ro-1", "at-1")
+
+
+def test_a_traced_model_gets_the_url_and_key_of_the_attempt_and_stays_as_it_is_itself() -> None:
+    llm = LLM(endpoint="http://e:8000/run", model="policy", traced=True, sampling_parameters={"temperature": 0.5})
+    scoped = llm.for_attempt("ro-1", "at-2", "secret")
+    assert scoped.get_base_url() == f"http://e:8000/run{attempt_path('ro-1', 'at-2')}/v1"
+    assert scoped.api_key == scoped_key("secret", "ro-1", "at-2")
+    assert (scoped.model, scoped.sampling_parameters) == ("policy", {"temperature": 0.5})
+    assert (llm.endpoint, llm.api_key) == ("http://e:8000/run", "unused")
+
+
+def test_an_untraced_model_is_returned_as_it_is() -> None:
+    llm = LLM(endpoint="http://judge/v1", model="j", api_key="mine")
+    assert llm.for_attempt("ro-1", "at-1", "secret") is llm
+
+
+def test_a_model_refuses_an_unknown_field() -> None:
+    with pytest.raises(ValidationError):
+        LLM(endpont="http://e")

