@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from pickle import PickleError
 from typing import Any
 
@@ -60,7 +61,13 @@ class RunnerPool:
         for _ in range(config.n):
             self._start()
         ready = [asyncio.ensure_future(actor.ready.remote()) for actor in self._actors.values()]
-        _, late = await asyncio.wait(ready, timeout=config.start_timeout_s)
+        up, late = await asyncio.wait(ready, timeout=config.start_timeout_s)
+        broken = [error for task in up if (error := task.exception())]
+        if broken:
+            raise RunnerLostError(
+                f"the runners did not start: {_reason(broken[0])}. A module that the agent needs must be importable on every "
+                "node: put it beside the script, in the job's working directory, or install it"
+            )
         if late:
             raise PlacementError(
                 f"{len(late)} of {config.n} runners of {config.num_cpus:g} CPU were not up within {config.start_timeout_s:g} s; "
@@ -108,7 +115,7 @@ class RunnerPool:
             raise RunnerLostError(f"{name} failed: {error.cause!r}") from error
         ray.kill(actor)
         self.lost += 1
-        why = str(error).strip().splitlines()[0] if error else "it ended"
+        why = _reason(error) if error else "it ended"
         returned = await StoreClient(self._store).release_worker(name, why)
         if self.lost > self._config.max_restarts:
             raise RunnerLostError(
@@ -117,6 +124,13 @@ class RunnerPool:
             )
         logger.warning("%s died (%s); %d rollouts go back to the queue and another runner starts", name, why, returned)
         return self._start()
+
+
+def _reason(error: BaseException) -> str:
+    """The line of a Ray error that tells what happened: the innermost exception's, or else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    inner = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (inner or lines)[-1 if inner else 0].rstrip(".")
 
 
 def _shipped(agent: LitAgent) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -22,16 +21,18 @@ for _flag, _value in SERVE_FLAGS.items():
     os.environ.setdefault(_flag, _value)
 
 import ray  # noqa: E402
+import urllib3  # noqa: E402
 from ray import serve  # noqa: E402
+from ray.exceptions import RayTaskError  # noqa: E402
 from ray.serve.schema import LoggingConfig  # noqa: E402
 
-from raylight.config import EngineConfig  # noqa: E402
 from raylight.errors import EngineStartError, PortInUseError  # noqa: E402
 from raylight.serving.replica import EngineReplica, ReplicaSpec  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
+ANY_HOST = "0.0.0.0"
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
@@ -47,9 +48,8 @@ class Deployment:
         self._spec = spec
         self._cluster_ends = cluster_ends
         self._started_serve = False
-        self._starting = threading.Lock()
-        """Held while Serve is brought up, so that a stop in between waits and then finds what was started."""
-        self.url = ""
+        self._deploying = threading.Lock()
+        """Held while the application is handed to Serve, so that a stop in between waits and then finds all that was started."""
 
     async def start(self) -> str:
         """Deploy and wait until the engines answer; returns the base URL without `/v1`.
@@ -59,19 +59,15 @@ class Deployment:
             EngineStartError: the replicas did not come up within `start_timeout_s`.
         """
         config = self._spec.config
-        host, port = await asyncio.to_thread(self._start_serve, config)
-        route = f"/{self._spec.app_name}"
-        deploying = asyncio.get_running_loop().create_future()
-        # a thread of our own, because serve.run cannot be cancelled: past the deadline it must not keep the driver from ending
-        threading.Thread(target=self._run_app, args=(route, deploying), name="serve-run", daemon=True).start()
+        url = await asyncio.to_thread(self._deploy)
         try:
-            await asyncio.wait_for(deploying, config.start_timeout_s)
+            await asyncio.wait_for(self._spec.weights.wait_for_subscribers.remote(config.replicas), config.start_timeout_s)
         except TimeoutError:
-            raise EngineStartError(self._why_not_up()) from None
-        except RuntimeError as error:
-            raise EngineStartError(f"the engine replicas failed to start: {_last_line(error)}") from error
-        self.url = f"http://{host}:{port}{route}"
-        return self.url
+            raise EngineStartError(await asyncio.to_thread(self._why_not_up)) from None
+        except RayTaskError as error:
+            raise error.cause from None
+        await asyncio.to_thread(_wait_for_route, f"{url}/health")
+        return url
 
     async def stop(self) -> None:
         """Delete the application, and Serve too if this run started it and nothing else uses it."""
@@ -79,7 +75,7 @@ class Deployment:
             await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
-        with self._starting:
+        with self._deploying:
             if serve_http_options() is None:
                 return
         status = serve.status()
@@ -88,40 +84,36 @@ class Deployment:
         if self._started_serve and not set(status.applications) - {self._spec.app_name}:
             serve.shutdown()
 
-    def _start_serve(self, config: EngineConfig) -> tuple[str, int]:
-        """Make sure that Serve runs; returns the host and port that agents call.
+    def _deploy(self) -> str:
+        """Make sure that Serve runs and hand it the application; returns the base URL that agents call.
 
         Raises:
             PortInUseError: another port was asked for than the running Serve's, or the one asked for is taken.
         """
-        nodes = [node for node in ray.nodes() if node["Alive"]]
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with self._starting:
-            running = serve_http_options()
-            if running is not None:
-                host, port = running
-                if config.port not in (None, port):
-                    raise PortInUseError(f"Ray Serve already runs on port {port} of this cluster; port {config.port} cannot be had")
-            else:
-                host = config.host or ("127.0.0.1" if len(nodes) == 1 else "0.0.0.0")
-                port = choose_port(host, config.port)
-                serve.start(
-                    http_options={"host": host, "port": port},
-                    logging_config=QUIET,
-                    controller_options={"runtime_env": {"env_vars": SERVE_FLAGS}},
-                )
-                self._started_serve = True
-        return (ray.util.get_node_ip_address() if host == "0.0.0.0" else host), port
+        route = f"/{self._spec.app_name}"
+        with self._deploying:
+            host, port = serve_http_options() or self._start_serve()
+            wanted = self._spec.config.port
+            if wanted not in (None, port):
+                raise PortInUseError(f"Ray Serve already runs on port {port} of this cluster; port {wanted} cannot be had")
+            target = serve.RunTarget(self._application(), self._spec.app_name, route, QUIET)
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        return f"http://{ray.util.get_node_ip_address() if host == ANY_HOST else host}:{port}{route}"
 
-    def _run_app(self, route: str, done: asyncio.Future[None]) -> None:
-        error: Exception | None = None
-        try:
-            app = self._application()
-            serve.run(app, name=self._spec.app_name, route_prefix=route, logging_config=QUIET)
-        except Exception as raised:  # handed to the waiting coroutine
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended meanwhile
-            done.get_loop().call_soon_threadsafe(_settle, done, error)
+    def _start_serve(self) -> tuple[str, int]:
+        """Start Serve with its fast ingress; returns the host and port on which it listens."""
+        config = self._spec.config
+        several_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
+        host = config.host or (ANY_HOST if several_nodes else "127.0.0.1")
+        port = choose_port(host, config.port)
+        serve.start(
+            http_options={"host": host, "port": port},
+            logging_config=QUIET,
+            controller_options={"runtime_env": {"env_vars": SERVE_FLAGS}},
+        )
+        self._started_serve = True
+        return host, port
 
     def _application(self) -> serve.Application:
         config = self._spec.config
@@ -182,15 +174,18 @@ def choose_port(host: str, wanted: int | None) -> int:
     raise PortInUseError(f"no port is free on {host}")
 
 
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if not future.done():
-        future.set_exception(error) if error else future.set_result(None)
+def _wait_for_route(url: str) -> None:
+    """Ask until the ingress has taken up the new route.
+
+    Raises:
+        EngineStartError: it does not answer, some 30 s after the replicas were up.
+    """
+    retries = urllib3.Retry(total=60, backoff_factor=0.05, backoff_max=0.5, status_forcelist=(404, 500, 502, 503, 504))
+    try:
+        urllib3.PoolManager().request("GET", url, retries=retries, timeout=5)
+    except urllib3.exceptions.HTTPError as error:
+        raise EngineStartError(f"the replicas are up, but {url} does not answer: {error}") from None
 
 
 def _offer(resources: dict[str, Any]) -> str:
     return f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} GPU"
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

@@ -42,8 +42,12 @@ class EngineReplica:
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._engine = build_engine(spec)
         self._following: asyncio.Task[None] | None = None
+        try:
+            self._engine = build_engine(spec)
+        except Exception as error:  # Serve would try again and again; the run wants to know at once
+            ray.get(spec.weights.cannot_start.remote(f"{type(error).__name__}: {error}"))
+            raise
 
     async def __serve_build_asgi_app__(self) -> Any:
         version, box = await self._spec.weights.subscribe.remote(self._name)

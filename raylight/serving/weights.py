@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from raylight.errors import WeightSyncError
+from raylight.errors import EngineStartError, WeightSyncError
 
 WEIGHTS_NAME = "weights"
 POLL_TIMEOUT_S = 30.0
@@ -26,6 +26,7 @@ class WeightBoard:
         self._box: list[Any] | None = None
         self._acknowledged: dict[str, int] = {}
         self._failures: dict[str, str] = {}
+        self._broken: str | None = None
         self._changed = asyncio.Condition()
 
     async def subscribe(self, replica: str) -> tuple[int, list[Any] | None]:
@@ -34,6 +35,23 @@ class WeightBoard:
             self._acknowledged[replica] = self._version
             self._changed.notify_all()
         return self._version, self._box
+
+    async def cannot_start(self, why: str) -> None:
+        """A replica failed before it could subscribe."""
+        async with self._changed:
+            self._broken = why
+            self._changed.notify_all()
+
+    async def wait_for_subscribers(self, count: int) -> None:
+        """Wait until so many replicas are up.
+
+        Raises:
+            EngineStartError: one of them cannot start.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._broken or len(self._acknowledged) >= count)
+            if self._broken:
+                raise EngineStartError(f"an engine replica failed to start: {self._broken}")
 
     async def next(self, replica: str, have: int, timeout: float) -> tuple[int, list[Any]] | None:
         """The version after `have`, as soon as there is one; None after `timeout` seconds."""

@@ -84,9 +84,14 @@ async def place(name: str, bundles: list[dict[str, float]], strategy: str, timeo
         PlacementError: the cluster could not place them within `timeout` seconds; says what was asked and what there is.
     """
     group = placement_group(bundles, strategy=strategy, name=name)
-    if await asyncio.to_thread(group.wait, timeout):
+    try:
+        await asyncio.wait_for(group.ready(), timeout)
         return group
-    remove_placement_group(group)
+    except TimeoutError:
+        remove_placement_group(group)
+    except BaseException:
+        remove_placement_group(group)
+        raise
     asked = f"{len(bundles)} x {_amounts(bundles[0])}"
     raise PlacementError(
         f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s; it has {_amounts(ray.cluster_resources())}, free now "

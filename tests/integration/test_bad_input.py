@@ -25,36 +25,48 @@ def fit(agent: Any, tmp_path: Path, *, train: Any = TRAIN, val: Any = None, algo
     return made.fit(agent, train, val_dataset=val)
 
 
-def raises_always(task: dict, llm: rl.LLM) -> float:
-    raise ValueError("my tool broke")
+def agents() -> dict[str, Callable[..., Any]]:
+    """Agents that give nothing to learn. Defined in a function, so that they travel by value: runners cannot import this test."""
 
+    def raises_always(task: dict, llm: Any) -> float:
+        raise ValueError("my tool broke")
 
-def returns_a_string(task: dict, llm: rl.LLM) -> Any:
-    return "good"
+    def returns_a_string(task: dict, llm: Any) -> Any:
+        return "good"
 
+    def returns_none(task: dict, llm: Any) -> None:
+        return None
 
-def returns_none(task: dict, llm: rl.LLM) -> None:
-    return None
+    def never_calls(task: dict, llm: Any) -> float:
+        return 1.0
 
-
-def never_calls(task: dict, llm: rl.LLM) -> float:
-    return 1.0
+    return {agent.__name__: agent for agent in (raises_always, returns_a_string, returns_none, never_calls)}
 
 
 @pytest.mark.parametrize(
-    ("agent", "error", "message"),
+    ("name", "error", "message"),
     [
-        (raises_always, errors.RolloutsFailedError, "all 32 rollouts failed, 32 of them with ValueError: my tool broke"),
-        (returns_a_string, errors.RewardError, "of type str as a reward; return a float"),
-        (returns_none, errors.RolloutsFailedError, "the agent returns None; return a float"),
-        (never_calls, errors.EmptyTraceError, "the agent must use llm.endpoint"),
+        ("raises_always", errors.RolloutsFailedError, "all 32 rollouts failed, 32 of them with ValueError: my tool broke"),
+        ("returns_a_string", errors.RewardError, "of type str as a reward; return a float"),
+        ("returns_none", errors.RolloutsFailedError, "the agent returns None; return a float"),
+        ("never_calls", errors.EmptyTraceError, "the agent must use llm.endpoint"),
     ],
 )
 def test_an_agent_that_gives_nothing_to_learn(
-    agent: Callable[..., Any], error: type[Exception], message: str, cluster: Cluster, tmp_path: Path
+    name: str, error: type[Exception], message: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        fit(rl.rollout(agent), tmp_path)
+        fit(rl.rollout(agents()[name]), tmp_path)
+    cluster.assert_clean()
+
+
+def importable_only_here(task: dict, llm: Any) -> float:
+    return 1.0
+
+
+def test_an_agent_whose_module_the_runners_cannot_import(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(errors.RunnerLostError, match=r"No module named 'test_bad_input'.* must be importable"):
+        fit(importable_only_here, tmp_path)
     cluster.assert_clean()
 
 
