@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+# `ray start` asks for a token once this user has one, and a driver with an explicit address sends it only if told to
+os.environ["RAY_AUTH_MODE"] = "token"
+
 BIN = Path(sys.executable).parent
 START_DEADLINE_S = 90
 
@@ -70,6 +73,7 @@ def cluster() -> Iterator[Cluster]:
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", f"--dashboard-port={dashboard}",
         "--include-dashboard=true", "--disable-usage-stats",
     ]  # fmt: skip
+    subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], check=True, capture_output=True)
     head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     assert head.stdout
     output = ""
@@ -79,19 +83,18 @@ def cluster() -> Iterator[Cluster]:
             break
     assert "--block" in output, output
     tree = psutil.Process(head.pid)
-    # not its host and port: with an explicit address Ray does not use the token that `ray start` and this user share
-    found = Cluster("auto", f"http://127.0.0.1:{dashboard}")
+    found = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = found.address
     try:
         yield found
     finally:
-        children = tree.children(recursive=True)
+        everything = [*tree.children(recursive=True), tree]
         head.terminate()
-        head.wait(30)
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(everything, timeout=15)
         for process in alive:
             process.kill()
+        psutil.wait_procs(alive, timeout=15)
         os.environ.pop("RAY_ADDRESS", None)
         if before:
             os.environ["RAY_ADDRESS"] = before
