@@ -36,7 +36,7 @@ def quickstart(
 
     train, val = additions(seed)
     algorithm = rl.GRPO(
-        model=model or STARTER_MODEL, n_steps=steps, lr=2e-4, kl_coef=1e-3, val_every=5, val_samples=2, seed=seed
+        model=model or STARTER_MODEL, n_steps=steps, lr=2e-4, kl_coef=1e-3, val_every=5, val_samples=2
     )  # fmt: skip
     trainer = rl.Trainer(
         algorithm=algorithm, n_runners=runners, n_learners=learners, port=port, output_dir=output_dir, seed=seed

@@ -90,7 +90,7 @@ class LearnerConfig(Config):
     """The group of LearnerActors."""
 
     n: int = Field(default=1, ge=1)
-    num_cpus: float = Field(default=0.5, ge=0)
+    num_cpus: float = Field(default=0.5, gt=0)
     num_gpus: float = Field(default=0, ge=0)
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     placement_timeout_s: float = Field(default=60.0, gt=0)

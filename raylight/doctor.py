@@ -200,7 +200,7 @@ def render(machine: Machine, packages: Packages, cluster: Cluster | None, proble
     versions = {**packages, "vllm (optional)": vllm}
     section(console, "packages", {wanted: version or "-" for wanted, version in versions.items()})
     section(console, "Ray cluster", describe(cluster))
-    engine = choose_engine("auto", vllm is not None, gpus)
+    engine = choose_engine("auto")
     why = f"of {', '.join(ENGINES)}; vLLM {vllm or 'absent'}, {gpus:g} GPUs"
     section(console, "engine", {"auto": f"{engine} ({why})"})
     section(console, "missing", {} if problems else {"nothing": ""})

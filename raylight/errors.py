@@ -54,6 +54,10 @@ class RunnerLostError(RaylightError):
     """Runner actors died more often than the run allows."""
 
 
+class StoreLostError(RaylightError):
+    """The store actor died, and with it the state of the run."""
+
+
 class UnknownRolloutError(RaylightError):
     """The store has no rollout or attempt of this id."""
 

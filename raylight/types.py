@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from raylight.config import Config
 from raylight.semconv import ANNOTATION, REWARD_PREFIX, reward_attributes
 
 RolloutMode = Literal["train", "val", "test"]
@@ -48,7 +49,7 @@ class Noun(BaseModel):
 
 
 class Failure(Noun):
-    """Why an attempt did not succeed. Only `infrastructure` failures are retried by default; none is ever a reward of 0."""
+    """Why an attempt did not succeed. By default only `infrastructure` failures are retried, and no failure is scored."""
 
     kind: FailureKind
     error: str
@@ -57,7 +58,7 @@ class Failure(Noun):
     """The agent's own part of the traceback."""
 
 
-class RolloutConfig(Noun):
+class RolloutConfig(Config):
     """How one rollout is run and retried."""
 
     timeout_seconds: float | None = Field(default=600.0, gt=0)

@@ -46,7 +46,7 @@ class LitAgent:
 class FunctionalLitAgent(LitAgent):
     """An agent made of a function; its parameters are filled by name.
 
-    `task` (also as the first parameter under any name), `rollout` and `resources` are always there; every other parameter
+    `task` (or, where none is called so, the first parameter), `rollout` and `resources` are always there; every other parameter
     is a named resource, such as `llm`.
     """
 
@@ -61,9 +61,10 @@ class FunctionalLitAgent(LitAgent):
                 f"@rollout: {self._name} takes the task first and resources by name, such as (task, llm); "
                 f"it has ({', '.join(str(p) for p in parameters)})"
             )
-        self._task_name = parameters[0].name
+        names = [p.name for p in parameters]
+        self._task_name = "task" if "task" in names else names[0]
         self._optional = {p.name for p in parameters if p.default is not p.empty}
-        self._names = [p.name for p in parameters[1:]]
+        self._names = [name for name in names if name != self._task_name]
         functools.update_wrapper(self, function)
 
     @property

@@ -1,10 +1,10 @@
-"""Resources that a rollout is given by name: language models and prompt templates."""
+"""Resources that a rollout is given by name."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 
 class LLM(BaseModel):
@@ -12,12 +12,10 @@ class LLM(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    resource_type: Literal["llm"] = "llm"
     endpoint: str = ""
     """Base URL for an OpenAI client, ending in `/v1`. Filled by the serving side for the model being trained."""
     model: str = ""
     api_key: str = "unused"
-    sampling_parameters: dict[str, Any] = Field(default_factory=dict)
     traced: bool = False
     """True for a model served by raylight: each attempt gets its own URL and its own key."""
 

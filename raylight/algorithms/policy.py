@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from raylight.learner.settings import PolicySettings
@@ -27,7 +29,7 @@ class PolicyAlgorithm(PolicySettings):
     val_before_train: bool = True
     val_samples: int = Field(default=1, ge=1)
     """Rollouts per validation task."""
-    failure_reward: float | None = None
+    failure_reward: float | None = Field(default=None, allow_inf_nan=False)
     """Reward of a rollout whose agent failed; None leaves it out. Failures of the infrastructure are always left out."""
     max_steps_without_signal: int = Field(default=20, ge=1)
     """Training ends early after so many steps in a row in which no rollout was better than its group."""
@@ -46,5 +48,5 @@ class GRPO(PolicyAlgorithm):
     """Group relative policy optimisation, https://arxiv.org/abs/2402.03300: a rollout's advantage is how much better its reward is
     than the mean of its group, in units of the group's standard deviation; the loss is PPO's clipped objective."""
 
-    adv_estimator: str = "grpo"
+    adv_estimator: Literal["grpo"] = "grpo"
     group_size: int = Field(default=8, ge=2)

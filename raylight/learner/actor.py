@@ -19,8 +19,10 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 class LearnerActor:
     """A rank of the learner group."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, config: LearnerConfig) -> None:
+        self._rank, self._ranks, self._config = rank, ranks, config
+        if not config.num_gpus:  # Ray hides no GPU from an actor that asks for none; torch must not find one
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._store: Any = None
         self._policy: Any = None
 
@@ -33,24 +35,30 @@ class LearnerActor:
         return host, self._store.port
 
     def setup(
-        self, address: tuple[str, int], model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int
+        self,
+        address: tuple[str, int],
+        model_path: str,
+        settings: PolicySettings,
+        total_steps: int,
+        seed: int,
     ) -> None:
         """Join the other ranks and build the model. All ranks call this at the same time."""
         import torch
         import torch.distributed as dist
 
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
-        torch.manual_seed(settings.seed)
-        torch.set_num_threads(max(1, int(config.num_cpus)))
+        torch.manual_seed(seed)
+        torch.set_num_threads(max(1, int(self._config.num_cpus)))
         from raylight.learner.policy import Policy
 
         if self._store is None:
             self._store = dist.TCPStore(*address, self._ranks, is_master=False, timeout=COLLECTIVE_TIMEOUT)
-        backend = "nccl" if config.num_gpus and torch.cuda.is_available() else "gloo"
+        # the metrics are reduced on the CPU, also where the model is on a GPU
+        backend = "cpu:gloo,cuda:nccl" if self._config.num_gpus else "gloo"
         dist.init_process_group(
             backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=COLLECTIVE_TIMEOUT
         )  # fmt: skip
-        self._policy = Policy(model_path, config, settings, total_steps)
+        self._policy = Policy(model_path, self._config, settings, total_steps)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One update; the metrics are the same on every rank."""

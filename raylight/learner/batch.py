@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from raylight.errors import EmptyTraceError
@@ -33,6 +34,8 @@ class BatchReport:
     """Succeeded without a reward."""
     empty: int
     """Made no call to the model being trained."""
+    alone: int
+    """Left without another rollout of their group to be compared with."""
     groups: int
     groups_without_signal: int
     """Groups in which all rewards are equal, so that no rollout is better than another."""
@@ -42,22 +45,22 @@ class BatchReport:
         return self.groups > self.groups_without_signal
 
 
-def build_batch(finished: list[FinishedRollout], failure_reward: float | None) -> tuple[TrainBatch, BatchReport]:
+def build_batch(
+    finished: list[FinishedRollout], failure_reward: float | None, min_group: int = 1
+) -> tuple[TrainBatch, BatchReport]:
     """Turn finished rollouts into a batch.
 
     A failed rollout is left out, unless `failure_reward` gives it a reward and it has generations. Infrastructure failures
-    are always left out.
+    are always left out. So are groups of which fewer than `min_group` rollouts remain: an estimator that compares within a
+    group would take the reward of a single one for its advantage.
 
     Raises:
         EmptyTraceError: rollouts were scored, but none called the model being trained.
     """
-    rewards: list[float] = []
-    groups: list[str] = []
-    rows: list[Trajectory] = []
-    owners: list[int] = []
+    kept: list[tuple[str, float, list[Trajectory]]] = []
     failed = unscored = empty = 0
     for item in finished:
-        reward = _reward(item, failure_reward)
+        reward = scored(item, failure_reward)
         if reward is None:
             failed += item.rollout.status != "succeeded"
             unscored += item.rollout.status == "succeeded"
@@ -66,21 +69,24 @@ def build_batch(finished: list[FinishedRollout], failure_reward: float | None) -
         if not trajectories:
             empty += 1
             continue
-        owners += [len(rewards)] * len(trajectories)
-        rows += trajectories
-        rewards.append(reward)
-        groups.append(item.rollout.group_id or item.rollout.rollout_id)
-    if not rows and empty:
+        kept.append((item.rollout.group_id or item.rollout.rollout_id, reward, trajectories))
+    if not kept and empty:
         raise EmptyTraceError(
             f"{empty} rollouts were scored, but none called the model being trained: the agent must use llm.endpoint as base URL, "
             "llm.api_key as key and llm.model as model"
         )
+    sizes = Counter(group for group, _, _ in kept)
+    compared = [item for item in kept if sizes[item[0]] >= min_group]
+    groups, rewards = [group for group, _, _ in compared], [reward for _, reward, _ in compared]
+    rows = [row for _, _, trajectories in compared for row in trajectories]
+    owners = [owner for owner, (_, _, trajectories) in enumerate(compared) for _ in trajectories]
     flat = _groups_without_signal(rewards, groups)
-    report = BatchReport(len(rewards), failed, unscored, empty, len(set(groups)), flat)
+    report = BatchReport(len(rewards), failed, unscored, empty, len(kept) - len(compared), len(set(groups)), flat)
     return TrainBatch(rewards, groups, rows, owners), report
 
 
-def _reward(item: FinishedRollout, failure_reward: float | None) -> float | None:
+def scored(item: FinishedRollout, failure_reward: float | None) -> float | None:
+    """The reward that a rollout counts with: its own, `failure_reward` if its agent failed, or None if it is left out."""
     if item.rollout.status == "succeeded":
         return item.reward
     attempt = item.rollout.attempt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import ray
@@ -15,6 +16,8 @@ from raylight.errors import LearnerError, RaylightError
 from raylight.learner.actor import LearnerActor
 from raylight.learner.batch import TrainBatch
 from raylight.learner.settings import PolicySettings
+
+logger = logging.getLogger(__name__)
 
 
 def bundles(config: LearnerConfig) -> list[dict[str, float]]:
@@ -40,20 +43,21 @@ class LearnerGroup:
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
-            ).remote(rank, config.n)
+            ).remote(rank, config.n, config)
             for rank in range(config.n)
         ]
 
-    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int) -> None:
+    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
         """Bring all ranks up in parallel.
 
         Raises:
             LearnerError: they were not up within `start_timeout_s`, or one died.
         """
-        address = await self._one(self._actors[0].open_rendezvous.remote())
         limit = self._config.start_timeout_s
         try:
-            await asyncio.wait_for(self._all("setup", address, model_path, self._config, settings, total_steps), limit)
+            async with asyncio.timeout(limit):
+                address = await self._one(self._actors[0].open_rendezvous.remote())
+                await self._all("setup", address, model_path, settings, total_steps, seed)
         except TimeoutError:
             raise LearnerError(f"{self._config.n} learners were not up within {limit:g} s (start_timeout_s)") from None
 
@@ -85,4 +89,5 @@ class LearnerGroup:
         except RayTaskError as error:
             if isinstance(error.cause, RaylightError):
                 raise error.cause from None
-            raise LearnerError(f"a learner failed: {error.cause!r}\n{error}") from error
+            logger.error("%s", error)
+            raise LearnerError(f"a learner failed: {error.cause!r}; the whole traceback is in the driver's log") from error

@@ -29,7 +29,7 @@ class Policy:
 
     Args:
         model_path: folder of a Hugging Face model.
-        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        total_steps: updates of the whole run, for the learning-rate schedule.
     """
 
     def __init__(self, model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int) -> None:
@@ -42,11 +42,6 @@ class Policy:
         self._loss = functools.partial(verl.ppo_loss, config=_actor_config(settings, config))
         self._non_finite = 0
         self.version = 0
-
-    @property
-    def max_mismatch(self) -> float:
-        """The largest difference of engine and learner log-probs that is still agreement."""
-        return self._settings.max_logprob_mismatch or (1e-3 if self._config.dtype == "fp32" else 0.5)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One update with a batch that is the same on all ranks; returns metrics, the same on all ranks.
@@ -64,7 +59,7 @@ class Policy:
         self._add_logprobs(everything)  # before the first step: all mini-batches are compared with the same old policy
         metrics = self._mismatch(everything)
         metrics |= _mean_of([self._train(share, len(chosen)) for share, chosen in zip(mine, dealt, strict=True)])
-        self._engine.lr_scheduler_step()
+        metrics["learner/lr"] = float(self._engine.lr_scheduler_step())
         self.version += 1
         return metrics | {"learner/advantage_abs_mean": float(np.mean(np.abs(advantages)))}
 
@@ -106,10 +101,15 @@ class Policy:
         sums = torch.tensor([float(gathered.sum()), float(len(gathered))])
         torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
         torch.distributed.all_reduce(sums)
-        if float(worst) > self.max_mismatch:
+        limit = self._settings.max_logprob_mismatch
+        if not sums[1]:
+            raise MismatchError(
+                f"no token of the batch was sampled from weight version {self.version}: the engine did not take the new weights"
+            )
+        if not float(worst) <= limit:  # also when it is NaN
             raise MismatchError(
                 f"log-probs of engine and learner differ by up to {float(worst):.2g} for weight version {self.version}, more than "
-                f"{self.max_mismatch:g}. Either the agent samples with top_p or top_k, or the engine does not have these weights; "
+                f"{limit:g}. Either the agent samples with top_p or top_k, or the engine does not have these weights; "
                 "max_logprob_mismatch sets the limit"
             )
         return {"mismatch/logprob_abs_max": float(worst), "mismatch/logprob_abs_mean": float(sums[0] / sums[1].clamp(min=1))}
@@ -182,7 +182,7 @@ def _deal(rows: list[Row], parts: int) -> list[list[Row]]:
 
 NAMES = {
     "grad_norm": "learner/grad_norm", "actor/pg_loss": "learner/pg_loss", "actor/entropy_loss": "learner/entropy",
-    "actor/ppo_kl": "learner/ppo_kl", "actor/pg_clipfrac": "learner/clip_fraction", "kl_loss": "learner/kl", "lr": "learner/lr",
+    "actor/ppo_kl": "learner/ppo_kl", "actor/pg_clipfrac": "learner/clip_fraction", "kl_loss": "learner/kl",
 }  # fmt: skip
 
 

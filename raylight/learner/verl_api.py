@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.trainer.config import AlgoConfig, CheckpointConfig
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
     from verl.utils import tensordict_utils
     from verl.utils.metric import Metric
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
@@ -48,7 +48,6 @@ __all__ = [
     "Metric",
     "PolicyLossConfig",
     "get_adv_estimator_fn",
-    "get_policy_loss_fn",
     "get_seqlen_balanced_partitions",
     "ppo_loss",
     "response_from_nested",

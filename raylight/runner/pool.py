@@ -61,7 +61,7 @@ class RunnerPool:
         for _ in range(config.n):
             self._start()
         ready = [asyncio.ensure_future(actor.ready.remote()) for actor in self._actors.values()]
-        up, late = await asyncio.wait(ready, timeout=config.start_timeout_s)
+        up, late = await asyncio.wait(ready, timeout=config.start_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         broken = [error for task in up if (error := task.exception())]
         if broken:
             raise RunnerLostError(
@@ -123,14 +123,19 @@ class RunnerPool:
                 "or raise RunnerConfig.max_restarts"
             )
         logger.warning("%s died (%s); %d rollouts go back to the queue and another runner starts", name, why, returned)
-        return self._start()
+        replacement = self._start()
+        try:
+            await asyncio.wait_for(self._actors[replacement].ready.remote(), self._config.start_timeout_s)
+        except TimeoutError:
+            raise RunnerLostError(f"{name} died ({why}), and the cluster has no room for another runner in its place") from None
+        return replacement
 
 
 def _reason(error: BaseException) -> str:
     """The line of a Ray error that tells what happened: the innermost exception's, or else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     inner = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-    return (inner or lines)[-1 if inner else 0].rstrip(".")
+    return (inner[-1] if inner else lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def _shipped(agent: LitAgent) -> Any:

@@ -101,7 +101,7 @@ class CapturingEngine:
         self._clock = clock
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Sampled:
-        """Sample one response; inside an attempt's scope it is recorded before this returns to the caller's dialect."""
+        """Sample one response; inside an attempt's scope the store knows of the call before this returns."""
         scope = SCOPE.get()
         if scope is None:
             return await self.inner.generate(prompt_ids, params)

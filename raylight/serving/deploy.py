@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
 ANY_HOST = "0.0.0.0"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
@@ -48,6 +49,7 @@ class Deployment:
         self._spec = spec
         self._cluster_ends = cluster_ends
         self._started_serve = False
+        self._stopped = False
         self._deploying = threading.Lock()
         """Held while the application is handed to Serve, so that a stop in between waits and then finds all that was started."""
 
@@ -71,11 +73,14 @@ class Deployment:
 
     async def stop(self) -> None:
         """Delete the application, and Serve too if this run started it and nothing else uses it."""
-        if not self._cluster_ends:
+        if self._cluster_ends:
+            self._stopped = True
+        else:
             await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
         with self._deploying:
+            self._stopped = True
             if serve_http_options() is None:
                 return
         status = serve.status()
@@ -93,19 +98,25 @@ class Deployment:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         route = f"/{self._spec.app_name}"
         with self._deploying:
+            if self._stopped:
+                raise EngineStartError("the run was stopped before its engine started")
             host, port = serve_http_options() or self._start_serve()
             wanted = self._spec.config.port
             if wanted not in (None, port):
                 raise PortInUseError(f"Ray Serve already runs on port {port} of this cluster; port {wanted} cannot be had")
+            if host in LOOPBACK and len(alive_nodes()) > 1:
+                raise EngineStartError(
+                    f"Ray Serve listens on {host} only, and agents on other nodes could not reach it; set engine={{'host': "
+                    "'0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
+                )
             target = serve.RunTarget(self._application(), self._spec.app_name, route, QUIET)
             serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        return f"http://{ray.util.get_node_ip_address() if host == ANY_HOST else host}:{port}{route}"
+        return f"http://{head_address() if host == ANY_HOST else host}:{port}{route}"
 
     def _start_serve(self) -> tuple[str, int]:
         """Start Serve with its fast ingress; returns the host and port on which it listens."""
         config = self._spec.config
-        several_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
-        host = config.host or (ANY_HOST if several_nodes else "127.0.0.1")
+        host = config.host or (ANY_HOST if len(alive_nodes()) > 1 else "127.0.0.1")
         port = choose_port(host, config.port)
         serve.start(
             http_options={"host": host, "port": port},
@@ -141,6 +152,16 @@ class Deployment:
             f"{config.start_timeout_s:g} s; the cluster has {_offer(ray.cluster_resources())}, of which free "
             f"{_offer(ray.available_resources())}. {said}"
         ).strip()
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def head_address() -> str:
+    """The head node's address: Serve's ingress runs there whatever nodes the replicas are on."""
+    heads = [node for node in alive_nodes() if "node:__internal_head__" in node["Resources"]]
+    return heads[0]["NodeManagerAddress"] if heads else ray.util.get_node_ip_address()
 
 
 def serve_http_options() -> tuple[str, int] | None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import ActorDiedError
+from ray.exceptions import RayActorError
 
 from raylight.config import EngineConfig
 from raylight.serving.app import build_app
 from raylight.serving.capture import CapturingEngine, Recorder
+from raylight.serving.choose import choose_engine
 from raylight.serving.weights import POLL_TIMEOUT_S
 from raylight.store.client import StoreClient
 
@@ -50,7 +51,11 @@ class EngineReplica:
             raise
 
     async def __serve_build_asgi_app__(self) -> Any:
-        version, box = await self._spec.weights.subscribe.remote(self._name)
+        try:
+            version, box = await self._spec.weights.subscribe.remote(self._name, ray.get_runtime_context().current_actor)
+        except RayActorError:
+            await self._remove_application()  # else Serve would try to start it for ever
+            raise
         if box is not None:
             await self._engine.load_weights(version, await box[0])
         self._following = asyncio.create_task(self._follow(version))
@@ -72,12 +77,15 @@ class EngineReplica:
                 except Exception as error:  # whatever it is, the publisher must hear it instead of waiting
                     failure = f"{type(error).__name__}: {error}"
                 await board.acknowledge.remote(self._name, version, failure)
-        except ActorDiedError:
-            logger.warning("the run that started %s is gone; removing the application", self._spec.app_name)
-            await asyncio.to_thread(serve.delete, self._spec.app_name, _blocking=False)
+        except RayActorError:
+            await self._remove_application()
         except Exception:  # nobody awaits this task; the publisher will miss the acknowledgement
             logger.exception("%s no longer follows new weights", self._name)
             raise
+
+    async def _remove_application(self) -> None:
+        logger.warning("the run that started %s is gone; removing the application", self._spec.app_name)
+        await asyncio.to_thread(serve.delete, self._spec.app_name, _blocking=False)
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # construction failed half-way
@@ -85,12 +93,13 @@ class EngineReplica:
 
 
 def build_engine(spec: ReplicaSpec) -> Any:
-    """The engine that the configuration asks for; `auto` is the transformers engine, the only one so far."""
+    """The engine that the configuration asks for."""
     import torch
 
     from raylight.serving.transformers_engine import TransformersEngine
 
     torch.set_num_threads(max(1, int(spec.config.num_cpus)))
+    assert choose_engine(spec.config.kind) == "transformers", "the only engine so far"
     gpu = spec.config.num_gpus > 0 and bool(ray.get_gpu_ids())
     config = spec.config
     return TransformersEngine(

@@ -1,18 +1,22 @@
 """Weights on their way from the learners to every engine replica.
 
-Replicas subscribe and long-poll; the learners publish. A version is visible (published) only when every subscriber has acknowledged
-it, and a replica that starts later takes the current version before it serves. Arrays travel through Ray's object store: shared
+Replicas subscribe and long-poll; the learners publish. `publish` returns only when every subscriber has acknowledged the
+version, and a replica that starts later takes the current version before it serves. Arrays travel through Ray's object store: shared
 memory on one node, a copy to each other node.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from raylight.errors import EngineStartError, WeightSyncError
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "weights"
 POLL_TIMEOUT_S = 30.0
@@ -27,12 +31,18 @@ class WeightBoard:
         self._acknowledged: dict[str, int] = {}
         self._failures: dict[str, str] = {}
         self._broken: str | None = None
+        self._handles: dict[str, Any] = {}
         self._changed = asyncio.Condition()
 
-    async def subscribe(self, replica: str) -> tuple[int, list[Any] | None]:
-        """Join; returns the current version and, if it is not 0, the box with its weights."""
+    async def subscribe(self, replica: str, handle: Any = None) -> tuple[int, list[Any] | None]:
+        """Join; returns the current version and, if it is not 0, the box with its weights.
+
+        Args:
+            handle: the replica's actor, by which it is noticed that it died.
+        """
         async with self._changed:
             self._acknowledged[replica] = self._version
+            self._handles[replica] = handle
             self._changed.notify_all()
         return self._version, self._box
 
@@ -87,17 +97,30 @@ class WeightBoard:
             self._version, self._box = version, box
             self._failures.clear()
             self._changed.notify_all()
+        await self._drop_the_dead()
+        async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(self._settled), timeout)
             except TimeoutError:
-                late = sorted(r for r, v in self._acknowledged.items() if v < version)
+                late = sorted(r for r, v in self._acknowledged.items() if v < version) or ["a replica in place of the dead"]
                 raise WeightSyncError(f"version {version} did not reach {', '.join(late)} within {timeout:g} s") from None
             if self._failures:
                 raise WeightSyncError("; ".join(f"{r}: {why}" for r, why in self._failures.items()))
             return len(self._acknowledged)
 
+    async def _drop_the_dead(self) -> None:
+        """Wait no longer for replicas whose actor died; Serve starts others, which subscribe anew."""
+        asked = {name: handle.__ray_ready__.remote() for name, handle in self._handles.items() if handle is not None}
+        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
+        for name, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, RayActorError):
+                logger.warning("engine replica %s died: %s", name, str(answer).splitlines()[0])
+                del self._acknowledged[name], self._handles[name]
+
     def _settled(self) -> bool:
-        return bool(self._failures) or all(v >= self._version for v in self._acknowledged.values())
+        if self._failures:
+            return True
+        return bool(self._acknowledged) and all(v >= self._version for v in self._acknowledged.values())
 
 
 class WeightsActor(WeightBoard):
@@ -106,4 +129,4 @@ class WeightsActor(WeightBoard):
 
 def start_weights(namespace: str) -> Any:
     """Start the run's weight board and return its actor handle."""
-    return ray.remote(WeightsActor).options(name=WEIGHTS_NAME, namespace=namespace, num_cpus=0, max_concurrency=100).remote()
+    return ray.remote(WeightsActor).options(name=WEIGHTS_NAME, namespace=namespace, num_cpus=0, max_concurrency=1000).remote()

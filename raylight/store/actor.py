@@ -18,4 +18,4 @@ class StoreActor(StoreService):
 def start_store(namespace: str) -> Any:
     """Start the run's store and return its actor handle."""
     cls = ray.remote(StoreActor)
-    return cls.options(name=STORE_NAME, namespace=namespace, num_cpus=0, max_concurrency=1000).remote()
+    return cls.options(name=STORE_NAME, namespace=namespace, num_cpus=0, max_concurrency=10_000).remote()

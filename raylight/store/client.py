@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from raylight.errors import StoreLostError
 from raylight.store.service import StoreService
 from raylight.types import (
     AttemptStatus,
@@ -93,9 +94,11 @@ class StoreClient:
     async def _call(self, method: str, *args: Any) -> Any:
         if isinstance(self._target, StoreService):
             return await getattr(self._target, method)(*args)
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import RayActorError, RayTaskError
 
         try:
             return await getattr(self._target, method).remote(*args)
         except RayTaskError as error:
             raise error.cause from None
+        except RayActorError as error:
+            raise StoreLostError(f"the store actor is gone: {str(error).splitlines()[0]}. Start the run again") from None

@@ -62,6 +62,8 @@ class StoreCore:
         self._queue: deque[str] = deque()
         self._by_worker: dict[str, dict[str, None]] = {}
         """What each worker has, in the order in which it was taken."""
+        self._gone: set[str] = set()
+        """Workers that were released. Names are never reused; a poll that outlives its worker must not take anything."""
         self._resources: dict[str, dict[str, Any]] = {}
         self._latest_resources: str | None = None
         self._counts: Counter[str] = Counter()
@@ -88,6 +90,8 @@ class StoreCore:
     def dequeue(self, worker_id: str, limit: int) -> list[Rollout]:
         """Give up to `limit` waiting rollouts to a worker, oldest first, each with a new attempt."""
         taken: list[Rollout] = []
+        if worker_id in self._gone:
+            return taken
         while self._queue and len(taken) < limit:
             rollout_id = self._queue.popleft()
             record = self._records[rollout_id]
@@ -144,6 +148,7 @@ class StoreCore:
     def release_worker(self, worker_id: str, why: str) -> list[Rollout]:
         """A worker is gone: decide all that it had as failures of the infrastructure."""
         failure = Failure(kind="infrastructure", error=f"RunnerLost: {why}")
+        self._gone.add(worker_id)
         held = list(self._by_worker.get(worker_id, ()))
         latest = [self._records[rollout_id].rollout.attempt for rollout_id in held]
         return [self.finish_attempt(a.rollout_id, a.attempt_id, "failed", failure, []) for a in latest if a]

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
@@ -45,7 +48,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
             return result.result()
         except (KeyboardInterrupt, SystemExit):
             cancel()
-            concurrent.futures.wait([result])
+            _wait_uninterrupted(result)
             raise
         except asyncio.CancelledError as error:
             raise KeyboardInterrupt from error
@@ -66,3 +69,12 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _wait_uninterrupted(result: concurrent.futures.Future[Any]) -> None:
+    """Wait for the clean-up. An impatient second Ctrl-C is answered, and does not leave half of the run behind."""
+    while not result.done():
+        try:
+            concurrent.futures.wait([result])
+        except (KeyboardInterrupt, SystemExit):
+            logger.warning("still cleaning up; a moment")

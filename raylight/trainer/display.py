@@ -126,10 +126,10 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
     console = Console()
     console.print(table)
-    lost = f", {summary['rollouts_lost']} lost" if summary["rollouts_lost"] else ""
+    lost = f" ({summary['rollouts_lost']} by the infrastructure)" if summary["rollouts_lost"] else ""
     failed = summary["rollouts_failed"]
     console.print(
-        f"{summary['steps']} steps, {summary['rollouts']} rollouts{lost}{f', {failed} failed' if failed else ''}, "
+        f"{summary['steps']} steps, {summary['rollouts']} rollouts{f', {failed} failed' if failed else ''}{lost}, "
         f"{summary['seconds']:.0f} s", highlight=False,
     )  # fmt: skip
     for what in ("config.yaml", "metrics.jsonl", "summary.json", "reward.png", "checkpoint"):

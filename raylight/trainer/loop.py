@@ -11,7 +11,7 @@ from typing import Any
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
-from raylight.learner.batch import BatchReport, build_batch
+from raylight.learner.batch import BatchReport, build_batch, scored
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.session import Session
 from raylight.types import FinishedRollout
@@ -47,7 +47,7 @@ async def _step(session: Session, algorithm: PolicyAlgorithm, tasks: list[Any], 
     rollout_s = time.perf_counter() - started
     report.failures(finished)
     raise_if_hopeless(finished, algorithm.failure_reward)
-    batch, content = build_batch(finished, algorithm.failure_reward)
+    batch, content = build_batch(finished, algorithm.failure_reward, min_group=min(algorithm.group_size, 2))
     metrics = describe(finished, content, rollout_s)
     if not content.has_signal:
         return metrics, False
@@ -66,11 +66,9 @@ async def _validate(session: Session, algorithm: PolicyAlgorithm, tasks: list[An
     finished = await session.rollout(tasks, "val", algorithm.val_samples, report.rolling("val"))
     report.failures(finished)
     raise_if_hopeless(finished, algorithm.failure_reward)
-    rewards = [item.reward for item in finished if item.reward is not None]
+    rewards = [reward for item in finished if (reward := scored(item, algorithm.failure_reward)) is not None]
     failed = sum(item.rollout.status != "succeeded" for item in finished)
     metrics = {"val/failed": float(failed), "time/val_s": time.perf_counter() - started}
-    if algorithm.failure_reward is not None:
-        rewards += [algorithm.failure_reward] * failed
     return metrics | ({"val/reward": statistics.fmean(rewards)} if rewards else {})
 
 
@@ -84,6 +82,7 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
         "train/failed": float(content.failed),
         "train/unscored": float(content.unscored),
         "train/empty": float(content.empty),
+        "train/alone": float(content.alone),
         "train/groups_without_signal": float(content.groups_without_signal),
         "time/rollout_s": seconds,
         "train/tokens_per_s": sum(lengths) / seconds,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from raylight.errors import ConfigError
 from raylight.types import FinishedRollout
 
 Metrics = dict[str, float]
@@ -48,11 +51,20 @@ class Report:
         self._history: list[Metrics] = []
         self._told: Counter[str] = Counter()
         self._lost = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._begin(config)
+        except OSError as error:
+            raise ConfigError(f"output_dir {folder} cannot be written: {error.strerror}") from None
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        """Make the folder; what an earlier run left there would be taken for this one's."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / "config.yaml").exists():
+            shutil.rmtree(self.checkpoint, ignore_errors=True)
         for name in ("summary.json", "reward.png"):
-            (folder / name).unlink(missing_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        (folder / "metrics.jsonl").write_text("")
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        (self.folder / "metrics.jsonl").write_text("")
 
     @property
     def checkpoint(self) -> Path:
@@ -73,7 +85,8 @@ class Report:
         row = {"step": step, "time/total_s": time.perf_counter() - self._started, **metrics}
         self._history.append(row)
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            finite = {key: value if math.isfinite(value) else None for key, value in row.items()}  # JSON has no NaN
+            file.write(json.dumps(finite) + "\n")
         self._display.step(step, row)
 
     def failures(self, finished: list[FinishedRollout]) -> None:
@@ -85,21 +98,30 @@ class Report:
             self._told[failure.error] += 1
         self._lost += sum(failure.kind == "infrastructure" for failure in failed)
 
-    def finish(self, rollouts: int) -> dict[str, Any]:
-        """Write the summary and the plot; returns the summary."""
-        key = "val/reward" if any("val/reward" in row for row in self._history) else "train/reward"
+    def finish(self, counts: dict[str, int]) -> dict[str, Any]:
+        """Write the summary and the plot; returns the summary.
+
+        Args:
+            counts: of the store, and of lost runners.
+        """
+        validated = any("val/reward" in row for row in self._history if row["step"] == 0)
+        trained = any("train/reward" in row for row in self._history)
+        key = "val/reward" if validated or not trained else "train/reward"  # what was measured from the start
         rewards = [row[key] for row in self._history if key in row]
+        if not self.checkpoint.exists():
+            self.note(f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared storage")
         summary = {
             "reward": key,
             "reward_before": rewards[0] if rewards else None,
             "reward_after": rewards[-1] if rewards else None,
             "steps": int(max((row["step"] for row in self._history), default=0)),
             "seconds": round(time.perf_counter() - self._started, 2),
-            "rollouts": rollouts,
+            "rollouts": counts.get("enqueued", 0),
             "rollouts_lost": self._lost,
             "failures": dict(self._told.most_common(SHOWN_ERRORS)),
             "rollouts_failed": self._told.total(),
             "checkpoint": str(self.checkpoint),
+            "counts": counts,
         }
         partial = self.folder / "summary.json.partial"
         partial.write_text(json.dumps(summary, indent=2) + "\n")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
 from raylight.agent.litagent import LitAgent
@@ -18,6 +19,7 @@ from raylight.agent.resources import LLM, NamedResources
 from raylight.aio import together
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.errors import StoreLostError, WeightSyncError
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.settings import PolicySettings
 from raylight.runner.pool import RunnerPool
@@ -32,6 +34,7 @@ from raylight.types import FinishedRollout, RolloutMode, RolloutRequest
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CANCEL_TIMEOUT_S = 5.0
 MODEL_NAME = "policy"
 """The name under which the trained model is served."""
 
@@ -67,12 +70,15 @@ class Session:
         try:
             await self._start()
         except BaseException:
-            await self._stack.aclose()
+            await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._stack.aclose()
+        try:
+            await self._stack.aclose()  # goes on with the others when one fails
+        except Exception:  # what the run itself raised or returned matters more
+            logger.exception("cleaning up after %s failed in part", self.plan.name)
 
     async def _start(self) -> None:
         plan = self.plan
@@ -91,7 +97,7 @@ class Session:
         self._say("starting the engine, the learners and the runners")
         settings = PolicySettings(**{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields})
         url, _, _ = await together(
-            deployment.start(), self.learners.setup(plan.model_path, settings, plan.total_steps), self.pool.start()
+            deployment.start(), self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed), self.pool.start()
         )
         llm = LLM(endpoint=url, model=MODEL_NAME, traced=True)
         await self.store.add_resources({"llm": llm, **plan.resources})
@@ -140,18 +146,19 @@ class Session:
             while done < len(ids):
                 done = len(await self.store.wait_for_rollouts(ids, at_least=min(done + max(len(ids) // 20, 1), len(ids))))
                 progress(done, len(ids))
-        except BaseException:
-            await self.store.cancel(ids)
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends anyway
+                await asyncio.wait_for(self.store.cancel(ids), CANCEL_TIMEOUT_S)
             raise
         return await self.store.collect(ids)
 
     async def publish_weights(self, timeout: float) -> int:
         """Bring the learners' weights to every engine; returns their version, which is then what agents sample from."""
         version, box = await self.learners.export()
-        from ray.exceptions import RayTaskError
-
         try:
             await self._weights.publish.remote(version, box, timeout)
         except RayTaskError as error:
             raise error.cause from None
+        except RayActorError as error:
+            raise WeightSyncError(f"the weights actor is gone: {error}") from None
         return version

@@ -14,6 +14,7 @@ from raylight.agent.resources import NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError, RaylightError
+from raylight.serving.choose import choose_engine
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.display import make_display, print_summary
@@ -21,6 +22,9 @@ from raylight.trainer.inputs import as_tasks, resolve_model
 from raylight.trainer.loop import train
 from raylight.trainer.report import Report
 from raylight.trainer.session import RunPlan, Session
+
+RESERVED = {"llm", "task", "rollout", "resources"}
+"""Names that a rollout function's parameters have from raylight."""
 
 
 class Trainer:
@@ -68,6 +72,8 @@ class Trainer:
         self._runner = RunnerConfig.parse(runner, n=n_runners)
         self._learner = LearnerConfig.parse(learner, n=n_learners)
         self._resources = dict(initial_resources or {})
+        if taken := RESERVED & self._resources.keys():
+            raise ConfigError(f"initial_resources cannot be named {', '.join(sorted(taken))}; raylight gives these itself")
         self._seed = seed
         self._address = address
         self._progress = progress
@@ -107,13 +113,23 @@ class Trainer:
             print_summary(summary, str(folder))
         return summary
 
+    def _max_mismatch(self) -> float:
+        """The allowed difference of log-probs, resolved: rounding of half precision is no breach."""
+        exact = self._engine.dtype == "float32" and self._learner.dtype == "fp32"
+        return self._algorithm.max_logprob_mismatch or (1e-3 if exact else 0.5)
+
     def _plan(self, n_train: int) -> RunPlan:
+        if self._engine.max_model_len > self._learner.max_tokens_per_micro_batch:
+            raise ConfigError(
+                f"a rollout may have {self._engine.max_model_len} tokens (engine.max_model_len), more than a learner takes at once "
+                f"(learner.max_tokens_per_micro_batch = {self._learner.max_tokens_per_micro_batch}); lower one or raise the other"
+            )
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         return RunPlan(
             name=f"raylight-{stamp}-{secrets.token_hex(2)}",
             model_path=resolve_model(self._algorithm.model),
-            algorithm=self._algorithm,
-            engine=self._engine,
+            algorithm=self._algorithm.model_copy(update={"max_logprob_mismatch": self._max_mismatch()}),
+            engine=self._engine.model_copy(update={"kind": choose_engine(self._engine.kind)}),
             learner=self._learner,
             runner=self._runner,
             resources=self._resources,
@@ -133,9 +149,9 @@ async def _run(
             report.note("interrupted; stopping everything that belongs to this run")
             raise
         await session.learners.save(str(report.checkpoint))
-        counts = await session.store.statistics()
+        summary = report.finish({**await session.store.statistics(), "runners_lost": session.pool.lost})
         report.stage("stopping")
-    return report.finish(counts["enqueued"])
+    return summary
 
 
 def _as_agent(agent: Any) -> LitAgent:

@@ -27,11 +27,15 @@ def agent_of_a_module(task: str, llm: LLM) -> float:
 
 
 def test_parameters_are_filled_by_name_in_any_order() -> None:
-    def agent(question: str, table: dict, rollout: Any, llm: LLM, resources: dict, task: str) -> list:
-        return [question, table, rollout, llm, resources, task]
+    def agent(table: dict, rollout: Any, llm: LLM, resources: dict, task: str) -> list:
+        return [table, rollout, llm, resources, task]
 
     got = rollout(agent).rollout("t", RESOURCES, ROLLOUT)
-    assert got == ["t", {"a": 1}, ROLLOUT, RESOURCES["llm"], RESOURCES, "t"]
+    assert got == [{"a": 1}, ROLLOUT, RESOURCES["llm"], RESOURCES, "t"]
+
+
+def test_the_first_parameter_is_the_task_where_none_is_called_so() -> None:
+    assert rollout(lambda question, llm: (question, llm.model)).rollout("t", RESOURCES, ROLLOUT) == ("t", "policy")
 
 
 def test_keyword_only_parameters_are_filled_too() -> None:
@@ -157,11 +161,11 @@ def test_the_key_does_not_show_the_secret() -> None:
 
 
 def test_a_traced_model_gets_the_url_and_key_of_the_attempt_and_stays_as_it_is_itself() -> None:
-    llm = LLM(endpoint="http://e:8000/run", model="policy", traced=True, sampling_parameters={"temperature": 0.5})
+    llm = LLM(endpoint="http://e:8000/run", model="policy", traced=True)
     scoped = llm.for_attempt("ro-1", "at-2", "secret")
     assert scoped.get_base_url() == f"http://e:8000/run{attempt_path('ro-1', 'at-2')}/v1"
     assert scoped.api_key == scoped_key("secret", "ro-1", "at-2")
-    assert (scoped.model, scoped.sampling_parameters) == ("policy", {"temperature": 0.5})
+    assert scoped.model == "policy"
     assert (llm.endpoint, llm.api_key) == ("http://e:8000/run", "unused")
 
 

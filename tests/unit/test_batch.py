@@ -116,3 +116,13 @@ def test_every_rollout_is_counted_exactly_once(kinds: list[str], failure_reward:
     batch, report = build_batch(finished, failure_reward)
     assert report.trained + report.failed + report.unscored + report.empty == len(finished)
     assert report.trained == len(batch.rewards) == len(batch.groups) == len(set(batch.owners))
+
+
+def test_a_rollout_left_alone_in_its_group_is_not_compared_with_nothing() -> None:
+    alone = [make_finished(1.0, group="a"), make_finished(failure=AGENT, group="a")]
+    together = [make_finished(1.0, group="b"), make_finished(0.0, group="b")]
+    batch, report = build_batch(alone + together, None, min_group=2)
+    assert batch.groups == ["b", "b"]
+    assert batch.owners == [0, 1]
+    assert (report.trained, report.alone, report.groups) == (2, 1, 1)
+    assert build_batch(alone, None, min_group=2)[0].rows == []

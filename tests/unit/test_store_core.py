@@ -187,6 +187,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.workers = ["a", "b"]
         self.core = make_core()
         self.known: dict[str, Known] = {}
         self.attempts: list[tuple[str, str]] = []
@@ -222,8 +223,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert rollout.rollout_id not in self.known
             self.known[rollout.rollout_id] = Known(config)
 
-    @rule(worker=st.sampled_from("ab"), limit=st.integers(1, 4))
-    def dequeue(self, worker: str, limit: int) -> None:
+    @rule(which=st.integers(0, 1), limit=st.integers(1, 4))
+    def dequeue(self, which: int, limit: int) -> None:
+        worker = self.workers[which]
         waiting = {i for i, known in self.known.items() if known.status in WAITING}
         taken = self.core.dequeue(worker, limit)
         assert len(taken) == min(limit, len(waiting))
@@ -291,12 +293,14 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(expected):
             self.core.finish_attempt(rollout_id, attempt_id, status, failure, [span])
 
-    @rule(worker=st.sampled_from("ab"))
-    def release_worker(self, worker: str) -> None:
+    @rule(which=st.integers(0, 1))
+    def release_worker(self, which: int) -> None:
+        worker, self.workers[which] = self.workers[which], f"{self.workers[which]}'"
         held = {i for i, known in self.known.items() if known.worker == worker}
         assert {r.rollout_id for r in self.core.release_worker(worker, "died")} == held
         for rollout_id in held:
             self.decide(self.known[rollout_id], "failed", "infrastructure")
+        assert self.core.dequeue(worker, 4) == []  # a poll that outlived its worker takes nothing
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -340,10 +344,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Whoever waits is given out exactly once; whoever runs is given back by its worker; then nothing is left."""
         waiting = sorted(i for i, known in self.known.items() if known.status in WAITING)
         assert sorted(r.rollout_id for r in self.core.dequeue("c", 10_000)) == waiting
-        for _ in range(4):
-            for worker in "abc":
-                self.core.release_worker(worker, "end")
-            self.core.dequeue("c", 10_000)
+        for worker in [*self.workers, "c", "d", "e", "f"]:
+            self.core.dequeue(worker, 10_000)
+            self.core.release_worker(worker, "end")
         assert all(self.core.get(rollout_id).status in FINISHED for rollout_id in self.known)
 
 

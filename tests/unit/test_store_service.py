@@ -61,6 +61,17 @@ async def test_a_waiting_dequeue_wakes_when_a_lost_worker_is_released(store: Sto
         assert {r.rollout_id for r in await waiting} == set(ids)
 
 
+async def test_a_poll_that_outlived_its_worker_takes_nothing_from_the_living(store: StoreClient) -> None:
+    async with within():
+        ids = await enqueue(store, 2)
+        await store.dequeue("dead", 2, 60.0)
+        outliving = await started(store.dequeue("dead", 2, 60.0))  # first in line
+        living = await started(store.dequeue("living", 2, 60.0))
+        await store.release_worker("dead", "killed")
+        assert await outliving == []
+        assert [r.rollout_id for r in await living] == ids
+
+
 async def test_dequeue_gives_nothing_when_the_time_is_over(store: StoreClient) -> None:
     async with within():
         assert await store.dequeue("w", 1, 0.01) == []

@@ -207,7 +207,7 @@ def test_the_summary_compares_the_first_and_last_validation(report: Report) -> N
     report.step(0, {"val/reward": 0.25})
     report.step(1, {"train/reward": 0.5})
     report.step(2, {"train/reward": 0.6, "val/reward": 0.75})
-    summary = report.finish(48)
+    summary = report.finish({"enqueued": 48})
     assert json.loads((report.folder / "summary.json").read_text()) == summary
     assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == ("val/reward", 0.25, 0.75)
     assert (summary["steps"], summary["rollouts"], summary["rollouts_failed"]) == (2, 48, 0)
@@ -218,19 +218,19 @@ def test_the_summary_compares_the_first_and_last_validation(report: Report) -> N
 def test_without_validation_the_summary_compares_training_rewards(report: Report) -> None:
     report.step(1, {"train/reward": 0.5})
     report.step(2, {"train/reward": 0.6})
-    summary = report.finish(1)
+    summary = report.finish({"enqueued": 1})
     assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == ("train/reward", 0.5, 0.6)
 
 
 def test_a_run_of_no_steps_has_a_summary(report: Report) -> None:
-    summary = report.finish(0)
+    summary = report.finish({"enqueued": 0})
     assert (summary["reward_before"], summary["reward_after"], summary["steps"]) == (None, None, 0)
 
 
 def test_an_earlier_runs_summary_and_plot_are_gone_when_a_run_starts(tmp_path: Path, shown: Shown) -> None:
     first = Report(tmp_path, shown, {})
     first.step(1, {"train/reward": 1.0})
-    first.finish(1)
+    first.finish({"enqueued": 1})
     Report(tmp_path, shown, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == ""
@@ -242,7 +242,7 @@ def test_each_different_error_is_shown_once_and_all_are_counted(report: Report, 
     assert len(shown.notes) == 2
     assert "ValueError: no tool" in shown.notes[0]
     assert "agent.py, line 3" in shown.notes[0]
-    summary = report.finish(5)
+    summary = report.finish({"enqueued": 5})
     assert summary["failures"] == {BROKEN.error: 3, LOST.error: 1}
     assert (summary["rollouts_failed"], summary["rollouts_lost"]) == (4, 1)
 
@@ -251,7 +251,7 @@ def test_no_more_than_the_stated_number_of_different_errors_is_shown(report: Rep
     kinds = [Failure(kind="agent", error=f"ValueError: {i}") for i in range(3 * SHOWN_ERRORS)]
     report.failures([make_finished(failure=failure) for failure in kinds])
     assert len(shown.notes) == SHOWN_ERRORS
-    summary = report.finish(1)
+    summary = report.finish({"enqueued": 1})
     assert len(summary["failures"]) == SHOWN_ERRORS
     assert summary["rollouts_failed"] == 3 * SHOWN_ERRORS
 
@@ -323,8 +323,8 @@ def test_the_live_display_survives_an_error_within() -> None:
 def test_the_summary_says_what_was_lost(capsys: pytest.CaptureFixture[str], report: Report) -> None:
     report.step(1, {"val/reward": 0.25})
     report.failures([make_finished(failure=BROKEN), make_finished(failure=LOST)])
-    print_summary(report.finish(8), "/the/folder")
+    print_summary(report.finish({"enqueued": 8}), "/the/folder")
     text = capsys.readouterr().out
     assert "0.250" in text
-    assert "1 steps, 8 rollouts, 1 lost, 2 failed" in text
+    assert "1 steps, 8 rollouts, 2 failed (1 by the infrastructure)" in text
     assert "/the/folder/reward.png" in text

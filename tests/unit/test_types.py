@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from unit_helpers import make_generation, make_key, make_rollout
 
 from raylight import semconv
+from raylight.errors import ConfigError
 from raylight.types import (
     ATTEMPT_FINISHED,
     ATTEMPT_TRANSITIONS,
@@ -112,7 +113,7 @@ def test_a_trajectory_counts_what_it_trains() -> None:
 
 @pytest.mark.parametrize("wrong", [{"max_attempts": 0}, {"timeout_seconds": 0}, {"retry_on": {"boredom"}}, {"retries": 3}])
 def test_a_rollout_config_refuses_what_it_cannot_mean(wrong: dict) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError, match="RolloutConfig"):
         RolloutConfig(**wrong)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from ray.exceptions import RayActorError
 from unit_helpers import within
 
-from raylight.errors import WeightSyncError
+from raylight.errors import EngineStartError, WeightSyncError
 from raylight.serving.weights import WeightBoard
 
 BOX = ["reference"]
@@ -138,3 +139,41 @@ async def test_a_replica_that_missed_a_version_gets_the_newest() -> None:
             with pytest.raises(WeightSyncError):
                 await board.publish(version, [version], 0.01)
         assert await board.next("a", 0, 60.0) == (2, [2])
+
+
+class DeadActor:
+    """An actor handle whose actor died."""
+
+    class __ray_ready__:
+        @staticmethod
+        async def remote() -> None:
+            raise RayActorError()
+
+
+async def test_a_dead_replica_is_not_waited_for_but_the_one_in_its_place_is() -> None:
+    board = await board_with("living")
+    await board.subscribe("dead", DeadActor())
+    async with within():
+        living = asyncio.ensure_future(follow(board, "living"))
+        assert await board.publish(1, BOX, 5.0) == 1
+        assert await living == 1
+
+
+async def test_when_all_died_a_version_waits_for_a_replacement() -> None:
+    board = WeightBoard()
+    await board.subscribe("dead", DeadActor())
+    async with within():
+        publishing = asyncio.ensure_future(board.publish(1, BOX, 5.0))
+        await asyncio.sleep(0.01)
+        assert not publishing.done()
+        assert await board.subscribe("new") == (1, BOX)
+        assert await publishing == 1
+
+
+async def test_a_replica_that_cannot_start_ends_the_waiting_for_it() -> None:
+    board = WeightBoard()
+    async with within():
+        waiting = asyncio.ensure_future(board.wait_for_subscribers(1))
+        await board.cannot_start("OSError: no model")
+        with pytest.raises(EngineStartError, match="OSError: no model"):
+            await waiting

@@ -1,0 +1,68 @@
+"""One rank of a learner: python ranks.py RANK RANKS RENDEZVOUS_FILE; updates twice and prints what it measured as JSON."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+from raylight.config import LearnerConfig
+from raylight.learner.batch import TrainBatch
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+from raylight.types import Trajectory
+
+PROMPTS = [[258, 84, 82, 68, 81, 198, 20 + i, 10, 21, 28, 256, 198] for i in range(8)]
+ANSWERS = [[20 + i % 3, 21] + [22] * (i % 4) + [256] for i in range(8)]
+
+
+def make_batch(logprobs: list[list[float]], version: int = 0) -> TrainBatch:
+    """Eight rollouts in two groups; the rewards of each group differ, and so do the lengths of the rows."""
+    rows = [
+        Trajectory(
+            str(i), prompt + answer, [0] * len(prompt) + [1] * len(answer), [0.0] * len(prompt) + logprobs[i],
+            [-1] * len(prompt) + [version] * len(answer),
+        )
+        for i, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
+    ]  # fmt: skip
+    return TrainBatch([float(i % 3 == 0) for i in range(8)], [str(i // 4) for i in range(8)], rows, list(range(8)))
+
+
+def plain_logprobs(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Log-probs of the answers' tokens by plain transformers."""
+    found = []
+    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
+    return found
+
+
+def main(rank: int, ranks: int, file: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
+    from raylight.learner.policy import Policy
+
+    settings = PolicySettings(lr=1e-3, kl_coef=1e-2, max_logprob_mismatch=1e-3)
+    policy = Policy(STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2)
+    plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    with torch.no_grad():
+        exact = [logprobs.tolist() for logprobs in plain_logprobs(plain)]
+    first = policy.update(make_batch(exact))
+    weights = policy.export()
+    if weights is not None:
+        plain.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    box = [None]
+    if rank == 0:
+        with torch.no_grad():
+            box = [[logprobs.tolist() for logprobs in plain_logprobs(plain)]]
+    dist.broadcast_object_list(box)
+    second = policy.update(make_batch(box[0], version=1))
+    if rank == 0:
+        print(json.dumps([first, second]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
