@@ -1,8 +1,8 @@
 """Weights on their way from the learners to every engine replica.
 
 Replicas subscribe and long-poll; the learners publish. `publish` returns only when every subscriber has acknowledged the
-version, and a replica that starts later takes the current version before it serves. Arrays travel through Ray's object store: shared
-memory on one node, a copy to each other node.
+version, and a replica that starts later takes the current version before it serves. Arrays travel through Ray's object store:
+shared memory on one node, a copy to each other node.
 """
 
 from __future__ import annotations
