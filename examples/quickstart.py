@@ -1,7 +1,7 @@
 """A small model learns to add: offline, on a CPU, in a few minutes.
 
     python examples/quickstart.py
-    ray job submit --working-dir . -- python examples/quickstart.py     (on a cluster)
+    ray job submit --working-dir . -- python examples/quickstart.py --output-dir /shared/quickstart     (on a cluster)
 
 The agent knows nothing of raylight but its `llm` argument, and could use any OpenAI client.
 """

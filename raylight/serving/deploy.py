@@ -196,7 +196,7 @@ def choose_port(host: str, wanted: int | None) -> int:
 
 
 def _wait_for_route(url: str) -> None:
-    """Ask until the ingress has taken up the new route.
+    """Ask until the ingress has taken up the new route; Serve has no event for that.
 
     Raises:
         EngineStartError: it does not answer, some 30 s after the replicas were up.

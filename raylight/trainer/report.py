@@ -42,12 +42,13 @@ class Report:
 
     Args:
         folder: `config.yaml`, `metrics.jsonl`, `summary.json`, `reward.png` and `checkpoint/` go here.
+        started: `time.perf_counter()` when the run began; now if None.
     """
 
-    def __init__(self, folder: Path, display: Display, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, display: Display, config: dict[str, Any], started: float | None = None) -> None:
         self.folder = folder
         self._display = display
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() if started is None else started
         self._history: list[Metrics] = []
         self._told: Counter[str] = Counter()
         self._lost = 0

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import importlib.metadata
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class Trainer:
             raise error.with_traceback(None) from None  # our own frames would hide the message
 
     def _fit(self, agent: LitAgent, train_dataset: Any, val_dataset: Any) -> dict[str, Any]:
+        started = time.perf_counter()
         agent = _as_agent(agent)
         agent.check({"llm", *self._resources})
         train_tasks = as_tasks(train_dataset, "train_dataset", required=True)
@@ -106,7 +108,7 @@ class Trainer:
         folder = Path(self._output_dir or f"outputs/{plan.name}").expanduser().absolute()
         display = make_display(self._progress, plan.total_steps)
         with ray_session(self._address, self._log_to_driver) as ray, display as shown:
-            report = Report(folder, shown, _resolved(plan))
+            report = Report(folder, shown, _resolved(plan), started)
             report.stage(f"run {plan.name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
             summary = run_blocking(_run(plan, agent, train_tasks, val_tasks, report, ray.local))
         if self._progress:
