@@ -20,7 +20,7 @@ from rich.console import Console
 
 from raylight import __version__
 from raylight.serving.choose import ENGINES, choose_engine
-from raylight.trainer.cluster import answers
+from raylight.trainer.cluster import answers, running_cluster
 
 GIB = 2**30
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
@@ -115,13 +115,14 @@ def gather_cluster() -> Cluster | None:
     wanted = os.environ.get("RAY_ADDRESS", "")
     if wanted not in ("", "auto") and not answers(wanted):
         return None if wanted == "local" else Cluster(wanted, error=f"nothing answers at RAY_ADDRESS={wanted}")
+    if wanted in ("", "auto") and running_cluster() is None:
+        return None
     import ray
 
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:  # no cluster, another version of Ray or Python, no address
-        absent = isinstance(error, ConnectionError) and wanted in ("", "auto")
-        return None if absent else Cluster(wanted or "this machine", error=brief(error))
+        ray.init(address=wanted or None, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:  # another version of Ray or Python, no address, no token
+        return Cluster(wanted or "this machine", error=brief(error))
     try:
         return describe_cluster()
     finally:

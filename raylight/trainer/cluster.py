@@ -37,6 +37,17 @@ def answers(address: str) -> bool:
     return False
 
 
+def running_cluster() -> str | None:
+    """Address of the cluster that `ray start` left on this machine, if it still answers.
+
+    Ray itself believes its note of the last cluster, and waits for minutes on one that has crashed.
+    """
+    from ray._private.utils import read_ray_address
+
+    address = read_ray_address()
+    return address if address and answers(address) else None
+
+
 @contextlib.contextmanager
 def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection]:
     """Be connected to Ray.
@@ -52,23 +63,22 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
         return
     wanted = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
-    local = wanted == "local"
     # Ray says on every start that it uses a token, which is its default
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    if wanted not in (None, "auto", "local") and not answers(wanted):
+    named = wanted not in (None, "auto", "local")
+    found = answers(wanted) if named and wanted else running_cluster() is not None
+    if wanted not in (None, "local") and not found:
         raise ConfigError(f"no Ray cluster answers at {wanted!r}; start one with `ray start --head`, or give its host:port")
+    local = wanted == "local" or not found
     if not local:
         try:
-            context = ray.init(address=wanted or "auto", **options)
-        except ConnectionError as error:
-            if wanted:
-                raise ConfigError(
-                    f"the Ray cluster at {wanted!r} cannot be joined: {error}. Is one running (`ray start --head`)? If it "
-                    "asks for a token, set RAY_AUTH_MODE=token"
-                ) from None
-            local = True
-        except RuntimeError as error:
-            raise ConfigError(f"the Ray cluster cannot be joined: {error}") from None
+            # without an address Ray finds the one of `ray start` itself, and only then sends its token by itself
+            context = ray.init(address=wanted if named else None, **options)
+        except (ConnectionError, RuntimeError) as error:
+            raise ConfigError(
+                f"the Ray cluster {wanted or 'on this machine'} cannot be joined: {error}. If it asks for a token, set "
+                "RAY_AUTH_MODE=token; if it is gone, `ray stop` makes Ray forget it"
+            ) from None
     if local:
         context = ray.init(address="local", include_dashboard=True, **options)
     try:

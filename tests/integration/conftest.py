@@ -95,6 +95,9 @@ def cluster() -> Iterator[Cluster]:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=15)
+        note = Path("/tmp/ray/ray_current_cluster")  # Ray's, of the last cluster; only `ray stop` would remove it
+        if note.exists() and note.read_text().endswith(f":{port}"):
+            note.unlink()
         os.environ.pop("RAY_ADDRESS", None)
         if before:
             os.environ["RAY_ADDRESS"] = before
