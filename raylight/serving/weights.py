@@ -97,25 +97,30 @@ class WeightBoard:
             self._version, self._box = version, box
             self._failures.clear()
             self._changed.notify_all()
-        await self._drop_the_dead()
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(self._settled), timeout)
-            except TimeoutError:
-                late = sorted(r for r, v in self._acknowledged.items() if v < version) or ["a replica in place of the dead"]
-                raise WeightSyncError(f"version {version} did not reach {', '.join(late)} within {timeout:g} s") from None
-            if self._failures:
-                raise WeightSyncError("; ".join(f"{r}: {why}" for r, why in self._failures.items()))
-            return len(self._acknowledged)
+        dropping = asyncio.create_task(self._drop_the_dead())  # beside the waiting, which has the deadline
+        try:
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait_for(self._settled), timeout)
+                except TimeoutError:
+                    late = sorted(r for r, v in self._acknowledged.items() if v < version) or ["a replica in place of the dead"]
+                    raise WeightSyncError(f"version {version} did not reach {', '.join(late)} within {timeout:g} s") from None
+                if self._failures:
+                    raise WeightSyncError("; ".join(f"{r}: {why}" for r, why in self._failures.items()))
+                return len(self._acknowledged)
+        finally:
+            dropping.cancel()
 
     async def _drop_the_dead(self) -> None:
         """Wait no longer for replicas whose actor died; Serve starts others, which subscribe anew."""
         asked = {name: handle.__ray_ready__.remote() for name, handle in self._handles.items() if handle is not None}
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
-        for name, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, RayActorError):
-                logger.warning("engine replica %s died: %s", name, str(answer).splitlines()[0])
-                del self._acknowledged[name], self._handles[name]
+        async with self._changed:
+            for name, answer in zip(asked, answers, strict=True):
+                if isinstance(answer, RayActorError):
+                    logger.warning("engine replica %s died: %s", name, str(answer).splitlines()[0])
+                    del self._acknowledged[name], self._handles[name]
+            self._changed.notify_all()
 
     def _settled(self) -> bool:
         if self._failures:

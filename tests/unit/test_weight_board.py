@@ -177,3 +177,20 @@ async def test_a_replica_that_cannot_start_ends_the_waiting_for_it() -> None:
         await board.cannot_start("OSError: no model")
         with pytest.raises(EngineStartError, match="OSError: no model"):
             await waiting
+
+
+class StuckActor:
+    """An actor handle whose actor neither answers nor is known to be dead."""
+
+    class __ray_ready__:
+        @staticmethod
+        async def remote() -> None:
+            await asyncio.Event().wait()
+
+
+async def test_a_replica_that_hangs_does_not_outwait_the_deadline() -> None:
+    board = WeightBoard()
+    await board.subscribe("stuck", StuckActor())
+    async with within():
+        with pytest.raises(WeightSyncError, match="stuck within"):
+            await board.publish(1, BOX, 0.05)
