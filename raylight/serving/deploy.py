@@ -17,13 +17,15 @@ SERVE_FLAGS = {
 }
 """HAProxy hands requests straight to the replica: eight times the requests per second of Serve's Python proxy. The flags must be in
 the environment before Serve is imported, and in that of its controller and replicas. A run's replicas have nothing to drain."""
+PROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
+"""HAProxy listens on these too, and does not start when another Serve on the machine has them."""
 for _flag, _value in SERVE_FLAGS.items():
     os.environ.setdefault(_flag, _value)
 
 import ray  # noqa: E402
 import urllib3  # noqa: E402
 from ray import serve  # noqa: E402
-from ray.exceptions import RayTaskError  # noqa: E402
+from ray.exceptions import RayError, RayTaskError  # noqa: E402
 from ray.serve.schema import LoggingConfig  # noqa: E402
 
 from raylight.errors import EngineStartError, PortInUseError  # noqa: E402
@@ -118,11 +120,15 @@ class Deployment:
         config = self._spec.config
         host = config.host or (ANY_HOST if len(alive_nodes()) > 1 else "127.0.0.1")
         port = choose_port(host, config.port)
-        serve.start(
-            http_options={"host": host, "port": port},
-            logging_config=QUIET,
-            controller_options={"runtime_env": {"env_vars": SERVE_FLAGS}},
-        )
+        env = SERVE_FLAGS | {flag: str(choose_port(ANY_HOST, None, usual)) for flag, usual in PROXY_PORTS.items()}
+        try:
+            serve.start(
+                http_options={"host": host, "port": port},
+                logging_config=QUIET,
+                controller_options={"runtime_env": {"env_vars": env}},
+            )
+        except RayError as error:
+            raise EngineStartError(f"Ray Serve did not start: {error}") from None
         self._started_serve = True
         return host, port
 
@@ -174,13 +180,13 @@ def serve_http_options() -> tuple[str, int] | None:
     return client.http_config.host, client.http_config.port
 
 
-def choose_port(host: str, wanted: int | None) -> int:
-    """The wanted port if it is free; with no wish, 8000 or else any free one.
+def choose_port(host: str, wanted: int | None, usual: int = DEFAULT_PORT) -> int:
+    """The wanted port if it is free; with no wish, the usual one or else any free one.
 
     Raises:
         PortInUseError: the wanted port is taken.
     """
-    for port in (wanted or DEFAULT_PORT, 0):
+    for port in (wanted or usual, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -1,5 +1,6 @@
 """A Ray cluster that exists before raylight comes, and checks that a run leaves nothing on it."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -31,6 +32,23 @@ def eventually(check: Callable[[], bool], deadline_s: float, what: str) -> None:
     while not check():
         assert time.monotonic() < end, f"{what} did not happen within {deadline_s} s"
         time.sleep(0.2)
+
+
+def marked(mark: dict[str, str]) -> list[psutil.Process]:
+    """All processes with these variables in their environment: it is inherited even by those that outlive their parent."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if mark.items() <= process.environ().items():
+                found.append(process)
+    return found
+
+
+def kill(processes: list[psutil.Process]) -> list[psutil.Process]:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return processes
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,10 @@ def cluster() -> Iterator[Cluster]:
         "--include-dashboard=true", "--disable-usage-stats",
     ]  # fmt: skip
     subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], check=True, capture_output=True)
-    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    mark = {"RAYLIGHT_TEST_CLUSTER": str(port)}
+    head = subprocess.Popen(
+        command, env={**os.environ, **mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     assert head.stdout
     output = ""
     for line in head.stdout:
@@ -82,19 +103,14 @@ def cluster() -> Iterator[Cluster]:
         if "--block" in line:
             break
     assert "--block" in output, output
-    tree = psutil.Process(head.pid)
     found = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = found.address
     try:
         yield found
     finally:
-        everything = [*tree.children(recursive=True), tree]
-        head.terminate()
-        _, alive = psutil.wait_procs(everything, timeout=15)
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=15)
+        eventually(lambda: not kill(marked(mark)), 30, "the end of the cluster")
+        head.wait()
         note = Path("/tmp/ray/ray_current_cluster")  # Ray's, of the last cluster; only `ray stop` would remove it
         if note.exists() and note.read_text().endswith(f":{port}"):
             note.unlink()

@@ -1,14 +1,18 @@
 """`raylight quickstart`, as a user runs it: a fresh process, a fresh local Ray, everything real."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import BIN, eventually
+
+from raylight.serving.deploy import PROXY_PORTS
 
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 
@@ -52,6 +56,16 @@ def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes
     assert config["algorithm"]["lr"] == 2e-4
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     checkpoint_answers(tmp_path / "checkpoint")
+
+
+def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left: None) -> None:
+    """Here only its ports are seen: 8000 and the two that HAProxy takes besides."""
+    with contextlib.ExitStack() as held:
+        for port in (8000, *PROXY_PORTS.values()):
+            held.enter_context(socket.create_server(("0.0.0.0", port)))
+        command = quickstart("--steps", "1", "--output-dir", str(tmp_path))
+        done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def checkpoint_answers(folder: Path) -> None:
