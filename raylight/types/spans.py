@@ -1,0 +1,172 @@
+"""Spans: OpenTelemetry's model of what happened, keyed to an attempt."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from raylight.semconv import VIRTUAL
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+AttributeValue = Any
+"""str, bool, int, float, or a sequence of one of these."""
+Attributes = dict[str, AttributeValue]
+StatusCode = Literal["UNSET", "OK", "ERROR"]
+
+
+class SpanPart(BaseModel):
+    """Base of a span's parts; what other versions of OpenTelemetry add is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class TraceStatus(SpanPart):
+    """Whether the operation succeeded."""
+
+    status_code: StatusCode = "UNSET"
+    description: str | None = None
+
+
+class Event(SpanPart):
+    """Something at one moment of a span."""
+
+    name: str
+    attributes: Attributes = Field(default_factory=dict)
+    timestamp: float | None = None
+
+
+class SpanContext(SpanPart):
+    """Ids of a span, in hex."""
+
+    trace_id: str
+    span_id: str
+    is_remote: bool = False
+    trace_state: dict[str, str] = Field(default_factory=dict)
+
+
+class Link(SpanPart):
+    """A relation to another span."""
+
+    context: SpanContext
+    attributes: Attributes | None = None
+
+
+class OtelResource(SpanPart):
+    """What produced the span."""
+
+    attributes: Attributes = Field(default_factory=dict)
+    schema_url: str = ""
+
+
+class SpanCoreFields(BaseModel):
+    """A span that is not yet keyed to an attempt."""
+
+    name: str
+    status: TraceStatus = Field(default_factory=lambda: TraceStatus(status_code="OK"))
+    attributes: Attributes = Field(default_factory=dict)
+    start_time: float | None = None
+    end_time: float | None = None
+
+
+class Span(SpanPart):
+    """Something that happened during an attempt. Times are seconds since the epoch, ids are hex as OpenTelemetry writes them."""
+
+    rollout_id: str = ""
+    attempt_id: str = ""
+    sequence_id: int = 0
+    """Order within the attempt; 0 lets the store give the next number."""
+    trace_id: str
+    span_id: str
+    """Unique within an attempt; the same id again is ignored."""
+    parent_id: str | None = None
+    name: str
+    status: TraceStatus = Field(default_factory=TraceStatus)
+    attributes: Attributes = Field(default_factory=dict)
+    events: list[Event] = Field(default_factory=list)
+    links: list[Link] = Field(default_factory=list)
+    start_time: float | None = None
+    end_time: float | None = None
+    resource: OtelResource = Field(default_factory=OtelResource)
+
+    @property
+    def context(self) -> SpanContext:
+        return SpanContext(trace_id=self.trace_id, span_id=self.span_id)
+
+    @property
+    def parent(self) -> SpanContext | None:
+        return SpanContext(trace_id=self.trace_id, span_id=self.parent_id) if self.parent_id else None
+
+    @classmethod
+    def from_attributes(cls, *, attributes: Attributes, name: str | None = None, **fields: Any) -> Self:
+        """A span made by hand: what is not given is generated, or left empty."""
+        given = {key: value for key, value in fields.items() if value is not None}
+        made = {"trace_id": secrets.token_hex(16), "span_id": secrets.token_hex(8), "status": TraceStatus(status_code="OK")}
+        return cls(name=name or VIRTUAL, attributes=attributes, **(made | given))
+
+    @classmethod
+    def from_core_fields(
+        cls, core: SpanCoreFields, *, rollout_id: str = "", attempt_id: str = "", sequence_id: int = 0
+    ) -> Self:
+        """A core span keyed to an attempt."""
+        now = time.time()
+        return cls.from_attributes(
+            attributes=core.attributes, name=core.name, status=core.status, start_time=core.start_time or now,
+            end_time=core.end_time or core.start_time or now, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id,
+        )  # fmt: skip
+
+    @classmethod
+    def from_opentelemetry(cls, src: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0) -> Self:
+        """A span of the OpenTelemetry SDK, keyed to an attempt.
+
+        Raises:
+            ValueError: the span has no context.
+        """
+        context = src.get_span_context()
+        if context is None:
+            raise ValueError(f"span {src.name!r} has no context, so that it cannot be told from others")
+        return cls(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            sequence_id=sequence_id,
+            trace_id=f"{context.trace_id:032x}",
+            span_id=f"{context.span_id:016x}",
+            parent_id=f"{src.parent.span_id:016x}" if src.parent else None,
+            name=src.name,
+            status=TraceStatus(status_code=src.status.status_code.name, description=src.status.description),
+            attributes=dict(src.attributes or {}),
+            events=[Event(name=e.name, attributes=dict(e.attributes or {}), timestamp=seconds(e.timestamp)) for e in src.events],
+            links=[
+                Link(
+                    context=SpanContext(
+                        trace_id=f"{link.context.trace_id:032x}",
+                        span_id=f"{link.context.span_id:016x}",
+                        is_remote=link.context.is_remote,
+                        trace_state=dict(link.context.trace_state.items()) if link.context.trace_state else {},
+                    ),
+                    attributes=dict(link.attributes) if link.attributes else None,
+                )
+                for link in src.links
+            ],
+            start_time=seconds(src.start_time),
+            end_time=seconds(src.end_time),
+            resource=OtelResource(attributes=dict(src.resource.attributes), schema_url=src.resource.schema_url or ""),
+        )
+
+
+def seconds(nanoseconds: int | None) -> float | None:
+    return None if nanoseconds is None else nanoseconds / 1e9
+
+
+class Triplet(BaseModel):
+    """One call of a model: what it saw, what it answered, and the reward of that."""
+
+    prompt: Any
+    """Usually `{"token_ids": [...]}`, with the raw messages where they are known."""
+    response: Any
+    reward: float | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
