@@ -9,49 +9,148 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raylight.agent.litagent import LitAgent, rollout
-    from raylight.agent.resources import LLM, NamedResources
+    from raylight.agent.attributes import make_link_attributes, make_tag_attributes
+    from raylight.agent.decorators import llm_rollout, prompt_rollout, rollout
+    from raylight.agent.emit import (
+        emit_annotation,
+        emit_exception,
+        emit_message,
+        emit_object,
+        emit_reward,
+        get_message_value,
+        get_object_value,
+    )
+    from raylight.agent.hooks import Hook, LoggingHook
+    from raylight.agent.litagent import LitAgent
+    from raylight.agent.operations import operation
+    from raylight.agent.prompts import PromptTemplate
+    from raylight.agent.resources import LLM, NamedResources, ProxyLLM
+    from raylight.algorithms.base import Algorithm, FastAlgorithm
+    from raylight.algorithms.baseline import Baseline
+    from raylight.algorithms.decorator import algo
     from raylight.algorithms.policy import GRPO
-    from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+    from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
     from raylight.errors import RaylightError
+    from raylight.log import setup_logging
+    from raylight.store.client import StoreClient
+    from raylight.store.service import StoreService
+    from raylight.traces.adapters import TraceAdapter
+    from raylight.traces.messages import TraceToMessages
+    from raylight.traces.rewards import (
+        find_final_reward,
+        find_reward_spans,
+        get_reward_value,
+        get_rewards_from_span,
+        is_reward_span,
+    )
+    from raylight.traces.tracer import DummyTracer, OtelTracer, Tracer
+    from raylight.traces.triplets import LlmProxyTraceToTriplet, TracerTraceToTriplet, TraceToTriplet
     from raylight.trainer.trainer import Trainer
-    from raylight.types import Attempt, Rollout, RolloutConfig, Span, find_final_reward
+    from raylight.types import (
+        Attempt,
+        EnqueueRolloutRequest,
+        ResourcesUpdate,
+        Rollout,
+        RolloutConfig,
+        Span,
+        SpanCoreFields,
+        Triplet,
+        Worker,
+    )
 
-_HOMES = {
-    "LitAgent": "raylight.agent.litagent",
-    "rollout": "raylight.agent.litagent",
-    "LLM": "raylight.agent.resources",
-    "NamedResources": "raylight.agent.resources",
-    "GRPO": "raylight.algorithms.policy",
-    "EngineConfig": "raylight.config",
-    "LearnerConfig": "raylight.config",
-    "RunnerConfig": "raylight.config",
-    "RaylightError": "raylight.errors",
-    "Trainer": "raylight.trainer.trainer",
-    "Attempt": "raylight.types",
-    "Rollout": "raylight.types",
-    "RolloutConfig": "raylight.types",
-    "Span": "raylight.types",
-    "find_final_reward": "raylight.types",
-}
+_ROOMS = {
+    "agent.attributes": ("make_link_attributes", "make_tag_attributes"),
+    "agent.decorators": ("llm_rollout", "prompt_rollout", "rollout"),
+    "agent.emit": (
+        "emit_annotation", "emit_exception", "emit_message", "emit_object", "emit_reward", "get_message_value", "get_object_value",
+    ),
+    "agent.hooks": ("Hook", "LoggingHook"),
+    "agent.litagent": ("LitAgent",),
+    "agent.operations": ("operation",),
+    "agent.prompts": ("PromptTemplate",),
+    "agent.resources": ("LLM", "NamedResources", "ProxyLLM"),
+    "algorithms.base": ("Algorithm", "FastAlgorithm"),
+    "algorithms.baseline": ("Baseline",),
+    "algorithms.decorator": ("algo",),
+    "algorithms.policy": ("GRPO",),
+    "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
+    "errors": ("RaylightError",),
+    "log": ("setup_logging",),
+    "store.client": ("StoreClient",),
+    "store.service": ("StoreService",),
+    "traces.adapters": ("TraceAdapter",),
+    "traces.messages": ("TraceToMessages",),
+    "traces.rewards": (
+        "find_final_reward", "find_reward_spans", "get_reward_value", "get_rewards_from_span", "is_reward_span",
+    ),
+    "traces.tracer": ("DummyTracer", "OtelTracer", "Tracer"),
+    "traces.triplets": ("LlmProxyTraceToTriplet", "TraceToTriplet", "TracerTraceToTriplet"),
+    "trainer.trainer": ("Trainer",),
+    "types": (
+        "Attempt", "EnqueueRolloutRequest", "ResourcesUpdate", "Rollout", "RolloutConfig", "Span", "SpanCoreFields", "Triplet",
+        "Worker",
+    ),
+}  # fmt: skip
+_HOMES = {name: f"raylight.{room}" for room, names in _ROOMS.items() for name in names}
 
 __version__ = "0.1.0"
 __all__ = [
     "GRPO",
     "LLM",
+    "Algorithm",
     "Attempt",
+    "Baseline",
+    "DummyTracer",
     "EngineConfig",
+    "EnqueueRolloutRequest",
+    "FastAlgorithm",
+    "Hook",
     "LearnerConfig",
     "LitAgent",
+    "LlmProxyTraceToTriplet",
+    "LoggingHook",
     "NamedResources",
+    "OtelTracer",
+    "PromptTemplate",
+    "ProxyLLM",
     "RaylightError",
+    "ResourcesUpdate",
     "Rollout",
     "RolloutConfig",
     "RunnerConfig",
     "Span",
+    "SpanCoreFields",
+    "StoreClient",
+    "StoreConfig",
+    "StoreService",
+    "TraceAdapter",
+    "TraceToMessages",
+    "TraceToTriplet",
+    "Tracer",
+    "TracerTraceToTriplet",
     "Trainer",
+    "Triplet",
+    "Worker",
+    "algo",
+    "emit_annotation",
+    "emit_exception",
+    "emit_message",
+    "emit_object",
+    "emit_reward",
     "find_final_reward",
+    "find_reward_spans",
+    "get_message_value",
+    "get_object_value",
+    "get_reward_value",
+    "get_rewards_from_span",
+    "is_reward_span",
+    "llm_rollout",
+    "make_link_attributes",
+    "make_tag_attributes",
+    "operation",
+    "prompt_rollout",
     "rollout",
+    "setup_logging",
 ]
 
 

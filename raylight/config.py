@@ -83,7 +83,20 @@ class RunnerConfig(Config):
     """Rollouts that one runner executes at once (asynchronous agents on its event loop, others in as many threads)."""
     max_restarts: int = Field(default=3, ge=0)
     """Lost runners that the pool replaces before it gives up."""
+    max_rollouts: int | None = Field(default=None, ge=1)
+    """Rollouts after which a runner ends; None for no limit."""
+    stuck_after_s: float = Field(default=60.0, gt=0)
+    """A runner whose event loop does not turn for so long is killed and replaced."""
     start_timeout_s: float = Field(default=60.0, gt=0)
+
+
+class StoreConfig(Config):
+    """The run's store."""
+
+    lease_seconds: float = Field(default=60.0, gt=0)
+    """How long an attempt may go without a sign of life of itself or its runner before it goes back to the queue."""
+    max_queued: int = Field(default=10_000, ge=1)
+    """Rollouts that wait at once; whoever enqueues more waits too."""
 
 
 class LearnerConfig(Config):

@@ -58,8 +58,20 @@ class StoreLostError(RaylightError):
     """The store actor died, and with it the state of the run."""
 
 
-class UnknownRolloutError(RaylightError):
-    """The store has no rollout or attempt of this id."""
+class StoreError(RaylightError):
+    """The store's file cannot be opened, read or written."""
+
+
+class UnknownIdError(RaylightError, ValueError):
+    """The store has no rollout, attempt, resources or worker of this id."""
+
+
+class QueryError(RaylightError, ValueError):
+    """A query asks for an order, a page or a logic that there is not."""
+
+
+class SpanError(RaylightError, ValueError):
+    """A span holds something that cannot be stored."""
 
 
 class InvalidTransitionError(RaylightError):
@@ -80,3 +92,32 @@ class NonFiniteGradientError(RaylightError):
 
 class LearnerError(RaylightError):
     """A learner rank died or failed."""
+
+
+class PromptError(RaylightError):
+    """A prompt template cannot be rendered: its text is malformed, or a value is missing."""
+
+
+class EmitError(RaylightError):
+    """An emitter was given something that a span cannot hold, or a span holds something that cannot be read."""
+
+
+class HookError(RaylightError):
+    """A hook cannot be called as it is written, or a strict hook failed."""
+
+
+class TracerError(RaylightError):
+    """This process cannot be traced as it was asked for."""
+
+
+class OtlpError(RaylightError):
+    """A body sent to `/v1/traces` cannot be read.
+
+    Args:
+        message: what is wrong with it.
+        status: HTTP status of the answer: 400 malformed, 413 too large, 415 a type or coding that is not known.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
-    {"types", "semconv", "errors", "config", "aio"},
+    {"types", "semconv", "errors", "config", "aio", "components", "log"},
     {"agent", "store", "traces"},
     {"runner", "serving", "learner"},
     {"algorithms"},

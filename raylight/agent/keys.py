@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from urllib.parse import quote
 
 
-def attempt_path(rollout_id: str, attempt_id: str) -> str:
-    """The part of a URL that names an attempt."""
-    return f"/rollout/{rollout_id}/attempt/{attempt_id}"
+def attempt_path(rollout_id: str, attempt_id: str, agent_id: str | None = None) -> str:
+    """The part of a URL that names an attempt, and the agent in it that calls, where there are several. Ids are percent-encoded."""
+    path = f"/rollout/{quote(rollout_id, safe='')}/attempt/{quote(attempt_id, safe='')}"
+    return path if agent_id is None else f"{path}/agent/{quote(agent_id, safe='')}"
 
 
 def scoped_key(secret: str, rollout_id: str, attempt_id: str) -> str:

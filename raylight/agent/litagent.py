@@ -1,114 +1,172 @@
-"""Agents: a class to subclass, and the decorator that makes one of a function."""
+"""The class of agents."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
 
 from raylight.agent.resources import NamedResources
 from raylight.errors import AgentSignatureError
-from raylight.types import Rollout
+from raylight.types import Rollout, Span, SpanCoreFields
 
-Reward = float | int | dict[str, float] | None
-"""What a rollout returns: a number, named rewards with the primary one first, or None if it scores nothing."""
+RolloutResult = float | int | dict[str, float] | list[Span] | list[SpanCoreFields] | list[Any] | Rollout | None
+"""What a rollout returns: a number; named rewards with the primary one first; spans (of raylight, or OpenTelemetry's ReadableSpan);
+a Rollout with `metadata["reward"]`; or None, if it emits its rewards or scores nothing."""
+Task = TypeVar("Task")
+
+_TRAIN = ("training_rollout_async", "training_rollout", "rollout_async", "rollout")
+_VALIDATION = ("validation_rollout_async", "validation_rollout", "rollout_async", "rollout")
+"""Methods in the order in which they are looked for; the first that the subclass defines is called."""
 
 
-class LitAgent:
-    """An agent: subclass it and write `rollout` or `rollout_async`."""
+class LitAgent(Generic[Task]):
+    """An agent: subclass it and write `rollout` or `rollout_async`.
 
-    def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> Reward:
+    Where training differs from validation, write `training_rollout` and `validation_rollout` (or their `_async` forms) too.
+
+    Args:
+        trained_agents: a regular expression; where a rollout has several agents, only calls of those whose name it finds are
+            trained. None trains all.
+
+    A subclass need not call this `__init__`.
+    """
+
+    trained_agents: str | None = None
+
+    def __init__(self, *, trained_agents: str | None = None) -> None:
+        self.trained_agents = trained_agents
+        _check_pattern(self)
+
+    def rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         """Run the agent on one task and return its reward. Runs in a thread."""
         raise NotImplementedError(f"{type(self).__name__} must define rollout or rollout_async")
 
-    async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Reward:
+    async def rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         """Run the agent on one task and return its reward. Runs on the runner's event loop."""
         raise NotImplementedError(f"{type(self).__name__} must define rollout or rollout_async")
 
+    def training_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        """`rollout` of a task that is trained on."""
+        return self.rollout(task, resources, rollout)
+
+    async def training_rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        """`rollout_async` of a task that is trained on."""
+        return await self.rollout_async(task, resources, rollout)
+
+    def validation_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        """`rollout` of a task on which progress is measured."""
+        return self.rollout(task, resources, rollout)
+
+    async def validation_rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        """`rollout_async` of a task on which progress is measured."""
+        return await self.rollout_async(task, resources, rollout)
+
+    # what the runner and the Trainer use
+
+    @property
+    def declared_resources(self) -> NamedResources:
+        """Resources that the agent brings along: the initial ones, where the Trainer is not given others of the same names."""
+        return {}
+
+    def is_async_for(self, mode: str | None) -> bool:
+        """Whether a rollout of this mode is a coroutine: then `call_async` runs it, otherwise `call`.
+
+        Raises:
+            AgentSignatureError: the agent has no method for this mode.
+        """
+        return self._method_for(mode).endswith("_async")
+
     @property
     def is_async(self) -> bool:
-        return type(self).rollout_async is not LitAgent.rollout_async
+        """`is_async_for` training."""
+        return self.is_async_for("train")
 
-    def check(self, resource_names: set[str]) -> None:
-        """Say before the run starts whether the agent can be run with resources of these names.
+    def call(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        """Run the synchronous method for the rollout's mode.
+
+        Raises:
+            AgentSignatureError: there is none, or it gives something to be awaited.
+        """
+        name = self._method_for(rollout.mode)
+        returned = getattr(self, name)(task, resources, rollout)
+        if inspect.isawaitable(returned):
+            if inspect.iscoroutine(returned):
+                returned.close()
+            raise AgentSignatureError(
+                f"{self._where(name)} returns something to be awaited; make it `async def` ({name}_async, as a method)"
+            )
+        return returned
+
+    async def call_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        """Run the asynchronous method for the rollout's mode.
+
+        Raises:
+            AgentSignatureError: there is none, or it gives nothing to be awaited.
+        """
+        name = self._method_for(rollout.mode)
+        returned = getattr(self, name)(task, resources, rollout)
+        if not inspect.isawaitable(returned):
+            raise AgentSignatureError(f"{self._where(name)} is not asynchronous; call it {name.removesuffix('_async')}")
+        return await returned
+
+    def check(self, resources: Iterable[str], modes: Iterable[str] = ()) -> None:
+        """Say before the run starts whether the agent can be run.
+
+        Args:
+            resources: the resources that there will be; their names alone will do, but a dict allows choosing them by type.
+            modes: the modes in which rollouts will be made; if empty, one for which the agent has a method must do.
 
         Raises:
             AgentSignatureError: it cannot.
         """
-        name = type(self).__name__
-        if not self.is_async and type(self).rollout is LitAgent.rollout:
-            raise AgentSignatureError(f"{name} must define rollout or rollout_async")
-        if not self.is_async and inspect.iscoroutinefunction(self.rollout):
-            raise AgentSignatureError(f"{name}.rollout is asynchronous; call it rollout_async")
-
-
-class FunctionalLitAgent(LitAgent):
-    """An agent made of a function; its parameters are filled by name.
-
-    `task` (or, where none is called so, the first parameter), `rollout` and `resources` are always there; every other parameter
-    is a named resource, such as `llm`.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._name = getattr(function, "__name__", repr(function))
-        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        parameters = list(inspect.signature(function).parameters.values())
-        fixed = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
-        if not parameters or fixed:
-            raise AgentSignatureError(
-                f"@rollout: {self._name} takes the task first and resources by name, such as (task, llm); "
-                f"it has ({', '.join(str(p) for p in parameters)})"
-            )
-        names = [p.name for p in parameters]
-        self._task_name = "task" if "task" in names else names[0]
-        self._optional = {p.name for p in parameters if p.default is not p.empty}
-        self._names = [name for name in names if name != self._task_name]
-        functools.update_wrapper(self, function)
+        _check_pattern(self)
+        for name in {self._method_for(mode) for mode in modes or [self._any_mode()]}:
+            method = getattr(self, name)
+            if not name.endswith("_async") and inspect.iscoroutinefunction(method):
+                raise AgentSignatureError(f"{self._where(name)} is asynchronous; call it {name}_async")
+            if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+                raise AgentSignatureError(f"{self._where(name)} yields; a rollout returns its reward once")
 
     @property
-    def is_async(self) -> bool:
-        return self._async
+    def _title(self) -> str:
+        return type(self).__name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself, as if it had not been decorated."""
-        return self._function(*args, **kwargs)
+    def _where(self, name: str) -> str:
+        return f"{self._title}.{name}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (FunctionalLitAgent, (self._function,))
+    def _any_mode(self) -> str:
+        return "train" if self._defined(_TRAIN) else "val"
 
-    def check(self, resource_names: set[str]) -> None:
-        known = resource_names | {"rollout", "resources", "task"}
-        missing = [name for name in self._names if name not in known and name not in self._optional]
-        if missing:
+    def _defined(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if getattr(type(self), name) is not getattr(LitAgent, name)]
+
+    def _method_for(self, mode: str | None) -> str:
+        """Name of the method that runs a rollout of this mode: training for "train", validation for anything else."""
+        names = _TRAIN if mode == "train" else _VALIDATION
+        defined = self._defined(names)
+        if not defined:
+            what = "training_rollout" if mode == "train" else "validation_rollout"
             raise AgentSignatureError(
-                f"rollout function {self._name} asks for {', '.join(map(repr, missing))}, which nothing fills; "
-                f"there are: {', '.join(sorted(known))}"
+                f"{self._title} must define rollout or rollout_async (or {what}, for rollouts of mode {mode!r})"
             )
-
-    def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> Reward:
-        return self._function(**self._arguments(task, resources, rollout))
-
-    async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Reward:
-        return await self._function(**self._arguments(task, resources, rollout))
-
-    def _arguments(self, task: Any, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
-        available = {**resources, "rollout": rollout, "resources": resources, "task": task}
-        named = {name: available[name] for name in self._names if name in available}
-        return {self._task_name: task, **named}
+        return defined[0]
 
 
-def rollout(function: Callable[..., Any]) -> FunctionalLitAgent:
-    """Make an agent of a function.
+def _check_pattern(agent: LitAgent) -> None:
+    if agent.trained_agents is None:
+        return
+    try:
+        re.compile(agent.trained_agents)
+    except (re.error, TypeError) as error:
+        raise AgentSignatureError(f"trained_agents={agent.trained_agents!r} is no regular expression: {error}") from error
 
-    Example:
-        @rollout
-        async def adder(task: dict, llm: LLM) -> float: ...
 
-    Raises:
-        AgentSignatureError: the function takes no task, or has parameters that cannot be filled by name.
-    """
-    if not callable(function):
-        raise AgentSignatureError(f"@rollout decorates a function, not {type(function).__name__}")
-    return FunctionalLitAgent(function)
+def __getattr__(name: str) -> Any:
+    """The decorator's old address."""
+    if name in ("rollout", "FunctionalLitAgent"):
+        from raylight.agent import decorators
+
+        return getattr(decorators, name)
+    raise AttributeError(f"module 'raylight.agent.litagent' has no attribute {name!r}")

@@ -6,11 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from raylight.algorithms.base import AnyAlgorithm
 from raylight.learner.settings import PolicySettings
 from raylight.types import RolloutConfig
 
 
-class PolicyAlgorithm(PolicySettings):
+class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
     """Settings that every policy-gradient algorithm shares.
 
     Args:
@@ -35,7 +36,8 @@ class PolicyAlgorithm(PolicySettings):
     """Training ends early after so many steps in a row in which no rollout was better than its group."""
     sync_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline for new weights to reach every engine."""
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
+    """Limits and retries of each rollout."""
 
     def steps(self, n_train: int) -> int:
         """Steps of the whole run for a training set of `n_train` tasks."""

@@ -1,4 +1,4 @@
-"""What a learner group is given for one update: the trajectories of a batch of rollouts. Pure Python, no torch."""
+"""What a learner group is given for one update: the trajectories of a batch of rollouts. No torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections import Counter
 from dataclasses import dataclass
 
 from raylight.errors import EmptyTraceError
-from raylight.traces.trajectory import build_trajectories
+from raylight.traces.agents import filter_generations
+from raylight.traces.trajectory import Relation, Trajectories, build_trajectories
 from raylight.types import FinishedRollout, Trajectory
+
+COUNTED_AS: dict[Relation, str] = {
+    "extension": "extensions",
+    "fork": "forks",
+    "drift_ending": "drifts_ending",
+    "drift_response": "drifts_response",
+    "drift_header": "drifts_header",
+    "restart": "restarts",
+}
+"""Fields of the report that count the relations of calls."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,17 @@ class BatchReport:
     groups: int
     groups_without_signal: int
     """Groups in which all rewards are equal, so that no rollout is better than another."""
+    other_agents: int = 0
+    """Calls of agents that are not trained, in all scored rollouts."""
+    calls: int = 0
+    """Calls that are trained. The counts below say how they relate to the calls before them (`traces.trajectory.Relation`); the
+    first call of each rollout is in none of them."""
+    extensions: int = 0
+    forks: int = 0
+    drifts_ending: int = 0
+    drifts_response: int = 0
+    drifts_header: int = 0
+    restarts: int = 0
 
     @property
     def has_signal(self) -> bool:
@@ -46,7 +68,7 @@ class BatchReport:
 
 
 def build_batch(
-    finished: list[FinishedRollout], failure_reward: float | None, min_group: int = 1
+    finished: list[FinishedRollout], failure_reward: float | None, min_group: int = 1, trained_agents: str | None = None
 ) -> tuple[TrainBatch, BatchReport]:
     """Turn finished rollouts into a batch.
 
@@ -54,22 +76,34 @@ def build_batch(
     are always left out. So are groups of which fewer than `min_group` rollouts remain: an estimator that compares within a
     group would take the reward of a single one for its advantage.
 
+    Args:
+        trained_agents: regular expression for the agents whose calls are trained, beside those that a rollout marked; None trains
+            on all calls of a rollout that marked none.
+
     Raises:
-        EmptyTraceError: rollouts were scored, but none called the model being trained.
+        EmptyTraceError: rollouts were scored, but none called the model being trained, or none by an agent that is trained.
     """
-    kept: list[tuple[str, float, list[Trajectory]]] = []
-    failed = unscored = empty = 0
+    kept: list[tuple[str, float, Trajectories]] = []
+    failed = unscored = empty = other_agents = 0
     for item in finished:
         reward = scored(item, failure_reward)
         if reward is None:
             failed += item.rollout.status != "succeeded"
             unscored += item.rollout.status == "succeeded"
             continue
-        trajectories = build_trajectories(item.generations)
-        if not trajectories:
+        generations = filter_generations(item, trained_agents)
+        other_agents += len(item.generations) - len(generations)
+        trajectories = build_trajectories(generations)
+        if not trajectories.rows:
             empty += 1
             continue
         kept.append((item.rollout.group_id or item.rollout.rollout_id, reward, trajectories))
+    if not kept and empty and other_agents:
+        raise EmptyTraceError(
+            f"{empty} rollouts were scored, but all their {other_agents} calls are of agents that are not trained, or of agents "
+            f"without a name: check trained_agents ({trained_agents!r}) and rollout.mark_agent_as_trainable, and name the agents "
+            "that call (llm.for_agent, or spans with gen_ai.agent.name)"
+        )
     if not kept and empty:
         raise EmptyTraceError(
             f"{empty} rollouts were scored, but none called the model being trained: the agent must use llm.endpoint as base URL, "
@@ -78,10 +112,14 @@ def build_batch(
     sizes = Counter(group for group, _, _ in kept)
     compared = [item for item in kept if sizes[item[0]] >= min_group]
     groups, rewards = [group for group, _, _ in compared], [reward for _, reward, _ in compared]
-    rows = [row for _, _, trajectories in compared for row in trajectories]
-    owners = [owner for owner, (_, _, trajectories) in enumerate(compared) for _ in trajectories]
-    flat = _groups_without_signal(rewards, groups)
-    report = BatchReport(len(rewards), failed, unscored, empty, len(kept) - len(compared), len(set(groups)), flat)
+    rows = [row for _, _, trajectories in compared for row in trajectories.rows]
+    owners = [owner for owner, (_, _, trajectories) in enumerate(compared) for _ in trajectories.rows]
+    related = Counter(relation for _, _, trajectories in compared for relation in trajectories.relations)
+    report = BatchReport(
+        trained=len(rewards), failed=failed, unscored=unscored, empty=empty, alone=len(kept) - len(compared),
+        groups=len(set(groups)), groups_without_signal=_groups_without_signal(rewards, groups),
+        other_agents=other_agents, calls=related.total(), **{COUNTED_AS[r]: n for r, n in related.items() if r in COUNTED_AS},
+    )  # fmt: skip
     return TrainBatch(rewards, groups, rows, owners), report
 
 
@@ -90,7 +128,7 @@ def scored(item: FinishedRollout, failure_reward: float | None) -> float | None:
     if item.rollout.status == "succeeded":
         return item.reward
     attempt = item.rollout.attempt
-    infrastructure = attempt is None or attempt.failure is None or attempt.failure.kind == "infrastructure"
+    infrastructure = attempt is None or attempt.failure is None or attempt.failure.kind in ("infrastructure", "cancelled")
     return None if infrastructure else failure_reward
 
 

@@ -1,150 +1,114 @@
-"""One attempt: run the agent, read its reward, name its failure. Pure: no Ray, no store, an injected clock."""
+"""One attempt: run the agent within its trace and hooks, read its reward, name its failure. No Ray, no store, an injected clock."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import os
-import traceback
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-import raylight
+from raylight.agent.hooks import HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
-from raylight.errors import RewardError
-from raylight.types import AttemptStatus, Failure, FailureKind, Rollout, Span
+from raylight.errors import HookError
+from raylight.runner.outcome import Outcome, describe, read_result
+from raylight.runner.threads import AgentThreads
+from raylight.traces.context import AttemptTrace
+from raylight.traces.tracer import Tracer
+from raylight.types import Failure, Rollout
 
-OUR_FRAMES = tuple(os.path.join(os.path.dirname(os.path.abspath(raylight.__file__)), room, "") for room in ("runner", "agent"))
-"""Folders whose frames say nothing about the agent."""
-CLIENT_LIBRARIES = frozenset({"openai", "anthropic", "httpx", "httpx2", "httpcore", "httpcore2", "aiohttp", "requests", "urllib3"})
-"""Exceptions of these packages that tell of a lost connection or a 5xx answer are failures of the infrastructure."""
+CANCEL_GRACE_S = 5.0
+"""How long an agent may take to clean up after it was cancelled; then it is left alone."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended."""
+class Workbench:
+    """What a runner has to run attempts with."""
 
-    status: AttemptStatus
-    failure: Failure | None = None
-    spans: list[Span] = field(default_factory=list)
+    agent: LitAgent
+    tracer: Tracer
+    hooks: HookSet
+    secret: str
+    """The run's secret, from which each attempt's API key is derived."""
+    threads: AgentThreads
+    clock: Callable[[], float]
+    runner: Any = None
+    """Given to hooks that ask for it."""
 
 
-def read_rewards(returned: Any) -> dict[str, float] | None:
-    """Named rewards from what an agent returned, the primary one first; None if it scored nothing.
+async def execute(bench: Workbench, rollout: Rollout, resources: NamedResources, trace: AttemptTrace) -> Outcome:
+    """Run one attempt to its end; whatever the agent or a hook does becomes an Outcome.
 
-    Raises:
-        RewardError: it is neither a finite number, nor a dict of such, nor None.
+    Args:
+        trace: the current trace, which collects the attempt's spans.
     """
-    if returned is None:
-        return None
-    named = returned if isinstance(returned, dict) else {"reward": returned}
-    if not named:
-        raise RewardError("the agent returned an empty dict; return a number, named rewards, or None")
-    for name, value in named.items():
-        if not isinstance(value, Real | np.bool_):
-            raise RewardError(
-                f"the agent returned {returned!r:.80} of type {type(value).__name__} as a reward; "
-                "return a float, a dict of floats, or None"
-            )
-        try:
-            finite = math.isfinite(value)
-        except OverflowError:
-            finite = False
-        if not finite:
-            raise RewardError(f"the agent's reward {name!r} is {value!s:.40}; a reward must be a finite float")
-    return {str(name): float(value) for name, value in named.items()}
-
-
-def classify(error: BaseException) -> FailureKind:
-    """Whether an exception is the agent's own or tells that a service behind it is down."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, RewardError):
-            return "reward"
-        if isinstance(seen, BaseExceptionGroup):
-            kinds = {classify(inner) for inner in seen.exceptions}
-            return kinds.pop() if len(kinds) == 1 else "agent"
-        if type(seen).__module__.split(".")[0] in CLIENT_LIBRARIES:
-            code = _status_code(seen)
-            if code is not None:
-                return "infrastructure" if code >= 500 else "agent"
-            if any(word in type(seen).__name__ for word in ("Connect", "Timeout", "Disconnected", "Protocol", "ReadError")):
-                return "infrastructure"
-        seen = seen.__cause__
-    return "agent"
-
-
-def _status_code(error: BaseException) -> int | None:
-    """The HTTP status that an exception of a client library tells of; each has its own place for it."""
-    for holder in (error, getattr(error, "response", None)):
-        for name in ("status_code", "status"):
-            if isinstance(code := getattr(holder, name, None), int):
-                return code
-    return None
-
-
-def describe(error: BaseException) -> Failure:
-    """A failure with the part of the traceback that lies outside raylight."""
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if not f.filename.startswith(OUR_FRAMES)][-8:])
-    trace = "".join(shown.format(chain=False)) if shown.stack else ""
+    hooks, known = bench.hooks, {"agent": bench.agent, "runner": bench.runner, "tracer": bench.tracer, "rollout": rollout}
     try:
-        message = " ".join(str(error).split())
-    except Exception as broken:  # an exception of the user's whose own __str__ fails
-        message = f"(its message cannot be read: {type(broken).__name__})"
-    return Failure(kind=classify(error), error=f"{type(error).__name__}: {message}", trace=trace)
+        await hooks.call("on_rollout_start", **known)
+        await hooks.call("on_trace_start", **known)
+        outcome = await _run_agent(bench, rollout, resources, trace)
+    except HookError as error:
+        outcome = _failed_by(error)
+    for event in ("on_trace_end", "on_rollout_end"):
+        try:
+            await hooks.call(event, **known, spans=trace.spans)
+        except HookError as error:
+            outcome = outcome if outcome.failure else _failed_by(error)
+    return outcome
 
 
-async def execute(
-    agent: LitAgent,
-    rollout: Rollout,
-    resources: NamedResources,
-    secret: str,
-    threads: Executor,
-    clock: Callable[[], float],
-) -> Outcome:
-    """Run one attempt to its end; whatever the agent does becomes an Outcome."""
-    attempt = rollout.attempt
-    assert attempt is not None
+def _failed_by(error: HookError) -> Outcome:
+    return Outcome("failed", Failure(kind="hook", error=f"HookError: {error}"))
+
+
+async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResources, trace: AttemptTrace) -> Outcome:
+    attempt, limit = rollout.attempt, rollout.config.timeout_seconds
+    assert attempt is not None, "only a dequeued rollout is executed"
     scoped = {
-        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, secret) if isinstance(resource, LLM) else resource
+        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, bench.secret) if isinstance(resource, LLM) else resource
         for name, resource in resources.items()
     }
-    limit = rollout.config.timeout_seconds
+    work = asyncio.create_task(_call(bench, rollout, scoped))
     try:
-        async with asyncio.timeout(limit) as deadline:
-            if agent.is_async:
-                returned = await agent.rollout_async(rollout.input, scoped, rollout)
-            else:
-                loop = asyncio.get_running_loop()
-                returned, raised = await loop.run_in_executor(threads, _guarded, agent, rollout, scoped)
-                if raised is not None:
-                    raise raised
-        rewards = read_rewards(returned)
-    except TimeoutError as error:
-        if not deadline.expired():
-            return Outcome("failed", describe(error))
+        await asyncio.wait([work], timeout=limit)
+    except asyncio.CancelledError:  # the runner stops, or the store says that nobody needs this attempt any more
+        await _give_up(work, bench.threads)
+        raise
+    if not work.done():
+        await _give_up(work, bench.threads)
         return Outcome("timeout", Failure(kind="timeout", error=f"TimeoutError: the attempt took longer than {limit:g} s"))
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise  # the runner is being stopped; otherwise the agent cancelled itself
-        return Outcome("failed", describe(error))
-    except (Exception, SystemExit) as error:  # the agent is the user's code; whatever it raised is kept in the store
-        return Outcome("failed", describe(error))
-    spans = [Span.of_rewards(attempt, rewards, clock())] if rewards else []
-    return Outcome("succeeded", spans=spans)
-
-
-def _guarded(agent: LitAgent, rollout: Rollout, resources: NamedResources) -> tuple[Any, BaseException | None]:
-    """Call a synchronous agent in a thread. What it raises is returned, because a future cannot carry a StopIteration."""
+    if work.cancelled():
+        return Outcome("failed", describe(asyncio.CancelledError("the agent cancelled itself")))
+    returned, raised = work.result()
+    if raised is not None:
+        return Outcome("failed", describe(raised))
     try:
-        return agent.rollout(rollout.input, resources, rollout), None
-    except BaseException as error:  # raised again on the event loop
+        for span in read_result(returned, bench.clock):
+            trace.add(span)
+    except Exception as error:  # what the agent returned is as much its own as what it raises
+        return Outcome("failed", describe(error))
+    return Outcome("succeeded")
+
+
+async def _call(bench: Workbench, rollout: Rollout, resources: NamedResources) -> tuple[Any, BaseException | None]:
+    """Call the agent; what it raises is returned, because an event loop ends when a task lets SystemExit out."""
+    agent, task = bench.agent, rollout.input
+    try:
+        if not agent.is_async_for(rollout.mode):
+            return await bench.threads.run(agent.call, task, resources, rollout)
+        return await agent.call_async(task, resources, rollout), None
+    except (Exception, SystemExit) as error:  # the agent is the user's code; whatever it raised is kept in the store
         return None, error
+
+
+async def _give_up(work: asyncio.Task[Any], threads: AgentThreads) -> None:
+    """Cancel the agent; one that does not let itself be cancelled goes on alone, and is counted until it ends."""
+    work.cancel()
+    await asyncio.wait([work], timeout=CANCEL_GRACE_S)
+    if not work.done():
+        threads.abandoned += 1
+        work.add_done_callback(lambda _: _returned(threads))
+
+
+def _returned(threads: AgentThreads) -> None:
+    threads.abandoned -= 1

@@ -1,55 +1,78 @@
-"""The pool of RunnerActors, watched from the driver: a runner that dies is replaced and what it had is given back."""
+"""The pool of RunnerActors, watched from the driver: a runner that dies or hangs is replaced and what it had is given back."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pickle import PickleError
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from raylight.agent.hooks import Hook, HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError
-from raylight.runner.runner import Runner
+from raylight.runner.runner import Ending, Runner
 from raylight.store.client import StoreClient
+from raylight.traces.tracer import OtelTracer, Tracer
+from raylight.types import Failure
 
 logger = logging.getLogger(__name__)
+
+PROBE_S = 20.0
+"""How often each runner is asked whether its event loop still turns."""
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """What travels to every runner."""
+
+    agent: LitAgent
+    tracer: Tracer = field(default_factory=OtelTracer)
+    hooks: Sequence[Hook] = ()
+    secret: str = ""
 
 
 class RunnerActor:
     """A Runner as a Ray actor."""
 
-    def __init__(self, name: str, store: Any, agent: LitAgent, secret: str, max_concurrent: int) -> None:
-        self._runner = Runner(name, StoreClient(store), agent, secret, max_concurrent)
+    def __init__(self, name: str, store: StoreClient, cargo: Cargo, config: RunnerConfig) -> None:
+        self._runner = Runner(
+            name, store, cargo.agent, cargo.tracer, HookSet(cargo.hooks), cargo.secret, config.max_concurrent, config.max_rollouts
+        )  # fmt: skip
 
     async def ready(self) -> None:
-        """Answers once the actor is up."""
+        """Answers once the actor is up, and as long as its event loop turns."""
 
-    async def serve(self) -> None:
-        await self._runner.serve()
+    async def serve(self) -> Ending:
+        return await self._runner.serve()
 
 
 class RunnerPool:
     """Starts and watches the runners of a run.
 
     Args:
-        store: the StoreActor's handle.
-        agent: the agent that every runner executes.
+        store: client of the run's store.
+        cargo: what every runner executes.
     """
 
-    def __init__(self, namespace: str, config: RunnerConfig, store: Any, agent: LitAgent, secret: str) -> None:
+    def __init__(self, namespace: str, config: RunnerConfig, store: StoreClient, cargo: Cargo) -> None:
         self._namespace = namespace
         self._config = config
         self._store = store
-        self._agent = _shipped(agent)
-        self._secret = secret
+        self._cargo = _shipped(cargo)
         self._actors: dict[str, Any] = {}
         self._started = 0
         self.lost = 0
+        """Runners that died or hung."""
+        self.worn_out = 0
+        """Runners replaced because too many agents hung in them."""
 
     async def start(self) -> None:
         """Start all runners and wait until they are up.
@@ -81,13 +104,17 @@ class RunnerPool:
             RunnerLostError: more runners died than `max_restarts` allows.
         """
         serving = {asyncio.ensure_future(actor.serve.remote()): name for name, actor in self._actors.items()}
+        probing = asyncio.create_task(self._probe_forever())
         try:
             while serving:
                 done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    name = await self._replace(serving.pop(task), task.exception())
-                    serving[asyncio.ensure_future(self._actors[name].serve.remote())] = name
+                    name = await self._after(serving.pop(task), task)
+                    if name is not None:
+                        serving[asyncio.ensure_future(self._actors[name].serve.remote())] = name
+            await self._refuse_forever()
         finally:
+            probing.cancel()
             for task in serving:
                 task.cancel()
 
@@ -103,32 +130,64 @@ class RunnerPool:
         actor = (
             ray.remote(RunnerActor)
             .options(name=name, namespace=self._namespace, num_cpus=config.num_cpus, scheduling_strategy="SPREAD")
-            .remote(name, self._store, self._agent, self._secret, config.max_concurrent)
+            .remote(name, self._store, self._cargo, config)
         )
         self._actors[name] = actor
         return name
 
-    async def _replace(self, name: str, error: BaseException | None) -> str:
-        """Give a lost runner's rollouts back and start another in its place."""
+    async def _after(self, name: str, ended: asyncio.Future[Ending]) -> str | None:
+        """A runner ended; returns the name of the one that takes its place, if any does."""
+        error = ended.exception()
         actor = self._actors.pop(name)
         if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
             raise RunnerLostError(f"{name} failed: {error.cause!r}") from error
         ray.kill(actor)
-        self.lost += 1
-        why = _reason(error) if error else "it ended"
-        returned = await StoreClient(self._store).release_worker(name, why)
+        if error is None and ended.result() == "enough":
+            return None
+        if error is None:
+            self.worn_out += 1
+            why = "too many agents in it neither returned nor let themselves be cancelled"
+        else:
+            self.lost += 1
+            why = _reason(error)
+        returned = await self._store.release_worker(name, why)
         if self.lost > self._config.max_restarts:
             raise RunnerLostError(
                 f"{self.lost} runners died; the last one said: {why}. Look for its log with `ray logs actor`, "
                 "or raise RunnerConfig.max_restarts"
             )
-        logger.warning("%s died (%s); %d rollouts go back to the queue and another runner starts", name, why, returned)
+        logger.warning("%s ended (%s); %d rollouts go back to the queue and another runner starts", name, why, returned)
+        return await self._replacement(name, why)
+
+    async def _replacement(self, name: str, why: str) -> str:
         replacement = self._start()
         try:
             await asyncio.wait_for(self._actors[replacement].ready.remote(), self._config.start_timeout_s)
         except TimeoutError:
-            raise RunnerLostError(f"{name} died ({why}), and the cluster has no room for another runner in its place") from None
+            raise RunnerLostError(f"{name} ended ({why}), and the cluster has no room for another runner in its place") from None
         return replacement
+
+    async def _probe_forever(self) -> None:
+        """Kill runners whose event loop is stuck (an asynchronous agent that blocks it); being dead, they are replaced."""
+        never = asyncio.Event()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(never.wait(), PROBE_S)
+            asked = {asyncio.ensure_future(actor.ready.remote()): actor for actor in self._actors.values()}
+            if not asked:
+                continue
+            _, silent = await asyncio.wait(asked, timeout=self._config.stuck_after_s)
+            for task in silent:
+                logger.warning("a runner did not answer for %g s and is killed", self._config.stuck_after_s)
+                ray.kill(asked[task])
+
+    async def _refuse_forever(self) -> None:
+        """All runners have run their `max_rollouts`: what is still asked for fails for that reason, instead of waiting for ever."""
+        why = f"all {self._config.n} runners have run their max_rollouts={self._config.max_rollouts}"
+        failure = Failure(kind="cancelled", error=f"RunnersEnded: {why}; raise it, or ask for fewer rollouts")
+        while True:
+            for rollout in await self._store.dequeue_many_rollouts(limit=100, timeout=30.0):
+                await self._store.finish_attempt(rollout, "failed", failure)
 
 
 def _reason(error: BaseException) -> str:
@@ -138,16 +197,16 @@ def _reason(error: BaseException) -> str:
     return (inner[-1] if inner else lines[0] if lines else type(error).__name__).rstrip(".")
 
 
-def _shipped(agent: LitAgent) -> Any:
-    """The agent in the object store.
+def _shipped(cargo: Cargo) -> Any:
+    """What travels to the runners, in the object store.
 
     Raises:
         ConfigError: it cannot be pickled.
     """
     try:
-        return ray.put(agent)
+        return ray.put(cargo)
     except (PickleError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the agent cannot be sent to the runners: {str(error).splitlines()[0]}. Create clients, locks and caches inside the "
-            "rollout function, or define them in an importable module"
+            f"the agent (or its tracer, or a hook) cannot be sent to the runners: {str(error).splitlines()[0]}. Create clients, "
+            "locks and caches inside the rollout function, or define them in an importable module"
         ) from None

@@ -1,20 +1,44 @@
-"""A runner: takes rollouts from the store and executes many at once. Needs only a store client and an event loop."""
+"""A runner: takes rollouts from the store and executes many at once. Needs only a store client and an event loop.
+
+Laws: an attempt is decided after all its spans and rewards are in the store, in one step with the last of them; no agent waits
+for the store; what the store no longer needs is cancelled; a runner whose agents do not let go is replaced, and the others that it
+has end first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
+from typing import Literal
 
+import psutil
+
+from raylight.agent.hooks import HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
-from raylight.runner.execute import execute
+from raylight.runner.execute import Workbench, execute
+from raylight.runner.outcome import Outcome
+from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
-from raylight.types import Rollout
+from raylight.store.rows import packed
+from raylight.traces.context import AttemptTrace
+from raylight.traces.tracer import Tracer
+from raylight.types import Failure, Rollout
 
 POLL_TIMEOUT_S = 30.0
 TAKE_AT_ONCE = 8
 """Rollouts per dequeue: few enough that runners share a small batch evenly."""
+FLUSH_S = 1.0
+"""How often the spans of attempts that go on are sent."""
+HEARTBEAT_S = 10.0
+"""Well below the store's lease."""
+WORN_OUT = 16
+"""Agents that were given up and still run; with so many a runner takes no more rollouts, and another takes its place."""
+
+Ending = Literal["worn out", "enough"]
+"""Why a runner ended by itself: too many agents hang in it, or it has run `max_rollouts`."""
 
 
 class Runner:
@@ -24,50 +48,139 @@ class Runner:
         worker_id: the name under which the store knows this runner.
         max_concurrent: rollouts executed at once.
         secret: the run's secret, from which each attempt's API key is derived.
+        max_rollouts: rollouts after which it ends; None for no limit.
+        heartbeat_s: seconds between two heartbeats.
     """
 
-    def __init__(self, worker_id: str, store: StoreClient, agent: LitAgent, secret: str, max_concurrent: int) -> None:
-        self._worker_id = worker_id
+    def __init__(
+        self,
+        worker_id: str,
+        store: StoreClient,
+        agent: LitAgent,
+        tracer: Tracer,
+        hooks: HookSet,
+        secret: str,
+        max_concurrent: int,
+        max_rollouts: int | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self.worker_id = worker_id
         self._store = store
-        self._agent = agent
-        self._secret = secret
+        self._threads = AgentThreads()
+        self._bench = Workbench(agent, tracer, hooks, secret, self._threads, time.time, runner=self)
         self._max_concurrent = max_concurrent
-        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="rollout")
-        self._resources: dict[str, NamedResources] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._left = max_rollouts
+        self._heartbeat_s = heartbeat_s
+        self._resources: dict[str, tuple[int | None, NamedResources]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """By attempt."""
+        self._traces: dict[str, AttemptTrace] = {}
+        self._over: set[str] = set()
+        """Attempts that the store no longer needs."""
+        self._process = psutil.Process()
 
-    async def serve(self) -> None:
-        """Take and execute rollouts; ends only by cancellation or when the store is gone."""
+    async def serve(self) -> Ending:
+        """Take and execute rollouts; raises when the store is gone."""
+        self._bench.tracer.setup()
+        chores = [asyncio.create_task(work) for work in (self._take(), self._every(FLUSH_S, self._flush), self._heartbeats())]
         try:
-            while True:
-                await self._wait_for_room()
-                room = self._max_concurrent - len(self._running)
-                for rollout in await self._store.dequeue(self._worker_id, min(room, TAKE_AT_ONCE), POLL_TIMEOUT_S):
-                    self._running.add(asyncio.create_task(self._run(rollout)))
+            await asyncio.wait(chores, return_when=asyncio.FIRST_COMPLETED)
+            for chore in chores:
+                if chore.done():
+                    chore.result()
+            return "enough" if self._left == 0 else "worn out"
         finally:
-            for task in self._running:
+            tasks = [*chores, *self._running.values()]
+            for task in tasks:
                 task.cancel()
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self._bench.tracer.teardown)
 
-    async def _wait_for_room(self) -> None:
-        """Wait until fewer than `max_concurrent` rollouts run, and raise what a finished one raised."""
-        full = len(self._running) >= self._max_concurrent
-        if full:
-            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-        for task in [t for t in self._running if t.done()]:
-            self._running.discard(task)
-            task.result()
+    async def _take(self) -> None:
+        """Take rollouts while there is room; ends when this runner is to take no more, and what it has is done."""
+        while self._left != 0 and self._threads.abandoned < WORN_OUT:
+            await self._wait_while(lambda: len(self._running) >= self._max_concurrent)
+            limit = min(self._max_concurrent - len(self._running), TAKE_AT_ONCE, self._left or TAKE_AT_ONCE)
+            for rollout in await self._store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S):
+                self._start(rollout)
+        await self._wait_while(lambda: bool(self._running))
 
-    async def _run(self, rollout: Rollout) -> None:
+    def _start(self, rollout: Rollout) -> None:
+        assert rollout.attempt is not None, "a dequeued rollout has an attempt"
+        attempt_id = rollout.attempt.attempt_id
+        if attempt_id in self._running:
+            return  # the store answered a second time what it had answered before
+        if self._left is not None:
+            self._left -= 1
+        self._running[attempt_id] = asyncio.create_task(self._run(rollout, attempt_id))
+
+    async def _wait_while(self, holds: Callable[[], bool]) -> None:
+        """Wait for running attempts while a condition holds, and raise what a finished one raised."""
+        while True:
+            for attempt_id in [attempt_id for attempt_id, task in self._running.items() if task.done()]:
+                self._running.pop(attempt_id).result()
+            if not holds():
+                return
+            await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    async def _run(self, rollout: Rollout, attempt_id: str) -> None:
+        before = packed(rollout.metadata)
         resources = await self._resources_of(rollout)
-        outcome = await execute(self._agent, rollout, resources, self._secret, self._threads, time.time)
-        await self._store.finish_attempt(rollout, outcome.status, outcome.failure, outcome.spans)
+        with self._bench.tracer.attempt(rollout) as trace:
+            self._traces[attempt_id] = trace
+            try:
+                outcome = await execute(self._bench, rollout, resources, trace)
+            except asyncio.CancelledError:
+                if attempt_id not in self._over:
+                    raise  # the runner itself is stopped
+                outcome = Outcome("failed", Failure(kind="cancelled", error="Cancelled: nobody needs this attempt any more"))
+        spans = trace.take()
+        trace.close()
+        del self._traces[attempt_id]
+        self._over.discard(attempt_id)
+        dropped = {"spans_dropped": trace.dropped} if trace.dropped else None
+        last = [self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, dropped)]
+        if packed(rollout.metadata) != before:  # the agent or a hook noted something; it travels in the same message
+            last.insert(0, self._store.update_rollout(rollout.rollout_id, metadata=rollout.metadata))
+        await asyncio.gather(*last)
 
     async def _resources_of(self, rollout: Rollout) -> NamedResources:
-        """A version of the resources never changes, so it is fetched once."""
+        """The rollout's resources, fetched once for each version."""
         key = rollout.resources_id
         if key is None:
             return {}
-        if key not in self._resources:
-            self._resources[key] = await self._store.get_resources(key)
-        return self._resources[key]
+        if key not in self._resources or self._resources[key][0] != rollout.resources_version:
+            found = await self._store.get_resources_by_id(key)
+            self._resources[key] = (found.version, found.resources)
+        return self._resources[key][1]
+
+    # chores
+
+    async def _every(self, seconds: float, chore: Callable[[], Awaitable[None]]) -> None:
+        """Do something again and again, until cancelled."""
+        never = asyncio.Event()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(never.wait(), seconds)
+            await chore()
+
+    async def _flush(self) -> None:
+        spans = [span for trace in self._traces.values() for span in trace.take()]
+        if spans:
+            await self._store.add_many_spans(spans)
+
+    async def _heartbeats(self) -> None:
+        await self._heartbeat()
+        await self._every(self._heartbeat_s, self._heartbeat)
+
+    async def _heartbeat(self) -> None:
+        stats = {
+            "cpu_percent": self._process.cpu_percent(),
+            "memory_bytes": self._process.memory_info().rss,
+            "rollouts": [trace.rollout_id for trace in self._traces.values()],
+            "abandoned": self._threads.abandoned,
+        }
+        for attempt_id in await self._store.heartbeat(self.worker_id, stats, list(self._running)):
+            if attempt_id in self._traces:  # else its agent is done, and the attempt is being decided already
+                self._over.add(attempt_id)
+                self._running[attempt_id].cancel()

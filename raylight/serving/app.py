@@ -21,8 +21,11 @@ from raylight.agent.keys import key_opens
 from raylight.serving.capture import SCOPE, CapturingEngine, Scope
 from raylight.serving.chat import complete_chat
 from raylight.serving.engine import RequestError
+from raylight.traces.otlp import Sink, traces_route
 
-ATTEMPT = re.compile(r"^(?P<prefix>.*)/rollout/(?P<rollout>[\w-]+)/attempt/(?P<attempt>[\w-]+)(?P<rest>/v1/.*)$")
+ATTEMPT = re.compile(
+    r"^(?P<prefix>.*)/rollout/(?P<rollout>[\w-]+)/attempt/(?P<attempt>[\w-]+)(?:/agent/(?P<agent>.+?))?(?P<rest>/v1/.*)$"
+)
 
 
 class AttemptScope:
@@ -52,15 +55,19 @@ class AttemptScope:
             refusal = RequestError("this API key does not open this address", 401, "authentication_error")
             await _error(refusal)(scope, receive, send)
             return
-        token = SCOPE.set(Scope(rollout, attempt) if found else None)
+        token = SCOPE.set(Scope(rollout, attempt, found["agent"]) if found else None)
         try:
             await self._app(scope, receive, send)
         finally:
             SCOPE.reset(token)
 
 
-def build_app(engine: CapturingEngine, secret: str) -> Starlette:
-    """The ASGI application of one replica."""
+def build_app(engine: CapturingEngine, secret: str, spans: Sink) -> Starlette:
+    """The ASGI application of one replica.
+
+    Args:
+        spans: stores spans that other processes send to `/v1/traces`.
+    """
 
     async def chat(request: Request) -> Response:
         try:
@@ -81,9 +88,16 @@ def build_app(engine: CapturingEngine, secret: str) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/models", models),
+        traces_route(spans, _attempt_of_scope),
         Route("/health", health),
     ]
     return Starlette(routes=routes, middleware=[Middleware(AttemptScope, secret=secret)])
+
+
+def _attempt_of_scope() -> tuple[str, str] | None:
+    """The attempt whose address was called; spans sent there belong to it."""
+    scope = SCOPE.get()
+    return (scope.rollout_id, scope.attempt_id) if scope else None
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:

@@ -12,10 +12,11 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from raylight.semconv import AGENT_NAME, CALL_ID
 from raylight.serving.engine import Engine, Sampled, SamplingParams
-from raylight.types import CallKey, Generation
+from raylight.types import Attributes, CallKey, Generation, Span
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +27,25 @@ class Scope:
 
     rollout_id: str
     attempt_id: str
+    agent: str | None = None
+    """The agent that calls, if its URL names one."""
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """What a dialect knows of a call, beside its tokens."""
+
+    span_name: str
+    attributes: Callable[[Sampled], Attributes]
+    """The span's attributes, once the answer is there."""
+    call_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 SCOPE: ContextVar[Scope | None] = ContextVar("raylight_scope", default=None)
 
-Closed = tuple[CallKey, Generation | None]
-Sink = Callable[[list[CallKey], list[Closed]], Awaitable[None]]
+Opened = tuple[CallKey, float]
+Closed = tuple[CallKey, Generation | None, Span | None]
+Sink = Callable[[list[Opened], list[Closed]], Awaitable[None]]
 
 
 class Recorder:
@@ -45,22 +59,22 @@ class Recorder:
     def __init__(self, sink: Sink, capacity: int = 10_000) -> None:
         self._sink = sink
         self._room = asyncio.Semaphore(capacity)
-        self._opened: list[tuple[CallKey, asyncio.Future[None]]] = []
+        self._opened: list[tuple[Opened, asyncio.Future[None]]] = []
         self._closed: list[Closed] = []
         self._wake = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
 
-    async def open(self, key: CallKey) -> asyncio.Future[None]:
+    async def open(self, key: CallKey, start: float) -> asyncio.Future[None]:
         """Announce a call; the future is done when the store knows it."""
         await self._room.acquire()
         known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._opened.append((key, known))
+        self._opened.append(((key, start), known))
         self._notify()
         return known
 
-    def close(self, key: CallKey, generation: Generation | None) -> None:
+    def close(self, key: CallKey, generation: Generation | None, span: Span | None) -> None:
         """Hand over a call's record; returns at once."""
-        self._closed.append((key, generation))
+        self._closed.append((key, generation, span))
         self._notify()
 
     def _notify(self) -> None:
@@ -75,7 +89,7 @@ class Recorder:
             opened, self._opened = self._opened, []
             closed, self._closed = self._closed, []
             try:
-                await self._sink([key for key, _ in opened], closed)
+                await self._sink([call for call, _ in opened], closed)
             except Exception as error:  # the store is gone: who waits hears of it, and the rollouts fail as infrastructure
                 logger.exception("the store did not take %d opened and %d closed calls", len(opened), len(closed))
                 for _, known in opened:
@@ -100,26 +114,38 @@ class CapturingEngine:
         self._recorder = recorder
         self._clock = clock
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Sampled:
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, call: CallInfo) -> Sampled:
         """Sample one response; inside an attempt's scope the store knows of the call before this returns."""
         scope = SCOPE.get()
         if scope is None:
             return await self.inner.generate(prompt_ids, params)
-        key = CallKey(scope.rollout_id, scope.attempt_id, uuid.uuid4().hex)
+        key = CallKey(scope.rollout_id, scope.attempt_id, call.call_id)
         start = self._clock()
-        known = await self._recorder.open(key)
-        generation = None
+        known = await self._recorder.open(key, start)
+        generation = span = None
         try:
             sampled = await self.inner.generate(prompt_ids, params)
-            generation = self._record(key, start, prompt_ids, sampled, params)
+            generation = self._record(key, start, prompt_ids, sampled, params, scope.agent)
+            span = _span(key, generation, call.span_name, call.attributes(sampled))
         finally:
-            self._recorder.close(key, generation)
+            self._recorder.close(key, generation, span)
         await known
         return sampled
 
-    def _record(self, key: CallKey, start: float, prompt_ids: list[int], sampled: Sampled, params: SamplingParams) -> Generation:
+    def _record(
+        self, key: CallKey, start: float, prompt_ids: list[int], sampled: Sampled, params: SamplingParams, agent: str | None
+    ) -> Generation:
         return Generation(
             key=key, model=self.model, prompt_ids=prompt_ids, output_ids=sampled.output_ids, logprobs=sampled.logprobs,
             weight_versions=sampled.weight_versions, finish_reason=sampled.finish_reason, start_time=start,
-            end_time=self._clock(), sampling=vars(params),
+            end_time=self._clock(), sampling=vars(params), agent=agent,
         )  # fmt: skip
+
+
+def _span(key: CallKey, generation: Generation, name: str, attributes: Attributes) -> Span:
+    """The span of a call. It names its generation, whose tokens the store adds when the span is read."""
+    named = {CALL_ID: key.call_id} | ({AGENT_NAME: generation.agent} if generation.agent else {})
+    return Span.from_attributes(
+        name=name, attributes=attributes | named, rollout_id=key.rollout_id, attempt_id=key.attempt_id, span_id=key.call_id[:16],
+        trace_id=key.call_id, start_time=generation.start_time, end_time=generation.end_time,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from typing import Annotated, Any, Literal
@@ -9,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raylight.aio import together
-from raylight.serving.capture import CapturingEngine
+from raylight.semconv import CHAT_SPAN, INPUT_MESSAGES, OUTPUT_MESSAGES, REQUEST_MODEL, RESPONSE_ID
+from raylight.serving.capture import CallInfo, CapturingEngine
 from raylight.serving.engine import RequestError, Sampled, SamplingParams
 
 StopWord = Annotated[str, Field(min_length=1)]
@@ -82,9 +84,24 @@ async def complete_chat(engine: CapturingEngine, body: Any) -> dict[str, Any]:
         )
     except Exception as error:  # a template is a program of the model's authors and may raise anything
         raise RequestError(f"the chat template refused the messages: {error}") from error
-    params = request.params(engine)
-    results = await together(*(engine.generate(prompt_ids, _nth(params, i)) for i in range(request.n or 1)))
-    return _answer(engine, request, prompt_ids, results)
+    params, answer_id = request.params(engine), uuid.uuid4().hex
+    calls = [_call(engine, request, i, answer_id) for i in range(request.n or 1)]
+    results = await together(*(engine.generate(prompt_ids, _nth(params, i), call) for i, call in enumerate(calls)))
+    return _answer(engine, request, answer_id, prompt_ids, results)
+
+
+def _call(engine: CapturingEngine, request: ChatRequest, index: int, answer_id: str) -> CallInfo:
+    """What the span of the n-th choice shows. The call of the first choice has the answer's own id."""
+
+    def attributes(sampled: Sampled) -> dict[str, Any]:
+        return {
+            REQUEST_MODEL: request.model,
+            RESPONSE_ID: f"chatcmpl-{answer_id}",
+            INPUT_MESSAGES: json.dumps([message.model_dump() for message in request.messages]),
+            OUTPUT_MESSAGES: json.dumps([_choice(engine, request, index, sampled)["message"]]),
+        }
+
+    return CallInfo(CHAT_SPAN, attributes) if index else CallInfo(CHAT_SPAN, attributes, answer_id)
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:
@@ -92,10 +109,12 @@ def _nth(params: SamplingParams, index: int) -> SamplingParams:
     return params if params.seed is None else SamplingParams(**{**vars(params), "seed": params.seed + index})
 
 
-def _answer(engine: CapturingEngine, request: ChatRequest, prompt_ids: list[int], results: list[Sampled]) -> dict[str, Any]:
+def _answer(
+    engine: CapturingEngine, request: ChatRequest, answer_id: str, prompt_ids: list[int], results: list[Sampled]
+) -> dict[str, Any]:
     sampled_tokens = sum(len(r.output_ids) for r in results)
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": f"chatcmpl-{answer_id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": engine.model,

@@ -18,6 +18,7 @@ from raylight.serving.capture import CapturingEngine, Recorder
 from raylight.serving.choose import choose_engine
 from raylight.serving.weights import POLL_TIMEOUT_S
 from raylight.store.client import StoreClient
+from raylight.types import Span
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class ReplicaSpec:
     config: EngineConfig
     secret: str
     seed: int
-    store: Any
+    store: StoreClient
     weights: Any
 
 
@@ -59,8 +60,11 @@ class EngineReplica:
         if box is not None:
             await self._engine.load_weights(version, await box[0])
         self._following = asyncio.create_task(self._follow(version))
-        capturing = CapturingEngine(self._engine, Recorder(StoreClient(self._spec.store).capture))
-        return build_app(capturing, self._spec.secret)
+        capturing = CapturingEngine(self._engine, Recorder(self._spec.store.capture))
+        return build_app(capturing, self._spec.secret, self._add_spans)
+
+    async def _add_spans(self, spans: list[Span]) -> None:
+        await self._spec.store.add_many_spans(spans)
 
     async def _follow(self, version: int) -> None:
         """Load each new version and say so."""

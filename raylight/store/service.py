@@ -1,25 +1,42 @@
-"""The store with waiting: every wait is on an event. Runs in any asyncio loop, inside a Ray actor or in a test."""
+"""The store with waiting: every wait is on an event or a deadline. Runs in any asyncio loop, inside a Ray actor or in a test.
+
+Laws: calls that come together are committed together, and are answered only when they are (group commit); a call that fails undoes
+what it changed and nothing else; time passes by a timer of the store's own, not when somebody happens to call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from raylight.store.core import StoreCore
-from raylight.types import (
-    FINISHED,
-    AttemptStatus,
-    CallKey,
-    Failure,
-    FinishedRollout,
-    Generation,
-    Rollout,
-    RolloutRequest,
-    Span,
-)
+from raylight.aio import Signal
+from raylight.config import StoreConfig
+from raylight.errors import RaylightError, StoreError
+from raylight.store.attempts import Attempts
+from raylight.store.journal import Journal
+from raylight.store.queries import Queries
+from raylight.store.records import Records
+from raylight.store.rollouts import Changes, Rollouts
+from raylight.store.rows import Row
+from raylight.store.shelves import Shelves
+from raylight.types import FINISHED
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""After so long a wait for room in the queue the store says so in its log."""
+
+Call = tuple[str, tuple[Any, ...]]
+Answer = tuple[bool, Any]
+"""Whether the call succeeded, and its result or its error."""
 
 
 @dataclass(eq=False)
@@ -31,111 +48,205 @@ class FinishWaiter:
 
 
 class StoreService:
-    """Asynchronous face of StoreCore; `StoreClient` documents each method."""
+    """Asynchronous face of the journal and its rules; `StoreClient` documents each method.
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._core = StoreCore(clock)
-        self._queued = asyncio.Condition()
-        self._calls_closed = asyncio.Condition()
+    Args:
+        path: the journal's file; None keeps it in a temporary folder for as long as this object lives.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, path: Path | str | None = None, config: StoreConfig | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        config = config or StoreConfig()
+        self._journal = Journal(path)
+        self._clock = clock
+        self._max_queued = config.max_queued
+        self._rollouts = Rollouts(self._journal, clock)
+        self._attempts = Attempts(self._journal, self._rollouts, clock, config.lease_seconds)
+        self._records = Records(self._journal, self._rollouts, self._attempts)
+        self._shelves = Shelves(self._journal, self._attempts, clock)
+        self._queries = Queries(self._journal.reader)
+        self._methods = self._table()
+        self._queued, self._room, self._closed, self._earlier = Signal(), Signal(), Signal(), Signal()
         self._waiters: dict[str, set[FinishWaiter]] = {}
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
+        self._watching: asyncio.Task[None] | None = None
+        with self._journal.transaction():
+            self._attempts.recover()
 
-    async def enqueue(self, requests: list[RolloutRequest]) -> list[Rollout]:
-        rollouts = self._core.enqueue(requests)
-        await self._wake_dequeuers()
-        return rollouts
+    def _table(self) -> dict[str, Callable[..., Any]]:
+        """What `call` can do."""
+        rollouts, attempts, records, shelves = self._rollouts, self._attempts, self._records, self._shelves
+        return {
+            "start_rollout": attempts.start_rollout,
+            "start_attempt": attempts.start_attempt,
+            "update_rollout": rollouts.update,
+            "update_attempt": attempts.update,
+            "finish_attempt": self._finish_attempt,
+            "release_worker": attempts.release_worker,
+            "cancel": rollouts.cancel,
+            "get_rollout": rollouts.get,
+            "add_spans": records.add_spans,
+            "next_sequence_ids": records.next_sequence_ids,
+            "capture": self._capture,
+            "collect": records.collect,
+            "add_resources": shelves.add_resources,
+            "update_resources": shelves.update_resources,
+            "get_resources": shelves.resources,
+            "latest_resources": shelves.latest_resources,
+            "update_worker": shelves.update_worker,
+            "statistics": shelves.statistics,
+        }
 
-    async def dequeue(self, worker_id: str, limit: int, timeout: float) -> list[Rollout]:
-        async with self._queued:
-            try:
-                await asyncio.wait_for(self._queued.wait_for(lambda: self._core.has_waiting), timeout)
-            except TimeoutError:
-                return []
-            return self._core.dequeue(worker_id, limit)
+    # calls that never wait
 
-    async def finish_attempt(
-        self, rollout_id: str, attempt_id: str, status: AttemptStatus, failure: Failure | None, spans: list[Span], timeout: float
-    ) -> Rollout:
-        if not await self._calls_settled(rollout_id, attempt_id, timeout) and status == "succeeded":
-            lost = self._core.count_open_calls(rollout_id, attempt_id)
-            error = f"LostGeneration: {lost} calls were not recorded within {timeout:g} s"
-            status, failure = "failed", Failure(kind="infrastructure", error=error)
-        rollout = self._core.finish_attempt(rollout_id, attempt_id, status, failure, spans)
-        await self._after_decision([rollout])
-        return rollout
+    async def call(self, calls: list[Call]) -> list[Answer]:
+        """Carry out calls in one transaction; each fails for itself.
 
-    async def release_worker(self, worker_id: str, why: str) -> int:
-        rollouts = self._core.release_worker(worker_id, why)
-        await self._after_decision(rollouts)
-        return len(rollouts)
+        Raises:
+            StoreError: the journal cannot be written; nothing was changed.
+        """
+        with self._committed():
+            return [self._one_call(method, args) for method, args in calls]
 
-    async def cancel(self, rollout_ids: list[str]) -> None:
-        self._core.cancel(rollout_ids)
-        await self._after_decision([self._core.get(rollout_id) for rollout_id in rollout_ids])
+    def _one_call(self, method: str, args: tuple[Any, ...]) -> Answer:
+        try:
+            with self._journal.one_call():
+                return True, self._methods[method](*args)
+        except RaylightError as error:
+            return False, error
 
-    async def capture(self, opened: list[CallKey], closed: list[tuple[CallKey, Generation | None]]) -> None:
-        self._core.open_calls(opened)
-        self._core.close_calls(closed)
-        if closed:
-            async with self._calls_closed:
-                self._calls_closed.notify_all()
+    @contextlib.contextmanager
+    def _committed(self) -> Iterator[None]:
+        """A transaction; when it is over, those who wait for what changed are woken."""
+        self._watch()
+        try:
+            with self._journal.transaction():
+                yield
+        except sqlite3.Error as error:
+            self._rollouts.changes = Changes()
+            raise StoreError(f"the store's file {self._journal.path} cannot be written: {error}") from None
+        self._wake()
 
-    async def wait_for_rollouts(self, rollout_ids: list[str], at_least: int | None, timeout: float | None) -> list[Rollout]:
-        """Decided rollouts among `rollout_ids`, once there are `at_least` (default all) or the time is over."""
-        unique = dict.fromkeys(rollout_ids)
-        undecided = [i for i in unique if self._core.get(i).status not in FINISHED]
-        wanted = len(unique) if at_least is None else min(at_least, len(unique))
-        needed = wanted - (len(unique) - len(undecided))
-        if needed > 0:
-            waiter = FinishWaiter(needed, asyncio.get_running_loop().create_future())
-            for rollout_id in undecided:
-                self._waiters.setdefault(rollout_id, set()).add(waiter)
-            try:
-                await asyncio.wait([waiter.done], timeout=timeout)
-            finally:
-                for rollout_id in undecided:
-                    self._forget(rollout_id, waiter)
-        found = [self._core.get(rollout_id) for rollout_id in unique]
-        return [rollout for rollout in found if rollout.status in FINISHED]
+    def _finish_attempt(
+        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row], settled: bool
+    ) -> Row | None:
+        """Store an attempt's last spans and decide it, in one step; None, and nothing done, while calls of it are open."""
+        if not settled and self._attempts.count_open_calls(attempt_id):
+            return None
+        if settled and values["status"] != "succeeded":
+            self._records.give_up_calls(attempt_id)
+        self._records.add_spans(spans)
+        return self._attempts.finish(rollout_id, attempt_id, values)
 
-    async def collect(self, rollout_ids: list[str]) -> list[FinishedRollout]:
-        return self._core.collect(rollout_ids)
+    def _capture(self, opened: list[Any], closed: list[Any]) -> None:
+        self._records.open_calls(opened)
+        self._records.close_calls(closed)
 
-    async def add_resources(self, resources: dict[str, Any]) -> str:
-        return self._core.add_resources(resources)
+    # calls that wait
 
-    async def get_resources(self, resources_id: str) -> dict[str, Any]:
-        return self._core.get_resources(resources_id)
+    async def enqueue(self, requests: list[Row]) -> list[Row]:
+        """Queue rollouts as there is room for them."""
+        rows: list[Row] = []
+        while len(rows) < len(requests):
+            while not await self._room.until(lambda: self._rollouts.waiting < self._max_queued, PATIENCE_S):
+                logger.warning("the queue is full (%d rollouts) and nobody takes any", self._max_queued)
+            room = self._max_queued - self._rollouts.waiting
+            with self._committed():
+                rows += self._rollouts.enqueue(requests[len(rows) : len(rows) + room])
+        return rows
 
-    async def statistics(self) -> dict[str, int]:
-        return self._core.statistics()
+    async def dequeue(self, worker_id: str | None, limit: int, timeout: float, request_id: str) -> list[Row]:
+        """Lease rollouts, waiting up to `timeout` seconds for the first."""
+        self._watch()
+        if limit < 1 or not (timeout <= 0 or await self._queued.until(lambda: self._rollouts.waiting > 0, timeout)):
+            return []
+        with self._committed():
+            return self._attempts.dequeue(worker_id, limit, request_id)
 
-    async def _calls_settled(self, rollout_id: str, attempt_id: str, timeout: float) -> bool:
+    async def settle(self, attempt_id: str, timeout: float) -> bool:
         """Wait until no call of the attempt is open; False if that did not happen in time."""
-        async with self._calls_closed:
-            settled = self._calls_closed.wait_for(lambda: self._core.count_open_calls(rollout_id, attempt_id) == 0)
-            try:
-                await asyncio.wait_for(settled, timeout)
-            except TimeoutError:
-                return False
-        return True
+        return await self._closed.until(lambda: self._attempts.count_open_calls(attempt_id) == 0, timeout)
 
-    async def _after_decision(self, rollouts: list[Rollout]) -> None:
-        for rollout in rollouts:
-            if rollout.status in FINISHED:
-                for waiter in self._waiters.pop(rollout.rollout_id, set()):
-                    waiter.needed -= 1
-                    if waiter.needed == 0 and not waiter.done.done():
-                        waiter.done.set_result(None)
-        if self._core.has_waiting:
-            await self._wake_dequeuers()
+    async def wait_for_rollouts(self, rollout_ids: list[str], at_least: int | None, timeout: float | None) -> list[Row]:
+        """Decided rollouts among `rollout_ids`, once there are `at_least` (default all) or the time is over."""
+        self._watch()
+        unique = list(dict.fromkeys(rollout_ids))
+        wanted = len(unique) if at_least is None else min(at_least, len(unique))
+        loop = asyncio.get_running_loop()
+        end = None if timeout is None else loop.time() + timeout
+        while True:
+            undecided = [i for i, status in zip(unique, self._rollouts.statuses(unique), strict=True) if status not in FINISHED]
+            needed = wanted - (len(unique) - len(undecided))
+            left = None if end is None else end - loop.time()
+            if needed <= 0 or (left is not None and left <= 0):
+                decided = set(unique) - set(undecided)
+                return [self._rollouts.get(rollout_id) for rollout_id in unique if rollout_id in decided]
+            await self._wait_for_any(undecided, needed, left)
 
-    async def _wake_dequeuers(self) -> None:
-        async with self._queued:
-            self._queued.notify_all()
+    async def _wait_for_any(self, undecided: list[str], needed: int, timeout: float | None) -> None:
+        waiter = FinishWaiter(needed, asyncio.get_running_loop().create_future())
+        for rollout_id in undecided:
+            self._waiters.setdefault(rollout_id, set()).add(waiter)
+        try:
+            await asyncio.wait([waiter.done], timeout=timeout)
+        finally:
+            for rollout_id in undecided:
+                waiters = self._waiters.get(rollout_id, set())
+                waiters.discard(waiter)
+                if not waiters:
+                    self._waiters.pop(rollout_id, None)
 
-    def _forget(self, rollout_id: str, waiter: FinishWaiter) -> None:
-        waiters = self._waiters.get(rollout_id)
-        if waiters is not None:
-            waiters.discard(waiter)
-            if not waiters:
-                del self._waiters[rollout_id]
+    async def query(self, method: str, *args: Any) -> list[Row]:
+        """Run one of the `Queries`, beside the writer."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._readers, getattr(self._queries, method), *args)
+        except sqlite3.Error as error:
+            raise StoreError(f"the store's file {self._journal.path} cannot be read: {error}") from None
+
+    # events and the timer
+
+    def _wake(self) -> None:
+        changes, self._rollouts.changes = self._rollouts.changes, Changes()
+        for rollout_id in changes.decided:
+            for waiter in self._waiters.pop(rollout_id, set()):
+                waiter.needed -= 1
+                if waiter.needed == 0 and not waiter.done.done():
+                    waiter.done.set_result(None)
+        if changes.queued:
+            self._queued.fire()
+        if changes.taken:
+            self._room.fire()
+        if changes.closed:
+            self._closed.fire()
+        if changes.deadline is not None:
+            self._earlier.fire()
+
+    def _watch(self) -> None:
+        """Keep the timer running; if it failed, say so to whoever calls next."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._expire_forever())
+
+    async def _expire_forever(self) -> None:
+        while True:
+            deadline = self._attempts.next_deadline()
+            left = None if deadline is None else max(deadline - self._clock(), 0.0)
+            if not await self._earlier.until(lambda d=deadline: self._is_earlier_than(d), left):  # type: ignore[misc]
+                with self._committed():
+                    self._attempts.expire()
+
+    def _is_earlier_than(self, deadline: float | None) -> bool:
+        first = self._attempts.next_deadline()
+        return first is not None and (deadline is None or first < deadline)
+
+    async def close(self) -> None:
+        """Stop the timer and close the file."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        self._readers.shutdown()
+        self._journal.close()

@@ -132,5 +132,17 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
         f"{summary['steps']} steps, {summary['rollouts']} rollouts{f', {failed} failed' if failed else ''}{lost}, "
         f"{summary['seconds']:.0f} s", highlight=False,
     )  # fmt: skip
-    for what in ("config.yaml", "metrics.jsonl", "summary.json", "reward.png", "checkpoint"):
-        console.print(f"  {folder}/{what}", highlight=False, soft_wrap=True)
+    _print_files(console, folder, "config.yaml", "metrics.jsonl", "summary.json", "reward.png", "checkpoint", "store.db")
+
+
+def print_run(summary: dict[str, Any], folder: str) -> None:
+    """What became of the rollouts of an algorithm with its own loop, and where everything is."""
+    console = Console()
+    by_status = ", ".join(f"{count} {status}" for status, count in summary["by_status"].items())
+    console.print(f"{summary['rollouts']} rollouts ({by_status or 'none'}), {summary['seconds']:.0f} s", highlight=False)
+    _print_files(console, folder, "config.yaml", "summary.json", "store.db")
+
+
+def _print_files(console: Console, folder: str, *names: str) -> None:
+    for name in names:
+        console.print(f"  {folder}/{name}", highlight=False, soft_wrap=True)

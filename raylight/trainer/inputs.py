@@ -1,12 +1,41 @@
-"""Checks before anything starts: the model, the datasets."""
+"""Checks before anything starts: the agent, the model, the datasets."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from raylight.errors import DatasetError, ModelNotFoundError
+from raylight.agent.decorators import rollout
+from raylight.agent.litagent import LitAgent
+from raylight.errors import ConfigError, DatasetError, ModelNotFoundError
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is given."""
+
+    agent: LitAgent
+    train: Any
+    val: Any
+
+
+def is_agent(given: Any) -> bool:
+    return isinstance(given, LitAgent) or (callable(given) and not isinstance(given, type))
+
+
+def as_agent(given: Any) -> LitAgent:
+    """The agent; a plain function is decorated.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(given, LitAgent):
+        return given
+    if is_agent(given):
+        return rollout(given)
+    raise ConfigError(f"agent must be a function decorated with @rollout or an instance of LitAgent, not {given!r:.80}")
 
 
 def resolve_model(model: str) -> str:

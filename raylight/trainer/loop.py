@@ -11,13 +11,15 @@ from typing import Any
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
-from raylight.learner.batch import BatchReport, build_batch, scored
+from raylight.learner.batch import COUNTED_AS, BatchReport, build_batch, scored
+from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Metrics, Report
-from raylight.trainer.session import Session
 from raylight.types import FinishedRollout
 
 
-async def train(session: Session, algorithm: PolicyAlgorithm, train_tasks: list[Any], val_tasks: list[Any], report: Report) -> None:
+async def train(
+    session: PolicySession, algorithm: PolicyAlgorithm, train_tasks: list[Any], val_tasks: list[Any], report: Report
+) -> None:
     """Train for the planned number of steps, reporting each."""
     total = session.plan.total_steps
     tasks = _batches(train_tasks, algorithm.tasks_per_step, session.plan.seed)
@@ -40,14 +42,16 @@ async def train(session: Session, algorithm: PolicyAlgorithm, train_tasks: list[
             break
 
 
-async def _step(session: Session, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report) -> tuple[Metrics, bool]:
+async def _step(session: PolicySession, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report) -> tuple[Metrics, bool]:
     """One step; returns its metrics and whether there was anything to learn from."""
     started = time.perf_counter()
     finished = await session.rollout(tasks, "train", algorithm.group_size, report.rolling("train"))
     rollout_s = time.perf_counter() - started
     report.failures(finished)
     raise_if_hopeless(finished, algorithm.failure_reward)
-    batch, content = build_batch(finished, algorithm.failure_reward, min_group=min(algorithm.group_size, 2))
+    batch, content = build_batch(
+        finished, algorithm.failure_reward, min_group=min(algorithm.group_size, 2), trained_agents=session.plan.trained_agents
+    )
     metrics = describe(finished, content, rollout_s)
     if not content.has_signal:
         return metrics, False
@@ -60,7 +64,7 @@ async def _step(session: Session, algorithm: PolicyAlgorithm, tasks: list[Any], 
     return metrics, True
 
 
-async def _validate(session: Session, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report) -> Metrics:
+async def _validate(session: PolicySession, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report) -> Metrics:
     """Mean reward over the validation tasks. A rollout that failed counts with `failure_reward`, or is left out."""
     started = time.perf_counter()
     finished = await session.rollout(tasks, "val", algorithm.val_samples, report.rolling("val"))
@@ -84,6 +88,8 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
         "train/empty": float(content.empty),
         "train/alone": float(content.alone),
         "train/groups_without_signal": float(content.groups_without_signal),
+        "train/other_agents": float(content.other_agents),
+        **{f"trace/{name}": float(getattr(content, name)) for name in ("calls", *COUNTED_AS.values())},
         "time/rollout_s": seconds,
         "train/tokens_per_s": sum(lengths) / seconds,
     }
@@ -113,7 +119,7 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
     example = next(failure for failure in failures if failure.error == error)
     if example.kind == "reward":
         raise RewardError(error.removeprefix("RewardError: "))
-    if failure_reward is not None and example.kind != "infrastructure":
+    if failure_reward is not None and example.kind not in ("infrastructure", "cancelled"):
         if not any(item.generations for item in finished):
             raise EmptyTraceError(f"all {len(finished)} rollouts failed before they called the model: {error}\n{example.trace}")
         return

@@ -117,17 +117,32 @@ class Report:
             "reward_after": rewards[-1] if rewards else None,
             "steps": int(max((row["step"] for row in self._history), default=0)),
             "seconds": round(time.perf_counter() - self._started, 2),
-            "rollouts": counts.get("enqueued", 0),
+            "rollouts": counts.get("total_rollouts", 0),
             "rollouts_lost": self._lost,
             "failures": dict(self._told.most_common(SHOWN_ERRORS)),
             "rollouts_failed": self._told.total(),
             "checkpoint": str(self.checkpoint),
             "counts": counts,
         }
-        partial = self.folder / "summary.json.partial"
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(partial, self.folder / "summary.json")
+        self._write(summary)
         from raylight.trainer.plot import plot_rewards
 
         plot_rewards(self._history, self.folder / "reward.png")
         return summary
+
+    def finish_plain(self, counts: dict[str, int]) -> dict[str, Any]:
+        """Write the summary of a run whose algorithm brings its own loop; returns it."""
+        by_status = {name.removeprefix("rollouts_"): counts[name] for name in sorted(counts) if name.startswith("rollouts_")}
+        summary = {
+            "rollouts": counts.get("total_rollouts", 0),
+            "by_status": by_status,
+            "seconds": round(time.perf_counter() - self._started, 2),
+            "counts": counts,
+        }
+        self._write(summary)
+        return summary
+
+    def _write(self, summary: dict[str, Any]) -> None:
+        partial = self.folder / "summary.json.partial"
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(partial, self.folder / "summary.json")

@@ -2,180 +2,226 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import datetime
-import importlib.metadata
 import secrets
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raylight.agent.litagent import LitAgent, rollout
+from raylight.agent.hooks import Hook, HookSet
+from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
+from raylight.algorithms.base import Algorithm, AnyAlgorithm, FastAlgorithm
+from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.components import build_component
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, RaylightError
-from raylight.serving.choose import choose_engine
+from raylight.store.client import StoreClient
+from raylight.traces.adapters import TraceAdapter
+from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
-from raylight.trainer.display import make_display, print_summary
-from raylight.trainer.inputs import as_tasks, resolve_model
-from raylight.trainer.loop import train
+from raylight.trainer.display import make_display
+from raylight.trainer.inputs import Inputs, as_agent, is_agent
 from raylight.trainer.report import Report
-from raylight.trainer.session import RunPlan, Session
+from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
 
-RESERVED = {"llm", "task", "rollout", "resources"}
-"""Names that a rollout function's parameters have from raylight."""
+Trains = PolicyAlgorithm | Algorithm
 
 
 class Trainer:
     """Trains an agent on a Ray cluster, or on a local one that it starts.
 
+    Components (`algorithm`, `tracer`, `adapter`, `llm_proxy`) may be given as an instance, a class, a dotted name, or
+    `{"type": ..., **arguments}`. An argument that nothing would read is an error.
+
     Args:
-        algorithm: what to train and how, for example `GRPO(model=...)`.
+        algorithm: what to train and how, for example `GRPO(model=...)`, or an `Algorithm` with a `run` of its own.
+        agent: what to train; may be given to `fit` instead.
+        train_dataset, val_dataset: may be given to `fit` instead.
+        num_epochs: passes over the training tasks, for an algorithm that has `n_epochs`.
         output_dir: the run directory; a new one under `outputs/` if None.
-        n_runners: RunnerActors; short for `runner={"n": ...}`.
+        initial_resources, resources: named resources for the agent, over those that it declares. Two words for the same.
+        n_runners, n_workers: RunnerActors; short for `runner={"n": ...}`. Two words for the same.
+        max_rollouts: rollouts after which a runner ends; short for `runner={"max_rollouts": ...}`.
         n_learners: learner ranks; short for `learner={"n": ...}`.
         port: HTTP port of the model; short for `engine={"port": ...}`.
         engine, runner, learner: settings of the components, as a dict or as EngineConfig, RunnerConfig, LearnerConfig.
-        initial_resources: further named resources for the agent.
+        store: settings of the run's store (dict or StoreConfig), or the client of one that is there already.
+        tracer: catches spans inside the agent; an OtelTracer if None.
+        adapter: makes training data of spans for an `Algorithm`; a TracerTraceToTriplet if None. To GRPO and its kin it gives only
+            `agent_match`, since they train on the tokens that the engine recorded.
+        llm_proxy: handed to an `Algorithm`.
+        hooks: called around every rollout.
+        dev: `fit` does what `dev` does.
         seed: of task order and of sampling.
         address: of the Ray cluster; None joins the one at `RAY_ADDRESS` or on this machine, or starts a local one.
         progress: show steps while the run goes on, and a summary at its end.
         log_to_driver: print what actors print; otherwise their logs are in the dashboard and `ray logs`.
 
     Raises:
-        ConfigError: a setting is unknown or does not fit.
+        ConfigError: a setting is unknown, does not fit, or would not be read.
     """
 
     def __init__(
         self,
         *,
-        algorithm: PolicyAlgorithm,
+        algorithm: Trains | type[Trains] | str | dict[str, Any] | None = None,
+        agent: LitAgent | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        num_epochs: int | None = None,
         output_dir: str | Path | None = None,
+        initial_resources: NamedResources | None = None,
+        resources: NamedResources | None = None,
         n_runners: int | None = None,
+        n_workers: int | None = None,
+        max_rollouts: int | None = None,
         n_learners: int | None = None,
         port: int | None = None,
         engine: EngineConfig | dict[str, Any] | None = None,
         runner: RunnerConfig | dict[str, Any] | None = None,
         learner: LearnerConfig | dict[str, Any] | None = None,
-        initial_resources: NamedResources | None = None,
+        store: StoreConfig | StoreClient | dict[str, Any] | None = None,
+        tracer: Any = None,
+        adapter: Any = None,
+        llm_proxy: Any = None,
+        hooks: Hook | Sequence[Hook] | None = None,
+        dev: bool = False,
         seed: int = 0,
         address: str | None = None,
         progress: bool = True,
         log_to_driver: bool = False,
     ) -> None:
-        if not isinstance(algorithm, PolicyAlgorithm):
-            raise ConfigError(f"algorithm must be an algorithm such as GRPO(model=...), not {algorithm!r}")
-        self._algorithm = algorithm
-        self._output_dir = output_dir
-        self._engine = EngineConfig.parse(engine, port=port)
-        self._runner = RunnerConfig.parse(runner, n=n_runners)
-        self._learner = LearnerConfig.parse(learner, n=n_learners)
-        self._resources = dict(initial_resources or {})
-        if taken := RESERVED & self._resources.keys():
-            raise ConfigError(f"initial_resources cannot be named {', '.join(sorted(taken))}; raylight gives these itself")
-        self._seed = seed
+        self.algorithm: Trains | None = _algorithm(algorithm, num_epochs)
+        self.agent = agent
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.output_dir = output_dir
+        self.initial_resources = dict(one_of("initial_resources", initial_resources, "resources", resources) or {})
+        self.runner = RunnerConfig.parse(
+            runner, n=one_of("n_runners", n_runners, "n_workers", n_workers), max_rollouts=max_rollouts
+        )
+        self.store = store if isinstance(store, StoreClient) else StoreConfig.parse(store)
+        self.tracer: Tracer = build_component(tracer, Tracer, "tracer", default=OtelTracer)
+        self.adapter: TraceAdapter[Any] | None = (
+            None if adapter is None else build_component(adapter, TraceAdapter, "adapter")  # type: ignore[type-abstract]
+        )
+        self.llm_proxy = llm_proxy
+        self.hooks = (hooks,) if isinstance(hooks, Hook) else tuple(hooks or ())
+        HookSet(self.hooks)  # raises now what would be raised in every runner
+        self.engine = EngineConfig.parse(engine, port=port)
+        self.learner = LearnerConfig.parse(learner, n=n_learners)
+        self.seed = seed
+        self._dev = dev
         self._address = address
-        self._progress = progress
+        self.progress = progress
         self._log_to_driver = log_to_driver
+        only_policy = {"engine": engine, "learner": learner, "n_learners": n_learners, "port": port}
+        self.given_for_policy = sorted(name for name, value in only_policy.items() if value is not None)
+        """Arguments that only an algorithm that trains a policy would read."""
 
-    def fit(self, agent: LitAgent, train_dataset: Any, val_dataset: Any = None) -> dict[str, Any]:
+    def fit(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None) -> dict[str, Any]:
         """Train the agent; returns the summary that is also in `summary.json`.
 
         Works in a script, in a notebook cell and in a Ray job. Whatever happens, no actor, deployment or placement group of the
         run remains, and a cluster that was there before stays up.
 
         Args:
+            agent: decorated function or LitAgent; where the Trainer has one, the training dataset may come first instead.
             train_dataset: tasks, each given to the agent as it is; anything picklable.
-            val_dataset: tasks on which progress is measured; never trained on.
+            val_dataset, val_data: tasks on which progress is measured; never trained on. Two words for the same.
 
         Raises:
             RaylightError: one of `raylight.errors`, which names what to do.
         """
+        if self._dev:
+            return self.dev(agent, train_dataset, val_dataset, val_data=val_data)
+        val = one_of("val_dataset", val_dataset, "val_data", val_data)
+        return self._blocking(self._must_have_algorithm(), agent, train_dataset, val)
+
+    async def train(
+        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None
+    ) -> dict[str, Any]:
+        """`fit` for a caller that is asynchronous itself; cancelling it stops the run and cleans up."""
+        algorithm = self._must_have_algorithm()
+        val = one_of("val_dataset", val_dataset, "val_data", val_data)
+        with self._run(algorithm, agent, train_dataset, val) as run:
+            return run.finish(await run.work())
+
+    def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None) -> dict[str, Any]:
+        """Try the agent out with a fast algorithm, by default `Baseline`, which runs it on samples and shows what it did.
+
+        Raises:
+            TypeError: the Trainer's algorithm is not a FastAlgorithm.
+        """
+        algorithm = self.algorithm or Baseline()
+        if not isinstance(algorithm, FastAlgorithm):
+            raise TypeError(f"dev() needs a FastAlgorithm, such as Baseline, and not {type(algorithm).__name__}")
+        return self._blocking(algorithm, agent, train_dataset, one_of("val_dataset", val_dataset, "val_data", val_data))
+
+    def _must_have_algorithm(self) -> Trains:
+        if self.algorithm is None:
+            raise ConfigError("the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try the agent")
+        return self.algorithm
+
+    def _blocking(self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any) -> dict[str, Any]:
         try:
-            return self._fit(agent, train_dataset, val_dataset)
+            with self._run(algorithm, agent, train_dataset, val_dataset) as run:
+                return run.finish(run_blocking(run.work()))
         except RaylightError as error:
             raise error.with_traceback(None) from None  # our own frames would hide the message
 
-    def _fit(self, agent: LitAgent, train_dataset: Any, val_dataset: Any) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _run(self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any) -> Iterator[Run]:
+        """A run that is checked and planned, with a connection to Ray and a display."""
         started = time.perf_counter()
-        agent = _as_agent(agent)
-        agent.check({"llm", *self._resources})
-        train_tasks = as_tasks(train_dataset, "train_dataset", required=True)
-        val_tasks = as_tasks(val_dataset, "val_dataset", required=False)
-        plan = self._plan(len(train_tasks))
-        folder = Path(self._output_dir or f"outputs/{plan.name}").expanduser().absolute()
-        display = make_display(self._progress, plan.total_steps)
-        with ray_session(self._address, self._log_to_driver) as ray, display as shown:
-            report = Report(folder, shown, _resolved(plan), started)
-            report.stage(f"run {plan.name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
-            summary = run_blocking(_run(plan, agent, train_tasks, val_tasks, report, ray.local))
-        if self._progress:
-            print_summary(summary, str(folder))
-        return summary
-
-    def _max_mismatch(self) -> float:
-        """The allowed difference of log-probs, resolved: rounding of half precision is no breach."""
-        exact = self._engine.dtype == "float32" and self._learner.dtype == "fp32"
-        return self._algorithm.max_logprob_mismatch or (1e-3 if exact else 0.5)
-
-    def _plan(self, n_train: int) -> RunPlan:
-        if self._engine.max_model_len > self._learner.max_tokens_per_micro_batch:
-            raise ConfigError(
-                f"a rollout may have {self._engine.max_model_len} tokens (engine.max_model_len), more than a learner takes at once "
-                f"(learner.max_tokens_per_micro_batch = {self._learner.max_tokens_per_micro_batch}); lower one or raise the other"
-            )
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return RunPlan(
-            name=f"raylight-{stamp}-{secrets.token_hex(2)}",
-            model_path=resolve_model(self._algorithm.model),
-            algorithm=self._algorithm.model_copy(update={"max_logprob_mismatch": self._max_mismatch()}),
-            engine=self._engine.model_copy(update={"kind": choose_engine(self._engine.kind)}),
-            learner=self._learner,
-            runner=self._runner,
-            resources=self._resources,
-            seed=self._seed,
-            total_steps=self._algorithm.steps(n_train),
+        if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
+            agent, train_dataset = None, agent  # fit(train_dataset)
+        inputs = Inputs(
+            as_agent(agent if agent is not None else self.agent),
+            train_dataset if train_dataset is not None else self.train_dataset,
+            val_dataset if val_dataset is not None else self.val_dataset,
         )
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = f"raylight-{stamp}-{secrets.token_hex(2)}"
+        folder = Path(self.output_dir or f"outputs/{name}").expanduser().absolute()
+        kind = PolicyRun if isinstance(algorithm, PolicyAlgorithm) else AlgorithmRun
+        run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
+        display = make_display(self.progress, run.total_steps)
+        with ray_session(self._address, self._log_to_driver) as ray, display as shown:
+            run.begin(Report(folder, shown, run.plan.resolved(), started), ray.local)
+            run.report.stage(f"run {name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
+            yield run
 
 
-async def _run(
-    plan: RunPlan, agent: LitAgent, train_tasks: list[Any], val_tasks: list[Any], report: Report, cluster_ends: bool
-) -> dict[str, Any]:
-    """Bring the components up, train, save, summarise."""
-    async with Session(plan, agent, report.stage, cluster_ends) as session:
-        try:
-            await session.watched(train(session, plan.algorithm, train_tasks, val_tasks, report))
-        except asyncio.CancelledError:
-            report.note("interrupted; stopping everything that belongs to this run")
-            raise
-        await session.learners.save(str(report.checkpoint))
-        summary = report.finish({**await session.store.statistics(), "runners_lost": session.pool.lost})
-        report.stage("stopping")
-    return summary
+def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The value of an argument that has two names.
+
+    Raises:
+        ConfigError: both are given, and differ.
+    """
+    if value is not None and other is not None and value is not other and value != other:
+        raise ConfigError(f"{name} and {other_name} mean the same; give one of them")
+    return value if value is not None else other
 
 
-def _as_agent(agent: Any) -> LitAgent:
-    if isinstance(agent, LitAgent):
-        return agent
-    if callable(agent) and not isinstance(agent, type):
-        return rollout(agent)
-    raise ConfigError(f"agent must be a function decorated with @rollout or an instance of LitAgent, not {agent!r}")
+def _algorithm(given: Any, num_epochs: int | None) -> Trains | None:
+    """The algorithm, with another number of epochs if that was given.
 
-
-def _resolved(plan: RunPlan) -> dict[str, Any]:
-    """The run's configuration as it was resolved, for config.yaml."""
-    algorithm = plan.algorithm.model_dump(mode="json")
-    algorithm["rollout"]["retry_on"] = sorted(algorithm["rollout"]["retry_on"])
-    return {
-        "name": plan.name,
-        "seed": plan.seed,
-        "total_steps": plan.total_steps,
-        "algorithm": {"name": type(plan.algorithm).__name__, **algorithm, "model": plan.model_path},
-        "engine": plan.engine.model_dump(mode="json"),
-        "learner": plan.learner.model_dump(mode="json"),
-        "runner": plan.runner.model_dump(mode="json"),
-        "resources": sorted(plan.resources),
-        "versions": {name: importlib.metadata.version(name) for name in ("raylight", "ray", "torch", "transformers", "verl")},
-    }
+    Raises:
+        ConfigError: it is none, or would not read `num_epochs`.
+    """
+    algorithm: Any = None if given is None else build_component(given, AnyAlgorithm, "algorithm")
+    if num_epochs is None:
+        return algorithm
+    if algorithm is None or not hasattr(algorithm, "n_epochs"):
+        raise ConfigError(f"nothing reads num_epochs: {type(algorithm).__name__} has no n_epochs")
+    if isinstance(algorithm, PolicyAlgorithm):
+        if algorithm.n_steps is not None:
+            raise ConfigError("num_epochs and the algorithm's n_steps both say how long to train; give one of them")
+        return type(algorithm)(**algorithm.model_dump() | {"n_epochs": num_epochs})
+    algorithm.n_epochs = num_epochs
+    return algorithm

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from raylight.config import Config
 from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, WorkerStatus
 
-FailureKind = Literal["agent", "reward", "hook", "timeout", "unresponsive", "infrastructure"]
+FailureKind = Literal["agent", "reward", "hook", "timeout", "unresponsive", "cancelled", "infrastructure"]
 TRAINABLE_AGENTS = "trainable_agents"
 """Key of a rollout's metadata: the agents that the rollout itself marked as trainable."""
 
@@ -82,6 +82,8 @@ class Rollout(EnqueueRolloutRequest):
     """One task given to the agent."""
 
     rollout_id: str
+    resources_version: int | None = None
+    """Of its resources, when this was read."""
     status: RolloutStatus = "queuing"
     start_time: float
     end_time: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -105,13 +106,12 @@ class Span(SpanPart):
     def from_attributes(cls, *, attributes: Attributes, name: str | None = None, **fields: Any) -> Self:
         """A span made by hand: what is not given is generated, or left empty."""
         given = {key: value for key, value in fields.items() if value is not None}
-        made = {"trace_id": secrets.token_hex(16), "span_id": secrets.token_hex(8), "status": TraceStatus(status_code="OK")}
+        ids = {"trace_id": secrets.token_hex(16), "span_id": secrets.token_hex(8)}
+        made: dict[str, Any] = ids | {"status": TraceStatus(status_code="OK")}
         return cls(name=name or VIRTUAL, attributes=attributes, **(made | given))
 
     @classmethod
-    def from_core_fields(
-        cls, core: SpanCoreFields, *, rollout_id: str = "", attempt_id: str = "", sequence_id: int = 0
-    ) -> Self:
+    def from_core_fields(cls, core: SpanCoreFields, *, rollout_id: str = "", attempt_id: str = "", sequence_id: int = 0) -> Self:
         """A core span keyed to an attempt."""
         now = time.time()
         return cls.from_attributes(
@@ -137,9 +137,12 @@ class Span(SpanPart):
             span_id=f"{context.span_id:016x}",
             parent_id=f"{src.parent.span_id:016x}" if src.parent else None,
             name=src.name,
-            status=TraceStatus(status_code=src.status.status_code.name, description=src.status.description),
-            attributes=dict(src.attributes or {}),
-            events=[Event(name=e.name, attributes=dict(e.attributes or {}), timestamp=seconds(e.timestamp)) for e in src.events],
+            status=TraceStatus(status_code=src.status.status_code.name, description=src.status.description),  # type: ignore[arg-type]
+            attributes=plain_attributes(src.attributes),
+            events=[
+                Event(name=event.name, attributes=plain_attributes(event.attributes), timestamp=seconds(event.timestamp))
+                for event in src.events
+            ],
             links=[
                 Link(
                     context=SpanContext(
@@ -148,14 +151,34 @@ class Span(SpanPart):
                         is_remote=link.context.is_remote,
                         trace_state=dict(link.context.trace_state.items()) if link.context.trace_state else {},
                     ),
-                    attributes=dict(link.attributes) if link.attributes else None,
+                    attributes=plain_attributes(link.attributes) if link.attributes else None,
                 )
                 for link in src.links
             ],
             start_time=seconds(src.start_time),
             end_time=seconds(src.end_time),
-            resource=OtelResource(attributes=dict(src.resource.attributes), schema_url=src.resource.schema_url or ""),
+            resource=OtelResource(attributes=plain_attributes(src.resource.attributes), schema_url=src.resource.schema_url or ""),
         )
+
+
+SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def plain_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
+    """A copy that JSON can hold: OpenTelemetry allows bytes, which become hex as they do when they come by OTLP."""
+    if not attributes:
+        return {}
+    return {key: value if type(value) in SCALARS else _plain(value) for key, value in attributes.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple | list):  # mostly long lists of numbers, which need no look at each
+        return value if SCALARS.issuperset(map(type, value)) else type(value)(_plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return plain_attributes(value)
+    return value
 
 
 def seconds(nanoseconds: int | None) -> float | None:

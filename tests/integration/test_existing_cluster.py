@@ -39,10 +39,24 @@ def test_a_job_submitted_to_the_cluster_succeeds(cluster: Cluster, tmp_path: Pat
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     client = JobSubmissionClient(cluster.dashboard)
-    job = client.submit_job(
-        entrypoint=f"{sys.executable} examples/quickstart.py --steps 3 --output-dir {tmp_path}",
-        runtime_env={"working_dir": str(ROOT), "excludes": [".git", "outputs", "tests"]},
-    )
+    jobs: list[str] = []
+
+    def submitted() -> bool:
+        """The dashboard is up before the agent on the node that takes jobs."""
+        try:
+            jobs.append(
+                client.submit_job(
+                    entrypoint=f"{sys.executable} examples/quickstart.py --steps 3 --output-dir {tmp_path}",
+                    runtime_env={"working_dir": str(ROOT), "excludes": [".git", "outputs", "tests"]},
+                )
+            )
+        except RuntimeError as error:
+            if "No available agent" not in str(error):
+                raise
+        return bool(jobs)
+
+    eventually(submitted, 60, "submitting the job")
+    (job,) = jobs
 
     async def follow() -> str:
         return "".join([line async for line in client.tail_job_logs(job)])

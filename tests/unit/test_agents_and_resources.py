@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,9 @@ from pydantic import ValidationError
 from ray import cloudpickle
 from unit_helpers import make_rollout
 
+from raylight.agent.decorators import rollout
 from raylight.agent.keys import attempt_path, key_opens, scoped_key
-from raylight.agent.litagent import LitAgent, rollout
+from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
 from raylight.errors import AgentSignatureError
 
@@ -177,3 +179,11 @@ def test_an_untraced_model_is_returned_as_it_is() -> None:
 def test_a_model_refuses_an_unknown_field() -> None:
     with pytest.raises(ValidationError):
         LLM(endpont="http://e")
+
+
+@given(IDS, IDS, st.text(min_size=1, max_size=20))
+def test_an_agent_stands_in_the_address_percent_encoded(rollout_id: str, attempt_id: str, agent_id: str) -> None:
+    path = attempt_path(rollout_id, attempt_id, agent_id)
+    assert unquote(path) == f"/rollout/{rollout_id}/attempt/{attempt_id}/agent/{agent_id}"
+    assert path.count("/") == 6
+    assert path.startswith(attempt_path(rollout_id, attempt_id))

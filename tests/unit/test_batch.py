@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_helpers import make_finished
+from unit_helpers import make_finished, make_generation, make_key
 
 from raylight.errors import EmptyTraceError
 from raylight.learner.batch import build_batch
-from raylight.types import Failure
+from raylight.types import TRAINABLE_AGENTS, Failure, FinishedRollout, Generation, Span
 
 AGENT = Failure(kind="agent", error="ValueError: no")
 LOST = Failure(kind="infrastructure", error="RunnerLost: died")
@@ -126,3 +128,69 @@ def test_a_rollout_left_alone_in_its_group_is_not_compared_with_nothing() -> Non
     assert batch.owners == [0, 1]
     assert (report.trained, report.alone, report.groups) == (2, 1, 1)
     assert build_batch(alone, None, min_group=2)[0].rows == []
+
+
+def finished_with(*generations: Generation, reward: float = 1.0, marked: tuple[str, ...] = ()) -> FinishedRollout:
+    base = make_finished(reward, calls=0)
+    rollout = base.rollout.model_copy(update={"metadata": {TRAINABLE_AGENTS: list(marked)} if marked else {}})
+    return dataclasses.replace(base, rollout=rollout, generations=list(generations))
+
+
+def of_agent(agent: str | None, prompt: list[int], output: list[int]) -> Generation:
+    return dataclasses.replace(make_generation(prompt, output), agent=agent)
+
+
+def test_how_the_calls_relate_is_counted() -> None:
+    first = finished_with(
+        make_generation([1, 2], [3, 9]),
+        make_generation([1, 2, 3, 9, 4], [5, 9]),  # extension
+        make_generation([1, 2], [6, 9]),  # fork
+        make_generation([1, 2, 3, 7], [5, 9]),  # ending
+        make_generation([1, 2, 8], [5, 9]),  # response
+        make_generation([7], [8, 9]),  # restart
+    )
+    second = finished_with(make_generation([1, 2, 70], [3, 9]), make_generation([1, 2, 3, 9, 70], [4, 9]), reward=0.0)
+    batch, report = build_batch([first, second], None)
+    assert (report.calls, report.extensions, report.forks, report.restarts) == (8, 1, 1, 1)
+    assert (report.drifts_ending, report.drifts_response, report.drifts_header) == (1, 1, 1)
+    assert len(batch.rows) == report.calls - report.extensions
+
+
+def test_calls_of_rollouts_that_are_left_out_are_not_counted() -> None:
+    _, report = build_batch([make_finished(1.0), make_finished(failure=LOST), make_finished(None)], None)
+    assert report.calls == 1
+
+
+def test_only_the_calls_of_trained_agents_are_trained() -> None:
+    item = finished_with(of_agent("writer", [1], [2]), of_agent("critic", [1, 2], [3]), of_agent(None, [5], [6]))
+    batch, report = build_batch([item], None, trained_agents="^writ")
+    assert [row.token_ids for row in batch.rows] == [[1, 2]]
+    assert (report.calls, report.other_agents, report.empty) == (1, 2, 0)
+    assert build_batch([item], None)[1].calls == 3
+
+
+def test_an_agent_that_the_rollout_marked_is_trained() -> None:
+    item = finished_with(of_agent("writer", [1], [2]), of_agent("critic", [3], [4]), marked=("critic",))
+    batch, report = build_batch([item], None)
+    assert [row.token_ids for row in batch.rows] == [[3, 4]]
+    assert report.other_agents == 1
+
+
+def test_a_rollout_in_which_no_trained_agent_called_counts_as_empty() -> None:
+    items = [finished_with(of_agent("writer", [1], [2])), finished_with(of_agent("critic", [1], [2]))]
+    batch, report = build_batch(items, None, trained_agents="writer")
+    assert (report.trained, report.empty, report.other_agents) == (1, 1, 1)
+    assert len(batch.rows) == 1
+
+
+def test_a_batch_without_any_call_of_a_trained_agent_says_so() -> None:
+    with pytest.raises(EmptyTraceError, match=r"all their 2 calls.*trained_agents \('coder'\).*mark_agent_as_trainable"):
+        build_batch([finished_with(of_agent("writer", [1], [2]), of_agent(None, [3], [4]))], None, trained_agents="coder")
+
+
+def test_the_agent_of_a_call_may_be_told_by_the_spans() -> None:
+    call = make_generation([1], [2], key=make_key(call_id="c7"))
+    attributes = {"gen_ai.response.id": "chatcmpl-c7", "gen_ai.agent.name": "writer"}
+    spans = [Span(trace_id="t", span_id="s", name="openai.chat", attributes=attributes)]
+    item = dataclasses.replace(finished_with(call, make_generation([3], [4])), spans=spans)
+    assert [row.token_ids for row in build_batch([item], None, trained_agents="writer")[0].rows] == [[1, 2]]

@@ -14,7 +14,7 @@ import pytest
 from unit_helpers import within
 
 from raylight.agent.litagent import rollout
-from raylight.errors import UnknownRolloutError
+from raylight.errors import UnknownIdError
 from raylight.runner.runner import Runner
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -203,11 +203,11 @@ async def test_cancelling_the_runner_cancels_its_agents_and_takes_nothing_more(s
 async def test_a_lost_store_ends_the_runner(store: StoreClient) -> None:
     class LosingStore(StoreClient):
         async def finish_attempt(self, *args: Any, **kwargs: Any) -> Rollout:
-            raise UnknownRolloutError("the store was restarted")
+            raise UnknownIdError("the store was restarted")
 
     losing: StoreClient = LosingStore(store._target)
     await enqueue(store, [1, 2])
     done: Awaitable[Any]
     async with serving(losing, lambda task: None, 1) as done:
-        with pytest.raises(UnknownRolloutError, match="restarted"):
+        with pytest.raises(UnknownIdError, match="restarted"):
             await done

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from unit_helpers import make_generation, make_key
 
-from raylight.errors import InvalidTransitionError, UnknownRolloutError
+from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.semconv import reward_attributes
 from raylight.store.core import StoreCore
 from raylight.types import FINISHED, WAITING, Attempt, CallKey, Failure, RolloutConfig, RolloutRequest, Span
@@ -73,17 +73,17 @@ def test_resources_do_not_change_with_the_dict_they_came_from() -> None:
 def test_unknown_ids_are_typed_errors() -> None:
     core = make_core()
     attempt = take_one(core)
-    with pytest.raises(UnknownRolloutError, match="ro-none"):
+    with pytest.raises(UnknownIdError, match="ro-none"):
         core.get("ro-none")
-    with pytest.raises(UnknownRolloutError, match="rs-none"):
+    with pytest.raises(UnknownIdError, match="rs-none"):
         core.get_resources("rs-none")
-    with pytest.raises(UnknownRolloutError, match="ro-none"):
+    with pytest.raises(UnknownIdError, match="ro-none"):
         core.cancel(["ro-none"])
-    with pytest.raises(UnknownRolloutError, match="ro-none"):
+    with pytest.raises(UnknownIdError, match="ro-none"):
         core.collect(["ro-none"])
-    with pytest.raises(UnknownRolloutError, match="at-none"):
+    with pytest.raises(UnknownIdError, match="at-none"):
         core.finish_attempt(attempt.rollout_id, "at-none", "succeeded", None, [])
-    with pytest.raises(UnknownRolloutError, match="at-none"):
+    with pytest.raises(UnknownIdError, match="at-none"):
         core.count_open_calls(attempt.rollout_id, "at-none")
 
 
@@ -282,7 +282,7 @@ class StoreMachine(RuleBasedStateMachine):
             rollout_id=rollout_id, attempt_id=attempt_id, name="s", attributes=attributes, start_time=0, end_time=0
         )  # fmt: skip
         if known.attempts[-1] != attempt_id:
-            expected = UnknownRolloutError
+            expected = UnknownIdError
         elif not known.undecided or (status == "succeeded" and known.open):
             expected = InvalidTransitionError
         else:

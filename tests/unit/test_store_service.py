@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from unit_helpers import make_generation, make_key, within
 
-from raylight.errors import InvalidTransitionError, UnknownRolloutError
+from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.types import Failure, RolloutConfig, RolloutRequest, Span
@@ -215,7 +215,7 @@ async def test_a_stale_attempt_cannot_decide(store: StoreClient) -> None:
         first = (await store.dequeue("w", 1, 60.0))[0]
         await store.release_worker("w", "died")
         await store.dequeue("v", 1, 60.0)
-        with pytest.raises(UnknownRolloutError, match="not the latest"):
+        with pytest.raises(UnknownIdError, match="not the latest"):
             await store.finish_attempt(first, "succeeded")
 
 
@@ -233,5 +233,5 @@ async def test_an_attempt_is_decided_once(store: StoreClient) -> None:
     lambda s: s.get_resources("rs-none"),
 ], ids=["wait", "collect", "cancel", "resources"])  # fmt: skip
 async def test_an_unknown_id_is_a_typed_error(store: StoreClient, ask: object) -> None:
-    with pytest.raises(UnknownRolloutError, match="none"):
+    with pytest.raises(UnknownIdError, match="none"):
         await ask(store)

@@ -1,0 +1,258 @@
+"""Decorators that make an agent of a function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+from raylight.agent.litagent import LitAgent, RolloutResult
+from raylight.agent.prompts import PromptTemplate
+from raylight.agent.resources import LLM, NamedResources
+from raylight.errors import AgentSignatureError
+from raylight.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+GIVEN = frozenset({"task", "rollout", "resources"})
+"""Parameters that are always filled; no resource can have these names."""
+BY_TYPE: dict[str, Callable[[Any], bool]] = {
+    "llm": lambda resource: isinstance(resource, LLM) and not resource.tokenizer_only,
+    "prompt_template": lambda resource: isinstance(resource, PromptTemplate),
+    "tokenizer": lambda resource: isinstance(resource, LLM) and resource.tokenizer_only,
+}
+"""Parameters that, where no resource has their name, are filled by the first resource of their kind."""
+
+
+class FunctionalLitAgent(LitAgent[Any]):
+    """An agent made of a function; its parameters are filled by name.
+
+    `task` (or, where none is called so, the first parameter), `rollout` and `resources` are always there; every other parameter
+    is a named resource. `llm`, `prompt_template` and `tokenizer` are also found by their kind.
+
+    Args:
+        declared: resources that the agent brings along.
+        strip_proxy: give a `ProxyLLM` as the plain model of the attempt.
+
+    Raises:
+        AgentSignatureError: the function takes no task, or has parameters that cannot be filled by name.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        declared: NamedResources | None = None,
+        trained_agents: str | None = None,
+        strip_proxy: bool = True,
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())  # first, so that it overwrites nothing of our own
+        super().__init__(trained_agents=trained_agents)
+        self._function = function
+        self._declared = dict(declared or {})
+        self._strip_proxy = strip_proxy
+        self._name = getattr(function, "__name__", None) or getattr(_bare(function), "__name__", None) or repr(function)
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(_bare(function)).__call__)
+        if taken := GIVEN & self._declared.keys():
+            raise AgentSignatureError(f"@rollout cannot declare a resource {', '.join(sorted(taken))}; raylight gives these itself")
+        parameters = _parameters(function, self._name)
+        names = [p.name for p in parameters]
+        self._task_name = "task" if "task" in names else names[0]
+        self._optional = {p.name for p in parameters if p.default is not p.empty}
+        self._names = [name for name in names if name != self._task_name]
+
+    @property
+    def declared_resources(self) -> NamedResources:
+        return dict(self._declared)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function itself, as if it had not been decorated."""
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as the function; cloudpickle sends one that cannot be imported by value."""
+        settings = {"declared": self._declared, "trained_agents": self.trained_agents, "strip_proxy": self._strip_proxy}
+        return (_rebuild, (self._function, settings))
+
+    def check(self, resources: Iterable[str], modes: Iterable[str] = ()) -> None:
+        super().check(resources, modes)
+        there = {**dict.fromkeys(resources), **self._declared, **(resources if isinstance(resources, Mapping) else {})}
+        missing = [name for name in self._names if name not in self._optional and not self._can_fill(name, there)]
+        if missing:
+            raise AgentSignatureError(self._lacks(missing, there))
+        for name in self._names:
+            fitting = [other for other in there if name not in there and name in BY_TYPE and BY_TYPE[name](there[other])]
+            if len(fitting) > 1:
+                logger.warning(
+                    "rollout function %s asks for %r; of the resources %s it gets the first. Name one of them as the parameter",
+                    self._name, name, ", ".join(map(repr, fitting)),
+                )  # fmt: skip
+
+    def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        if self._async:
+            raise AgentSignatureError(f"rollout function {self._name} is asynchronous; await rollout_async")
+        return self._function(**self._arguments(task, resources, rollout))
+
+    async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+        if not self._async:
+            raise AgentSignatureError(f"rollout function {self._name} is not asynchronous; call rollout")
+        return await self._function(**self._arguments(task, resources, rollout))
+
+    @property
+    def _title(self) -> str:
+        return f"rollout function {self._name}"
+
+    def _where(self, name: str) -> str:
+        return self._title
+
+    def _method_for(self, mode: str | None) -> str:
+        return "rollout_async" if self._async else "rollout"
+
+    def _can_fill(self, name: str, there: Mapping[str, Any]) -> bool:
+        return name in GIVEN or name in there or (name in BY_TYPE and any(map(BY_TYPE[name], there.values())))
+
+    def _arguments(self, task: Any, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
+        given = {"task": task, "rollout": rollout, "resources": resources}
+        arguments = {self._task_name: task}
+        for name in self._names:
+            if name in given:
+                arguments[name] = given[name]
+            elif self._can_fill(name, resources):
+                arguments[name] = self._resource(name, resources, rollout)
+            elif name not in self._optional:
+                raise AgentSignatureError(self._lacks([name], resources))
+        return arguments
+
+    def _resource(self, name: str, resources: NamedResources, rollout: Rollout) -> Any:
+        found = resources[name] if name in resources else next(filter(BY_TYPE[name], resources.values()))
+        return found.with_attempted_rollout(rollout) if self._strip_proxy and isinstance(found, LLM) else found
+
+    def _lacks(self, missing: list[str], there: Iterable[str]) -> str:
+        return (
+            f"rollout function {self._name} asks for {', '.join(map(repr, missing))}, which nothing fills; "
+            f"there are: {', '.join(sorted({*there, *GIVEN}))}. Declare it in @rollout(...), or give it to the Trainer as an "
+            "initial resource"
+        )
+
+
+def _rebuild(function: Callable[..., Any], settings: dict[str, Any]) -> FunctionalLitAgent:
+    return FunctionalLitAgent(function, **settings)
+
+
+def _bare(function: Any) -> Any:
+    """What a partial function wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+    """Parameters to be filled by name."""
+    bare = _bare(function)
+    for yields in (inspect.isgeneratorfunction, inspect.isasyncgenfunction):
+        if yields(bare) or yields(type(bare).__call__):
+            raise AgentSignatureError(f"@rollout: {name} yields; a rollout returns its reward once")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise AgentSignatureError(f"@rollout: the parameters of {name} are not known ({error}); wrap it in a function") from error
+    unfillable = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
+    if not parameters or unfillable:
+        raise AgentSignatureError(
+            f"@rollout: {name} takes the task first and resources by name, such as (task, llm); "
+            f"it has ({', '.join(str(p) for p in parameters)})"
+        )
+    if parameters[0].name == "self":
+        raise AgentSignatureError(f"@rollout: {name} is a method; write rollout(instance.{name}), or subclass LitAgent")
+    return parameters
+
+
+_MISSING: Any = object()
+
+
+def _decorate(decorator: str, function: Any, **settings: Any) -> Any:
+    """The agent of a function; where none is given yet, what makes one of it."""
+    if function is _MISSING:
+        return functools.partial(_decorate, decorator, **settings)
+    if not callable(function) or isinstance(function, type | LitAgent):
+        raise AgentSignatureError(f"@{decorator} decorates a function, not {function!r:.80} of type {type(function).__name__}")
+    return FunctionalLitAgent(function, **settings)
+
+
+@overload
+def rollout(function: Callable[..., Any], /) -> FunctionalLitAgent: ...
+
+
+@overload
+def rollout(*, trained_agents: str | None = None, **resources: Any) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+
+
+def rollout(function: Any = _MISSING, /, *, trained_agents: str | None = None, **resources: Any) -> Any:
+    """Make an agent of a function.
+
+    Example:
+        @rollout
+        async def adder(task: dict, llm: LLM) -> float: ...
+
+        @rollout(model=LLM(name="Qwen/Qwen3-0.6B"))
+        def solver(task: dict, model: LLM) -> float: ...
+
+    Args:
+        trained_agents: as in `LitAgent`.
+        resources: resources that the agent brings along, by name.
+
+    Raises:
+        AgentSignatureError: the function takes no task, or has parameters that cannot be filled by name.
+    """
+    return _decorate("rollout", function, declared=resources, trained_agents=trained_agents)
+
+
+@overload
+def llm_rollout(function: Callable[..., Any], /) -> FunctionalLitAgent: ...
+
+
+@overload
+def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+
+
+def llm_rollout(function: Any = _MISSING, /, *, strip_proxy: bool = True) -> Any:
+    """`rollout` for a function that takes the task and `llm`.
+
+    Args:
+        strip_proxy: give a `ProxyLLM` as the plain model of the attempt.
+
+    Raises:
+        AgentSignatureError: as `rollout`, or the function does not take `llm`.
+    """
+    if function is _MISSING:
+        return functools.partial(llm_rollout, strip_proxy=strip_proxy)
+    return _requiring("llm", _decorate("llm_rollout", function, strip_proxy=strip_proxy))
+
+
+@overload
+def prompt_rollout(function: Callable[..., Any], /) -> FunctionalLitAgent: ...
+
+
+@overload
+def prompt_rollout() -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+
+
+def prompt_rollout(function: Any = _MISSING, /) -> Any:
+    """`rollout` for a function that takes the task and `prompt_template`.
+
+    Raises:
+        AgentSignatureError: as `rollout`, or the function does not take `prompt_template`.
+    """
+    if function is _MISSING:
+        return prompt_rollout
+    return _requiring("prompt_template", _decorate("prompt_rollout", function))
+
+
+def _requiring(name: str, agent: FunctionalLitAgent) -> FunctionalLitAgent:
+    if name not in agent._names:
+        raise AgentSignatureError(
+            f"{agent._title} must take {name!r} beside the task; it takes {', '.join([agent._task_name, *agent._names])}"
+        )
+    return agent

@@ -1,0 +1,159 @@
+"""Emitters: what an agent's code says about its own rollout, and the readers of that.
+
+Outside an attempt an emitter only returns what it would have recorded, so that the same code runs without raylight.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raylight.agent.attributes import as_attributes, exception_attributes, plain, strict_attributes
+from raylight.agent.nesting import current_place
+from raylight.errors import EmitError, RewardError
+from raylight.semconv import (
+    ANNOTATION,
+    EXCEPTION,
+    MESSAGE,
+    MESSAGE_BODY,
+    OBJECT,
+    OBJECT_JSON,
+    OBJECT_LITERAL,
+    OBJECT_TYPE,
+    reward_attributes,
+)
+from raylight.traces.context import current_trace
+from raylight.traces.rewards import SpanLike, named_rewards
+from raylight.types import Attributes, Span, SpanCoreFields
+
+
+def emit_reward(
+    reward: Any, *, primary_key: str | None = None, attributes: dict[str, Any] | None = None, propagate: bool = True
+) -> SpanCoreFields:
+    """Record a reward.
+
+    Args:
+        reward: a finite number, or a dict of named ones.
+        primary_key: the name of the one that is trained on; needed where there are several.
+        attributes: further attributes, such as those of `make_link_attributes`.
+        propagate: False only returns the span.
+
+    Raises:
+        RewardError: it is no finite number, or `primary_key` does not name one of several.
+    """
+    if primary_key is None and isinstance(reward, Mapping) and len(reward) > 1:
+        names = ", ".join(repr(name) for name in reward)
+        raise RewardError(f"emit_reward got the rewards {names}; say by primary_key= which one is trained on")
+    return _emit(ANNOTATION, reward_attributes(named_rewards(reward, primary_key)) | as_attributes(attributes), propagate)
+
+
+def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanCoreFields:
+    """Record something about the rollout or about other spans; nested dicts and lists become dotted attributes.
+
+    Raises:
+        EmitError: a value is no str, bool, int or float, nor a dict or list of these.
+    """
+    return _emit(ANNOTATION, strict_attributes(annotation), propagate)
+
+
+def emit_message(message: str, attributes: dict[str, Any] | None = None, propagate: bool = True) -> SpanCoreFields:
+    """Record a line of text.
+
+    Raises:
+        EmitError: it is no string.
+    """
+    if not isinstance(message, str):
+        raise EmitError(f"emit_message takes a string, not {type(message).__name__}; emit_object takes other things")
+    return _emit(MESSAGE, {MESSAGE_BODY: plain(message)} | as_attributes(attributes), propagate)
+
+
+def emit_object(object: Any, attributes: dict[str, Any] | None = None, propagate: bool = True) -> SpanCoreFields:
+    """Record an object: a primitive, bytes, anything that JSON can hold, or a pydantic model.
+
+    Raises:
+        EmitError: JSON cannot hold it.
+    """
+    return _emit(OBJECT, _encode_object(object) | as_attributes(attributes), propagate)
+
+
+def emit_exception(exception: BaseException, attributes: dict[str, Any] | None = None, propagate: bool = True) -> SpanCoreFields:
+    """Record an exception that the agent caught, with OpenTelemetry's `exception.*` attributes.
+
+    Raises:
+        EmitError: it is no exception.
+    """
+    if not isinstance(exception, BaseException):
+        raise EmitError(f"emit_exception takes an exception, not {exception!r:.80} of type {type(exception).__name__}")
+    return _emit(EXCEPTION, exception_attributes(exception) | as_attributes(attributes), propagate)
+
+
+def _emit(name: str, attributes: Attributes, propagate: bool) -> SpanCoreFields:
+    now = time.time()
+    core = SpanCoreFields(name=name, attributes=attributes, start_time=now, end_time=now)
+    trace = current_trace() if propagate else None
+    if trace is not None:
+        place = current_place()
+        trace.add(
+            Span.from_attributes(
+                name=name, attributes=attributes, start_time=now, end_time=now, status=core.status,
+                trace_id=place.trace_id if place else trace.trace_id, parent_id=place.span_id if place else None,
+            )
+        )  # fmt: skip
+    return core
+
+
+def _encode_object(value: Any) -> Attributes:
+    if isinstance(value, bytes):
+        return {OBJECT_TYPE: "bytes", OBJECT_LITERAL: base64.b64encode(value).decode()}
+    primitive = plain(value)
+    if isinstance(primitive, str | bool | int | float):
+        return {OBJECT_TYPE: type(primitive).__name__, OBJECT_LITERAL: str(primitive)}
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        text = json.dumps(value.model_dump(mode="json") if hasattr(value, "model_dump") else value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EmitError(f"emit_object cannot write this {name} as JSON: {error}; convert it to dicts and lists first") from error
+    return {OBJECT_TYPE: name, OBJECT_JSON: text}
+
+
+def get_message_value(span: SpanLike) -> str | None:
+    """The text of a message span; None if it is none.
+
+    Raises:
+        EmitError: the text is no string.
+    """
+    body = (span.attributes or {}).get(MESSAGE_BODY)
+    if body is not None and not isinstance(body, str):
+        raise EmitError(f"the message in span {span.name!r} is of type {type(body).__name__}, not str")
+    return body
+
+
+def get_object_value(span: SpanLike) -> Any:
+    """The object of an object span, as JSON gives it back; None if it is none.
+
+    Raises:
+        EmitError: what the span holds cannot be read.
+    """
+    attributes = span.attributes or {}
+    kind = attributes.get(OBJECT_TYPE, "str")
+    try:
+        if OBJECT_JSON in attributes:
+            return json.loads(attributes[OBJECT_JSON])
+        if OBJECT_LITERAL in attributes:
+            return _LITERALS[kind](attributes[OBJECT_LITERAL])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise EmitError(f"the object of type {kind!r} in span {span.name!r} cannot be read: {error!r}") from error
+    return None
+
+
+_LITERALS: dict[Any, Callable[[Any], Any]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "bytes": base64.b64decode,
+}

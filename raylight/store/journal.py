@@ -1,0 +1,204 @@
+"""The store's state on disk: one SQLite file in the run directory.
+
+Laws: the file is the state, and there is no second copy of it in memory, so that a store that was killed goes on where it was and
+memory does not grow with the run; whatever one transaction changed is there whole or not at all; what was acknowledged had been
+committed (to the operating system: it survives the death of the process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from raylight.errors import StoreError
+
+VERSION = 1
+"""Of the schema; a file of another one is refused."""
+
+SCHEMA = """
+CREATE TABLE rollouts (
+    position INTEGER PRIMARY KEY,
+    rollout_id TEXT NOT NULL UNIQUE,
+    status TEXT NOT NULL,
+    mode TEXT,
+    group_id TEXT,
+    resources_id TEXT,
+    start_time REAL NOT NULL,
+    end_time REAL,
+    n_attempts INTEGER NOT NULL DEFAULT 0,
+    infrastructure_failures INTEGER NOT NULL DEFAULT 0,
+    queue INTEGER,
+    config TEXT NOT NULL,
+    metadata BLOB NOT NULL,
+    input BLOB NOT NULL
+);
+CREATE INDEX rollouts_queue ON rollouts(queue) WHERE queue IS NOT NULL;
+CREATE INDEX rollouts_status ON rollouts(status, position);
+
+CREATE TABLE attempts (
+    attempt_id TEXT PRIMARY KEY,
+    rollout_id TEXT NOT NULL,
+    sequence_id INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    worker_id TEXT,
+    start_time REAL NOT NULL,
+    end_time REAL,
+    last_heartbeat_time REAL,
+    failure TEXT,
+    metadata BLOB,
+    request_id TEXT,
+    next_span INTEGER NOT NULL DEFAULT 1,
+    silence REAL,
+    timeout_at REAL,
+    silent_at REAL,
+    lease_until REAL,
+    deadline REAL,
+    UNIQUE (rollout_id, sequence_id)
+) WITHOUT ROWID;
+CREATE INDEX attempts_deadline ON attempts(deadline) WHERE deadline IS NOT NULL;
+CREATE INDEX attempts_worker ON attempts(worker_id, start_time) WHERE status IN ('preparing', 'running');
+CREATE INDEX attempts_request ON attempts(request_id) WHERE request_id IS NOT NULL;
+
+CREATE TABLE spans (
+    rollout_id TEXT NOT NULL,
+    attempt_id TEXT NOT NULL,
+    sequence_id INTEGER NOT NULL,
+    trace_id TEXT NOT NULL,
+    span_id TEXT NOT NULL,
+    parent_id TEXT,
+    name TEXT NOT NULL,
+    start_time REAL,
+    end_time REAL,
+    reward REAL,
+    body TEXT NOT NULL
+);
+CREATE UNIQUE INDEX spans_id ON spans(attempt_id, span_id);
+CREATE INDEX spans_order ON spans(rollout_id, attempt_id, sequence_id);
+CREATE INDEX spans_reward ON spans(attempt_id, sequence_id) WHERE reward IS NOT NULL;
+
+CREATE TABLE calls (
+    call_id TEXT PRIMARY KEY,
+    rollout_id TEXT NOT NULL,
+    attempt_id TEXT NOT NULL,
+    start_time REAL,
+    generation BLOB
+) WITHOUT ROWID;
+CREATE INDEX calls_attempt ON calls(attempt_id, start_time);
+CREATE INDEX calls_open ON calls(attempt_id) WHERE generation IS NULL;
+
+CREATE TABLE resources (
+    position INTEGER PRIMARY KEY,
+    resources_id TEXT NOT NULL UNIQUE,
+    version INTEGER NOT NULL,
+    create_time REAL NOT NULL,
+    update_time REAL NOT NULL,
+    updated INTEGER NOT NULL,
+    body BLOB NOT NULL
+);
+CREATE INDEX resources_updated ON resources(updated);
+
+CREATE TABLE workers (
+    worker_id TEXT PRIMARY KEY,
+    gone INTEGER NOT NULL DEFAULT 0,
+    heartbeat_stats TEXT,
+    last_heartbeat_time REAL,
+    last_dequeue_time REAL,
+    last_busy_time REAL,
+    last_idle_time REAL
+) WITHOUT ROWID;
+
+CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER rollout_counted AFTER INSERT ON rollouts BEGIN
+    INSERT INTO counts VALUES ('rollouts_' || new.status, 1) ON CONFLICT DO UPDATE SET value = value + 1;
+    INSERT INTO counts VALUES ('total_rollouts', 1) ON CONFLICT DO UPDATE SET value = value + 1;
+END;
+CREATE TRIGGER status_counted AFTER UPDATE OF status ON rollouts WHEN old.status != new.status BEGIN
+    INSERT INTO counts VALUES ('rollouts_' || new.status, 1) ON CONFLICT DO UPDATE SET value = value + 1;
+    UPDATE counts SET value = value - 1 WHERE name = 'rollouts_' || old.status;
+END;
+"""
+
+PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "temp_store = MEMORY", "cache_size = -32768")
+
+
+class Journal:
+    """An open journal.
+
+    Args:
+        path: the file; None keeps it in a temporary folder that goes with this object.
+
+    Raises:
+        StoreError: the file cannot be opened, or is not a journal of this version.
+    """
+
+    def __init__(self, path: Path | str | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="raylight-store-") if path is None else None
+        self.path = Path(self._folder.name if self._folder else path or "") / "store.db" if self._folder else Path(path or "")
+        try:
+            self.db = self._connect()
+            self._make()
+            self.reader = self._connect()
+            self.reader.execute("PRAGMA query_only = 1")
+        except sqlite3.Error as error:
+            raise StoreError(f"the store's file {self.path} cannot be used: {error}; it must be on a local disk") from None
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=10)
+        for pragma in PRAGMAS:
+            db.execute(f"PRAGMA {pragma}")
+        return db
+
+    def _make(self) -> None:
+        (found,) = self.db.execute("PRAGMA user_version").fetchone()
+        if found == 0:
+            self.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}; PRAGMA user_version = {VERSION}; COMMIT;")
+        elif found != VERSION:
+            raise StoreError(f"{self.path} was written by another version of raylight (schema {found}, not {VERSION})")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All changes inside are committed together, or none of them."""
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        self.db.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Within a transaction: what a call changed before it failed is undone."""
+        self.db.execute("SAVEPOINT one_call")
+        try:
+            yield
+        except BaseException:
+            self.db.execute("ROLLBACK TO one_call")
+            self.db.execute("RELEASE one_call")
+            raise
+        self.db.execute("RELEASE one_call")
+
+    def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        return self.db.execute(statement, values)
+
+    def one(self, statement: str, values: Any = ()) -> tuple[Any, ...] | None:
+        return self.db.execute(statement, values).fetchone()
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to one of the store's counts."""
+        if by:
+            self.db.execute("INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value", (name, by))
+
+    def counted(self, name: str) -> int:
+        found = self.one("SELECT value FROM counts WHERE name = ?", (name,))
+        return found[0] if found else 0
+
+    def close(self) -> None:
+        self.reader.close()
+        self.db.close()
+        if self._folder:
+            self._folder.cleanup()

@@ -1,0 +1,162 @@
+"""Reading the journal: filters, order and pages, each through an index. Runs beside the writer, on its own connection."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raylight.errors import QueryError, UnknownIdError
+from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_WITH_ATTEMPT, SPAN, Row
+from raylight.store.shelves import WORKERS
+
+
+@dataclass
+class Where:
+    """Conditions of a query: those that always hold, and the user's filters, joined by "and" or "or"."""
+
+    fixed: list[str] = field(default_factory=list)
+    filters: list[str] = field(default_factory=list)
+    fixed_values: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+    def always(self, column: str, value: Any) -> Where:
+        self.fixed.append(f"{column} = ?")
+        self.fixed_values.append(value)
+        return self
+
+    def equals(self, column: str, value: Any) -> Where:
+        if value is not None:
+            self.filters.append(f"{column} = ?")
+            self.values.append(value)
+        return self
+
+    def contains(self, column: str, part: str | None) -> Where:
+        if part is not None:
+            self.filters.append(f"instr({column}, ?) > 0")
+            self.values.append(part)
+        return self
+
+    def among(self, column: str, values: Sequence[Any] | None) -> Where:
+        """An empty list of values matches nothing, as a filter should."""
+        if values is not None:
+            self.filters.append(f"{column} IN ({', '.join('?' * len(values))})")
+            self.values += values
+        return self
+
+    def sql(self, logic: str) -> tuple[str, list[Any]]:
+        if logic not in ("and", "or"):
+            raise QueryError(f"filter_logic is 'and' or 'or', not {logic!r}")
+        parts = list(self.fixed)
+        if self.filters:
+            parts.append("(" + f" {logic.upper()} ".join(self.filters) + ")")
+        return (" WHERE " + " AND ".join(parts) if parts else ""), [*self.fixed_values, *self.values]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Order and part of the results.
+
+    Attributes:
+        limit: how many at most; -1 for all.
+    """
+
+    sort_by: str | None = None
+    sort_order: str = "asc"
+    limit: int = -1
+    offset: int = 0
+
+    def sql(self, columns: dict[str, str], default: str) -> str:
+        """`ORDER BY` and `LIMIT`; ties, and results without an order, come in the order of their arrival."""
+        if self.sort_order not in ("asc", "desc"):
+            raise QueryError(f"sort_order is 'asc' or 'desc', not {self.sort_order!r}")
+        if self.sort_by is not None and self.sort_by not in columns:
+            raise QueryError(f"cannot sort by {self.sort_by!r}; there are: {', '.join(sorted(columns))}")
+        if not (isinstance(self.limit, int) and isinstance(self.offset, int)) or self.limit < -1 or self.offset < 0:
+            raise QueryError(f"limit is -1 (all) or more and offset 0 or more; given: {self.limit!r}, {self.offset!r}")
+        first = f"{columns[self.sort_by]} {self.sort_order}, " if self.sort_by else ""
+        return f" ORDER BY {first}{default} LIMIT {self.limit} OFFSET {self.offset}"
+
+
+def _columns(names: str, table: str = "") -> dict[str, str]:
+    return {name: f"{table}{name}" for name in names.split(", ")}
+
+
+ROLLOUT_ORDER = _columns("rollout_id, status, mode, group_id, resources_id, start_time, end_time", "r.")
+ATTEMPT_ORDER = _columns("attempt_id, sequence_id, status, worker_id, start_time, end_time, last_heartbeat_time")
+SPAN_ORDER = _columns("rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start_time, end_time")
+RESOURCES_ORDER = _columns("resources_id, version, create_time, update_time")
+WORKER_ORDER = _columns(
+    "worker_id, status, last_heartbeat_time, last_dequeue_time, last_busy_time, last_idle_time, current_rollout_id,"
+    " current_attempt_id".replace("\n", "")
+)
+LATEST_ATTEMPT = "(SELECT attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1)"
+
+
+class Queries:
+    """All queries take a connection of their own, so that a long one does not hold up the writer."""
+
+    def __init__(self, reader: sqlite3.Connection) -> None:
+        self._reader = reader
+
+    def rollouts(
+        self, statuses: list[str] | None, ids: list[str] | None, id_contains: str | None, logic: str, page: Page
+    ) -> list[Row]:
+        where = Where().among("r.status", statuses).among("r.rollout_id", ids).contains("r.rollout_id", id_contains)
+        conditions, values = where.sql(logic)
+        return self._all(
+            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST}{conditions}{page.sql(ROLLOUT_ORDER, 'r.position')}", values
+        )  # fmt: skip
+
+    def attempts(self, rollout_id: str, page: Page) -> list[Row]:
+        self._must_know(rollout_id)
+        order = page.sql(ATTEMPT_ORDER, "sequence_id")
+        return self._all(f"SELECT {ATTEMPT} FROM attempts WHERE rollout_id = ?{order}", [rollout_id])
+
+    def spans(
+        self, rollout_id: str, attempt_id: str | None, equal: dict[str, Any], contain: dict[str, str | None], logic: str, page: Page
+    ) -> list[Row]:
+        self._must_know(rollout_id)
+        if attempt_id == "latest":
+            latest = self._all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
+            if latest is None:
+                return []
+            attempt_id = latest
+        where = Where().always("rollout_id", rollout_id)
+        if attempt_id is not None:
+            if not self._all("SELECT 1 FROM attempts WHERE rollout_id = ? AND attempt_id = ?", [rollout_id, attempt_id]):
+                raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
+            where.always("attempt_id", attempt_id)
+        for column, value in equal.items():
+            where.equals(column, value)
+        for column, part in contain.items():
+            where.contains(column, part)
+        conditions, values = where.sql(logic)
+        return self._all(f"SELECT {SPAN} FROM spans{conditions}{page.sql(SPAN_ORDER, 'rowid')}", values)
+
+    def calls(self, rollout_id: str) -> list[Row]:
+        """Columns of `generation_of`, of all attempts of a rollout."""
+        return self._all(
+            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE generation IS NOT NULL AND attempt_id IN"
+            " (SELECT attempt_id FROM attempts WHERE rollout_id = ?) ORDER BY start_time",
+            [rollout_id],
+        )
+
+    def resources(self, resources_id: str | None, id_contains: str | None, page: Page) -> list[Row]:
+        conditions, values = Where().equals("resources_id", resources_id).contains("resources_id", id_contains).sql("and")
+        return self._all(f"SELECT {RESOURCES} FROM resources{conditions}{page.sql(RESOURCES_ORDER, 'position')}", values)
+
+    def workers(
+        self, statuses: list[str] | None, id_contains: str | None, logic: str, page: Page, ids: list[str] | None
+    ) -> list[Row]:
+        where = Where().among("status", statuses).contains("worker_id", id_contains).among("worker_id", ids)
+        conditions, values = where.sql(logic)
+        return self._all(f"SELECT * FROM {WORKERS}{conditions}{page.sql(WORKER_ORDER, 'worker_id')}", values)
+
+    def _must_know(self, rollout_id: str) -> None:
+        if not self._all("SELECT 1 FROM rollouts WHERE rollout_id = ?", [rollout_id]):
+            raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
+
+    def _all(self, statement: str, values: list[Any]) -> list[Row]:
+        return self._reader.execute(statement, values).fetchall()

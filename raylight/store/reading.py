@@ -1,0 +1,184 @@
+"""The part of the store's client that only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from raylight.errors import UnknownIdError
+from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
+from raylight.store.channel import Channel
+from raylight.store.queries import Page
+from raylight.store.rows import Row, attempt_of, generation_of, resources_of, rollout_of, span_of, worker_of
+from raylight.types import (
+    Attempt,
+    FinishedRollout,
+    Generation,
+    ResourcesUpdate,
+    Rollout,
+    RolloutStatus,
+    Span,
+    Worker,
+    WorkerStatus,
+)
+
+Logic = Literal["and", "or"]
+Order = Literal["asc", "desc"]
+
+
+class StoreReader:
+    """Queries of the store. A `limit` of -1 means all; an id that is not there raises UnknownIdError."""
+
+    _channel: Channel
+
+    async def query_rollouts(
+        self,
+        *,
+        status_in: Sequence[RolloutStatus] | None = None,
+        rollout_id_in: Sequence[str] | None = None,
+        rollout_id_contains: str | None = None,
+        filter_logic: Logic = "and",
+        sort_by: str | None = None,
+        sort_order: Order = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Rollout]:
+        """Rollouts with their latest attempts; without `sort_by` in the order in which they were enqueued."""
+        page = Page(sort_by, sort_order, limit, offset)
+        args = (_listed(status_in), _listed(rollout_id_in), rollout_id_contains, filter_logic, page)
+        return [rollout_of(row) for row in await self._channel.send("query", "rollouts", *args)]
+
+    async def query_attempts(
+        self,
+        rollout_id: str,
+        *,
+        sort_by: str | None = "sequence_id",
+        sort_order: Order = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Attempt]:
+        """All attempts of a rollout, oldest first."""
+        page = Page(sort_by, sort_order, limit, offset)
+        return [attempt_of(row) for row in await self._channel.send("query", "attempts", rollout_id, page)]
+
+    async def query_spans(
+        self,
+        rollout_id: str,
+        attempt_id: str | None = None,
+        *,
+        trace_id: str | None = None,
+        trace_id_contains: str | None = None,
+        span_id: str | None = None,
+        span_id_contains: str | None = None,
+        parent_id: str | None = None,
+        parent_id_contains: str | None = None,
+        name: str | None = None,
+        name_contains: str | None = None,
+        filter_logic: Logic = "and",
+        limit: int = -1,
+        offset: int = 0,
+        sort_by: str | None = "sequence_id",
+        sort_order: Order = "asc",
+    ) -> list[Span]:
+        """Spans of a rollout: of all its attempts, of one, or of the "latest"."""
+        equal = {"trace_id": trace_id, "span_id": span_id, "parent_id": parent_id, "name": name}
+        contain = {
+            "trace_id": trace_id_contains, "span_id": span_id_contains, "parent_id": parent_id_contains, "name": name_contains,
+        }  # fmt: skip
+        page = Page(sort_by, sort_order, limit, offset)
+        rows = await self._channel.send("query", "spans", rollout_id, attempt_id, equal, contain, filter_logic, page)
+        spans = [span_of(row) for row in rows]
+        if not any(CALL_ID in span.attributes for span in spans):
+            return spans
+        calls = await self._channel.send("query", "calls", rollout_id)
+        return with_tokens(spans, [generation_of(*call) for call in calls])
+
+    async def query_resources(
+        self,
+        *,
+        resources_id: str | None = None,
+        resources_id_contains: str | None = None,
+        sort_by: str | None = None,
+        sort_order: Order = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[ResourcesUpdate]:
+        """All versions of the named resources."""
+        page = Page(sort_by, sort_order, limit, offset)
+        rows = await self._channel.send("query", "resources", resources_id, resources_id_contains, page)
+        return [resources_of(row) for row in rows]
+
+    async def query_workers(
+        self,
+        *,
+        status_in: Sequence[WorkerStatus] | None = None,
+        worker_id_contains: str | None = None,
+        filter_logic: Logic = "and",
+        sort_by: str | None = None,
+        sort_order: Order = "asc",
+        limit: int = -1,
+        offset: int = 0,
+    ) -> list[Worker]:
+        """Workers: busy while they have an attempt, idle without one, unknown once they were lost."""
+        page = Page(sort_by, sort_order, limit, offset)
+        rows = await self._channel.send("query", "workers", _listed(status_in), worker_id_contains, filter_logic, page, None)
+        return [worker_of(row) for row in rows]
+
+    async def get_rollout_by_id(self, rollout_id: str) -> Rollout:
+        return rollout_of(await self._channel.call("get_rollout", rollout_id))
+
+    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        """A rollout's latest attempt; None if it has had none."""
+        return (await self.get_rollout_by_id(rollout_id)).attempt
+
+    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate:
+        return resources_of(await self._channel.call("get_resources", resources_id))
+
+    async def get_latest_resources(self) -> ResourcesUpdate | None:
+        """The version that was added or updated last; None if there is none."""
+        row = await self._channel.call("latest_resources")
+        return None if row is None else resources_of(row)
+
+    async def get_worker_by_id(self, worker_id: str) -> Worker:
+        rows = await self._channel.send("query", "workers", None, None, "and", Page(), [worker_id])
+        if not rows:
+            raise UnknownIdError(f"no worker {worker_id!r} in the store")
+        return worker_of(rows[0])
+
+    async def wait_for_rollouts(
+        self, *, rollout_ids: Sequence[str], timeout: float | None = None, at_least: int | None = None
+    ) -> list[Rollout]:
+        """The decided among these rollouts, once there are `at_least` of them (default: all) or `timeout` seconds are over."""
+        rows = await self._channel.send("wait_for_rollouts", list(rollout_ids), at_least, timeout)
+        return [rollout_of(row) for row in rows]
+
+    async def collect(self, rollout_ids: Sequence[str], with_spans: bool = False) -> list[FinishedRollout]:
+        """Each rollout with the final reward and the generations of its latest attempt, and its spans if asked for."""
+        return [_finished(*columns) for columns in await self._channel.call("collect", list(rollout_ids), with_spans)]
+
+    async def statistics(self) -> dict[str, int]:
+        """Counts by status (`rollouts_succeeded`), in all (`total_spans`), and of what was retried, late, lost or double."""
+        return await self._channel.call("statistics")
+
+
+def _finished(rollout: Row, reward: float | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
+    generations = [generation_of(*call) for call in calls]
+    return FinishedRollout(rollout_of(rollout), reward, generations, with_tokens([span_of(span) for span in spans], generations))
+
+
+def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
+    """Spans of captured calls with the tokens of their generations, which are stored apart."""
+    by_id = {generation.key.call_id: generation for generation in generations}
+    for span in spans:
+        if generation := by_id.get(span.attributes.get(CALL_ID, "")):
+            span.attributes |= {
+                PROMPT_TOKEN_IDS: generation.prompt_ids,
+                RESPONSE_TOKEN_IDS: generation.output_ids,
+                RESPONSE_LOGPROBS: generation.logprobs,
+                WEIGHT_VERSIONS: generation.weight_versions,
+            }
+    return spans
+
+
+def _listed(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)

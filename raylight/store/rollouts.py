@@ -1,0 +1,161 @@
+"""Rollouts in the journal, and the queue of those that wait. No Ray, no network, no wall clock.
+
+Laws: a rollout is enqueued once, whatever a client that lost an answer repeats; a status changes by the tables only; what is
+cancelled stays so until somebody puts it back by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raylight.errors import UnknownIdError
+from raylight.store.journal import Journal
+from raylight.store.rows import LATEST, ROLLOUT_WITH_ATTEMPT, Row, config_of
+from raylight.store.rules import check_rollout
+from raylight.types import FINISHED, WAITING, RolloutConfig, RolloutStatus
+
+
+@dataclass
+class Changes:
+    """What happened since somebody last looked, for those who wait."""
+
+    decided: set[str] = field(default_factory=set)
+    """Rollouts that were finished."""
+    queued: bool = False
+    """Rollouts came into the queue."""
+    taken: bool = False
+    """Rollouts left it."""
+    closed: set[str] = field(default_factory=set)
+    """Attempts of which a call ended."""
+    deadline: float | None = None
+    """The earliest deadline that was set."""
+
+    def deadline_set(self, deadline: float | None) -> None:
+        if deadline is not None:
+            self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
+
+
+class Rollouts:
+    """Rollouts without their attempts.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
+        self._journal = journal
+        self._clock = clock
+        self.changes = Changes()
+        last = journal.one("SELECT MAX(queue) FROM rollouts WHERE queue IS NOT NULL")
+        self._last_in_queue = (last and last[0]) or 0
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts in the queue."""
+        return self._journal.counted("rollouts_queuing") + self._journal.counted("rollouts_requeuing")
+
+    def enqueue(self, requests: list[Row]) -> list[Row]:
+        """Queue rollouts; one whose id is there already stays as it is. Returns them in the order given.
+
+        Raises:
+            UnknownIdError: a request names resources that are not in the store; none is queued then.
+        """
+        for request in requests:
+            self.insert(request, "queuing")
+        return [self.get(request[0]) for request in requests]
+
+    def insert(self, request: Row, status: RolloutStatus) -> bool:
+        """Add a rollout; False if its id is there already."""
+        rollout_id, task, mode, group_id, resources_id, config, metadata = request
+        if self._journal.one("SELECT 1 FROM rollouts WHERE rollout_id = ?", (rollout_id,)):
+            return False
+        if resources_id and not self._journal.one("SELECT 1 FROM resources WHERE resources_id = ?", (resources_id,)):
+            raise UnknownIdError(f"no resources {resources_id!r} in the store")
+        self._journal.execute(
+            "INSERT INTO rollouts (rollout_id, status, mode, group_id, resources_id, start_time, config, metadata, input, queue)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                rollout_id, status, mode, group_id, resources_id or self._latest_resources_id(), self._clock(), config, metadata,
+                task, self._back_of_queue() if status in WAITING else None,
+            ),
+        )  # fmt: skip
+        return True
+
+    def first_in_queue(self, limit: int) -> list[str]:
+        found = self._journal.execute("SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL ORDER BY queue LIMIT ?", (limit,))
+        return [rollout_id for (rollout_id,) in found.fetchall()]
+
+    def cancel(self, rollout_ids: list[str]) -> list[Row]:
+        """Cancel the undecided among these rollouts; a decided one stays as it is."""
+        for rollout_id in rollout_ids:
+            if self.status(rollout_id) not in FINISHED:
+                self.set_status(rollout_id, "cancelled")
+        return [self.get(rollout_id) for rollout_id in rollout_ids]
+
+    def update(self, rollout_id: str, values: dict[str, Any]) -> Row:
+        """Change columns of a rollout; a status follows the table of what may be done by hand."""
+        before = self.status(rollout_id)
+        columns = {name: value for name, value in values.items() if name != "status"}
+        if columns:
+            changes = ", ".join(f"{name} = ?" for name in columns)
+            self._journal.execute(f"UPDATE rollouts SET {changes} WHERE rollout_id = ?", (*columns.values(), rollout_id))
+        status = values.get("status")
+        if status is not None and status != before:
+            self.set_status(rollout_id, status, by_hand=True)
+        return self.get(rollout_id)
+
+    def get(self, rollout_id: str) -> Row:
+        """Columns ROLLOUT_WITH_ATTEMPT of a rollout.
+
+        Raises:
+            UnknownIdError: there is none of this id.
+        """
+        found = self._journal.one(f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", (rollout_id,))
+        if found is None:
+            raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
+        return found
+
+    def status(self, rollout_id: str) -> RolloutStatus:
+        return self.column(rollout_id, "status")
+
+    def statuses(self, rollout_ids: list[str]) -> list[RolloutStatus]:
+        return [self.status(rollout_id) for rollout_id in rollout_ids]
+
+    def config(self, rollout_id: str) -> RolloutConfig:
+        return config_of(self.column(rollout_id, "config"))
+
+    def column(self, rollout_id: str, name: str) -> Any:
+        found = self._journal.one(f"SELECT {name} FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+        if found is None:
+            raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
+        return found[0]
+
+    def set_status(self, rollout_id: str, status: RolloutStatus, by_hand: bool = False) -> None:
+        """Change a rollout's status, and its place in the queue with it.
+
+        Raises:
+            InvalidTransitionError: the tables do not have this change.
+        """
+        before = self.status(rollout_id)
+        if before == "cancelled" and not by_hand:
+            return  # what still runs of a cancelled rollout changes nothing
+        check_rollout(rollout_id, before, status, by_hand)
+        queue = self._back_of_queue() if status in WAITING else None
+        end = self._clock() if status in FINISHED else None
+        self._journal.execute(
+            "UPDATE rollouts SET status = ?, queue = ?, end_time = ? WHERE rollout_id = ?", (status, queue, end, rollout_id)
+        )
+        if status in FINISHED:
+            self.changes.decided.add(rollout_id)
+        self.changes.taken |= before in WAITING and status not in WAITING
+
+    def _latest_resources_id(self) -> str | None:
+        found = self._journal.one("SELECT resources_id FROM resources ORDER BY updated DESC LIMIT 1")
+        return found[0] if found else None
+
+    def _back_of_queue(self) -> int:
+        self.changes.queued = True
+        self._last_in_queue += 1
+        return self._last_in_queue

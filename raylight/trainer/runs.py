@@ -1,0 +1,192 @@
+"""The two kinds of run: one that trains a policy with the Trainer's own loop, and one whose algorithm brings a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from raylight.agent.resources import LLM, NamedResources
+from raylight.algorithms.base import Algorithm
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.errors import ConfigError
+from raylight.runner.pool import Cargo
+from raylight.serving.choose import choose_engine
+from raylight.traces.agents import AgentFilter
+from raylight.traces.triplets import TracerTraceToTriplet
+from raylight.trainer.display import print_run, print_summary
+from raylight.trainer.inputs import Inputs, as_tasks, resolve_model
+from raylight.trainer.loop import train
+from raylight.trainer.plan import MODEL_NAME, PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
+from raylight.trainer.policy_session import PolicySession
+from raylight.trainer.report import Report
+from raylight.trainer.session import Session
+
+if TYPE_CHECKING:
+    from raylight.trainer.trainer import Trainer
+
+
+class Run:
+    """A run from its plan to its summary."""
+
+    plan: RunPlan
+    report: Report
+    total_steps: int = 0
+    """0 where the algorithm alone knows."""
+
+    def __init__(self, trainer: Trainer, inputs: Inputs, name: str, folder: Path) -> None:
+        self.trainer = trainer
+        self.inputs = inputs
+        self.folder = folder
+        self._cluster_ends = False
+        resources = merge_resources(inputs.agent, trainer.initial_resources)
+        self._common: dict[str, Any] = {
+            "name": name,
+            "cargo": Cargo(inputs.agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
+            "runner": trainer.runner,
+            "store": trainer.store,
+            "store_path": str(folder / "store.db"),
+            "resources": resources,
+        }
+
+    def begin(self, report: Report, cluster_ends: bool) -> None:
+        self.report = report
+        self._cluster_ends = cluster_ends
+
+    async def work(self) -> dict[str, Any]:
+        """Bring the components up, do the run's work, take them down; returns the summary."""
+        raise NotImplementedError
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Show the summary."""
+        raise NotImplementedError
+
+    async def _noting(self, work: Any) -> Any:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            self.report.note("interrupted; stopping everything that belongs to this run")
+            raise
+
+
+class PolicyRun(Run):
+    """Trains a policy."""
+
+    plan: PolicyPlan
+
+    def __init__(self, trainer: Trainer, algorithm: PolicyAlgorithm, inputs: Inputs, name: str, folder: Path) -> None:
+        super().__init__(trainer, inputs, name, folder)
+        if trainer.llm_proxy is not None:
+            raise ConfigError(f"nothing reads llm_proxy: {type(algorithm).__name__} is served by raylight's own engine")
+        resources: NamedResources = self._common["resources"]
+        self.train_tasks = as_tasks(inputs.train, "train_dataset", required=True)
+        self.val_tasks = as_tasks(inputs.val, "val_dataset", required=False)
+        modes = ("train", "val") if self.val_tasks else ("train",)
+        inputs.agent.check(with_policy(resources, LLM(model=MODEL_NAME)), modes)
+        _must_fit(trainer)
+        self.plan = PolicyPlan(
+            **self._common,
+            model_path=resolve_model(algorithm.model),
+            algorithm=algorithm.model_copy(update={"max_logprob_mismatch": _max_mismatch(trainer, algorithm)}),
+            engine=trainer.engine.model_copy(update={"kind": choose_engine(trainer.engine.kind)}),
+            learner=trainer.learner,
+            seed=trainer.seed,
+            total_steps=algorithm.steps(len(self.train_tasks)),
+            trained_agents=_trained_agents(trainer, inputs),
+        )
+        self.total_steps = self.plan.total_steps
+
+    async def work(self) -> dict[str, Any]:
+        plan, report = self.plan, self.report
+        async with PolicySession(plan, report.stage, self._cluster_ends) as session:
+            work = train(session, plan.algorithm, self.train_tasks, self.val_tasks, report)
+            await self._noting(session.watched(work))
+            await session.learners.save(str(report.checkpoint))
+            summary = report.finish(await session.counts())
+            report.stage("stopping")
+        return summary
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        if self.trainer.progress:
+            print_summary(summary, str(self.folder))
+        return summary
+
+
+class AlgorithmRun(Run):
+    """Runs an algorithm that brings its own loop: it is given the store, and says itself what to roll out."""
+
+    def __init__(self, trainer: Trainer, algorithm: Algorithm, inputs: Inputs, name: str, folder: Path) -> None:
+        super().__init__(trainer, inputs, name, folder)
+        if trainer.given_for_policy:
+            raise ConfigError(f"nothing reads {', '.join(trainer.given_for_policy)}: {type(algorithm).__name__} serves no model")
+        self.algorithm = algorithm
+        self.plan = RunPlan(**self._common)
+        must_have_endpoints(self.plan.resources.items(), algorithm)
+        for dataset, title in ((inputs.train, "train_dataset"), (inputs.val, "val_dataset")):
+            as_tasks(dataset, title, required=False)
+
+    async def work(self) -> dict[str, Any]:
+        report = self.report
+        async with Session(self.plan, report.stage) as session:
+            if self.plan.resources:
+                await session.store.add_resources(self.plan.resources)
+            await self._noting(session.watched(self._algorithm(session)))
+            summary = report.finish_plain(await session.counts())
+            report.stage("stopping")
+        return summary
+
+    async def _algorithm(self, session: Session) -> None:
+        algorithm, trainer = self.algorithm, self.trainer
+        algorithm.set_trainer(trainer)
+        algorithm.set_store(session.store)
+        algorithm.set_adapter(trainer.adapter or TracerTraceToTriplet())
+        algorithm.set_initial_resources(self.plan.resources)
+        if trainer.llm_proxy is not None:
+            algorithm.set_llm_proxy(trainer.llm_proxy)
+        work = {"train_dataset": self.inputs.train, "val_dataset": self.inputs.val}
+        if algorithm.is_async():
+            await cast("Awaitable[None]", algorithm.run(**work))
+        else:
+            await asyncio.to_thread(algorithm.run, **work)
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        if self.trainer.progress:
+            print_run(summary, str(self.folder))
+        return summary
+
+
+def _must_fit(trainer: Trainer) -> None:
+    if trainer.engine.max_model_len > trainer.learner.max_tokens_per_micro_batch:
+        raise ConfigError(
+            f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a learner takes at once "
+            f"(learner.max_tokens_per_micro_batch = {trainer.learner.max_tokens_per_micro_batch}); lower one or raise the other"
+        )
+
+
+def _max_mismatch(trainer: Trainer, algorithm: PolicyAlgorithm) -> float:
+    """The allowed difference of log-probs, resolved: rounding of half precision is no breach."""
+    exact = trainer.engine.dtype == "float32" and trainer.learner.dtype == "fp32"
+    return algorithm.max_logprob_mismatch or (1e-3 if exact else 0.5)
+
+
+def _trained_agents(trainer: Trainer, inputs: Inputs) -> str | None:
+    """The pattern of trained agents, from the agent or from the adapter.
+
+    Raises:
+        ConfigError: both have one, it is no pattern, or the adapter has nothing that would be read.
+    """
+    of_agent, of_adapter = inputs.agent.trained_agents, getattr(trainer.adapter, "agent_match", None)
+    if trainer.adapter is not None and of_adapter is None:
+        raise ConfigError(
+            f"nothing reads the adapter: {type(trainer.algorithm).__name__} trains on the tokens that the engine recorded; of an "
+            "adapter it takes agent_match only"
+        )
+    if of_agent is not None and of_adapter is not None and of_agent != of_adapter:
+        raise ConfigError(
+            f"the agent says trained_agents={of_agent!r} and the adapter agent_match={of_adapter!r}; give one of them"
+        )
+    pattern = of_agent if of_agent is not None else of_adapter
+    AgentFilter(pattern)
+    return pattern

@@ -1,0 +1,286 @@
+"""Algorithms, and functions that become one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from raylight.algorithms.base import Algorithm, FastAlgorithm
+from raylight.algorithms.decorator import FunctionalAlgorithm, algo
+from raylight.errors import ConfigError
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.traces.adapters import TraceAdapter
+from raylight.types import Span
+
+
+class Names(TraceAdapter[list[str]]):
+    def adapt(self, source: Sequence[Span], /) -> list[str]:
+        return [span.name for span in source]
+
+
+class Trainer:
+    """Something that can be referred to weakly."""
+
+
+class Silent(FastAlgorithm):
+    """Does not call `Algorithm.__init__`, nor need it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        self.seen.append((train_dataset, val_dataset))
+
+
+class Waiting(Algorithm):
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        pass
+
+
+async def test_what_is_set_is_what_is_got() -> None:
+    algorithm, trainer, store, adapter = Silent(), Trainer(), StoreClient(StoreService()), Names()
+    algorithm.set_trainer(trainer)
+    algorithm.set_store(store)
+    algorithm.set_adapter(adapter)
+    algorithm.set_llm_proxy("proxy")
+    algorithm.set_initial_resources({"llm": 1})
+    assert algorithm.get_trainer() is trainer
+    assert algorithm.get_store() is store
+    assert algorithm.get_adapter() is adapter
+    assert algorithm.get_llm_proxy() == "proxy"
+    assert algorithm.get_initial_resources() == {"llm": 1}
+
+
+@pytest.mark.parametrize("what", ["trainer", "store", "adapter"])
+def test_what_is_missing_is_named_with_what_to_do(what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Silent has no {what}; .*Trainer.* set_{what}\("):
+        getattr(Silent(), f"get_{what}")()
+
+
+def test_neither_a_proxy_nor_resources_need_be_there() -> None:
+    assert Silent().get_llm_proxy() is None
+    assert Silent().get_initial_resources() is None
+
+
+def test_an_adapter_is_kept_but_a_trainer_is_not() -> None:
+    algorithm = Silent()
+    algorithm.set_adapter(Names())
+    algorithm.set_trainer(Trainer())
+    gc.collect()
+    assert isinstance(algorithm.get_adapter(), Names)
+    with pytest.raises(ConfigError, match="the trainer of Silent is gone; keep a reference"):
+        algorithm.get_trainer()
+
+
+def test_calling_it_runs_it() -> None:
+    algorithm = Silent()
+    algorithm([1], val_dataset=[2])
+    assert algorithm.seen == [([1], [2])]
+
+
+def test_is_async_is_what_run_is() -> None:
+    assert Waiting().is_async()
+    assert not Silent().is_async()
+
+
+def test_an_algorithm_without_run_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="Empty must define run"):
+        type("Empty", (Algorithm,), {})().run()
+
+
+def test_an_algorithm_travels_without_its_trainer() -> None:
+    algorithm, trainer = Silent(), Trainer()
+    algorithm.set_trainer(trainer)
+    algorithm.set_initial_resources({"llm": 1})
+    algorithm.seen.append(1)
+    there = pickle.loads(pickle.dumps(algorithm))
+    assert there.seen == [1]
+    assert there.get_initial_resources() == {"llm": 1}
+    with pytest.raises(ConfigError, match="no trainer"):
+        there.get_trainer()
+
+
+# @algo
+
+
+def ready(function: Any) -> FunctionalAlgorithm:
+    algorithm = algo(function)
+    algorithm.set_store(StoreClient(StoreService()))
+    algorithm.set_adapter(Names())
+    algorithm.set_llm_proxy("proxy")
+    algorithm.set_initial_resources({"llm": 1})
+    return algorithm
+
+
+async def test_a_function_gets_everything_that_it_asks_for() -> None:
+    got = {}
+
+    def everything(*, store, adapter, llm_proxy, initial_resources, train_dataset, val_dataset):  # type: ignore[no-untyped-def]
+        got.update(locals())
+
+    algorithm = ready(everything)
+    assert algorithm.run([1], [2]) is None
+    assert not algorithm.is_async()
+    assert got == {
+        "got": got, "store": algorithm.get_store(), "adapter": algorithm.get_adapter(), "llm_proxy": "proxy",
+        "initial_resources": {"llm": 1}, "train_dataset": [1], "val_dataset": [2],
+    }  # fmt: skip
+
+
+async def test_an_asynchronous_function_is_awaited() -> None:
+    got = []
+
+    async def positional(train_dataset, store, steps=3):  # type: ignore[no-untyped-def]
+        got.append((train_dataset, steps))
+
+    algorithm = ready(positional)
+    assert algorithm.is_async()
+    work = algorithm.run([1])
+    assert inspect.isawaitable(work)
+    await work
+    assert got == [([1], 3)]
+
+
+def test_a_function_that_asks_for_nothing() -> None:
+    got = []
+    algo(lambda: got.append(1)).run()
+    assert got == [1]
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
+def test_a_dataset_that_is_not_taken_is_refused(name: str) -> None:
+    def needs_no_data(*, store):  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=f"algorithm function needs_no_data got a {name}, which it does not take"):
+        ready(needs_no_data).run(**{name: [1]})
+
+
+def test_what_is_not_there_is_none_or_the_default() -> None:
+    got = []
+
+    def required(llm_proxy, initial_resources, train_dataset, val_dataset):  # type: ignore[no-untyped-def]
+        got.append((llm_proxy, initial_resources, train_dataset, val_dataset))
+
+    def optional(store="s", adapter="a", llm_proxy="l", initial_resources="i", train_dataset=(), val_dataset=()):  # type: ignore[no-untyped-def]
+        got.append((store, adapter, llm_proxy, initial_resources, train_dataset, val_dataset))
+
+    algo(required).run()
+    algo(optional).run(val_dataset=[2])
+    assert got == [(None, None, None, None), ("s", "a", "l", "i", (), [2])]
+
+
+@pytest.mark.parametrize("name", ["store", "adapter"])
+def test_a_function_that_needs_what_is_not_there(name: str) -> None:
+    algorithm = algo(lambda store, adapter: None)
+    others = {"store": lambda: algorithm.set_adapter(Names()), "adapter": lambda: algorithm.set_store(StoreClient(StoreService()))}
+    others[name]()
+    with pytest.raises(ConfigError, match=f"algorithm function <lambda> has no {name}"):
+        algorithm.run()
+
+
+def test_calling_a_decorated_function_calls_the_function() -> None:
+    @algo
+    def double(train_dataset: int) -> int:
+        """Twice."""
+        return 2 * train_dataset
+
+    assert double(4) == 8
+    assert (double.__name__, double.__doc__) == ("double", "Twice.")
+
+
+def asks(text: str) -> Any:
+    return eval(f"lambda {text}: None")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("stor", "asks for 'stor', which nothing fills; did you mean 'store'?"),
+        ("store, xyz", "asks for 'xyz', which nothing fills; there are: store, adapter"),
+        ("self, store", "asks for 'self'"),
+        ("*args", r"takes \*args, but parameters are filled by name"),
+        ("**kwargs", r"takes \*\*kwargs, but parameters are filled by name"),
+        ("store, /", "takes store, but parameters are filled by name"),
+    ],
+)
+def test_parameters_that_cannot_be_filled_are_refused_at_decoration(parameters: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        algo(asks(parameters))
+
+
+@pytest.mark.parametrize("thing", [1, Silent, Silent(), dict])
+def test_only_functions_are_decorated(thing: Any) -> None:
+    with pytest.raises(ConfigError, match="@algo decorates a function, not"):
+        algo(thing)
+
+
+def test_a_function_that_yields_is_refused() -> None:
+    def yields(store: Any) -> Any:
+        yield store
+
+    with pytest.raises(ConfigError, match="yields yields; an algorithm runs once"):
+        algo(yields)
+
+
+async def test_a_partial_function_and_a_method_and_a_callable_object() -> None:
+    got = []
+
+    async def steps(store, n):  # type: ignore[no-untyped-def]
+        got.append(n)
+
+    class Callable:
+        async def __call__(self, train_dataset: Any) -> None:
+            got.append(train_dataset)
+
+        def method(self, train_dataset: Any) -> None:
+            got.append(train_dataset)
+
+    for algorithm in (ready(functools.partial(steps, n=7)), algo(Callable())):
+        assert algorithm.is_async()
+    await ready(functools.partial(steps, n=7)).run()  # type: ignore[misc]
+    await algo(Callable()).run([1])  # type: ignore[misc]
+    algo(Callable().method).run([2])
+    assert got == [7, [1], [2]]
+
+
+async def test_a_function_that_cannot_be_imported_travels_by_value() -> None:
+    factor = 3
+
+    @algo
+    async def scaled(train_dataset: list[int], initial_resources: Any) -> list[int]:
+        return [factor * item + initial_resources["offset"] for item in train_dataset]
+
+    trainer = Trainer()
+    scaled.set_trainer(trainer)
+    scaled.set_initial_resources({"offset": 1})
+    there = pickle.loads(cloudpickle.dumps(scaled))
+    assert there.is_async()
+    assert await there.run([1, 2]) == [4, 7]
+    with pytest.raises(TypeError, match="algorithm function scaled got a val_dataset"):
+        there.run([1], [2])
+
+
+@algo
+async def of_this_module(train_dataset: int) -> int:
+    """Names itself, which must not send pickle round and round."""
+    assert isinstance(of_this_module, FunctionalAlgorithm)
+    return train_dataset + 1
+
+
+async def test_a_decorated_function_of_a_module_travels_too() -> None:
+    cloudpickle.register_pickle_by_value(inspect.getmodule(test_a_decorated_function_of_a_module_travels_too))
+    try:
+        there = pickle.loads(cloudpickle.dumps(of_this_module))
+    finally:
+        cloudpickle.unregister_pickle_by_value(inspect.getmodule(test_a_decorated_function_of_a_module_travels_too))
+    assert await there.run(1) == 2
+    assert await pickle.loads(cloudpickle.dumps(of_this_module)).run(2) == 3

@@ -1,0 +1,138 @@
+"""Components given as instance, class, factory, dotted name or dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raylight.components import build_component
+from raylight.config import Config
+from raylight.errors import ConfigError
+
+
+class Tool:
+    def __init__(self, size: int = 1, store: str = "none") -> None:
+        self.size = size
+        self.store = store
+
+    class Inner:
+        pass
+
+
+class Hammer(Tool):
+    pass
+
+
+class Sized(Tool):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+
+
+class Greedy(Tool):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+
+
+class Typed(Config):
+    size: int = 1
+
+
+def make_tool(size: int = 5) -> Tool:
+    return Tool(size)
+
+
+TOOL = Tool(9)
+NUMBER = 3
+HERE = __name__
+
+
+def build(spec: Any, **arguments: Any) -> Tool:
+    return build_component(spec, Tool, "tool", **arguments)
+
+
+def test_an_instance_is_taken_as_it_is() -> None:
+    assert build(TOOL, default=Hammer, size=4) is TOOL
+    assert TOOL.size == 9
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "size"),
+    [
+        (Hammer, Hammer, 1),
+        (make_tool, Tool, 5),
+        (lambda: Hammer(7), Hammer, 7),
+        (f"{HERE}:Hammer", Hammer, 1),
+        (f"{HERE}.Hammer", Hammer, 1),
+        (f"{HERE}:make_tool", Tool, 5),
+        (f"{HERE}:TOOL", Tool, 9),
+        ({"type": f"{HERE}:Hammer", "size": 3}, Hammer, 3),
+        ({"type": Hammer, "size": 3}, Hammer, 3),
+        ({"type": make_tool, "size": 3}, Tool, 3),
+        ({"type": Greedy, "size": 3}, Greedy, 3),
+        ({"type": TOOL}, Tool, 9),
+    ],
+)
+def test_every_way_to_give_one(spec: Any, kind: type, size: int) -> None:
+    made = build(spec)
+    assert type(made) is kind
+    assert made.size == size
+
+
+def test_nothing_gives_the_default() -> None:
+    assert type(build(None, default=Hammer)) is Hammer
+    assert build(None, default=make_tool).size == 5
+
+
+def test_defaults_go_where_they_are_taken_and_nothing_else_was_given() -> None:
+    assert build(Tool, store="s", unknown=1).store == "s"
+    assert build({"type": Tool, "store": "mine"}, store="s").store == "mine"
+    assert build(make_tool, store="s").store == "none"
+    assert build(Greedy, store="s").store == "none"
+    assert build(None, default=Tool, store="s").store == "s"
+
+
+def test_a_dict_is_not_changed() -> None:
+    spec = {"type": Tool, "size": 2}
+    build(spec)
+    assert spec == {"type": Tool, "size": 2}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (None, "tool is missing; give a Tool, its class or its dotted name"),
+        (3, "tool must be a Tool, its class, a dotted name or a dict with a 'type', not 3"),
+        (int, "tool must be a Tool, its class, .* not <class 'int'>"),
+        (lambda: 3, "tool must be a Tool, but <lambda> made 3"),
+        (lambda: None, "tool must be a Tool, but <lambda> made None"),
+        ("Hammer", "tool='Hammer' is no dotted name; write 'package.module:Class'"),
+        ("no_such_package.x:Hammer", "tool='no_such_package.x:Hammer': cannot import no_such_package.x: No module named"),
+        ("no_such_package:", "is no dotted name"),
+        (f"{HERE}:Hamer", "has no 'Hamer'; it has: Hammer"),
+        (f"{HERE}:Tool.Iner", "Tool has no 'Iner'; it has: Inner"),
+        (f"{HERE}:NUMBER", "tool must be a Tool, .* not 3"),
+        ({}, "tool as a dict needs a 'type', the class or its dotted name; it has: nothing"),
+        ({"size": 1}, "needs a 'type', the class or its dotted name; it has: 'size'"),
+        ({"type": Tool, "sise": 1}, "tool: Tool takes no 'sise'; it has: size"),
+        ({"type": TOOL, "size": 1}, "is made already and takes no 'size'"),
+        (Sized, "tool: Sized needs 'size'; give {'type': ..., 'size': ...}"),
+    ],
+)
+def test_what_cannot_be_built_is_named(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(spec)
+
+
+def test_settings_of_pydantic_keep_their_own_messages() -> None:
+    with pytest.raises(ConfigError, match=r"Typed.*'sise'.*size"):
+        build_component({"type": Typed, "sise": 1}, Typed, "config")
+    assert build_component({"type": Typed, "size": 4}, Typed, "config").size == 4
+
+
+def test_what_a_component_raises_is_left_as_it_is() -> None:
+    def broken() -> Tool:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        build(broken)

@@ -1,0 +1,319 @@
+"""Emitters add to the attempt that runs here and to no other; outside of any they only return; what they write can be read."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry import trace as otel
+from opentelemetry.sdk.trace import TracerProvider
+from pydantic import BaseModel
+
+from raylight import semconv
+from raylight.agent.attributes import as_attributes, flatten, make_link_attributes, make_tag_attributes
+from raylight.agent.emit import (
+    emit_annotation,
+    emit_exception,
+    emit_message,
+    emit_object,
+    emit_reward,
+    get_message_value,
+    get_object_value,
+)
+from raylight.errors import EmitError, RewardError
+from raylight.traces.context import AttemptTrace, tracing
+from raylight.traces.rewards import find_final_reward, get_rewards_from_span
+from raylight.types import Span, SpanCoreFields
+
+EMITTERS = [
+    lambda **more: emit_reward(1.0, **more),
+    lambda **more: emit_annotation({"a": 1}, **more),
+    lambda **more: emit_message("hello", **more),
+    lambda **more: emit_object([1], **more),
+    lambda **more: emit_exception(ValueError("bad"), **more),
+]
+
+
+@pytest.fixture
+def trace() -> Iterator[AttemptTrace]:
+    with tracing(AttemptTrace("ro-1", "at-1")) as current:
+        yield current
+
+
+@pytest.mark.parametrize("emit", EMITTERS)
+def test_an_emitter_returns_what_it_adds(trace: AttemptTrace, emit: Any) -> None:
+    core = emit()
+    (span,) = trace.spans
+    assert (span.name, span.attributes, span.start_time, span.status) == (core.name, core.attributes, core.start_time, core.status)
+    assert (span.rollout_id, span.attempt_id, span.trace_id, span.parent_id) == ("ro-1", "at-1", trace.trace_id, None)
+    assert core.status.status_code == "OK"
+    assert core.end_time == core.start_time
+
+
+@pytest.mark.parametrize("emit", EMITTERS)
+def test_an_emitter_that_does_not_propagate_only_returns(trace: AttemptTrace, emit: Any) -> None:
+    assert isinstance(emit(propagate=False), SpanCoreFields)
+    assert trace.spans == []
+
+
+@pytest.mark.parametrize("emit", EMITTERS)
+def test_outside_of_an_attempt_an_emitter_only_returns(emit: Any) -> None:
+    assert emit().name.startswith("agentlightning.")
+
+
+def test_after_the_attempt_an_emitter_changes_nothing(trace: AttemptTrace) -> None:
+    trace.close()
+    emit_reward(1.0)
+    assert (trace.spans, trace.dropped) == ([], 1)
+
+
+# rewards
+
+
+def test_a_reward_is_written_in_agent_lightnings_keys(trace: AttemptTrace) -> None:
+    core = emit_reward(
+        {"style": 0.25, "main": 1}, primary_key="main", attributes=make_link_attributes({"gen_ai.response.id": "r-1"})
+    )
+    assert core.name == "agentlightning.annotation"
+    assert core.attributes == {
+        "agentlightning.reward.0.name": "main", "agentlightning.reward.0.value": 1.0,
+        "agentlightning.reward.1.name": "style", "agentlightning.reward.1.value": 0.25,
+        "agentlightning.link.0.key_match": "gen_ai.response.id", "agentlightning.link.0.value_match": "r-1",
+    }  # fmt: skip
+    assert find_final_reward(trace.spans) == 1.0
+
+
+def test_a_single_reward_is_the_primary_one() -> None:
+    assert [r.name for r in get_rewards_from_span(emit_reward(True))] == ["primary"]
+    assert [r.name for r in get_rewards_from_span(emit_reward({"only": 1.0}))] == ["only"]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", None, [1.0], {}, {"a": "b"}, {"a": math.nan}, {"a": 1.0, "b": 2.0}])
+def test_what_is_no_reward_is_refused(trace: AttemptTrace, reward: Any) -> None:
+    with pytest.raises(RewardError):
+        emit_reward(reward)
+    assert trace.spans == []
+
+
+def test_several_rewards_need_a_primary_one() -> None:
+    with pytest.raises(RewardError, match=r"'a', 'b'; say by primary_key="):
+        emit_reward({"a": 1.0, "b": 2.0})
+    with pytest.raises(RewardError, match="not among"):
+        emit_reward({"a": 1.0}, primary_key="b")
+
+
+# annotations and attributes
+
+
+class Colour(str, enum.Enum):  # noqa: UP042
+    RED = "red"
+
+
+def test_an_annotation_is_flattened() -> None:
+    core = emit_annotation({
+        "a": {"b": 1, "c": [{"d": True}, 2]}, "ids": [1, 2], "words": ("x", "y"), "mixed": [1, "x"],
+        "colour": Colour.RED, "n": np.int64(3),
+        "f": np.float32(0.5), "empty": [],
+    })  # fmt: skip
+    assert core.attributes == {
+        "a.b": 1, "a.c.0.d": True, "a.c.1": 2, "ids": [1, 2], "words": ["x", "y"], "mixed.0": 1, "mixed.1": "x",
+        "colour": "red", "n": 3,
+        "f": 0.5, "empty": [],
+    }  # fmt: skip
+    assert {type(core.attributes[key]) for key in ("colour", "n", "f")} == {str, int, float}
+
+
+@pytest.mark.parametrize(
+    "annotation", [{"a": object()}, {"a": None}, {"a": {"b": {1, 2}}}, {"a": [1, None]}, {1: "a"}, {"a": {2: 3}}, "text"]
+)
+def test_an_annotation_that_a_span_cannot_hold_is_refused(annotation: Any) -> None:
+    with pytest.raises(EmitError):
+        emit_annotation(annotation)
+
+
+def test_odd_values_of_attributes_become_json() -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    attributes = emit_message("m", {"none": None, "set": {1}, "odd": Odd(), "in": {"list": [None, 1]}}).attributes
+    assert attributes["none"] == "null"
+    assert attributes["set"] == '"{1}"'
+    assert "Odd" in attributes["odd"]
+    assert (attributes["in.list.0"], attributes["in.list.1"]) == ("null", 1)
+    with pytest.raises(EmitError, match="must be a dict"):
+        emit_message("m", [1])  # type: ignore[arg-type]
+
+
+TREES = st.recursive(
+    st.one_of(st.text(), st.booleans(), st.integers(), st.floats(), st.none()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(min_size=1), TREES))
+def test_attributes_are_what_opentelemetry_can_hold(nested: dict[str, Any]) -> None:
+    for key, value in as_attributes(nested).items():
+        assert isinstance(key, str)
+        items = value if isinstance(value, list) else [value]
+        assert {type(item) for item in items} <= {str, bool, int, float}
+        assert len({type(item) for item in items}) <= 1
+    assert set(flatten(nested)) == set(as_attributes(nested))
+
+
+def test_endless_nesting_ends() -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    (key,) = as_attributes(endless)
+    assert key.count("a") <= 17
+
+
+def test_tags_and_links() -> None:
+    assert make_tag_attributes(["x", "y"]) == {"agentlightning.tag.0": "x", "agentlightning.tag.1": "y"}
+    assert make_tag_attributes([]) == make_link_attributes({}) == {}
+    for wrong in ("text", [1]):
+        with pytest.raises(EmitError):
+            make_tag_attributes(wrong)  # type: ignore[arg-type]
+    with pytest.raises(EmitError, match="link 'span_id' is 3"):
+        make_link_attributes({"span_id": 3})  # type: ignore[dict-item]
+
+
+# messages, objects, exceptions
+
+
+def test_a_message_is_read_back(trace: AttemptTrace) -> None:
+    emit_message("hello", {"k": 1})
+    assert trace.spans[0].name == semconv.MESSAGE
+    assert get_message_value(trace.spans[0]) == "hello"
+    assert get_message_value(Span.from_attributes(attributes={})) is None
+    with pytest.raises(EmitError, match="int, not str"):
+        get_message_value(Span.from_attributes(attributes={semconv.MESSAGE_BODY: 3}))
+    with pytest.raises(EmitError, match="takes a string, not list"):
+        emit_message(["hello"])  # type: ignore[arg-type]
+
+
+@given(st.one_of(st.text(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.binary(), TREES))
+def test_an_object_is_read_back(value: Any) -> None:
+    assert repr(get_object_value(emit_object(value))) == repr(value)
+
+
+def test_objects_tell_their_type() -> None:
+    class Answer(BaseModel):
+        text: str
+
+    core = emit_object(Answer(text="42"))
+    assert core.attributes[semconv.OBJECT_TYPE].endswith("Answer")
+    assert get_object_value(core) == {"text": "42"}
+    assert emit_object({"a": 1}).attributes == {semconv.OBJECT_TYPE: "dict", semconv.OBJECT_JSON: '{"a": 1}'}
+    assert emit_object(True).attributes == {semconv.OBJECT_TYPE: "bool", semconv.OBJECT_LITERAL: "True"}
+    assert get_object_value(Span.from_attributes(attributes={})) is None
+
+
+def test_an_object_that_json_cannot_hold_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in ({1, 2}, object(), endless):
+        with pytest.raises(EmitError, match=type(value).__name__):
+            emit_object(value)
+
+
+@pytest.mark.parametrize("attributes", [
+    {semconv.OBJECT_JSON: "{"}, {semconv.OBJECT_JSON: 3}, {semconv.OBJECT_TYPE: "int", semconv.OBJECT_LITERAL: "x"},
+    {semconv.OBJECT_TYPE: "complex", semconv.OBJECT_LITERAL: "1j"}, {semconv.OBJECT_TYPE: "bool", semconv.OBJECT_LITERAL: "maybe"},
+])  # fmt: skip
+def test_an_object_that_cannot_be_read_is_an_error(attributes: dict[str, Any]) -> None:
+    with pytest.raises(EmitError, match="cannot be read"):
+        get_object_value(Span.from_attributes(attributes=attributes))
+
+
+def test_an_exception_is_written_as_opentelemetry_does() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    try:
+        raise ValueError("bad")
+    except ValueError as error:
+        core = emit_exception(error, {"step": 3})
+    assert (core.attributes["exception.type"], core.attributes["exception.message"]) == ("ValueError", "bad")
+    assert "test_emit.py" in core.attributes["exception.stacktrace"]
+    assert core.attributes["step"] == 3
+    assert "cannot be read" in emit_exception(Mute()).attributes["exception.message"]
+    assert emit_exception(Mute()).attributes["exception.type"].endswith("Mute")
+    with pytest.raises(EmitError, match="takes an exception, not 'bad'"):
+        emit_exception("bad")  # type: ignore[arg-type]
+
+
+# where a span hangs, and to whom it belongs
+
+
+def test_the_current_span_of_opentelemetry_is_the_parent(trace: AttemptTrace) -> None:
+    with TracerProvider().get_tracer("t").start_as_current_span("library") as library:
+        emit_reward(1.0)
+    context = library.get_span_context()
+    assert trace.spans[0].parent_id == otel.format_span_id(context.span_id)
+    assert trace.spans[0].trace_id == otel.format_trace_id(context.trace_id)
+
+
+async def test_attempts_interleaved_on_one_loop_never_mix() -> None:
+    async def agent(number: int) -> AttemptTrace:
+        with tracing(AttemptTrace(f"ro-{number}", "at-1")) as trace:
+            for _ in range(5):
+                emit_reward(float(number))
+                await asyncio.gather(asyncio.sleep(0), step(number), asyncio.to_thread(emit_message, str(number)))
+        return trace
+
+    async def step(number: int) -> None:
+        await asyncio.sleep(0)
+        emit_object(number)
+
+    for number, trace in enumerate(await asyncio.gather(*(agent(n) for n in range(20)))):
+        assert len(trace.spans) == 15
+        assert {span.rollout_id for span in trace.spans} == {f"ro-{number}"}
+        assert {get_object_value(span) for span in trace.spans if span.name == semconv.OBJECT} == {number}
+        assert {get_message_value(span) for span in trace.spans if span.name == semconv.MESSAGE} == {str(number)}
+        assert find_final_reward(trace.spans) == number
+
+
+def test_threads_emit_to_the_attempt_whose_context_they_have() -> None:
+    traces = [AttemptTrace(f"ro-{number}", "at-1") for number in range(4)]
+    together = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        together.wait()
+        for _ in range(50):
+            emit_reward(float(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        waiting = []
+        for number, trace in enumerate(traces):
+            with tracing(trace):
+                waiting.append(pool.submit(copy_context().run, work, number))
+        for future in waiting:
+            future.result()
+    for number, trace in enumerate(traces):
+        assert [span.attributes["agentlightning.reward.0.value"] for span in trace.spans] == [number] * 50
+
+
+def test_emitters_are_light() -> None:
+    code = (
+        "import sys, raylight.agent as a; a.emit_reward(1.0)\n"
+        "from raylight.traces.context import AttemptTrace, tracing\n"
+        "with tracing(AttemptTrace('r', 'a')), a.operation(name='x'): a.emit_message('m')\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'verl', 'jinja2', 'opentelemetry', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,212 @@
+"""Hooks get what they ask for, in order; one that fails is logged by name, and fails the rollout only if it is strict."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import cloudpickle
+import pytest
+from unit_helpers import make_rollout
+
+from raylight.agent.hooks import EVENTS, Hook, HookSet, LoggingHook
+from raylight.errors import HookError
+from raylight.semconv import reward_attributes
+from raylight.types import Span
+
+AVAILABLE: dict[str, Any] = {"agent": "A", "runner": "R", "tracer": "T", "rollout": "O"}
+
+
+async def call_all(hooks: HookSet) -> None:
+    for event, names in EVENTS.items():
+        await hooks.call(event, **{name: {**AVAILABLE, "spans": ["S"]}[name] for name in names})
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
+class Subsets(Seen):
+    """No subclass of Hook, synchronous and asynchronous methods, every kind of signature."""
+
+    def on_rollout_start(self) -> None:
+        self.seen.append(())
+
+    async def on_trace_start(self, rollout: Any, *, agent: Any) -> None:
+        await asyncio.sleep(0)
+        self.seen.append((rollout, agent))
+
+    def on_trace_end(self, *rest: Any, spans: Any, mine: int = 7, **others: Any) -> None:
+        self.seen.append((rest, spans, mine, sorted(others)))
+
+    def on_rollout_end(self, spans: Any, unknown: Any = None) -> Any:
+        async def later() -> None:
+            self.seen.append((spans, unknown))
+
+        return later()
+
+
+async def test_a_method_gets_the_arguments_that_it_names() -> None:
+    hook = Subsets()
+    await call_all(HookSet([hook]))
+    assert hook.seen == [(), ("O", "A"), ((), ["S"], 7, ["agent", "rollout", "runner", "tracer"]), (["S"], None)]
+
+
+class Lightning(Hook, Seen):
+    """The signatures of agent-lightning 0.3."""
+
+    def __init__(self) -> None:
+        Seen.__init__(self)
+
+    async def on_trace_start(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any) -> None:
+        self.seen.append(("trace_start", agent, runner, tracer, rollout))
+
+    async def on_trace_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any) -> None:  # type: ignore[override]
+        self.seen.append(("trace_end", agent, runner, tracer, rollout))
+
+    async def on_rollout_start(self, *, agent: Any, runner: Any, rollout: Any) -> None:  # type: ignore[override]
+        self.seen.append(("start", agent, runner, rollout))
+
+    async def on_rollout_end(self, *, agent: Any, runner: Any, rollout: Any, spans: Any) -> None:  # type: ignore[override]
+        self.seen.append(("end", agent, runner, rollout, spans))
+
+
+async def test_agent_lightnings_signatures_work() -> None:
+    hook = Lightning()
+    await call_all(HookSet(hook))
+    assert hook.seen == [
+        ("start", "A", "R", "O"), ("trace_start", "A", "R", "T", "O"), ("trace_end", "A", "R", "T", "O"),
+        ("end", "A", "R", "O", ["S"]),
+    ]  # fmt: skip
+
+
+async def test_a_hook_that_overrides_one_method_is_called_for_that_event_only() -> None:
+    class One(Hook):
+        def on_trace_end(self, *, rollout: Any) -> None:  # type: ignore[override]
+            raise AssertionError("called")
+
+    hooks = HookSet([One()])
+    assert hooks
+    await hooks.call("on_rollout_start", **AVAILABLE)
+    assert not HookSet([Hook()])
+    assert not HookSet()
+    assert not HookSet(None)
+    await call_all(HookSet([Hook()]))
+
+
+# failure
+
+
+def failing(strict: bool, log: list[str], name: str, error: BaseException | None = None) -> Hook:
+    class Failing(Hook):
+        def on_trace_end(self, *, rollout: Any) -> None:  # type: ignore[override]
+            log.append(name)
+            if error is not None:
+                raise error
+
+    Failing.__name__ = name
+    hook = Failing()
+    hook.strict = strict
+    return hook
+
+
+async def test_a_failing_hook_is_logged_by_name_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    log: list[str] = []
+    hooks = HookSet([failing(False, log, "Bad", ValueError("no")), failing(False, log, "Good")])
+    with caplog.at_level(logging.ERROR, "raylight"):
+        await hooks.call("on_trace_end", **AVAILABLE, spans=[])
+    assert log == ["Bad", "Good"]
+    (record,) = caplog.records
+    assert "Bad.on_trace_end" in record.message
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "no"
+
+
+async def test_strict_hooks_fail_after_all_were_called() -> None:
+    log: list[str] = []
+    hooks = HookSet([
+        failing(True, log, "One", ValueError("first")), failing(True, log, "Two", SystemExit(3)), failing(False, log, "Three"),
+    ])  # fmt: skip
+    with pytest.raises(HookError, match=r"One.on_trace_end: ValueError: first; Two.on_trace_end: SystemExit: 3") as caught:
+        await hooks.call("on_trace_end", **AVAILABLE, spans=[])
+    assert log == ["One", "Two", "Three"]
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert cloudpickle.loads(cloudpickle.dumps(caught.value)).args == caught.value.args
+
+
+async def test_a_cancelled_rollout_is_not_a_failing_hook() -> None:
+    log: list[str] = []
+    with pytest.raises(asyncio.CancelledError):
+        await HookSet([failing(False, log, "Slow", asyncio.CancelledError())]).call("on_trace_end", **AVAILABLE, spans=[])
+
+
+async def test_what_the_runner_does_not_give_is_the_runners_error() -> None:
+    with pytest.raises(KeyError, match="rollout"):
+        await HookSet([failing(False, [], "H")]).call("on_trace_end", spans=[])
+    with pytest.raises(KeyError, match="on_nothing"):
+        await HookSet().call("on_nothing")
+
+
+# what is refused when it is made
+
+
+class Unfillable(Hook):
+    async def on_rollout_start(self, *, rollout: Any, spans: Any) -> None:  # type: ignore[override]
+        """There are no spans yet."""
+
+
+class Positional(Hook):
+    def on_rollout_start(self, rollout: Any, /) -> None:  # type: ignore[override]
+        """Hooks are called by keyword."""
+
+
+class Misspelled(Hook):
+    def on_rollout_ended(self, *, rollout: Any) -> None:
+        """Never called."""
+
+
+class Nothing:
+    on_trace_end = None
+
+
+@pytest.mark.parametrize(("hook", "message"), [
+    (Unfillable(), r"Unfillable.on_rollout_start takes 'spans'.*agent, runner, tracer, rollout"),
+    (Positional(), "by position only"),
+    (Misspelled(), r"Misspelled.on_rollout_ended is never called; is on_rollout_end meant"), (Nothing(), "Nothing is no hook"),
+    (LoggingHook, r"write LoggingHook\(\)"), (3, "int is no hook"),
+])  # fmt: skip
+def test_what_could_not_be_called_is_refused(hook: Any, message: str) -> None:
+    with pytest.raises(HookError, match=message):
+        HookSet([hook])
+
+
+def test_other_methods_of_a_hook_are_its_own_business() -> None:
+    class Busy(Hook):
+        def on_my_event(self) -> None: ...
+
+        def on_trace_end(self, **kwargs: Any) -> None: ...
+
+    HookSet([Busy()])
+
+
+async def test_hooks_travel() -> None:
+    hooks = cloudpickle.loads(cloudpickle.dumps(HookSet([Subsets()])))
+    await call_all(hooks)
+    assert len(hooks._calls["on_trace_end"][0][0].seen) == 4
+
+
+async def test_the_logging_hook_tells_beginning_and_end(caplog: pytest.LogCaptureFixture) -> None:
+    rollout = make_rollout("ro-9", mode="train")
+    spans = [Span.from_attributes(attributes=reward_attributes({"r": 0.25}), name="x")]
+    hooks = HookSet([LoggingHook()])
+    with caplog.at_level(logging.INFO, "raylight"):
+        await hooks.call("on_rollout_start", agent=None, runner=None, tracer=None, rollout=rollout)
+        await hooks.call("on_rollout_end", agent=None, runner=None, tracer=None, rollout=rollout, spans=spans)
+    assert caplog.messages == [
+        "rollout ro-9, attempt at-1 begins, mode train", "rollout ro-9, attempt at-1 ends with 1 spans, reward 0.25",
+    ]  # fmt: skip
+    caplog.clear()
+    await HookSet([LoggingHook(level=logging.DEBUG)]).call("on_rollout_start", **{**AVAILABLE, "rollout": rollout})
+    assert caplog.messages == []

@@ -1,0 +1,267 @@
+"""Calls become conversations to fine-tune on, in whatever convention their spans were written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raylight.traces.attributes import indexed, parsed, unflatten
+from raylight.traces.messages import TraceToMessages, openai_messages, read_call
+from raylight.types import Span
+
+_sequence = itertools.count(1)
+ROOMS = {"type": "object", "properties": {"date": {"type": "string"}}, "required": ["date"]}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "rooms", "arguments": '{"date": "today"}'}}
+TOOL = {"type": "function", "function": {"name": "rooms", "description": "Free rooms", "parameters": ROOMS}}
+CONVERSATION = [
+    {"role": "system", "content": "You book rooms."},
+    {"role": "user", "content": "Find one."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": '[{"id": "Lyra"}]', "tool_call_id": "call_1"},
+]
+ANSWER = {"role": "assistant", "content": "Lyra is free."}
+
+
+def span(attributes: dict[str, Any], name: str = "openai.chat.completion", parent: str | None = None, span_id: str = "") -> Span:
+    number = next(_sequence)
+    return Span(
+        sequence_id=number, trace_id="t", span_id=span_id or f"s{number}", parent_id=parent, name=name, attributes=attributes
+    )
+
+
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """Flattened as AgentOps and OpenLLMetry do."""
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: leaf for name, inner in entries for key, leaf in flat(f"{prefix}.{name}", inner).items()}
+    return {prefix: value}
+
+
+def flat_call(call: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call["id"], "type": "function", **call["function"]}
+
+
+CAPTURED = {
+    "gen_ai.request.model": "policy",
+    "gen_ai.response.id": "chatcmpl-1",
+    "gen_ai.input.messages": json.dumps(CONVERSATION),
+    "gen_ai.output.messages": json.dumps([ANSWER]),
+    "gen_ai.tool.definitions": json.dumps([TOOL]),
+}
+"""As raylight captures a call."""
+OPENLLMETRY = (
+    {"gen_ai.system": "OpenAI", "gen_ai.response.id": "chatcmpl-1", "llm.request.functions.0.name": "rooms"}
+    | {"llm.request.functions.0.description": "Free rooms", "llm.request.functions.0.parameters": json.dumps(ROOMS)}
+    | flat("gen_ai.prompt", CONVERSATION[:2])
+    | flat("gen_ai.prompt.2", {"role": "assistant", "tool_calls": [flat_call(CALL)]})
+    | flat("gen_ai.prompt.3", CONVERSATION[3])
+    | flat("gen_ai.completion.0", ANSWER | {"finish_reason": "stop"})
+)
+"""opentelemetry-instrumentation-openai, which AgentOps resembles."""
+OTEL = {
+    "gen_ai.operation.name": "chat",
+    "gen_ai.response.id": "chatcmpl-1",
+    "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "You book rooms."}]),
+    "gen_ai.input.messages": json.dumps([
+        {"role": "user", "parts": [{"type": "text", "content": "Find one."}]},
+        {"role": "assistant", "parts": [
+            {"type": "reasoning", "content": "hm"},
+            {"type": "tool_call", "id": "call_1", "name": "rooms", "arguments": {"date": "today"}},
+        ]},
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "call_1", "response": [{"id": "Lyra"}]}]},
+    ]),
+    "gen_ai.output.messages": json.dumps([
+        {"role": "assistant", "parts": [{"type": "text", "content": "Lyra is free."}], "finish_reason": "stop"}
+    ]),
+    "gen_ai.tool.definitions": json.dumps([{"type": "function", **TOOL["function"]}]),
+}  # fmt: skip
+"""OpenTelemetry's current convention, as agent-framework follows it."""
+PROXY = {
+    "llm.hosted_vllm.id": "chatcmpl-1",
+    "llm.hosted_vllm.model": "policy",
+    "llm.hosted_vllm.messages": str(CONVERSATION),
+    "llm.hosted_vllm.tools": str([TOOL]),
+    "llm.hosted_vllm.choices": str([{"index": 0, "message": ANSWER | {"tool_calls": []}, "finish_reason": "stop"}]),
+}
+"""agent-lightning's LLM proxy: LiteLLM writes Python's notation."""
+WEAVE = (
+    flat("agentlightning.operation.input", {"messages": CONVERSATION, "tools": [TOOL]})
+    | flat("agentlightning.operation.output", {"id": "chatcmpl-1", "choices": [{"message": ANSWER}]})
+)  # fmt: skip
+ANTHROPIC = {
+    "gen_ai.response.id": "msg_1",
+    "gen_ai.system_instructions": "You book rooms.",
+    "gen_ai.input.messages": json.dumps([
+        {"role": "user", "content": "Find one."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "rooms", "input": {"date": "today"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": '[{"id": "Lyra"}]'}]},
+    ]),
+    "gen_ai.output.messages": json.dumps([{"role": "assistant", "content": [{"type": "text", "text": "Lyra is free."}]}]),
+    "gen_ai.tool.definitions": json.dumps([{"name": "rooms", "description": "Free rooms", "input_schema": ROOMS}]),
+}  # fmt: skip
+RESPONSES = {
+    "gen_ai.response.id": "resp_1",
+    "gen_ai.input.messages": json.dumps([
+        {"role": "system", "content": "You book rooms."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Find one."}]},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "call_1", "id": "fc_1", "name": "rooms", "arguments": '{"date": "today"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": '[{"id": "Lyra"}]'},
+    ]),
+    "gen_ai.output.messages": json.dumps([
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Lyra is free."}]}
+    ]),
+    "gen_ai.tool.definitions": json.dumps([{"type": "function", **TOOL["function"]}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attributes", [CAPTURED, OPENLLMETRY, OTEL, PROXY, WEAVE, ANTHROPIC, RESPONSES])
+def test_every_convention_gives_the_same_conversation(attributes: dict[str, Any]) -> None:
+    (item,) = TraceToMessages()([span(attributes)])
+    assert item == {"messages": [*CONVERSATION, ANSWER], "tools": [TOOL]}
+
+
+def test_tool_calls_of_an_answer_that_agentops_has_as_spans_below() -> None:
+    tool = {"tool.name": "rooms", "tool.parameters": '{"date": "today"}', "tool.call.type": "function"}
+    spans = [
+        span(tool | {"tool.call.id": "call_1"}, "tool_call.rooms", "c"),
+        span(tool | {"tool.call.id": "call_2"}, "tool_call.rooms", "c"),
+        span(flat("gen_ai.prompt", CONVERSATION[:2]) | {"gen_ai.completion.0.role": "assistant"}, span_id="c"),
+    ]
+    (item,) = TraceToMessages().adapt(spans)
+    calls = [CALL, CALL | {"id": "call_2"}]
+    assert item == {
+        "messages": [*CONVERSATION[:2], {"role": "assistant", "content": None, "tool_calls": calls}], "tools": None
+    }  # fmt: skip
+
+
+def test_every_call_is_an_item_in_order_and_a_call_that_two_spans_tell_of_is_one() -> None:
+    bare = span({"gen_ai.response.id": "chatcmpl-1", "gen_ai.request.model": "policy"} | flat("gen_ai.prompt", CONVERSATION[:2]))
+    other = span(flat("gen_ai.prompt", CONVERSATION[:2]) | flat("gen_ai.completion.0", ANSWER))
+    items = TraceToMessages().adapt([bare, other, span(CAPTURED)])
+    assert [len(item["messages"]) for item in items] == [5, 3]
+
+
+def test_spans_without_messages_and_of_agents_or_tools_are_left_out() -> None:
+    agent = CAPTURED | {"gen_ai.operation.name": "invoke_agent"}
+    spans = [span(agent), span({"gen_ai.request.model": "policy"}), span({"agentlightning.reward.0.value": 1.0}), span({})]
+    assert TraceToMessages().adapt(spans) == []
+    assert TraceToMessages().adapt([]) == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "message"),
+    [
+        ({"tool_calls": [flat_call(CALL)]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
+        ({"content": "x", "tool_call_id": "call_1"}, {"role": "tool", "content": "x", "tool_call_id": "call_1"}),
+        ({"content": "x"}, {"role": "user", "content": "x"}),
+        ({"role": "user"}, {"role": "user", "content": ""}),
+        ("x", {"role": "user", "content": "x"}),
+        ({"role": "assistant", "content": ""}, {"role": "assistant", "content": ""}),
+        ({"role": "user", "name": "Ann", "content": "x"}, {"role": "user", "name": "Ann", "content": "x"}),
+    ],
+)
+def test_messages_without_role_or_content_are_mended(recorded: Any, message: dict[str, Any]) -> None:
+    """Some tracers drop the role of tool calls and of their results."""
+    assert openai_messages([recorded], "user") == [message]
+
+
+IMAGE = [{"type": "text", "text": "How many?"}, {"type": "image_url", "image_url": {"url": "file:///a.png"}}]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": IMAGE},
+        {"role": "user", "content": json.dumps(IMAGE)},
+        {"role": "user", "parts": [
+            {"type": "text", "content": "How many?"}, {"type": "uri", "modality": "image", "uri": "file:///a.png"},
+        ]},
+    ],
+)  # fmt: skip
+def test_images(message: dict[str, Any]) -> None:
+    assert openai_messages([message], "user") == [{"role": "user", "content": IMAGE}]
+
+
+def test_an_image_in_a_span_becomes_a_data_url() -> None:
+    blob = {"type": "blob", "modality": "image", "mime_type": "image/png", "content": "AAAA"}
+    (message,) = openai_messages([{"role": "user", "parts": [blob]}], "user")
+    assert message["content"] == [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"score": 1, "type": "good"}', '[{"type": "text", "text": "Hi"}]', "[1, 2]", "{'a': 1}", "[", "{}"]
+)
+def test_an_answer_that_looks_like_a_list_or_dict_is_text(text: str) -> None:
+    assert openai_messages([{"role": "assistant", "content": text}], "assistant")[0]["content"] == text
+    attributes = {"gen_ai.prompt.0.content": "x", "gen_ai.completion.0.content": text}
+    assert read_call(attributes).answers == [{"role": "assistant", "content": text}]
+
+
+def test_of_several_choices_the_first_is_the_answer() -> None:
+    choices = [{"message": {"role": "assistant", "content": letter}} for letter in "ab"]
+    (item,) = TraceToMessages()([span(PROXY | {"llm.hosted_vllm.choices": json.dumps(choices)})])
+    assert item["messages"][-1]["content"] == "a"
+    assert len(read_call({"gen_ai.output.messages": json.dumps(choices)}).answers) == 2
+
+
+def test_a_completion_of_plain_text() -> None:
+    attributes = {"gen_ai.input.messages": "Once upon", "gen_ai.output.messages": json.dumps([{"text": " a time"}])}
+    assert TraceToMessages()([span(attributes)])[0]["messages"] == [
+        {"role": "user", "content": "Once upon"},
+        {"role": "assistant", "content": " a time"},
+    ]
+
+
+def test_tools_that_are_no_functions_stay() -> None:
+    search = {"type": "web_search"}
+    assert read_call({"gen_ai.tool.definitions": json.dumps([search])}).tools == [search]
+
+
+# -- reading attributes --------------------------------------------------------------------------------------------------------
+
+
+def test_flattened_entries_come_in_the_order_of_their_numbers_with_gaps_closed() -> None:
+    attributes = {"p.10.a": 1, "p.2.a": 2, "p.other": 3, "px.0.a": 4, "p": 5}
+    assert indexed(attributes, "p") == [{"a": 2}, {"a": 1}]
+    assert unflatten(attributes, "p") == {"10": {"a": 1}, "2": {"a": 2}, "other": 3}
+    assert unflatten(attributes, "q") is None
+
+
+@pytest.mark.parametrize("attributes", [{"p.a": 1, "p.a.b": 2}, {"p.a.b": 2, "p.a": 1}])
+def test_a_value_gives_way_to_its_fields(attributes: dict[str, Any]) -> None:
+    assert unflatten(attributes, "p") == {"a": {"b": 2}}
+
+
+LEAVES = st.text(max_size=3) | st.integers() | st.booleans()
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from(["a", "b", "c"]), inner, min_size=1, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), NESTED, min_size=1))
+def test_unflattening_undoes_flattening(value: dict[str, Any]) -> None:
+    assert unflatten(flat("p", value), "p") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("[1, 2]", [1, 2]), ("{'a': None}", {"a": None}), ('{"a": null}', {"a": None}), ("[oops", "[oops"), ("12", "12"), (3, 3)],
+)
+def test_texts_in_either_notation_are_parsed(text: Any, value: Any) -> None:
+    assert parsed(text) == value
+
+
+@given(st.dictionaries(st.sampled_from([*CAPTURED, *OPENLLMETRY, *PROXY, *WEAVE]), st.text(max_size=5) | LEAVES | st.just("[{}]")))
+def test_no_attributes_however_odd_fail_an_adapter(attributes: dict[str, Any]) -> None:
+    for item in TraceToMessages()([span(attributes)]):
+        assert all({"role", "content"} <= message.keys() for message in item["messages"])
