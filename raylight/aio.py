@@ -23,7 +23,7 @@ class Signal:
     """Tells all who wait that something may have changed. Everyone then looks for himself, so that a signal is never missed."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in order: who waited longest looks first
 
     def fire(self) -> None:
         for waiter in self._waiters:
@@ -40,9 +40,9 @@ class Signal:
             if left is not None and left <= 0:
                 return False
             waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             try:
                 await asyncio.wait([waiter], timeout=left)
             finally:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
         return True

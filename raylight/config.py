@@ -97,6 +97,8 @@ class StoreConfig(Config):
     """How long an attempt may go without a sign of life of itself or its runner before it goes back to the queue."""
     max_queued: int = Field(default=10_000, ge=1)
     """Rollouts that wait at once; whoever enqueues more waits too."""
+    path: str | None = None
+    """The store's file, on a local disk of the driver's machine. None: `store.db` in the run directory."""
 
 
 class LearnerConfig(Config):

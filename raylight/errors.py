@@ -5,6 +5,8 @@ An error carries one string, so that it survives pickling through Ray unchanged.
 
 from __future__ import annotations
 
+import re
+
 
 class RaylightError(Exception):
     """Base of every error that raylight raises on purpose."""
@@ -121,3 +123,10 @@ class OtlpError(RaylightError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+def reason_of(error: BaseException) -> str:
+    """The line of a Ray error that tells what happened: the innermost exception's, or else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    inner = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (inner[-1] if inner else lines[0] if lines else type(error).__name__).rstrip(".")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import logging
 from collections.abc import Iterable
 from typing import Any
 
+from raylight.agent.attributes import message_of
 from raylight.errors import HookError
 from raylight.traces.rewards import find_final_reward
 
@@ -109,13 +111,21 @@ class HookSet:
                 returned = getattr(hook, event)(**arguments)
                 if inspect.isawaitable(returned):
                     await returned
-            except (Exception, SystemExit) as error:  # the hook is the user's code, and must not end the runner
+            except BaseException as error:  # the hook is the user's code, and must not end the runner
+                if _is_from_outside(error):
+                    raise
                 logger.exception("the hook %s failed", name)
                 if getattr(hook, "strict", False):
                     failed.append((name, error))
         if failed:
-            said = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failed)
+            said = "; ".join(f"{name}: {type(error).__name__}: {message_of(error)}" for name, error in failed)
             raise HookError(f"a strict hook failed: {said}") from failed[0][1]
+
+
+def _is_from_outside(error: BaseException) -> bool:
+    """Whether the task that called the hook is cancelled or closed, which is no failure of the hook."""
+    task = asyncio.current_task()
+    return isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling()))
 
 
 def _check(hook: Any) -> None:

@@ -161,12 +161,3 @@ def _check_pattern(agent: LitAgent) -> None:
         re.compile(agent.trained_agents)
     except (re.error, TypeError) as error:
         raise AgentSignatureError(f"trained_agents={agent.trained_agents!r} is no regular expression: {error}") from error
-
-
-def __getattr__(name: str) -> Any:
-    """The decorator's old address."""
-    if name in ("rollout", "FunctionalLitAgent"):
-        from raylight.agent import decorators
-
-        return getattr(decorators, name)
-    raise AttributeError(f"module 'raylight.agent.litagent' has no attribute {name!r}")

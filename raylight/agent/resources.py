@@ -93,7 +93,7 @@ class LLM(Resource):
         Raises:
             ConfigError: the id cannot be a part of a URL.
         """
-        if agent_id in ("", ".", ".."):
+        if agent_id in ("", ".", "..") or any("\ud800" <= letter <= "\udfff" for letter in agent_id):  # no half characters
             raise ConfigError(f"an agent cannot be called {agent_id!r}, because its calls are told by their URL")
         if not self.routed:
             return self

@@ -71,6 +71,15 @@ class Baseline(FastAlgorithm):
         )  # fmt: skip
         self.summary: dict[str, Any] | None = None
 
+    @property
+    def n_epochs(self) -> int:
+        """Passes over the samples."""
+        return self.settings.n_epochs
+
+    @n_epochs.setter
+    def n_epochs(self, n_epochs: int) -> None:
+        self.settings = BaselineSettings.parse(self.settings, n_epochs=n_epochs)
+
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         """Run every sample `n_epochs` times.
 

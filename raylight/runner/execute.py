@@ -11,7 +11,7 @@ from raylight.agent.hooks import HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import HookError
-from raylight.runner.outcome import Outcome, describe, read_result
+from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read_result
 from raylight.runner.threads import AgentThreads
 from raylight.traces.context import AttemptTrace
 from raylight.traces.tracer import Tracer
@@ -42,13 +42,21 @@ async def execute(bench: Workbench, rollout: Rollout, resources: NamedResources,
     Args:
         trace: the current trace, which collects the attempt's spans.
     """
-    hooks, known = bench.hooks, {"agent": bench.agent, "runner": bench.runner, "tracer": bench.tracer, "rollout": rollout}
+    known = {"agent": bench.agent, "runner": bench.runner, "tracer": bench.tracer, "rollout": rollout}
     try:
-        await hooks.call("on_rollout_start", **known)
-        await hooks.call("on_trace_start", **known)
+        await bench.hooks.call("on_rollout_start", **known)
+        await bench.hooks.call("on_trace_start", **known)
         outcome = await _run_agent(bench, rollout, resources, trace)
     except HookError as error:
         outcome = _failed_by(error)
+    except asyncio.CancelledError:  # what a hook opened, a hook closes
+        await _end(bench.hooks, known, trace, CANCELLED)
+        raise
+    return await _end(bench.hooks, known, trace, outcome)
+
+
+async def _end(hooks: HookSet, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome) -> Outcome:
+    """Call the hooks of the end; one that is strict fails an attempt that had succeeded."""
     for event in ("on_trace_end", "on_rollout_end"):
         try:
             await hooks.call(event, **known, spans=trace.spans)
@@ -58,7 +66,7 @@ async def execute(bench: Workbench, rollout: Rollout, resources: NamedResources,
 
 
 def _failed_by(error: HookError) -> Outcome:
-    return Outcome("failed", Failure(kind="hook", error=f"HookError: {error}"))
+    return Outcome("failed", Failure(kind="hook", error=one_line(f"HookError: {error}")))
 
 
 async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResources, trace: AttemptTrace) -> Outcome:
@@ -79,7 +87,8 @@ async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResourc
         return Outcome("timeout", Failure(kind="timeout", error=f"TimeoutError: the attempt took longer than {limit:g} s"))
     if work.cancelled():
         return Outcome("failed", describe(asyncio.CancelledError("the agent cancelled itself")))
-    returned, raised = work.result()
+    error = work.exception()
+    returned, raised = work.result() if error is None else (None, error)
     if raised is not None:
         return Outcome("failed", describe(raised))
     try:
@@ -91,24 +100,21 @@ async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResourc
 
 
 async def _call(bench: Workbench, rollout: Rollout, resources: NamedResources) -> tuple[Any, BaseException | None]:
-    """Call the agent; what it raises is returned, because an event loop ends when a task lets SystemExit out."""
+    """Call the agent; gives what it returned or raised. Caught here is only what would end the event loop if it left the task."""
     agent, task = bench.agent, rollout.input
     try:
         if not agent.is_async_for(rollout.mode):
             return await bench.threads.run(agent.call, task, resources, rollout)
         return await agent.call_async(task, resources, rollout), None
-    except (Exception, SystemExit) as error:  # the agent is the user's code; whatever it raised is kept in the store
+    except (SystemExit, KeyboardInterrupt) as error:
         return None, error
 
 
 async def _give_up(work: asyncio.Task[Any], threads: AgentThreads) -> None:
     """Cancel the agent; one that does not let itself be cancelled goes on alone, and is counted until it ends."""
     work.cancel()
-    await asyncio.wait([work], timeout=CANCEL_GRACE_S)
-    if not work.done():
-        threads.abandoned += 1
-        work.add_done_callback(lambda _: _returned(threads))
-
-
-def _returned(threads: AgentThreads) -> None:
-    threads.abandoned -= 1
+    try:
+        await asyncio.wait([work], timeout=CANCEL_GRACE_S)
+    finally:  # also when this is cut short, because the runner stops or the store says that the attempt is over
+        if not work.done():
+            threads.abandon(work)

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 import raylight
+from raylight.agent.attributes import message_of
 from raylight.errors import RewardError
 from raylight.semconv import ANNOTATION, PRIMARY, reward_attributes
 from raylight.store.rows import span_row
@@ -30,6 +31,9 @@ class Outcome:
     failure: Failure | None = None
 
 
+CANCELLED = Outcome("failed", Failure(kind="cancelled", error="Cancelled: nobody needs this attempt any more"))
+
+
 def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
     """Spans from what an agent returned: None, a number, named rewards with the primary one first, spans, or a Rollout whose
     `metadata["reward"]` is one of the former.
@@ -42,7 +46,7 @@ def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
         returned = returned.metadata.get("reward")
     if returned is None:
         return []
-    if isinstance(returned, list | tuple) and returned and not isinstance(returned[0], Real):
+    if isinstance(returned, list | tuple) and not (returned and isinstance(returned[0], Real)):
         return [_as_span(item) for item in returned]
     rewards = read_rewards(returned)
     now = clock()
@@ -76,7 +80,9 @@ def _as_span(item: Any) -> Span:
 def classify(error: BaseException) -> FailureKind:
     """Whether an exception is the agent's own or tells that a service behind it is down."""
     seen: BaseException | None = error
-    while seen is not None:
+    looked_at: set[int] = set()
+    while seen is not None and id(seen) not in looked_at:  # an exception may be its own cause
+        looked_at.add(id(seen))
         if isinstance(seen, RewardError):
             return "reward"
         if isinstance(seen, BaseExceptionGroup):
@@ -106,8 +112,14 @@ def describe(error: BaseException) -> Failure:
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if not f.filename.startswith(OUR_FRAMES)][-8:])
     trace = "".join(shown.format(chain=False)) if shown.stack else ""
-    try:
-        message = " ".join(str(error).split())
-    except Exception as broken:  # an exception of the user's whose own __str__ fails
-        message = f"(its message cannot be read: {type(broken).__name__})"
-    return Failure(kind=classify(error), error=f"{type(error).__name__}: {message}", trace=trace)
+    return Failure(kind=classify(error), error=one_line(f"{type(error).__name__}: {message_of(error)}"), trace=_storable(trace))
+
+
+def one_line(text: str) -> str:
+    """Text as a failure holds it."""
+    return _storable(" ".join(text.split()))
+
+
+def _storable(text: str) -> str:
+    """UTF-8 has no half characters, which are in the names of some files and in what some models answer."""
+    return text.encode("utf-8", "backslashreplace").decode()

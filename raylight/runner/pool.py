@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pickle import PickleError
@@ -17,7 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from raylight.agent.hooks import Hook, HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.config import RunnerConfig
-from raylight.errors import ConfigError, PlacementError, RunnerLostError
+from raylight.errors import ConfigError, PlacementError, RunnerLostError, reason_of
 from raylight.runner.runner import Ending, Runner
 from raylight.store.client import StoreClient
 from raylight.traces.tracer import OtelTracer, Tracer
@@ -26,7 +25,7 @@ from raylight.types import Failure
 logger = logging.getLogger(__name__)
 
 PROBE_S = 20.0
-"""How often each runner is asked whether its event loop still turns."""
+"""How often, at least, each runner is asked whether its event loop still turns."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class RunnerPool:
         broken = [error for task in up if (error := task.exception())]
         if broken:
             raise RunnerLostError(
-                f"the runners did not start: {_reason(broken[0])}. A module that the agent needs must be importable on every "
+                f"the runners did not start: {reason_of(broken[0])}. A module that the agent needs must be importable on every "
                 "node: put it beside the script, in the job's working directory, or install it"
             )
         if late:
@@ -149,7 +148,7 @@ class RunnerPool:
             why = "too many agents in it neither returned nor let themselves be cancelled"
         else:
             self.lost += 1
-            why = _reason(error)
+            why = reason_of(error)
         returned = await self._store.release_worker(name, why)
         if self.lost > self._config.max_restarts:
             raise RunnerLostError(
@@ -172,11 +171,13 @@ class RunnerPool:
         never = asyncio.Event()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), PROBE_S)
+                await asyncio.wait_for(never.wait(), min(PROBE_S, self._config.stuck_after_s))
             asked = {asyncio.ensure_future(actor.ready.remote()): actor for actor in self._actors.values()}
             if not asked:
                 continue
-            _, silent = await asyncio.wait(asked, timeout=self._config.stuck_after_s)
+            answered, silent = await asyncio.wait(asked, timeout=self._config.stuck_after_s)
+            for task in answered:
+                task.exception()  # of one that is dead, `watch` hears by itself
             for task in silent:
                 logger.warning("a runner did not answer for %g s and is killed", self._config.stuck_after_s)
                 ray.kill(asked[task])
@@ -188,13 +189,6 @@ class RunnerPool:
         while True:
             for rollout in await self._store.dequeue_many_rollouts(limit=100, timeout=30.0):
                 await self._store.finish_attempt(rollout, "failed", failure)
-
-
-def _reason(error: BaseException) -> str:
-    """The line of a Ray error that tells what happened: the innermost exception's, or else the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    inner = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-    return (inner[-1] if inner else lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def _shipped(cargo: Cargo) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -18,14 +19,17 @@ import psutil
 from raylight.agent.hooks import HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
+from raylight.errors import InvalidTransitionError, SpanError
 from raylight.runner.execute import Workbench, execute
-from raylight.runner.outcome import Outcome
+from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
-from raylight.store.rows import packed
+from raylight.store.rows import packed, span_row
 from raylight.traces.context import AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import Failure, Rollout
+from raylight.types import Failure, ResourcesUpdate, Rollout, Span
+
+logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 30.0
 TAKE_AT_ONCE = 8
@@ -36,6 +40,9 @@ HEARTBEAT_S = 10.0
 """Well below the store's lease."""
 WORN_OUT = 16
 """Agents that were given up and still run; with so many a runner takes no more rollouts, and another takes its place."""
+
+KEPT_RESOURCES = 8
+"""Versions of the named resources that a runner keeps at once."""
 
 Ending = Literal["worn out", "enough"]
 """Why a runner ended by itself: too many agents hang in it, or it has run `max_rollouts`."""
@@ -71,7 +78,8 @@ class Runner:
         self._max_concurrent = max_concurrent
         self._left = max_rollouts
         self._heartbeat_s = heartbeat_s
-        self._resources: dict[str, tuple[int | None, NamedResources]] = {}
+        self._resources: dict[str, ResourcesUpdate] = {}
+        self._fetching = asyncio.Lock()
         self._running: dict[str, asyncio.Task[None]] = {}
         """By attempt."""
         self._traces: dict[str, AttemptTrace] = {}
@@ -98,8 +106,10 @@ class Runner:
 
     async def _take(self) -> None:
         """Take rollouts while there is room; ends when this runner is to take no more, and what it has is done."""
-        while self._left != 0 and self._threads.abandoned < WORN_OUT:
+        while True:
             await self._wait_while(lambda: len(self._running) >= self._max_concurrent)
+            if self._left == 0 or self._threads.abandoned >= WORN_OUT:
+                break
             limit = min(self._max_concurrent - len(self._running), TAKE_AT_ONCE, self._left or TAKE_AT_ONCE)
             for rollout in await self._store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S):
                 self._start(rollout)
@@ -124,7 +134,7 @@ class Runner:
             await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def _run(self, rollout: Rollout, attempt_id: str) -> None:
-        before = packed(rollout.metadata)
+        before = _note(rollout)
         resources = await self._resources_of(rollout)
         with self._bench.tracer.attempt(rollout) as trace:
             self._traces[attempt_id] = trace
@@ -133,26 +143,44 @@ class Runner:
             except asyncio.CancelledError:
                 if attempt_id not in self._over:
                     raise  # the runner itself is stopped
-                outcome = Outcome("failed", Failure(kind="cancelled", error="Cancelled: nobody needs this attempt any more"))
-        spans = trace.take()
-        trace.close()
-        del self._traces[attempt_id]
+                outcome = CANCELLED
+        del self._traces[attempt_id]  # from here on the attempt is being decided, and is not cancelled any more
         self._over.discard(attempt_id)
-        dropped = {"spans_dropped": trace.dropped} if trace.dropped else None
-        last = [self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, dropped)]
-        if packed(rollout.metadata) != before:  # the agent or a hook noted something; it travels in the same message
+        trace.close()
+        try:
+            after = _note(rollout)
+        except Exception as error:  # what the agent noted is as much its own as what it raises
+            after, outcome = before, outcome if outcome.failure else Outcome("failed", describe(error))
+        last = [self._finish(rollout, outcome, trace)]
+        if after != before and outcome is not CANCELLED:  # the agent or a hook noted something; it travels in the same message
             last.insert(0, self._store.update_rollout(rollout.rollout_id, metadata=rollout.metadata))
         await asyncio.gather(*last)
 
+    async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> Rollout:
+        """Store the attempt's last spans and decide it."""
+        spans = trace.take()
+        try:
+            return await self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, _dropped(trace))
+        except SpanError:
+            spans = _without_unstorable(trace, spans)
+        except InvalidTransitionError:
+            error = "CallsGoOn: the agent returned, and what it left behind called the model again; await all that it starts"
+            outcome = Outcome("failed", Failure(kind="agent", error=error))
+        return await self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, _dropped(trace))
+
     async def _resources_of(self, rollout: Rollout) -> NamedResources:
-        """The rollout's resources, fetched once for each version."""
-        key = rollout.resources_id
-        if key is None:
+        """The rollout's resources, fetched once for each version; a newer one than the rollout knew of will do."""
+        if rollout.resources_id is None:
             return {}
-        if key not in self._resources or self._resources[key][0] != rollout.resources_version:
-            found = await self._store.get_resources_by_id(key)
-            self._resources[key] = (found.version, found.resources)
-        return self._resources[key][1]
+        async with self._fetching:  # else each rollout of a batch would fetch a new version for itself
+            found = self._resources.get(rollout.resources_id)
+            if found is None or found.version < (rollout.resources_version or 0):
+                found = await self._store.get_resources_by_id(rollout.resources_id)
+                self._resources.pop(rollout.resources_id, None)
+                self._resources[rollout.resources_id] = found
+                if len(self._resources) > KEPT_RESOURCES:
+                    del self._resources[next(iter(self._resources))]
+            return found.resources
 
     # chores
 
@@ -165,9 +193,15 @@ class Runner:
             await chore()
 
     async def _flush(self) -> None:
-        spans = [span for trace in self._traces.values() for span in trace.take()]
-        if spans:
-            await self._store.add_many_spans(spans)
+        await asyncio.gather(*(self._send(trace) for trace in self._traces.values()))
+
+    async def _send(self, trace: AttemptTrace) -> None:
+        spans = trace.take()
+        try:
+            if spans:
+                await self._store.add_many_spans(spans)
+        except SpanError:
+            await self._store.add_many_spans(_without_unstorable(trace, spans))
 
     async def _heartbeats(self) -> None:
         await self._heartbeat()
@@ -181,6 +215,31 @@ class Runner:
             "abandoned": self._threads.abandoned,
         }
         for attempt_id in await self._store.heartbeat(self.worker_id, stats, list(self._running)):
-            if attempt_id in self._traces:  # else its agent is done, and the attempt is being decided already
+            # one without a trace is being decided already, and one that is over already is being cancelled
+            if attempt_id in self._traces and attempt_id not in self._over:
                 self._over.add(attempt_id)
                 self._running[attempt_id].cancel()
+
+
+def _note(rollout: Rollout) -> bytes:
+    """The rollout's metadata, to see whether something was noted in it."""
+    return packed(rollout.metadata)
+
+
+def _dropped(trace: AttemptTrace) -> dict[str, int] | None:
+    """What the attempt's metadata says of spans that are not in the store."""
+    return {"spans_dropped": trace.dropped} if trace.dropped else None
+
+
+def _without_unstorable(trace: AttemptTrace, spans: list[Span]) -> list[Span]:
+    """The spans that the store takes; of the others the trace keeps count."""
+    storable = []
+    for span in spans:
+        try:
+            span_row(span)
+        except SpanError as error:
+            logger.warning("rollout %s: %s", trace.rollout_id, error)
+            trace.dropped += 1
+        else:
+            storable.append(span)
+    return storable

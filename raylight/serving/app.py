@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Awaitable
 from typing import Any
+from urllib.parse import quote, unquote
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -23,9 +24,18 @@ from raylight.serving.chat import complete_chat
 from raylight.serving.engine import RequestError
 from raylight.traces.otlp import Sink, traces_route
 
-ATTEMPT = re.compile(
-    r"^(?P<prefix>.*)/rollout/(?P<rollout>[\w-]+)/attempt/(?P<attempt>[\w-]+)(?:/agent/(?P<agent>.+?))?(?P<rest>/v1/.*)$"
-)
+ATTEMPT = re.compile(r"(/rollout/([^/]+)/attempt/([^/]+)(?:/agent/([^/]+))?)(/v1/.*)$")
+"""The end of a path as it was sent: ids are percent-encoded, so that each is one segment, whatever characters it has."""
+
+
+def find_attempt(scope: AsgiScope) -> tuple[Scope, str] | None:
+    """The attempt that a request's path names, and the path without it; None if it names none."""
+    sent = scope.get("raw_path") or quote(scope["path"]).encode()
+    found = ATTEMPT.search(sent.partition(b"?")[0].decode("latin-1"))
+    if found is None:
+        return None
+    rollout, attempt, agent, rest = (part and unquote(part) for part in found.groups()[1:])
+    return Scope(rollout, attempt, agent), scope["path"].removesuffix(unquote(found[0])) + rest
 
 
 class AttemptScope:
@@ -43,19 +53,18 @@ class AttemptScope:
             await self._app(scope, receive, send)
             return
         key = _bearer(scope)
-        found = ATTEMPT.match(scope["path"])
-        if found:
-            rollout, attempt = found["rollout"], found["attempt"]
-            allowed = key_opens(key, self._secret, rollout, attempt)
-            scope = {**scope, "path": found["prefix"] + found["rest"]}
+        inside = None
+        if found := find_attempt(scope):
+            inside, path = found
+            allowed = key_opens(key, self._secret, inside.rollout_id, inside.attempt_id)
+            scope = {**scope, "path": path}
         else:
-            rollout = attempt = ""
             allowed = hmac.compare_digest(key.encode(), self._secret.encode()) or scope["path"].endswith("/health")
         if not allowed:
             refusal = RequestError("this API key does not open this address", 401, "authentication_error")
             await _error(refusal)(scope, receive, send)
             return
-        token = SCOPE.set(Scope(rollout, attempt, found["agent"]) if found else None)
+        token = SCOPE.set(inside)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -91,7 +100,9 @@ def build_app(engine: CapturingEngine, secret: str, spans: Sink) -> Starlette:
         traces_route(spans, _attempt_of_scope),
         Route("/health", health),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(AttemptScope, secret=secret)])
+    app = Starlette(routes=routes, middleware=[Middleware(AttemptScope, secret=secret)])
+    app.router.redirect_slashes = False  # it would lead out of the attempt's scope, where the attempt's key opens nothing
+    return app
 
 
 def _attempt_of_scope() -> tuple[str, str] | None:

@@ -1,30 +1,26 @@
 """Attempts in the journal: leases, signs of life, and how they decide their rollouts. No Ray, no network, no wall clock.
 
-Laws: a rollout is decided by its latest attempt only; a dequeue is a lease, so that an attempt whose worker is not heard of again
-goes back to the queue; an attempt succeeds only when every call that was opened for it has been closed; a client that lost an
-answer and asks again gets the same answer.
+Laws: a rollout is decided by its latest attempt only, and what was decided by hand stays; a dequeue is a lease, so that an attempt
+whose worker is not heard of again goes back to the queue; an attempt succeeds only when every call that was opened for it has been
+closed; a client that lost an answer and asks again gets the same answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
-from raylight.store.rows import ATTEMPT, Row, new_id
+from raylight.store.rows import ATTEMPT, Row, failure_of, failure_text, new_id
 from raylight.store.rules import check_attempt, decide
-from raylight.types import ATTEMPT_FINISHED, LIVE, AttemptStatus, Failure
+from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, ROLLOUT_TRANSITIONS, WAITING, AttemptStatus, Failure
 
-_LIVE = "attempt_id, rollout_id, sequence_id, status, worker_id, timeout_at, silent_at"
-_NEVER = 9e99
-_EARLIEST = f"MIN(COALESCE(timeout_at, {_NEVER}), COALESCE(silent_at, {_NEVER}), COALESCE(lease_until, {_NEVER}))"
+_WORKED_ON = "a.status IN ('preparing', 'running')"
 
 
-@dataclass(frozen=True)
-class LiveAttempt:
+class LiveAttempt(NamedTuple):
     """What the rules need of an attempt."""
 
     attempt_id: str
@@ -32,8 +28,26 @@ class LiveAttempt:
     sequence_id: int
     status: AttemptStatus
     worker_id: str | None
+    start_time: float
+    last_heartbeat_time: float | None
+    leased: bool
+    silence: float | None
     timeout_at: float | None
     silent_at: float | None
+    next_span: int
+    lost: bool
+    """It is thought unresponsive because of the infrastructure."""
+    latest: bool
+    """Of its rollout."""
+
+
+LIVE_ATTEMPT = (
+    "SELECT a.attempt_id, a.rollout_id, a.sequence_id, a.status, a.worker_id, a.start_time, a.last_heartbeat_time,"
+    " a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.next_span,"
+    " json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts"
+    " FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
+)
+"""Columns of LiveAttempt."""
 
 
 class Attempts:
@@ -54,30 +68,43 @@ class Attempts:
 
     def dequeue(self, worker_id: str | None, limit: int, request_id: str) -> list[Row]:
         """Lease up to `limit` waiting rollouts, oldest first, each with a new attempt. The same request gets the same again."""
-        again = self._journal.execute("SELECT rollout_id FROM attempts WHERE request_id = ?", (request_id,)).fetchall()
-        if again:
-            return [self._rollouts.get(rollout_id) for (rollout_id,) in again]
+        if again := self.given_to(request_id):
+            return [self._rollouts.get(rollout_id) for rollout_id in again]
         if worker_id is not None and not self._seen(worker_id):
             return []
         found = self._rollouts.first_in_queue(limit)
         for rollout_id in found:
-            self._rollouts.set_status(rollout_id, "preparing")
             self.begin(rollout_id, new_id("at"), worker_id, request_id)
         return [self._rollouts.get(rollout_id) for rollout_id in found]
 
+    def given_to(self, request_id: str) -> list[str]:
+        """Rollouts that a request was given before and that are still its own."""
+        found = self._journal.execute(
+            f"SELECT a.rollout_id FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id WHERE a.request_id = ?"
+            f" AND {_WORKED_ON} AND a.sequence_id = r.n_attempts ORDER BY a.rowid",
+            (request_id,),
+        )
+        return [rollout_id for (rollout_id,) in found.fetchall()]
+
     def _seen(self, worker_id: str) -> bool:
         """Note that a worker asked; False for one that was released: a poll that outlives its worker must not take anything."""
-        self._journal.execute(
+        found = self._journal.one(
             "INSERT INTO workers (worker_id, last_dequeue_time) VALUES (?, ?)"
-            " ON CONFLICT DO UPDATE SET last_dequeue_time = excluded.last_dequeue_time",
+            " ON CONFLICT DO UPDATE SET last_dequeue_time = excluded.last_dequeue_time RETURNING gone",
             (worker_id, self._clock()),
         )
-        return self._journal.one("SELECT gone FROM workers WHERE worker_id = ?", (worker_id,)) == (0,)
+        return found == (0,)
 
     def start_rollout(self, request: Row, attempt_id: str, worker_id: str | None) -> Row:
-        """A rollout that its caller runs at once."""
+        """A rollout that its caller runs at once.
+
+        Raises:
+            InvalidTransitionError: there is one of this id already.
+        """
         if self._rollouts.insert(request, "preparing"):
             self.begin(request[0], attempt_id, worker_id)
+        elif not self._journal.one("SELECT 1 FROM attempts WHERE attempt_id = ? AND rollout_id = ?", (attempt_id, request[0])):
+            raise InvalidTransitionError(f"rollout {request[0]} is there already; start_attempt tries it again")
         return self._rollouts.get(request[0])
 
     def start_attempt(self, rollout_id: str, attempt_id: str, worker_id: str | None) -> Row:
@@ -89,95 +116,113 @@ class Attempts:
         if not self._journal.one("SELECT 1 FROM attempts WHERE attempt_id = ?", (attempt_id,)):
             if self._rollouts.status(rollout_id) == "cancelled":
                 raise InvalidTransitionError(f"rollout {rollout_id} is cancelled; it cannot be tried again")
-            self._journal.execute(
-                "UPDATE rollouts SET status = 'preparing', queue = NULL, end_time = NULL WHERE rollout_id = ?", (rollout_id,)
-            )
             self.begin(rollout_id, attempt_id, worker_id)
         return self._rollouts.get(rollout_id)
 
     def begin(self, rollout_id: str, attempt_id: str, worker_id: str | None, request_id: str | None = None) -> None:
         """Add an attempt. Only one that came from the queue is leased: nobody else is to take what its caller began by hand."""
-        now, config = self._clock(), self._rollouts.config(rollout_id)
-        sequence_id = self._rollouts.column(rollout_id, "n_attempts") + 1
+        now, (config, sequence_id) = self._clock(), self._rollouts.take(rollout_id)
+        attempt = LiveAttempt(
+            attempt_id, rollout_id, sequence_id, "preparing", worker_id, now, None, request_id is not None,
+            config.unresponsive_seconds, now + config.timeout_seconds if config.timeout_seconds else None, None, 1, False, True,
+        )  # fmt: skip
+        attempt = attempt._replace(silent_at=self._silent_at(attempt, now))
         self._journal.execute(
             "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time, request_id, silence,"
-            " timeout_at) VALUES (?, ?, ?, 'preparing', ?, ?, ?, ?, ?)",
+            " timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                attempt_id, rollout_id, sequence_id, worker_id, now, request_id, config.unresponsive_seconds,
-                now + config.timeout_seconds if config.timeout_seconds else None,
+                attempt_id, rollout_id, sequence_id, attempt.status, worker_id, now, request_id, attempt.silence,
+                attempt.timeout_at, attempt.silent_at, self._deadline(attempt, now),
             ),
         )  # fmt: skip
-        self._renew(attempt_id, now)
-        self._journal.execute("UPDATE rollouts SET n_attempts = ? WHERE rollout_id = ?", (sequence_id, rollout_id))
         self._journal.count("total_attempts")
         if worker_id is not None:
-            self._journal.execute(
-                "INSERT INTO workers (worker_id, last_busy_time) VALUES (?, ?)"
-                " ON CONFLICT DO UPDATE SET last_busy_time = excluded.last_busy_time",
-                (worker_id, now),
-            )
-
-    def _renew(self, attempt_id: str, now: float) -> None:
-        """Silence and lease begin anew."""
-        self._journal.execute(
-            "UPDATE attempts SET silent_at = ? + silence, lease_until = IIF(request_id IS NULL, NULL, ?) WHERE attempt_id = ?",
-            (now, now + self._lease_seconds, attempt_id),
-        )
-        found = self._journal.one(
-            f"UPDATE attempts SET deadline = NULLIF({_EARLIEST}, {_NEVER}) WHERE attempt_id = ? RETURNING deadline", (attempt_id,)
-        )
-        self._rollouts.changes.deadline_set(found[0] if found else None)
+            self._busy(worker_id, now)
 
     # going on
 
     def get(self, rollout_id: str, attempt_id: str) -> LiveAttempt:
-        """An attempt, or the "latest" one.
+        """An attempt by its id.
 
         Raises:
             UnknownIdError: no such rollout, or it has no such attempt.
         """
-        n_attempts = self._rollouts.column(rollout_id, "n_attempts")
-        which, value = ("sequence_id", n_attempts) if attempt_id == "latest" else ("attempt_id", attempt_id)
-        found = self._journal.one(f"SELECT {_LIVE} FROM attempts WHERE rollout_id = ? AND {which} = ?", (rollout_id, value))
+        found = self._journal.one(f"{LIVE_ATTEMPT} WHERE a.attempt_id = ? AND a.rollout_id = ?", (attempt_id, rollout_id))
         if found is None:
+            self._rollouts.status(rollout_id)  # says so if it is this that is not there
             raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
-        return LiveAttempt(*found)
+        return LiveAttempt._make(found)
+
+    def latest(self, rollout_id: str) -> LiveAttempt | None:
+        """A rollout's latest attempt; None if it has had none."""
+        found = self._journal.one(f"{LIVE_ATTEMPT} WHERE r.rollout_id = ? AND a.sequence_id = r.n_attempts", (rollout_id,))
+        return LiveAttempt._make(found) if found else None
 
     def sign_of_life(self, attempt: LiveAttempt) -> None:
         """A span or a call came: the attempt runs, even if it was thought unresponsive, and its silence begins anew."""
         if attempt.status in ATTEMPT_FINISHED:
             return
-        now = self._clock()
-        self._journal.execute("UPDATE attempts SET last_heartbeat_time = ? WHERE attempt_id = ?", (now, attempt.attempt_id))
-        if attempt.status == "running":
-            self._renew(attempt.attempt_id, now)
-        else:
+        if attempt.status != "running":
             self._journal.count("attempts_revived", by=attempt.status == "unresponsive")
             self.set_status(attempt, "running")
+            attempt = attempt._replace(status="running")
+        now = self._clock()
+        self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=now)
 
     def renew_leases(self, worker_id: str, attempt_ids: list[str] | None) -> list[str]:
         """A worker says that it works on these attempts (None: on all that it has). Returns those that nobody needs any more."""
         now, over = self._clock(), []
         if attempt_ids is None:
-            live = "SELECT attempt_id FROM attempts WHERE worker_id = ? AND status IN ('preparing', 'running')"
-            attempt_ids = [attempt_id for (attempt_id,) in self._journal.execute(live, (worker_id,)).fetchall()]
+            attempt_ids = [attempt.attempt_id for attempt in self._held_by(worker_id)]
         for attempt_id in attempt_ids:
-            found = self._journal.one(
-                "SELECT a.status, r.status, r.n_attempts = a.sequence_id FROM attempts a JOIN rollouts r USING (rollout_id)"
-                " WHERE a.attempt_id = ?",
-                (attempt_id,),
-            )
-            if found is None or found[0] in ATTEMPT_FINISHED or found[1] == "cancelled" or not found[2]:
+            found = self._journal.one(f"{LIVE_ATTEMPT} WHERE a.attempt_id = ?", (attempt_id,))
+            attempt = LiveAttempt._make(found) if found else None
+            if attempt is None or self._is_over(attempt):
                 over.append(attempt_id)
-            elif found[0] in LIVE:
-                self._journal.execute(
-                    "UPDATE attempts SET lease_until = ? WHERE attempt_id = ? AND lease_until IS NOT NULL",
-                    (now + self._lease_seconds, attempt_id),
-                )
-                self._journal.execute(
-                    f"UPDATE attempts SET deadline = NULLIF({_EARLIEST}, {_NEVER}) WHERE attempt_id = ?", (attempt_id,)
-                )  # fmt: skip
+            elif attempt.status in LIVE:
+                self._renew(attempt, now, silent_at=attempt.silent_at, heard=now)
         return over
+
+    def _is_over(self, attempt: LiveAttempt) -> bool:
+        """Nobody needs the attempt any more. A rollout that failed because it was thought unresponsive may still go on."""
+        if attempt.status in ATTEMPT_FINISHED or not attempt.latest:
+            return True
+        status = self._rollouts.status(attempt.rollout_id)
+        return status in FINISHED and not (status == "failed" and attempt.status == "unresponsive")
+
+    def adopt_config(self, rollout_id: str) -> None:
+        """The limits of a rollout were changed: they hold for its latest attempt too."""
+        attempt, config, now = self.latest(rollout_id), self._rollouts.config(rollout_id), self._clock()
+        if attempt is None or attempt.status in ATTEMPT_FINISHED:
+            return
+        timeout_at = attempt.start_time + config.timeout_seconds if config.timeout_seconds else None
+        attempt = attempt._replace(silence=config.unresponsive_seconds, timeout_at=timeout_at)
+        self._journal.execute(
+            "UPDATE attempts SET silence = ?, timeout_at = ? WHERE attempt_id = ?",
+            (attempt.silence, timeout_at, attempt.attempt_id),
+        )
+        self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time)
+
+    def _renew(self, attempt: LiveAttempt, now: float, silent_at: float | None, heard: float | None) -> None:
+        """The lease begins anew."""
+        attempt = attempt._replace(silent_at=silent_at)
+        self._journal.execute(
+            "UPDATE attempts SET last_heartbeat_time = ?, silent_at = ?, deadline = ? WHERE attempt_id = ?",
+            (heard, silent_at, self._deadline(attempt, now), attempt.attempt_id),
+        )
+
+    @staticmethod
+    def _silent_at(attempt: LiveAttempt, now: float) -> float | None:
+        return now + attempt.silence if attempt.silence else None
+
+    def _deadline(self, attempt: LiveAttempt, now: float) -> float | None:
+        """When time ends the attempt, if nobody is heard from now on."""
+        ends = [attempt.timeout_at]
+        if attempt.status != "unresponsive":
+            ends += [attempt.silent_at, now + self._lease_seconds if attempt.leased else None]
+        deadline = min((end for end in ends if end is not None), default=None)
+        self._rollouts.changes.deadline_set(deadline)
+        return deadline
 
     # ending
 
@@ -187,23 +232,45 @@ class Attempts:
         Raises:
             InvalidTransitionError: the table does not have this change, or it succeeds while calls are open.
         """
-        attempt = self.get(rollout_id, attempt_id)
+        found = self.latest(rollout_id) if attempt_id == "latest" else None
+        attempt = found or self.get(rollout_id, attempt_id)
         columns = {name: value for name, value in values.items() if name not in ("status", "failure")}
         if columns:
             changes = ", ".join(f"{name} = ?" for name in columns)
             self._journal.execute(f"UPDATE attempts SET {changes} WHERE attempt_id = ?", (*columns.values(), attempt.attempt_id))
-        status, failure = values.get("status"), values.get("failure")
-        if status is not None and status != attempt.status:
+            attempt = self._hand_over(attempt, columns)
+        status, failure = values.get("status", attempt.status), values.get("failure")
+        if failure is not None and status not in ("failed", "unresponsive", "timeout"):
+            raise InvalidTransitionError(f"attempt {attempt.attempt_id}: a failure goes with a status of failure, not {status}")
+        if status != attempt.status:
             if status == "succeeded" and (n := self.count_open_calls(attempt.attempt_id)):
                 raise InvalidTransitionError(f"attempt {attempt.attempt_id} succeeds while {n} calls are open")
-            self.set_status(attempt, status, Failure.model_validate_json(failure) if failure else None)
-        found = self._journal.one(f"SELECT {ATTEMPT} FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,))
-        assert found is not None, "it was there a moment ago"
-        return found
+            self.set_status(attempt, status, failure_of(failure))
+        row = self._journal.one(f"SELECT {ATTEMPT} FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,))
+        assert row is not None, "it was there a moment ago"
+        return row
+
+    def _hand_over(self, attempt: LiveAttempt, columns: dict[str, Any]) -> LiveAttempt:
+        """What follows when an attempt's worker or heartbeat was changed by hand."""
+        now, before = self._clock(), attempt.worker_id
+        attempt = self.get(attempt.rollout_id, attempt.attempt_id)
+        if attempt.status in LIVE and {"worker_id", "last_heartbeat_time"} & columns.keys():
+            self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time)
+            if attempt.worker_id is not None:
+                self._busy(attempt.worker_id, now)
+            if before is not None:
+                self._idle(before, now)
+        return attempt
 
     def finish(self, rollout_id: str, attempt_id: str, values: dict[str, Any]) -> Row:
-        """Decide an attempt and return its rollout; an attempt that was decided before stays as it is, and is counted."""
+        """Decide an attempt and return its rollout; an attempt that was decided before stays as it is, and is counted.
+
+        Raises:
+            InvalidTransitionError: the status does not decide.
+        """
         attempt = self.get(rollout_id, attempt_id)
+        if values["status"] not in ATTEMPT_FINISHED:
+            raise InvalidTransitionError(f"attempt {attempt_id}: {values['status']} does not finish it")
         if attempt.status in ATTEMPT_FINISHED:
             self._journal.count("attempts_late", by=attempt.status != values["status"])
         else:
@@ -214,58 +281,83 @@ class Attempts:
         """Change an attempt's status, and let its rollout follow if it is the latest one."""
         check_attempt(attempt.attempt_id, attempt.status, status)
         now = self._clock()
+        deadline = None if status in ATTEMPT_FINISHED else self._deadline(attempt._replace(status=status), now)
         self._journal.execute(
             "UPDATE attempts SET status = ?, end_time = ?, failure = ?, deadline = ? WHERE attempt_id = ?",
             (
-                status, now if status in ATTEMPT_FINISHED else None, failure.model_dump_json() if failure else None,
-                attempt.timeout_at if status == "unresponsive" else None, attempt.attempt_id,
+                status, now if status in ATTEMPT_FINISHED else None, failure_text(failure) if failure else None, deadline,
+                attempt.attempt_id,
             ),
         )  # fmt: skip
-        if status in LIVE:
-            self._renew(attempt.attempt_id, now)
-        elif attempt.worker_id:
+        if status not in LIVE and attempt.worker_id:
             self._idle(attempt.worker_id, now)
+        if status in ATTEMPT_FINISHED and status != "succeeded":
+            self._give_up_calls(attempt.attempt_id)
         if failure:
             self._journal.count(f"attempts_failed_{failure.kind}")
-        self._follow(attempt, status, infrastructure=failure is not None and failure.kind == "infrastructure")
+        if attempt.latest:
+            self._follow(attempt, status, infrastructure=failure is not None and failure.kind == "infrastructure")
 
     def _follow(self, attempt: LiveAttempt, status: AttemptStatus, infrastructure: bool) -> None:
-        """The rollout follows its latest attempt; once that was given up as unresponsive, only life or success change it."""
-        rollout_id = attempt.rollout_id
-        if attempt.status == "unresponsive" and status not in ("running", "succeeded"):
+        """The rollout follows its latest attempt. Once that was given up (as unresponsive, or because the rollout was queued
+        again or decided by hand), only its success changes the rollout, or a sign of life if it was thought unresponsive."""
+        before, config, lost = self._rollouts.fate(attempt.rollout_id)
+        given_up = attempt.status == "unresponsive" or before in FINISHED or before in WAITING
+        revived = attempt.status == "unresponsive" and status in ("running", "succeeded")
+        if given_up and not revived and not (before in WAITING and status == "succeeded"):
             return
-        if attempt.sequence_id != self._rollouts.column(rollout_id, "n_attempts"):
-            return
-        lost = self._rollouts.column(rollout_id, "infrastructure_failures") + infrastructure
-        if infrastructure:
-            self._journal.execute("UPDATE rollouts SET infrastructure_failures = ? WHERE rollout_id = ?", (lost, rollout_id))
-        after = decide(status, attempt.sequence_id, infrastructure, lost, self._rollouts.config(rollout_id))
-        if after != self._rollouts.status(rollout_id):
-            self._rollouts.set_status(rollout_id, after)
+        by = infrastructure - (revived and attempt.lost)  # what goes on after all was not lost
+        if by:
+            self._rollouts.add_lost(attempt.rollout_id, by)
+        after = decide(status, attempt.sequence_id, infrastructure, lost + by, config)
+        if after in ROLLOUT_TRANSITIONS[before]:
+            self._rollouts.set_status(attempt.rollout_id, before, after)
 
-    def _idle(self, worker_id: str, now: float) -> None:
-        live = "SELECT 1 FROM attempts WHERE worker_id = ? AND status IN ('preparing', 'running') LIMIT 1"
-        if not self._journal.one(live, (worker_id,)):
-            self._journal.execute("UPDATE workers SET last_idle_time = ? WHERE worker_id = ?", (now, worker_id))
+    def _give_up_calls(self, attempt_id: str) -> None:
+        """Calls of an attempt that ends without their records."""
+        lost = self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)).rowcount
+        self._journal.count("calls_lost", by=lost)
+        self._rollouts.changes.closed |= lost > 0
+
+    def count_open_calls(self, attempt_id: str) -> int:
+        found = self._journal.one("SELECT COUNT(*) FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,))
+        return found[0] if found else 0
+
+    # workers
 
     def release_worker(self, worker_id: str, why: str) -> int:
         """A worker is gone for good: all that it had is lost to the infrastructure. Returns how many attempts that were."""
         self._journal.execute(
             "INSERT INTO workers (worker_id, gone) VALUES (?, 1) ON CONFLICT DO UPDATE SET gone = 1", (worker_id,)
         )  # fmt: skip
-        held = f"SELECT {_LIVE} FROM attempts WHERE worker_id = ? AND status IN ('preparing', 'running') ORDER BY start_time"
-        lost = [LiveAttempt(*row) for row in self._journal.execute(held, (worker_id,)).fetchall()]
-        for attempt in lost:
+        held = self._held_by(worker_id)
+        for attempt in held:
             self.set_status(attempt, "failed", Failure(kind="infrastructure", error=f"RunnerLost: {why}"))
-        return len(lost)
+        return len(held)
+
+    def _held_by(self, worker_id: str) -> list[LiveAttempt]:
+        found = self._journal.execute(f"{LIVE_ATTEMPT} WHERE a.worker_id = ? AND {_WORKED_ON} ORDER BY a.start_time", (worker_id,))
+        return [LiveAttempt._make(row) for row in found.fetchall()]
+
+    def _busy(self, worker_id: str, now: float) -> None:
+        self._journal.execute(
+            "INSERT INTO workers (worker_id, last_busy_time) VALUES (?, ?)"
+            " ON CONFLICT DO UPDATE SET last_busy_time = excluded.last_busy_time",
+            (worker_id, now),
+        )
+
+    def _idle(self, worker_id: str, now: float) -> None:
+        if not self._journal.one(f"SELECT 1 FROM attempts a WHERE a.worker_id = ? AND {_WORKED_ON} LIMIT 1", (worker_id,)):
+            self._journal.execute("UPDATE workers SET last_idle_time = ? WHERE worker_id = ?", (now, worker_id))
 
     # the passing of time
 
     def recover(self) -> None:
         """After a restart: whoever worked meanwhile gets a whole lease, and a whole silence, to say so."""
-        live = "SELECT attempt_id FROM attempts WHERE status IN ('preparing', 'running')"
-        for (attempt_id,) in self._journal.execute(live).fetchall():
-            self._renew(attempt_id, self._clock())
+        now = self._clock()
+        for row in self._journal.execute(f"{LIVE_ATTEMPT} WHERE {_WORKED_ON}").fetchall():
+            attempt = LiveAttempt._make(row)
+            self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time)
 
     def next_deadline(self) -> float | None:
         found = self._journal.one("SELECT MIN(deadline) FROM attempts WHERE deadline IS NOT NULL")
@@ -274,24 +366,18 @@ class Attempts:
     def expire(self) -> int:
         """End what is over its time; returns how many attempts that were."""
         now = self._clock()
-        due = self._journal.execute(f"SELECT {_LIVE} FROM attempts WHERE deadline <= ?", (now,)).fetchall()
+        due = self._journal.execute(f"{LIVE_ATTEMPT} WHERE a.deadline <= ?", (now,)).fetchall()
         for row in due:
-            attempt = LiveAttempt(*row)
-            status, failure = self._overdue(attempt, now)
-            self.set_status(attempt, status, failure)
+            attempt = LiveAttempt._make(row)
+            self.set_status(attempt, *self._overdue(attempt, now))
         return len(due)
 
     def _overdue(self, attempt: LiveAttempt, now: float) -> tuple[AttemptStatus, Failure]:
-        config = self._rollouts.config(attempt.rollout_id)
         if attempt.timeout_at is not None and attempt.timeout_at <= now:
-            error = f"TimeoutError: the attempt took longer than {config.timeout_seconds:g} s"
+            error = f"TimeoutError: the attempt took longer than {attempt.timeout_at - attempt.start_time:g} s"
             return "timeout", Failure(kind="timeout", error=error)
-        if attempt.silent_at is not None and attempt.silent_at <= now:
-            error = f"Unresponsive: no span came for {config.unresponsive_seconds:g} s"
+        if attempt.silence is not None and attempt.silent_at is not None and attempt.silent_at <= now:
+            error = f"Unresponsive: no span came for {attempt.silence:g} s"
             return "unresponsive", Failure(kind="unresponsive", error=error)
         error = f"LeaseExpired: {attempt.worker_id or 'whoever took it'} was not heard of for {self._lease_seconds:g} s"
         return "unresponsive", Failure(kind="infrastructure", error=error)
-
-    def count_open_calls(self, attempt_id: str) -> int:
-        found = self._journal.one("SELECT COUNT(*) FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,))
-        return found[0] if found else 0

@@ -11,7 +11,7 @@ import asyncio
 import weakref
 from typing import Any
 
-from raylight.errors import StoreLostError
+from raylight.errors import StoreLostError, reason_of
 from raylight.store.service import Call, StoreService
 
 MAX_BATCH = 512
@@ -51,7 +51,7 @@ class Channel:
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
-            raise StoreLostError(f"the store actor is gone: {str(error).splitlines()[0]}. Start the run again") from None
+            raise StoreLostError(f"the store actor is gone: {reason_of(error)}. Start the run again") from None
 
 
 class Lane:
@@ -84,3 +84,4 @@ class Lane:
                 for (_, answer), (succeeded, result) in zip(batch, results, strict=True):
                     if not answer.done():
                         answer.set_result(result) if succeeded else answer.set_exception(result)
+        self._sender = None  # it would keep its loop alive, and with it this lane

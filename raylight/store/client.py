@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from raylight.errors import StoreError
 from raylight.store.channel import Channel
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
     attempt_of,
     config_text,
+    failure_text,
     generation_bytes,
     new_id,
     packed,
@@ -132,12 +136,14 @@ class StoreClient(StoreReader):
         """Change a rollout; a finished one whose status becomes "requeuing" is run again."""
         given: dict[str, Any] = {"mode": mode, "resources_id": resources_id, "status": status}
         values = {name: value for name, value in given.items() if value is not UNSET}
+        checked = {name: value for name, value in (("mode", mode), ("metadata", metadata or {})) if value is not UNSET}
+        EnqueueRolloutRequest.model_validate({"input": None, **checked})  # raises now, and not whenever the rollout is read
         if input is not UNSET:
-            values["input"] = packed(input)
+            values["input"] = packed(input, "the input")
         if config is not UNSET:
-            values["config"] = config_text(config)
+            values["config"] = config_text(config or RolloutConfig())
         if metadata is not UNSET:
-            values["metadata"] = packed(metadata or {})
+            values["metadata"] = packed(metadata or {}, "the metadata")
         return rollout_of(await self._channel.call("update_rollout", rollout_id, values))
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
@@ -165,12 +171,16 @@ class StoreClient(StoreReader):
         failure: Failure | None = None,
     ) -> Attempt:
         """Change an attempt, or the "latest" one; a final status decides the rollout if it is the latest."""
-        given: dict[str, Any] = {"status": status, "worker_id": worker_id, "last_heartbeat_time": last_heartbeat_time}
+        given: dict[str, Any] = {"worker_id": worker_id, "last_heartbeat_time": last_heartbeat_time, "metadata": metadata}
         values = {name: value for name, value in given.items() if value is not UNSET}
+        checked = {"rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": 1, "start_time": 0.0, **values}
+        Attempt.model_validate(checked)  # raises now, and not whenever the attempt is read
+        if status is not UNSET:
+            values["status"] = status
         if metadata is not UNSET:
-            values["metadata"] = packed(metadata)
+            values["metadata"] = packed(metadata, "the metadata")
         if failure is not None:
-            values["failure"] = failure.model_dump_json()
+            values["failure"] = failure_text(failure)
         return attempt_of(await self._channel.call("update_attempt", rollout_id, attempt_id, values))
 
     async def finish_attempt(
@@ -190,15 +200,18 @@ class StoreClient(StoreReader):
         attempt = attempt_of.attempt
         assert attempt is not None, "only a dequeued rollout has an attempt to finish"
         ids, rows = (attempt.rollout_id, attempt.attempt_id), [span_row(span) for span in spans]
-        values: dict[str, Any] = {"status": status, "failure": failure.model_dump_json() if failure else None}
+        values: dict[str, Any] = {"status": status, "failure": failure_text(failure) if failure else None}
         if metadata is not None:
-            values["metadata"] = packed(metadata)
+            values["metadata"] = packed(metadata, "the metadata")
+        clock = asyncio.get_running_loop().time
+        end = clock() + timeout
         row = await self._channel.call("finish_attempt", *ids, values, rows, False)
-        if row is None:
-            if not await self._channel.send("settle", attempt.attempt_id, timeout) and status == "succeeded":
+        while row is None:
+            settled = await self._channel.send("settle", attempt.attempt_id, end - clock())
+            if not settled and status == "succeeded":
                 lost = Failure(kind="infrastructure", error=f"LostGeneration: calls were not recorded within {timeout:g} s")
-                values |= {"status": "failed", "failure": lost.model_dump_json()}
-            row = await self._channel.call("finish_attempt", *ids, values, rows, True)
+                values |= {"status": "failed", "failure": failure_text(lost)}
+            row = await self._channel.call("finish_attempt", *ids, values, rows, not settled)
         return rollout_of(row)
 
     # spans and calls
@@ -246,15 +259,15 @@ class StoreClient(StoreReader):
 
     async def add_resources(self, resources: dict[str, Any]) -> ResourcesUpdate:
         """Store a new version of the named resources; it becomes the latest."""
-        return resources_of(await self._channel.call("add_resources", new_id("rs"), packed(resources)))
+        return resources_of(await self._channel.call("add_resources", new_id("rs"), packed(resources, "the resources")))
 
     async def update_resources(self, resources_id: str, resources: dict[str, Any]) -> ResourcesUpdate:
         """Replace a version in its place; it becomes the latest."""
-        return resources_of(await self._channel.call("update_resources", resources_id, packed(resources)))
+        return resources_of(await self._channel.call("update_resources", resources_id, packed(resources, "the resources")))
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | None = None) -> Worker:
         """A heartbeat: the worker lives, and so does all that it has."""
-        worker, _ = await self._channel.call("update_worker", worker_id, heartbeat_stats, None)
+        worker, _ = await self._channel.call("update_worker", worker_id, _json(heartbeat_stats), None)
         return worker_of(worker)
 
     async def heartbeat(self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]) -> list[str]:
@@ -262,12 +275,19 @@ class StoreClient(StoreReader):
 
         Returns those of them that nobody needs any more: cancelled, out of time, or begun again elsewhere.
         """
-        _, over = await self._channel.call("update_worker", worker_id, heartbeat_stats, list(attempt_ids))
+        _, over = await self._channel.call("update_worker", worker_id, _json(heartbeat_stats), list(attempt_ids))
         return over
 
     async def release_worker(self, worker_id: str, why: str) -> int:
         """A worker is gone for good: what it had goes back to the queue. Returns how many attempts that were."""
         return await self._channel.call("release_worker", worker_id, why)
+
+
+def _json(stats: dict[str, Any] | None) -> str | None:
+    try:
+        return None if stats is None else json.dumps(stats)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"heartbeat_stats must be JSON: {error}") from None
 
 
 def _request(

@@ -17,7 +17,7 @@ from typing import Any
 from raylight.errors import StoreError
 
 VERSION = 1
-"""Of the schema; a file of another one is refused."""
+"""Of the schema; a file of another one, or of another program, is refused."""
 
 SCHEMA = """
 CREATE TABLE rollouts (
@@ -40,7 +40,7 @@ CREATE INDEX rollouts_queue ON rollouts(queue) WHERE queue IS NOT NULL;
 CREATE INDEX rollouts_status ON rollouts(status, position);
 
 CREATE TABLE attempts (
-    attempt_id TEXT PRIMARY KEY,
+    attempt_id TEXT NOT NULL UNIQUE,
     rollout_id TEXT NOT NULL,
     sequence_id INTEGER NOT NULL,
     status TEXT NOT NULL,
@@ -55,10 +55,9 @@ CREATE TABLE attempts (
     silence REAL,
     timeout_at REAL,
     silent_at REAL,
-    lease_until REAL,
     deadline REAL,
     UNIQUE (rollout_id, sequence_id)
-) WITHOUT ROWID;
+);
 CREATE INDEX attempts_deadline ON attempts(deadline) WHERE deadline IS NOT NULL;
 CREATE INDEX attempts_worker ON attempts(worker_id, start_time) WHERE status IN ('preparing', 'running');
 CREATE INDEX attempts_request ON attempts(request_id) WHERE request_id IS NOT NULL;
@@ -81,13 +80,13 @@ CREATE INDEX spans_order ON spans(rollout_id, attempt_id, sequence_id);
 CREATE INDEX spans_reward ON spans(attempt_id, sequence_id) WHERE reward IS NOT NULL;
 
 CREATE TABLE calls (
-    call_id TEXT PRIMARY KEY,
+    call_id TEXT NOT NULL,
     rollout_id TEXT NOT NULL,
     attempt_id TEXT NOT NULL,
     start_time REAL,
-    generation BLOB
-) WITHOUT ROWID;
-CREATE INDEX calls_attempt ON calls(attempt_id, start_time);
+    generation BLOB,
+    UNIQUE (attempt_id, call_id)
+);
 CREATE INDEX calls_open ON calls(attempt_id) WHERE generation IS NULL;
 
 CREATE TABLE resources (
@@ -122,7 +121,19 @@ CREATE TRIGGER status_counted AFTER UPDATE OF status ON rollouts WHEN old.status
 END;
 """
 
-PRAGMAS = ("journal_mode = WAL", "synchronous = NORMAL", "temp_store = MEMORY", "cache_size = -32768")
+PRAGMAS = (
+    "journal_mode = WAL", "synchronous = NORMAL", "temp_store = MEMORY", "cache_size = -32768", "wal_autocheckpoint = 4000",
+)  # fmt: skip
+
+
+UNSTORABLE = (
+    UnicodeEncodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.IntegrityError,
+)  # fmt: skip
+"""What SQLite says of values that it cannot hold; all other errors of its are the file's."""
+
+
+class JournalError(StoreError):
+    """The file itself failed: the whole transaction is undone."""
 
 
 class Journal:
@@ -137,61 +148,100 @@ class Journal:
 
     def __init__(self, path: Path | str | None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="raylight-store-") if path is None else None
-        self.path = Path(self._folder.name if self._folder else path or "") / "store.db" if self._folder else Path(path or "")
+        self.path = Path(self._folder.name, "store.db") if self._folder else Path(path or "").absolute()
         try:
             self.db = self._connect()
             self._make()
             self.reader = self._connect()
             self.reader.execute("PRAGMA query_only = 1")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged file has no text any more
             raise StoreError(f"the store's file {self.path} cannot be used: {error}; it must be on a local disk") from None
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=10)
-        for pragma in PRAGMAS:
-            db.execute(f"PRAGMA {pragma}")
+        try:
+            self._check(db)
+            for pragma in PRAGMAS:
+                db.execute(f"PRAGMA {pragma}")
+            if db.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+                raise sqlite3.OperationalError("it cannot have a write-ahead log")
+        except BaseException:
+            db.close()
+            raise
         return db
 
+    def _check(self, db: sqlite3.Connection) -> None:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise StoreError(f"{self.path} was written by another version of raylight (schema {version}, not {VERSION})")
+        if version == 0 and db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            raise StoreError(f"{self.path} is a database of something else; give the store a file of its own")
+
     def _make(self) -> None:
-        (found,) = self.db.execute("PRAGMA user_version").fetchone()
-        if found == 0:
+        if self.db.execute("PRAGMA user_version").fetchone() == (0,):
             self.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}; PRAGMA user_version = {VERSION}; COMMIT;")
-        elif found != VERSION:
-            raise StoreError(f"{self.path} was written by another version of raylight (schema {found}, not {VERSION})")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All changes inside are committed together, or none of them."""
-        self.db.execute("BEGIN IMMEDIATE")
+        """All changes inside are committed together, or none of them.
+
+        Raises:
+            JournalError: the file cannot be written.
+        """
         try:
+            self.db.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self.db.execute("ROLLBACK")
+            self.db.execute("COMMIT")
+        except BaseException as error:
+            self._undo("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise self._failed(error) from None
             raise
-        self.db.execute("COMMIT")
 
     @contextlib.contextmanager
     def one_call(self) -> Iterator[None]:
         """Within a transaction: what a call changed before it failed is undone."""
-        self.db.execute("SAVEPOINT one_call")
+        self.execute("SAVEPOINT one_call")
         try:
             yield
         except BaseException:
-            self.db.execute("ROLLBACK TO one_call")
-            self.db.execute("RELEASE one_call")
+            self._undo("ROLLBACK TO one_call")
+            self._undo("RELEASE one_call")
             raise
-        self.db.execute("RELEASE one_call")
+        self.execute("RELEASE one_call")
+
+    def _undo(self, statement: str) -> None:
+        """SQLite may have undone the whole transaction by itself, when the disk was full for example."""
+        with contextlib.suppress(sqlite3.Error):
+            if self.db.in_transaction:
+                self.db.execute(statement)
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
-        return self.db.execute(statement, values)
+        """Run a statement.
+
+        Raises:
+            StoreError: it was given a value that cannot be stored.
+            JournalError: the file cannot be read or written.
+        """
+        try:
+            return self.db.execute(statement, values)
+        except UNSTORABLE as error:
+            raise StoreError(f"the store was given something that it cannot hold: {error}") from None
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # there is no such statement, and the file is well
+                raise StoreError(f"the store was asked for something that it cannot do: {error}") from None
+            raise self._failed(error) from None
+
+    def _failed(self, error: sqlite3.Error) -> JournalError:
+        return JournalError(f"the store's file {self.path} cannot be used: {error}; nothing was changed. Is the disk full?")
 
     def one(self, statement: str, values: Any = ()) -> tuple[Any, ...] | None:
-        return self.db.execute(statement, values).fetchone()
+        return self.execute(statement, values).fetchone()
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to one of the store's counts."""
         if by:
-            self.db.execute("INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value", (name, by))
+            self.execute("INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value", (name, by))
 
     def counted(self, name: str) -> int:
         found = self.one("SELECT value FROM counts WHERE name = ?", (name,))

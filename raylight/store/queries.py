@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,10 +40,10 @@ class Where:
         return self
 
     def among(self, column: str, values: Sequence[Any] | None) -> Where:
-        """An empty list of values matches nothing, as a filter should."""
+        """One of any number of values; an empty list matches nothing, as a filter should."""
         if values is not None:
-            self.filters.append(f"{column} IN ({', '.join('?' * len(values))})")
-            self.values += values
+            self.filters.append(f"{column} IN (SELECT value FROM json_each(?))")
+            self.values.append(json.dumps(values))
         return self
 
     def sql(self, logic: str) -> tuple[str, list[Any]]:
@@ -73,7 +74,8 @@ class Page:
             raise QueryError(f"sort_order is 'asc' or 'desc', not {self.sort_order!r}")
         if self.sort_by is not None and self.sort_by not in columns:
             raise QueryError(f"cannot sort by {self.sort_by!r}; there are: {', '.join(sorted(columns))}")
-        if not (isinstance(self.limit, int) and isinstance(self.offset, int)) or self.limit < -1 or self.offset < 0:
+        whole = isinstance(self.limit, int) and isinstance(self.offset, int)
+        if not whole or not -1 <= self.limit < 2**63 or not 0 <= self.offset < 2**63:
             raise QueryError(f"limit is -1 (all) or more and offset 0 or more; given: {self.limit!r}, {self.offset!r}")
         first = f"{columns[self.sort_by]} {self.sort_order}, " if self.sort_by else ""
         return f" ORDER BY {first}{default} LIMIT {self.limit} OFFSET {self.offset}"
@@ -89,7 +91,7 @@ SPAN_ORDER = _columns("rollout_id, attempt_id, sequence_id, trace_id, span_id, p
 RESOURCES_ORDER = _columns("resources_id, version, create_time, update_time")
 WORKER_ORDER = _columns(
     "worker_id, status, last_heartbeat_time, last_dequeue_time, last_busy_time, last_idle_time, current_rollout_id,"
-    " current_attempt_id".replace("\n", "")
+    " current_attempt_id"
 )
 LATEST_ATTEMPT = "(SELECT attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1)"
 
@@ -135,12 +137,12 @@ class Queries:
         conditions, values = where.sql(logic)
         return self._all(f"SELECT {SPAN} FROM spans{conditions}{page.sql(SPAN_ORDER, 'rowid')}", values)
 
-    def calls(self, rollout_id: str) -> list[Row]:
-        """Columns of `generation_of`, of all attempts of a rollout."""
+    def calls(self, rollout_id: str, call_ids: list[str]) -> list[Row]:
+        """Columns of `generation_of`, of these calls of a rollout."""
         return self._all(
             "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE generation IS NOT NULL AND attempt_id IN"
-            " (SELECT attempt_id FROM attempts WHERE rollout_id = ?) ORDER BY start_time",
-            [rollout_id],
+            " (SELECT attempt_id FROM attempts WHERE rollout_id = ?) AND call_id IN (SELECT value FROM json_each(?))",
+            [rollout_id, json.dumps(call_ids)],
         )
 
     def resources(self, resources_id: str | None, id_contains: str | None, page: Page) -> list[Row]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from raylight.errors import UnknownIdError
+from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
 from raylight.store.channel import Channel
 from raylight.store.queries import Page
@@ -88,9 +88,10 @@ class StoreReader:
         page = Page(sort_by, sort_order, limit, offset)
         rows = await self._channel.send("query", "spans", rollout_id, attempt_id, equal, contain, filter_logic, page)
         spans = [span_of(row) for row in rows]
-        if not any(CALL_ID in span.attributes for span in spans):
+        call_ids = [call_id for span in spans if (call_id := _call_id(span))]
+        if not call_ids:
             return spans
-        calls = await self._channel.send("query", "calls", rollout_id)
+        calls = await self._channel.send("query", "calls", rollout_id, call_ids)
         return with_tokens(spans, [generation_of(*call) for call in calls])
 
     async def query_resources(
@@ -170,7 +171,7 @@ def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
     """Spans of captured calls with the tokens of their generations, which are stored apart."""
     by_id = {generation.key.call_id: generation for generation in generations}
     for span in spans:
-        if generation := by_id.get(span.attributes.get(CALL_ID, "")):
+        if generation := by_id.get(_call_id(span)):
             span.attributes |= {
                 PROMPT_TOKEN_IDS: generation.prompt_ids,
                 RESPONSE_TOKEN_IDS: generation.output_ids,
@@ -180,5 +181,13 @@ def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
     return spans
 
 
-def _listed(values: Sequence[Any] | None) -> list[Any] | None:
+def _call_id(span: Span) -> str:
+    """The captured call that a span is of, or nothing: agents may write what they like into their own spans."""
+    call_id = span.attributes.get(CALL_ID)
+    return call_id if isinstance(call_id, str) else ""
+
+
+def _listed(values: Sequence[str] | None) -> list[str] | None:
+    if isinstance(values, str):
+        raise QueryError(f"a filter takes a list of values, not {values!r}; write [{values!r}]")
     return None if values is None else list(values)

@@ -19,6 +19,9 @@ OpenedCall = tuple[str, str, str, float]
 """`(rollout_id, attempt_id, call_id, start_time)`."""
 ClosedCall = tuple[str, str, str, bytes | None, Row | None]
 """`(rollout_id, attempt_id, call_id, generation, span)`; None where nothing was sampled."""
+_ADD_SPAN = (
+    f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT (attempt_id, span_id) DO NOTHING"
+)  # fmt: skip
 
 
 class Records:
@@ -38,46 +41,38 @@ class Records:
             UnknownIdError: a span names an attempt that is not there; none is stored then.
         """
         seen: dict[tuple[str, str], LiveAttempt] = {}
+        nexts: dict[str, int] = {}
         numbers: list[int | None] = []
         for span in spans:
-            key = (span[0], span[1])
-            if key not in seen:
-                seen[key] = self._attempts.get(*key)
-            numbers.append(self._add_span(span))
+            rollout_id, attempt_id, wanted = span[:3]
+            if (rollout_id, attempt_id) not in seen:
+                attempt = seen[rollout_id, attempt_id] = self._attempts.get(rollout_id, attempt_id)
+                nexts[attempt_id] = attempt.next_span
+            number = wanted or nexts[attempt_id]
+            if self._journal.execute(_ADD_SPAN, (rollout_id, attempt_id, number, *span[3:])).rowcount:
+                nexts[attempt_id] = max(nexts[attempt_id], number + 1)
+                numbers.append(number)
+            else:
+                numbers.append(None)
         for attempt in seen.values():
+            if nexts[attempt.attempt_id] != attempt.next_span:
+                self._set_next(attempt.attempt_id, nexts[attempt.attempt_id])
             self._attempts.sign_of_life(attempt)
         added = sum(number is not None for number in numbers)
         self._journal.count("total_spans", by=added)
         self._journal.count("spans_duplicate", by=len(spans) - added)
         return numbers
 
-    def _add_span(self, span: Row) -> int | None:
-        rollout_id, attempt_id, sequence_id, trace_id, span_id, *rest = span
-        if self._journal.one("SELECT 1 FROM spans WHERE attempt_id = ? AND span_id = ?", (attempt_id, span_id)):
-            return None
-        number = self._number(attempt_id, sequence_id)
-        values = (rollout_id, attempt_id, number, trace_id, span_id, *rest)
-        self._journal.execute(f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(values))})", values)
-        return number
-
-    def _number(self, attempt_id: str, wanted: int) -> int:
-        """The sequence id that was asked for, or the next one; numbers given from now on are higher."""
-        if wanted:
-            self._journal.execute(
-                "UPDATE attempts SET next_span = MAX(next_span, ?) WHERE attempt_id = ?", (wanted + 1, attempt_id)
-            )  # fmt: skip
-            return wanted
-        found = self._journal.one(
-            "UPDATE attempts SET next_span = next_span + 1 WHERE attempt_id = ? RETURNING next_span - 1", (attempt_id,)
-        )
-        assert found is not None, "the attempt was looked up before"
-        return found[0]
+    def _set_next(self, attempt_id: str, number: int) -> None:
+        self._journal.execute("UPDATE attempts SET next_span = ? WHERE attempt_id = ?", (number, attempt_id))
 
     def next_sequence_ids(self, attempts: list[tuple[str, str]]) -> list[int]:
         """The next sequence id of each attempt; the same attempt named twice gets two."""
-        for rollout_id, attempt_id in dict.fromkeys(attempts):
-            self._attempts.get(rollout_id, attempt_id)
-        return [self._number(attempt_id, 0) for _, attempt_id in attempts]
+        numbers = []
+        for rollout_id, attempt_id in attempts:
+            numbers.append(self._attempts.get(rollout_id, attempt_id).next_span)
+            self._set_next(attempt_id, numbers[-1] + 1)
+        return numbers
 
     # calls
 
@@ -89,34 +84,28 @@ class Records:
                 self._journal.count("calls_late")
                 continue
             self._journal.execute(
-                "INSERT OR IGNORE INTO calls (call_id, rollout_id, attempt_id, start_time) VALUES (?, ?, ?, ?)",
+                "INSERT INTO calls (call_id, rollout_id, attempt_id, start_time) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (call_id, rollout_id, attempt_id, start),
             )
             self._attempts.sign_of_life(attempt)
 
     def close_calls(self, calls: list[ClosedCall]) -> None:
-        """Calls have ended, each with what it sampled."""
-        for rollout_id, attempt_id, call_id, generation, span in calls:
-            found = self._journal.one("SELECT generation IS NULL FROM calls WHERE call_id = ?", (call_id,))
+        """Calls have ended, each with what it sampled. One that is not open (any more) is counted: no answer of it was used."""
+        for _, attempt_id, call_id, generation, span in calls:
+            key = (attempt_id, call_id)
+            found = self._journal.one("SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key)
             if found == (0,):
                 continue  # closed before: this is a client's second try
-            attempt = self._if_undecided(rollout_id, attempt_id)
-            if found is None or attempt is None:
+            if found is None:
                 self._journal.count("generations_late", by=generation is not None)
-                continue
-            if generation is None:
-                self._journal.execute("DELETE FROM calls WHERE call_id = ?", (call_id,))
+            elif generation is None:
+                self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND call_id = ?", key)
             else:
-                self._journal.execute("UPDATE calls SET generation = ? WHERE call_id = ?", (generation, call_id))
+                self._journal.execute("UPDATE calls SET generation = ? WHERE attempt_id = ? AND call_id = ?", (generation, *key))
                 self._journal.count("generations")
-            if span is not None:
+            if found and span is not None:
                 self.add_spans([span])
-            self._rollouts.changes.closed.add(attempt_id)
-
-    def give_up_calls(self, attempt_id: str) -> None:
-        """Calls of an attempt that fails without having waited for their records."""
-        lost = self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)).rowcount
-        self._journal.count("calls_lost", by=lost)
+            self._rollouts.changes.closed = True
 
     def _if_undecided(self, rollout_id: str, attempt_id: str) -> LiveAttempt | None:
         try:
@@ -133,15 +122,16 @@ class Records:
 
     def _collect(self, rollout_id: str, with_spans: bool) -> tuple[Row, float | None, list[Row], list[Row]]:
         rollout = self._rollouts.get(rollout_id)
-        if not self._rollouts.column(rollout_id, "n_attempts"):
+        attempt = self._attempts.latest(rollout_id)
+        if attempt is None:
             return rollout, None, [], []
-        attempt_id = self._attempts.get(rollout_id, "latest").attempt_id
+        attempt_id = attempt.attempt_id
         reward = self._journal.one(
             "SELECT reward FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1", (attempt_id,)
         )
         calls = self._journal.execute(
             "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND generation IS NOT NULL"
-            " ORDER BY start_time",
+            " ORDER BY start_time, rowid",
             (attempt_id,),
         ).fetchall()
         spans: list[Row] = []

@@ -13,7 +13,7 @@ from typing import Any
 from raylight.errors import UnknownIdError
 from raylight.store.journal import Journal
 from raylight.store.rows import LATEST, ROLLOUT_WITH_ATTEMPT, Row, config_of
-from raylight.store.rules import check_rollout
+from raylight.store.rules import check_by_hand
 from raylight.types import FINISHED, WAITING, RolloutConfig, RolloutStatus
 
 
@@ -27,8 +27,8 @@ class Changes:
     """Rollouts came into the queue."""
     taken: bool = False
     """Rollouts left it."""
-    closed: set[str] = field(default_factory=set)
-    """Attempts of which a call ended."""
+    closed: bool = False
+    """Calls ended."""
     deadline: float | None = None
     """The earliest deadline that was set."""
 
@@ -66,13 +66,22 @@ class Rollouts:
             self.insert(request, "queuing")
         return [self.get(request[0]) for request in requests]
 
+    def check(self, requests: list[Row]) -> None:
+        """Raise UnknownIdError if a request names resources that are not in the store."""
+        for resources_id in {request[4] for request in requests if request[4]}:
+            self._must_know(resources_id)
+
+    def _must_know(self, resources_id: str) -> None:
+        if not self._journal.one("SELECT 1 FROM resources WHERE resources_id = ?", (resources_id,)):
+            raise UnknownIdError(f"no resources {resources_id!r} in the store")
+
     def insert(self, request: Row, status: RolloutStatus) -> bool:
         """Add a rollout; False if its id is there already."""
         rollout_id, task, mode, group_id, resources_id, config, metadata = request
         if self._journal.one("SELECT 1 FROM rollouts WHERE rollout_id = ?", (rollout_id,)):
             return False
-        if resources_id and not self._journal.one("SELECT 1 FROM resources WHERE resources_id = ?", (resources_id,)):
-            raise UnknownIdError(f"no resources {resources_id!r} in the store")
+        if resources_id:
+            self._must_know(resources_id)
         self._journal.execute(
             "INSERT INTO rollouts (rollout_id, status, mode, group_id, resources_id, start_time, config, metadata, input, queue)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -87,23 +96,42 @@ class Rollouts:
         found = self._journal.execute("SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL ORDER BY queue LIMIT ?", (limit,))
         return [rollout_id for (rollout_id,) in found.fetchall()]
 
+    def take(self, rollout_id: str) -> tuple[RolloutConfig, int]:
+        """Another attempt begins, out of the queue or by hand; returns the limits that hold for it, and its number."""
+        found = self._journal.one(
+            "UPDATE rollouts SET status = 'preparing', queue = NULL, end_time = NULL, n_attempts = n_attempts + 1"
+            " WHERE rollout_id = ? RETURNING config, n_attempts",
+            (rollout_id,),
+        )
+        assert found is not None, "it was looked up before"
+        self.changes.taken = True
+        return config_of(found[0]), found[1]
+
     def cancel(self, rollout_ids: list[str]) -> list[Row]:
         """Cancel the undecided among these rollouts; a decided one stays as it is."""
         for rollout_id in rollout_ids:
-            if self.status(rollout_id) not in FINISHED:
-                self.set_status(rollout_id, "cancelled")
+            if (before := self.status(rollout_id)) not in FINISHED:
+                self.set_status(rollout_id, before, "cancelled")
         return [self.get(rollout_id) for rollout_id in rollout_ids]
 
     def update(self, rollout_id: str, values: dict[str, Any]) -> Row:
-        """Change columns of a rollout; a status follows the table of what may be done by hand."""
+        """Change columns of a rollout; a status follows the table of what may be done by hand.
+
+        Raises:
+            InvalidTransitionError: the table does not have this change.
+            UnknownIdError: no such rollout, or no such resources.
+        """
         before = self.status(rollout_id)
         columns = {name: value for name, value in values.items() if name != "status"}
+        if columns.get("resources_id"):
+            self._must_know(columns["resources_id"])
         if columns:
             changes = ", ".join(f"{name} = ?" for name in columns)
             self._journal.execute(f"UPDATE rollouts SET {changes} WHERE rollout_id = ?", (*columns.values(), rollout_id))
-        status = values.get("status")
-        if status is not None and status != before:
-            self.set_status(rollout_id, status, by_hand=True)
+        status = values.get("status", before)
+        if status != before:
+            check_by_hand(rollout_id, before, status)
+            self.set_status(rollout_id, before, status)
         return self.get(rollout_id)
 
     def get(self, rollout_id: str) -> Row:
@@ -132,16 +160,23 @@ class Rollouts:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return found[0]
 
-    def set_status(self, rollout_id: str, status: RolloutStatus, by_hand: bool = False) -> None:
-        """Change a rollout's status, and its place in the queue with it.
+    def fate(self, rollout_id: str) -> tuple[RolloutStatus, RolloutConfig, int]:
+        """What its attempts can change or depend on: its status, its config, and how many of them the infrastructure lost."""
+        found = self._journal.one(
+            "SELECT status, config, infrastructure_failures FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+        )
+        assert found is not None, "an attempt has a rollout"
+        return found[0], config_of(found[1]), found[2]
 
-        Raises:
-            InvalidTransitionError: the tables do not have this change.
-        """
-        before = self.status(rollout_id)
-        if before == "cancelled" and not by_hand:
-            return  # what still runs of a cancelled rollout changes nothing
-        check_rollout(rollout_id, before, status, by_hand)
+    def add_lost(self, rollout_id: str, by: int) -> None:
+        """Count attempts that the infrastructure lost."""
+        self._journal.execute(
+            "UPDATE rollouts SET infrastructure_failures = MAX(infrastructure_failures + ?, 0) WHERE rollout_id = ?",
+            (by, rollout_id),
+        )
+
+    def set_status(self, rollout_id: str, before: RolloutStatus, status: RolloutStatus) -> None:
+        """Change a rollout's status, and its place in the queue with it."""
         queue = self._back_of_queue() if status in WAITING else None
         end = self._clock() if status in FINISHED else None
         self._journal.execute(

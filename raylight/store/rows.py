@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import pickle
-import uuid
+import secrets
+import time
 from array import array
 from typing import Any
 
 import cloudpickle
 
-from raylight.errors import SpanError
+from raylight.errors import SpanError, StoreError
 from raylight.traces.rewards import get_reward_value
 from raylight.types import (
     Attempt,
@@ -46,12 +47,23 @@ N_ROLLOUT = len(ROLLOUT.split(", ")) + 1
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex[:16]}"
+    """A new id. It begins with the time, so that a large journal writes at the end of its indexes and not all over them."""
+    return f"{prefix}-{time.time_ns() // 1_000_000:011x}{secrets.token_hex(5)}"
 
 
-def packed(value: Any) -> bytes:
-    """Anything that a client gave, as bytes; functions and classes of its script travel by value."""
-    return cloudpickle.dumps(value)
+def packed(value: Any, what: str = "this value") -> bytes:
+    """Anything that a client gave, as bytes; functions and classes of its script travel by value.
+
+    Raises:
+        StoreError: it cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # whatever the value's own classes raise
+        raise StoreError(
+            f"{what} ({type(value).__name__}) cannot be pickled, so that no runner could get it: {type(error).__name__}: {error}. "
+            "Give plain data, and open files, connections and locks in the agent"
+        ) from error
 
 
 unpacked = pickle.loads
@@ -69,10 +81,16 @@ def config_text(config: RolloutConfig) -> str:
 
 
 def request_row(request: EnqueueRolloutRequest) -> Row:
-    """`(rollout_id, input, mode, group_id, resources_id, config, metadata)`; the id is made here, so that a retry is recognised."""
+    """`(rollout_id, input, mode, group_id, resources_id, config, metadata)`; the id is made here, so that a retry is recognised.
+
+    Raises:
+        StoreError: the input or the metadata cannot be pickled, or the id cannot be looked for.
+    """
+    if request.rollout_id and "\0" in request.rollout_id:
+        raise StoreError(f"a rollout's id holds no zero character: {request.rollout_id!r}")
     return (
-        request.rollout_id or new_id("ro"), packed(request.input), request.mode, request.group_id, request.resources_id,
-        config_text(request.config), packed(request.metadata),
+        request.rollout_id or new_id("ro"), packed(request.input, "the input"), request.mode, request.group_id,
+        request.resources_id, config_text(request.config), packed(request.metadata, "the metadata"),
     )  # fmt: skip
 
 
@@ -86,17 +104,28 @@ def rollout_of(row: Row) -> Rollout:
     )  # fmt: skip
 
 
+def failure_text(failure: Failure) -> str:
+    """As JSON; messages of exceptions may hold what is not Unicode, which pydantic would refuse."""
+    return json.dumps(failure.model_dump())
+
+
+def failure_of(text: str | None) -> Failure | None:
+    return Failure(**json.loads(text)) if text else None
+
+
 def attempt_of(row: Row) -> Attempt:
     """An attempt, from columns ATTEMPT."""
     attempt_id, rollout_id, sequence_id, status, worker_id, start, end, heartbeat, failure, metadata = row
     return Attempt(
         attempt_id=attempt_id, rollout_id=rollout_id, sequence_id=sequence_id, status=status, worker_id=worker_id,
         start_time=start, end_time=end, last_heartbeat_time=heartbeat,
-        failure=Failure.model_validate_json(failure) if failure else None,
+        failure=failure_of(failure),
         metadata=unpacked(metadata) if metadata is not None else None,
     )  # fmt: skip
 
 
+MAX_NUMBER = 2**62
+"""Higher sequence ids leave no room for those after them."""
 _SPAN_COLUMNS = {"rollout_id", "attempt_id", "sequence_id", "trace_id", "span_id", "parent_id", "name", "start_time", "end_time"}
 
 
@@ -104,15 +133,19 @@ def span_row(span: Span) -> Row:
     """A span as columns SPAN.
 
     Raises:
-        SpanError: its attributes are not JSON.
+        SpanError: its attributes are not JSON, its name or an id is not Unicode, or its sequence id is out of range.
     """
-    rest = span.model_dump(exclude=_SPAN_COLUMNS, exclude_defaults=True)
     try:
-        body = json.dumps(rest)
-    except (TypeError, ValueError) as error:
+        body = json.dumps(span.model_dump(exclude=_SPAN_COLUMNS, exclude_defaults=True))
+        for text in (span.name, span.span_id, span.trace_id, span.parent_id or ""):
+            if not text.isascii():
+                text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise SpanError(
             f"span {span.name!r} cannot be stored: {error}; an attribute is a string, a number, a bool or a list of these"
         ) from None
+    if not 0 <= span.sequence_id < MAX_NUMBER:
+        raise SpanError(f"span {span.name!r} has the sequence id {span.sequence_id}; it is from 1 to 2**62, or 0 for the next one")
     return (
         span.rollout_id, span.attempt_id, span.sequence_id, span.trace_id, span.span_id, span.parent_id, span.name,
         span.start_time, span.end_time, get_reward_value(span), body,

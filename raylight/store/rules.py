@@ -7,19 +7,20 @@ from raylight.types import (
     ATTEMPT_TRANSITIONS,
     FINISHED,
     ROLLOUT_TRANSITIONS,
-    WAITING,
     AttemptStatus,
     RolloutConfig,
     RolloutStatus,
 )
 
-_AGAIN: frozenset[RolloutStatus] = frozenset({"requeuing"})
-_DECIDED: frozenset[RolloutStatus] = frozenset({"succeeded", "failed"})
-BY_HAND: dict[RolloutStatus, frozenset[RolloutStatus]] = {
-    before: following | (_AGAIN if before in FINISHED else frozenset()) | (_DECIDED if before in WAITING else frozenset())
-    for before, following in ROLLOUT_TRANSITIONS.items()
+BY_HAND: dict[RolloutStatus, frozenset[RolloutStatus]] = ROLLOUT_TRANSITIONS | {
+    "queuing": FINISHED,
+    "requeuing": FINISHED,
+    "succeeded": frozenset({"requeuing"}),
+    "failed": frozenset({"requeuing", "succeeded"}),
+    "cancelled": frozenset({"requeuing"}),
 }
-"""What `update_rollout` may do beside: put a finished rollout back into the queue, and decide one that waits."""
+"""What `update_rollout` may do: a rollout that waits can be decided and a finished one queued again, but neither can be said to
+run, for nobody would run it; `start_attempt` is for that."""
 
 CONTINUED: dict[AttemptStatus, RolloutStatus] = {"preparing": "preparing", "running": "running", "succeeded": "succeeded"}
 """What a rollout is while its latest attempt is well."""
@@ -37,9 +38,9 @@ def decide(
     """
     if status in CONTINUED:
         return CONTINUED[status]
-    if infrastructure:
-        return "requeuing" if infrastructure_failures <= config.infrastructure_retries else "failed"
-    own = sequence_id - infrastructure_failures
+    if infrastructure and infrastructure_failures <= config.infrastructure_retries:
+        return "requeuing"
+    own = sequence_id - min(infrastructure_failures, config.infrastructure_retries)  # more of them count like others
     return "requeuing" if status in config.retry_condition and own < config.max_attempts else "failed"
 
 
@@ -49,7 +50,8 @@ def check_attempt(attempt_id: str, before: AttemptStatus, after: AttemptStatus) 
         raise InvalidTransitionError(f"attempt {attempt_id}: {before} -> {after}")
 
 
-def check_rollout(rollout_id: str, before: RolloutStatus, after: RolloutStatus, by_hand: bool = False) -> None:
-    """Raise InvalidTransitionError if a rollout cannot go from one status to the other."""
-    if after not in (BY_HAND if by_hand else ROLLOUT_TRANSITIONS)[before]:
-        raise InvalidTransitionError(f"rollout {rollout_id}: {before} -> {after}")
+def check_by_hand(rollout_id: str, before: RolloutStatus, after: RolloutStatus) -> None:
+    """Raise InvalidTransitionError if `update_rollout` cannot bring a rollout from one status to the other."""
+    if after not in BY_HAND[before]:
+        allowed = ", ".join(sorted(BY_HAND[before]))
+        raise InvalidTransitionError(f"rollout {rollout_id}: {before} -> {after}; by hand it can become: {allowed}")

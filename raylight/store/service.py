@@ -1,7 +1,8 @@
 """The store with waiting: every wait is on an event or a deadline. Runs in any asyncio loop, inside a Ray actor or in a test.
 
 Laws: calls that come together are committed together, and are answered only when they are (group commit); a call that fails undoes
-what it changed and nothing else; time passes by a timer of the store's own, not when somebody happens to call.
+what it changed and nothing else; time passes by a timer of the store's own, not when somebody happens to call; a timer that failed
+is started again, and one of those who call or wait is told.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +21,9 @@ from typing import Any
 
 from raylight.aio import Signal
 from raylight.config import StoreConfig
-from raylight.errors import RaylightError, StoreError
+from raylight.errors import QueryError, RaylightError, StoreError
 from raylight.store.attempts import Attempts
-from raylight.store.journal import Journal
+from raylight.store.journal import Journal, JournalError
 from raylight.store.queries import Queries
 from raylight.store.records import Records
 from raylight.store.rollouts import Changes, Rollouts
@@ -33,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """After so long a wait for room in the queue the store says so in its log."""
+
+TICK_S = 0.001
+"""The timer waits no shorter: an event loop's clock and the store's own may differ by less."""
 
 Call = tuple[str, tuple[Any, ...]]
 Answer = tuple[bool, Any]
@@ -72,6 +77,8 @@ class StoreService:
         self._waiters: dict[str, set[FinishWaiter]] = {}
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
         self._watching: asyncio.Task[None] | None = None
+        self._alarm = math.inf
+        self._shut = False
         with self._journal.transaction():
             self._attempts.recover()
 
@@ -81,7 +88,7 @@ class StoreService:
         return {
             "start_rollout": attempts.start_rollout,
             "start_attempt": attempts.start_attempt,
-            "update_rollout": rollouts.update,
+            "update_rollout": self._update_rollout,
             "update_attempt": attempts.update,
             "finish_attempt": self._finish_attempt,
             "release_worker": attempts.release_worker,
@@ -114,8 +121,13 @@ class StoreService:
         try:
             with self._journal.one_call():
                 return True, self._methods[method](*args)
+        except (JournalError, sqlite3.Error):
+            raise
         except RaylightError as error:
             return False, error
+        except Exception as error:
+            logger.exception("a call of %s failed", method)
+            return False, StoreError(f"{method} was called in a way that it cannot understand: {type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def _committed(self) -> Iterator[None]:
@@ -124,19 +136,23 @@ class StoreService:
         try:
             with self._journal.transaction():
                 yield
-        except sqlite3.Error as error:
+        except BaseException:
             self._rollouts.changes = Changes()
-            raise StoreError(f"the store's file {self._journal.path} cannot be written: {error}") from None
+            raise
         self._wake()
 
+    def _update_rollout(self, rollout_id: str, values: dict[str, Any]) -> Row:
+        self._rollouts.update(rollout_id, values)
+        if "config" in values:
+            self._attempts.adopt_config(rollout_id)
+        return self._rollouts.get(rollout_id)
+
     def _finish_attempt(
-        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row], settled: bool
+        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row], at_once: bool
     ) -> Row | None:
         """Store an attempt's last spans and decide it, in one step; None, and nothing done, while calls of it are open."""
-        if not settled and self._attempts.count_open_calls(attempt_id):
+        if not at_once and self._attempts.count_open_calls(attempt_id):
             return None
-        if settled and values["status"] != "succeeded":
-            self._records.give_up_calls(attempt_id)
         self._records.add_spans(spans)
         return self._attempts.finish(rollout_id, attempt_id, values)
 
@@ -148,9 +164,10 @@ class StoreService:
 
     async def enqueue(self, requests: list[Row]) -> list[Row]:
         """Queue rollouts as there is room for them."""
+        self._rollouts.check(requests)
         rows: list[Row] = []
         while len(rows) < len(requests):
-            while not await self._room.until(lambda: self._rollouts.waiting < self._max_queued, PATIENCE_S):
+            while not await self._until(self._room, lambda: self._rollouts.waiting < self._max_queued, PATIENCE_S):
                 logger.warning("the queue is full (%d rollouts) and nobody takes any", self._max_queued)
             room = self._max_queued - self._rollouts.waiting
             with self._committed():
@@ -159,24 +176,34 @@ class StoreService:
 
     async def dequeue(self, worker_id: str | None, limit: int, timeout: float, request_id: str) -> list[Row]:
         """Lease rollouts, waiting up to `timeout` seconds for the first."""
-        self._watch()
-        if limit < 1 or not (timeout <= 0 or await self._queued.until(lambda: self._rollouts.waiting > 0, timeout)):
+        if limit < 1:
             return []
+        if timeout > 0 and not self._attempts.given_to(request_id):
+            await self._until(self._queued, lambda: self._rollouts.waiting > 0, timeout)
         with self._committed():
             return self._attempts.dequeue(worker_id, limit, request_id)
 
     async def settle(self, attempt_id: str, timeout: float) -> bool:
         """Wait until no call of the attempt is open; False if that did not happen in time."""
-        return await self._closed.until(lambda: self._attempts.count_open_calls(attempt_id) == 0, timeout)
+        return await self._until(self._closed, lambda: self._attempts.count_open_calls(attempt_id) == 0, timeout)
+
+    async def _until(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:
+        """Wait for a condition; raises when the store is closed meanwhile, or its timer fails."""
+
+        def look() -> bool:
+            self._watch()
+            return holds()
+
+        return await signal.until(look, timeout)
 
     async def wait_for_rollouts(self, rollout_ids: list[str], at_least: int | None, timeout: float | None) -> list[Row]:
         """Decided rollouts among `rollout_ids`, once there are `at_least` (default all) or the time is over."""
-        self._watch()
         unique = list(dict.fromkeys(rollout_ids))
         wanted = len(unique) if at_least is None else min(at_least, len(unique))
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
         while True:
+            self._watch()
             undecided = [i for i, status in zip(unique, self._rollouts.statuses(unique), strict=True) if status not in FINISHED]
             needed = wanted - (len(unique) - len(undecided))
             left = None if end is None else end - loop.time()
@@ -200,9 +227,12 @@ class StoreService:
 
     async def query(self, method: str, *args: Any) -> list[Row]:
         """Run one of the `Queries`, beside the writer."""
+        self._watch()
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._readers, getattr(self._queries, method), *args)
+        except UnicodeEncodeError as error:
+            raise QueryError(f"nothing can be found by what is not Unicode: {error}") from None
         except sqlite3.Error as error:
             raise StoreError(f"the store's file {self._journal.path} cannot be read: {error}") from None
 
@@ -221,32 +251,59 @@ class StoreService:
             self._room.fire()
         if changes.closed:
             self._closed.fire()
-        if changes.deadline is not None:
+        if changes.deadline is not None and changes.deadline < self._alarm:
             self._earlier.fire()
 
+    def _wake_all(self) -> None:
+        """So that everybody looks at what became of the store."""
+        for signal in (self._queued, self._room, self._closed):
+            signal.fire()
+        for waiter in {waiter for waiters in self._waiters.values() for waiter in waiters}:
+            if not waiter.done.done():
+                waiter.done.set_result(None)
+
     def _watch(self) -> None:
-        """Keep the timer running; if it failed, say so to whoever calls next."""
-        if self._watching is not None and self._watching.done():
-            self._watching.result()
+        """Keep the timer running. If it failed, say so to this caller; the next one starts it again."""
+        if self._shut:
+            raise StoreError(f"the store {self._journal.path} is closed")
+        watching = self._watching
+        if watching is not None and watching.done():
+            self._watching = None
+            if not watching.cancelled():  # else its event loop is gone
+                watching.result()
         if self._watching is None:
             self._watching = asyncio.create_task(self._expire_forever())
 
     async def _expire_forever(self) -> None:
-        while True:
-            deadline = self._attempts.next_deadline()
-            left = None if deadline is None else max(deadline - self._clock(), 0.0)
-            if not await self._earlier.until(lambda d=deadline: self._is_earlier_than(d), left):  # type: ignore[misc]
-                with self._committed():
-                    self._attempts.expire()
+        try:
+            while True:
+                deadline = self._attempts.next_deadline()
+                self._alarm = math.inf if deadline is None else deadline
+                left = None if deadline is None else deadline - self._clock()
+                if left is not None and left > 0:
+                    left = max(left, TICK_S)
+                if not await self._earlier.until(self._is_earlier, left):
+                    await self.expire()
+        except Exception:
+            logger.exception("the store's timer failed")
+            self._wake_all()
+            raise
 
-    def _is_earlier_than(self, deadline: float | None) -> bool:
+    def _is_earlier(self) -> bool:
         first = self._attempts.next_deadline()
-        return first is not None and (deadline is None or first < deadline)
+        return first is not None and first < self._alarm
+
+    async def expire(self) -> int:
+        """End what is over its time, as the timer does; returns how many attempts that were."""
+        with self._committed():
+            return self._attempts.expire()
 
     async def close(self) -> None:
-        """Stop the timer and close the file."""
-        if self._watching is not None:
+        """Stop the timer and close the file; whoever still waits hears of it."""
+        self._shut = True
+        if self._watching is not None and not self._watching.done():
             self._watching.cancel()
             await asyncio.wait([self._watching])
+        self._wake_all()
         self._readers.shutdown()
         self._journal.close()

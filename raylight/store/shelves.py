@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 from raylight.errors import UnknownIdError
 from raylight.store.attempts import Attempts
@@ -71,18 +69,17 @@ class Shelves:
     def latest_resources(self) -> Row | None:
         return self._journal.one(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1")
 
-    def update_worker(self, worker_id: str, stats: dict[str, Any] | None, attempt_ids: list[str] | None) -> tuple[Row, list[str]]:
-        """A heartbeat: renews the leases of `attempt_ids` (None: of all that the worker has).
+    def update_worker(self, worker_id: str, stats: str | None, attempt_ids: list[str] | None) -> tuple[Row, list[str]]:
+        """A heartbeat with `stats` as JSON: renews the leases of `attempt_ids` (None: of all that the worker has).
 
         Returns the worker, and those of its attempts that nobody needs any more.
         """
         over = self._attempts.renew_leases(worker_id, attempt_ids)
-        said = json.dumps(stats) if stats is not None else None
         self._journal.execute(
             "INSERT INTO workers (worker_id, heartbeat_stats, last_heartbeat_time) VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET"
             " heartbeat_stats = COALESCE(excluded.heartbeat_stats, heartbeat_stats),"
             " last_heartbeat_time = excluded.last_heartbeat_time",
-            (worker_id, said, self._clock()),
+            (worker_id, stats, self._clock()),
         )
         found = self._journal.one(f"{_WORKER} WHERE w.worker_id = ?", (worker_id,))
         assert found is not None, "it was written a moment ago"

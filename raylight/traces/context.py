@@ -36,7 +36,7 @@ class AttemptTrace:
         self._capacity = capacity
         self._spans: list[Span] = []
         self._sent = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a span may end while garbage is collected, anywhere in this thread: also in here
 
     def add(self, span: Span) -> None:
         """Take a span in; after the end of the attempt, or beyond the capacity, it is counted and dropped."""

@@ -70,14 +70,26 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
     Raises:
         DatasetError: it cannot be iterated, or it is required and empty.
     """
+    dataset = as_dataset(dataset, name)
     if dataset is None:
         if required:
             raise DatasetError(f"{name} is missing; pass a list of tasks")
         return []
+    return list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
+
+
+def as_dataset(dataset: Any, name: str) -> Any:
+    """A dataset as it is, once it is known to hold tasks; what can be read only once becomes a list.
+
+    Raises:
+        DatasetError: it cannot be iterated, or it is empty.
+    """
+    if dataset is None:
+        return None
     sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")  # a torch Dataset, which need not be iterable
     if isinstance(dataset, str | bytes | dict) or not (sized or isinstance(dataset, Iterable)):
         raise DatasetError(f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks")
-    tasks = list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
-    if not tasks:
+    dataset = dataset if sized else list(dataset)
+    if len(dataset) == 0:
         raise DatasetError(f"{name} is empty; pass at least one task")
-    return tasks
+    return dataset

@@ -99,10 +99,9 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
             "the resource `llm` has an endpoint of its own, so that nothing is left for the model being trained; give the fixed "
             "model another name, or declare one without an endpoint, such as @rollout(model=LLM(name=...))"
         )
-    filled = {
-        name: llm.model_copy(update={"sampling_parameters": resources[name].sampling_parameters}) for name in open_slots
-    } or {"llm": llm}  # fmt: skip
-    return resources | filled
+    kept = ("sampling_parameters", "agent_id")
+    filled = {name: llm.model_copy(update={field: getattr(resources[name], field) for field in kept}) for name in open_slots}
+    return resources | (filled or {"llm": llm})
 
 
 def is_open(resource: Any) -> bool:

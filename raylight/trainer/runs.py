@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raylight.agent.resources import LLM, NamedResources
 from raylight.algorithms.base import Algorithm
+from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.config import StoreConfig
 from raylight.errors import ConfigError
 from raylight.runner.pool import Cargo
 from raylight.serving.choose import choose_engine
 from raylight.traces.agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
-from raylight.trainer.inputs import Inputs, as_tasks, resolve_model
+from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, resolve_model
 from raylight.trainer.loop import train
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
 from raylight.trainer.policy_session import PolicySession
@@ -47,7 +49,7 @@ class Run:
             "cargo": Cargo(inputs.agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
             "runner": trainer.runner,
             "store": trainer.store,
-            "store_path": str(folder / "store.db"),
+            "store_path": (isinstance(trainer.store, StoreConfig) and trainer.store.path) or str(folder / "store.db"),
             "resources": resources,
         }
 
@@ -124,8 +126,9 @@ class AlgorithmRun(Run):
         self.algorithm = algorithm
         self.plan = RunPlan(**self._common)
         must_have_endpoints(self.plan.resources.items(), algorithm)
-        for dataset, title in ((inputs.train, "train_dataset"), (inputs.val, "val_dataset")):
-            as_tasks(dataset, title, required=False)
+        self._datasets = {name: as_dataset(getattr(inputs, name), f"{name}_dataset") for name in ("train", "val")}
+        if isinstance(algorithm, Baseline):  # others may add resources before they enqueue anything
+            inputs.agent.check(self.plan.resources)
 
     async def work(self) -> dict[str, Any]:
         report = self.report
@@ -145,7 +148,7 @@ class AlgorithmRun(Run):
         algorithm.set_initial_resources(self.plan.resources)
         if trainer.llm_proxy is not None:
             algorithm.set_llm_proxy(trainer.llm_proxy)
-        work = {"train_dataset": self.inputs.train, "val_dataset": self.inputs.val}
+        work = {f"{name}_dataset": dataset for name, dataset in self._datasets.items()}
         if algorithm.is_async():
             await cast("Awaitable[None]", algorithm.run(**work))
         else:

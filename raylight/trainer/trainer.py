@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from raylight.components import build_component
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, RaylightError
 from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.trainer.blocking import run_blocking
@@ -35,7 +36,7 @@ Trains = PolicyAlgorithm | Algorithm
 class Trainer:
     """Trains an agent on a Ray cluster, or on a local one that it starts.
 
-    Components (`algorithm`, `tracer`, `adapter`, `llm_proxy`) may be given as an instance, a class, a dotted name, or
+    Components (`algorithm`, `tracer`, `adapter`) may be given as an instance, a class, a dotted name, or
     `{"type": ..., **arguments}`. An argument that nothing would read is an error.
 
     Args:
@@ -54,10 +55,10 @@ class Trainer:
         tracer: catches spans inside the agent; an OtelTracer if None.
         adapter: makes training data of spans for an `Algorithm`; a TracerTraceToTriplet if None. To GRPO and its kin it gives only
             `agent_match`, since they train on the tokens that the engine recorded.
-        llm_proxy: handed to an `Algorithm`.
-        hooks: called around every rollout.
-        dev: `fit` does what `dev` does.
-        seed: of task order and of sampling.
+        llm_proxy: handed to an `Algorithm` as it is.
+        hooks: called around every rollout; one, or several in their order.
+        dev: `fit` and `train` do what `dev` does.
+        seed: of task order and of sampling; 0 if None.
         address: of the Ray cluster; None joins the one at `RAY_ADDRESS` or on this machine, or starts a local one.
         progress: show steps while the run goes on, and a summary at its end.
         log_to_driver: print what actors print; otherwise their logs are in the dashboard and `ray logs`.
@@ -91,7 +92,7 @@ class Trainer:
         llm_proxy: Any = None,
         hooks: Hook | Sequence[Hook] | None = None,
         dev: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         address: str | None = None,
         progress: bool = True,
         log_to_driver: bool = False,
@@ -100,26 +101,25 @@ class Trainer:
         self.agent = agent
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.output_dir = output_dir
-        self.initial_resources = dict(one_of("initial_resources", initial_resources, "resources", resources) or {})
+        self.initial_resources = _named(one_of("initial_resources", initial_resources, "resources", resources))
         self.runner = RunnerConfig.parse(
             runner, n=one_of("n_runners", n_runners, "n_workers", n_workers), max_rollouts=max_rollouts
         )
-        self.store = store if isinstance(store, StoreClient) else StoreConfig.parse(store)
+        self.store = _store(store)
         self.tracer: Tracer = build_component(tracer, Tracer, "tracer", default=OtelTracer)
         self.adapter: TraceAdapter[Any] | None = (
             None if adapter is None else build_component(adapter, TraceAdapter, "adapter")  # type: ignore[type-abstract]
         )
         self.llm_proxy = llm_proxy
-        self.hooks = (hooks,) if isinstance(hooks, Hook) else tuple(hooks or ())
-        HookSet(self.hooks)  # raises now what would be raised in every runner
+        self.hooks = _hooks(hooks)
         self.engine = EngineConfig.parse(engine, port=port)
         self.learner = LearnerConfig.parse(learner, n=n_learners)
-        self.seed = seed
+        self.seed = seed or 0
         self._dev = dev
         self._address = address
         self.progress = progress
         self._log_to_driver = log_to_driver
-        only_policy = {"engine": engine, "learner": learner, "n_learners": n_learners, "port": port}
+        only_policy = {"engine": engine, "learner": learner, "n_learners": n_learners, "port": port, "seed": seed}
         self.given_for_policy = sorted(name for name, value in only_policy.items() if value is not None)
         """Arguments that only an algorithm that trains a policy would read."""
 
@@ -137,16 +137,14 @@ class Trainer:
         Raises:
             RaylightError: one of `raylight.errors`, which names what to do.
         """
-        if self._dev:
-            return self.dev(agent, train_dataset, val_dataset, val_data=val_data)
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
-        return self._blocking(self._must_have_algorithm(), agent, train_dataset, val)
+        return self._blocking(self._chosen_algorithm(), agent, train_dataset, val)
 
     async def train(
         self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None
     ) -> dict[str, Any]:
         """`fit` for a caller that is asynchronous itself; cancelling it stops the run and cleans up."""
-        algorithm = self._must_have_algorithm()
+        algorithm = self._chosen_algorithm()
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
         with self._run(algorithm, agent, train_dataset, val) as run:
             return run.finish(await run.work())
@@ -157,15 +155,21 @@ class Trainer:
         Raises:
             TypeError: the Trainer's algorithm is not a FastAlgorithm.
         """
-        algorithm = self.algorithm or Baseline()
-        if not isinstance(algorithm, FastAlgorithm):
-            raise TypeError(f"dev() needs a FastAlgorithm, such as Baseline, and not {type(algorithm).__name__}")
-        return self._blocking(algorithm, agent, train_dataset, one_of("val_dataset", val_dataset, "val_data", val_data))
+        val = one_of("val_dataset", val_dataset, "val_data", val_data)
+        return self._blocking(self._fast_algorithm(), agent, train_dataset, val)
 
-    def _must_have_algorithm(self) -> Trains:
+    def _chosen_algorithm(self) -> Trains:
+        if self._dev:
+            return self._fast_algorithm()
         if self.algorithm is None:
             raise ConfigError("the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try the agent")
         return self.algorithm
+
+    def _fast_algorithm(self) -> FastAlgorithm:
+        algorithm = Baseline() if self.algorithm is None else self.algorithm
+        if not isinstance(algorithm, FastAlgorithm):
+            raise TypeError(f"dev() needs a FastAlgorithm, such as Baseline, and not {type(algorithm).__name__}")
+        return algorithm
 
     def _blocking(self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any) -> dict[str, Any]:
         try:
@@ -203,9 +207,37 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     Raises:
         ConfigError: both are given, and differ.
     """
-    if value is not None and other is not None and value is not other and value != other:
+    if value is not None and other is not None and value is not other and not (isinstance(value, int) and value == other):
         raise ConfigError(f"{name} and {other_name} mean the same; give one of them")
     return value if value is not None else other
+
+
+def _named(resources: Any) -> NamedResources:
+    """Raise ConfigError for resources without names."""
+    if resources is not None and not isinstance(resources, Mapping):
+        raise ConfigError(f"resources are given by name, as in {{'llm': LLM(...)}}, not as {type(resources).__name__}")
+    return dict(resources or {})
+
+
+def _hooks(given: Any) -> tuple[Hook, ...]:
+    """One hook or several; raises HookError now for what would be refused in every runner."""
+    several = isinstance(given, Iterable) and not isinstance(given, type)
+    hooks: tuple[Hook, ...] = tuple(given) if several else () if given is None else (given,)
+    HookSet(hooks)
+    return hooks
+
+
+def _store(given: Any) -> StoreConfig | StoreClient:
+    """The settings of a store, or the client of one that other processes can reach.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(given, StoreClient):
+        return StoreConfig.parse(given)
+    if isinstance(given._channel.target, StoreService):
+        raise ConfigError("this store is an object of this process, which runners cannot reach; give the client of a StoreActor")
+    return given
 
 
 def _algorithm(given: Any, num_epochs: int | None) -> Trains | None:
@@ -217,7 +249,9 @@ def _algorithm(given: Any, num_epochs: int | None) -> Trains | None:
     algorithm: Any = None if given is None else build_component(given, AnyAlgorithm, "algorithm")
     if num_epochs is None:
         return algorithm
-    if algorithm is None or not hasattr(algorithm, "n_epochs"):
+    if algorithm is None:
+        raise ConfigError("nothing reads num_epochs: the Trainer has no algorithm")
+    if not hasattr(algorithm, "n_epochs"):
         raise ConfigError(f"nothing reads num_epochs: {type(algorithm).__name__} has no n_epochs")
     if isinstance(algorithm, PolicyAlgorithm):
         if algorithm.n_steps is not None:

@@ -1,152 +1,79 @@
-"""One attempt: its reward is read, its failure named, its time limited; whatever the agent does becomes an outcome."""
+"""One attempt: its time limited, its hooks called, its agent given what it asks for; whatever the agent does becomes an outcome."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from typing import Any
 
-import httpx
-import numpy as np
-import openai
 import pytest
-from unit_helpers import make_rollout, within
+from unit_helpers import make_bench, make_rollout, run_attempt, until, within
 
+from raylight.agent.emit import emit_reward
 from raylight.agent.keys import key_opens
-from raylight.agent.litagent import LitAgent, rollout
-from raylight.agent.resources import LLM
+from raylight.agent.litagent import LitAgent
+from raylight.agent.resources import LLM, ProxyLLM
 from raylight.errors import RewardError
-from raylight.runner.execute import OUR_FRAMES, Outcome, classify, describe, execute, read_rewards
-from raylight.types import find_final_reward
+from raylight.runner import execute as module
+from raylight.runner.execute import execute
+from raylight.runner.outcome import OUR_FRAMES, Outcome
+from raylight.runner.threads import AgentThreads
+from raylight.traces.rewards import find_final_reward
+from raylight.types import Rollout, Span
 
-REQUEST = httpx.Request("POST", "http://engine/v1/chat/completions")
-
-
-def answer_error(cls: type[openai.APIStatusError], code: int) -> openai.APIStatusError:
-    return cls("no", response=httpx.Response(code, request=REQUEST), body=None)
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
+# results
 
 
-async def run(agent: Any, threads: ThreadPoolExecutor, *, timeout: float | None = 5.0, **resources: Any) -> Outcome:
-    agent = agent if isinstance(agent, LitAgent) else rollout(agent)
-    async with within(8):
-        return await execute(agent, make_rollout(task=3, timeout=timeout), resources, "secret", threads, lambda: 7.0)
+async def test_a_reward_becomes_a_span_of_the_attempt_with_the_injected_time() -> None:
+    outcome, spans = await run_attempt(lambda task: {"main": 0.5, "style": 2.0})
+    assert outcome == Outcome("succeeded")
+    assert find_final_reward(spans) == 0.5
+    assert (spans[0].rollout_id, spans[0].attempt_id, spans[0].start_time) == ("ro-1", "at-1", 7.0)
 
 
-# rewards
+async def test_no_reward_is_success_without_a_span() -> None:
+    assert await run_attempt(lambda task: None) == (Outcome("succeeded"), [])
 
 
-@pytest.mark.parametrize(("returned", "expected"), [
-    (1, 1.0), (0, 0.0), (-0.5, -0.5), (True, 1.0), (False, 0.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0),
-    (np.float64(0.25), 0.25), (Fraction(1, 4), 0.25),
-])  # fmt: skip
-def test_a_number_is_a_reward(returned: Any, expected: float) -> None:
-    rewards = read_rewards(returned)
-    assert rewards == {"reward": expected}
-    assert type(rewards["reward"]) is float
+async def test_the_returned_reward_comes_after_those_that_were_emitted() -> None:
+    def agent(task: int) -> float:
+        emit_reward(0.25)
+        return 0.75
+
+    _, spans = await run_attempt(agent)
+    assert len(spans) == 2
+    assert find_final_reward(spans) == 0.75
 
 
-def test_named_rewards_keep_their_order() -> None:
-    assert list(read_rewards({"main": 1, "style": np.float32(0.5)}).items()) == [("main", 1.0), ("style", 0.5)]
+async def test_returned_spans_belong_to_the_attempt_whatever_they_say() -> None:
+    mine = Span.from_attributes(name="mine", attributes={}, rollout_id="other", attempt_id="another")
+    _, (span,) = await run_attempt(lambda task: [mine])
+    assert (span.rollout_id, span.attempt_id, span.span_id) == ("ro-1", "at-1", mine.span_id)
+    assert mine.rollout_id == "other"
 
 
-def test_nothing_is_no_reward() -> None:
-    assert read_rewards(None) is None
+@pytest.mark.parametrize(("returned", "kind"), [("good", "reward"), ([1.0], "reward"), ({}, "reward"), (float("nan"), "reward")])
+async def test_a_wrong_reward_is_a_failure_of_its_own_kind(returned: Any, kind: str) -> None:
+    outcome, spans = await run_attempt(lambda task: returned)
+    assert (outcome.status, outcome.failure.kind, spans) == ("failed", kind, [])
 
 
-@pytest.mark.parametrize("returned", [
-    float("nan"), float("inf"), -float("inf"), np.float32("nan"), "1.0", "", b"1", [1.0], (1.0,), {}, {"a": None}, {"a": "1"},
-    {"a": 1.0, "b": float("nan")}, {"a": {"b": 1.0}}, 1j, object(), np.array([1.0, 2.0]), 10**400,
-], ids=repr)  # fmt: skip
-def test_what_is_no_finite_number_is_refused(returned: Any) -> None:
-    with pytest.raises(RewardError):
-        read_rewards(returned)
+async def test_a_span_that_cannot_be_stored_is_the_agents_failure() -> None:
+    outcome, spans = await run_attempt(lambda task: [Span.from_attributes(name="mine", attributes={"wrong": object()})])
+    assert (outcome.status, outcome.failure.kind, spans) == ("failed", "agent", [])
+    assert "mine" in outcome.failure.error
 
 
-def test_a_refused_reward_is_named_with_its_type() -> None:
-    with pytest.raises(RewardError, match=r"'great'.*str"):
-        read_rewards("great")
-    with pytest.raises(RewardError, match="'style' is nan"):
-        read_rewards({"main": 1.0, "style": float("nan")})
+async def test_an_agent_that_raises_a_reward_error_said_a_wrong_reward() -> None:
+    def agent(task: int) -> None:
+        raise RewardError("the reward is a word")
+
+    assert (await run_attempt(agent))[0].failure.kind == "reward"
 
 
-async def test_a_reward_becomes_a_span_with_the_injected_time(threads: ThreadPoolExecutor) -> None:
-    outcome = await run(lambda task: {"main": 0.5, "style": 2.0}, threads)
-    assert (outcome.status, outcome.failure) == ("succeeded", None)
-    assert find_final_reward(outcome.spans) == 0.5
-    assert outcome.spans[0].start_time == 7.0
-
-
-async def test_no_reward_is_success_without_a_span(threads: ThreadPoolExecutor) -> None:
-    assert await run(lambda task: None, threads) == Outcome("succeeded")
-
-
-async def test_a_wrong_reward_is_a_failure_of_its_own_kind(threads: ThreadPoolExecutor) -> None:
-    outcome = await run(lambda task: "good", threads)
-    assert (outcome.status, outcome.failure.kind, outcome.spans) == ("failed", "reward", [])
-
-
-# whose fault
-
-
-def caused(outer: BaseException, inner: BaseException) -> BaseException:
-    try:
-        raise outer from inner
-    except type(outer) as error:
-        return error
-
-
-class OwnConnectError(Exception):
-    pass
-
-
-CONNECTION = openai.APIConnectionError(request=REQUEST)
-
-
-@pytest.mark.parametrize("error", [
-    CONNECTION, openai.APITimeoutError(request=REQUEST), answer_error(openai.InternalServerError, 500),
-    answer_error(openai.InternalServerError, 503), httpx.ConnectError("refused"), httpx.ReadTimeout("slow"),
-    httpx.RemoteProtocolError("cut"), caused(RuntimeError("my tool"), CONNECTION),
-    caused(ValueError("outer"), caused(KeyError("middle"), answer_error(openai.InternalServerError, 502))),
-    httpx.HTTPStatusError("503", request=REQUEST, response=httpx.Response(503, request=REQUEST)),
-], ids=lambda error: f"{type(error).__name__}-{error}"[:40])  # fmt: skip
-def test_a_service_that_is_down_is_the_infrastructure(error: BaseException) -> None:
-    assert classify(error) == "infrastructure"
-
-
-@pytest.mark.parametrize("error", [
-    answer_error(openai.BadRequestError, 400), answer_error(openai.AuthenticationError, 401),
-    answer_error(openai.NotFoundError, 404), answer_error(openai.RateLimitError, 429), ValueError("no"), TimeoutError("mine"),
-    KeyError("x"), OwnConnectError("not of a client library"),
-    caused(RuntimeError("outer"), answer_error(openai.BadRequestError, 400)), caused(RuntimeError("outer"), ValueError("inner")),
-    httpx.HTTPStatusError("404", request=REQUEST, response=httpx.Response(404, request=REQUEST)),
-], ids=lambda error: f"{type(error).__name__}-{error}"[:40])  # fmt: skip
-def test_what_the_agent_did_wrong_is_the_agent(error: BaseException) -> None:
-    assert classify(error) == "agent"
-
-
-def test_a_wrong_reward_is_found_below_another_error() -> None:
-    assert classify(caused(RuntimeError("outer"), RewardError("nan"))) == "reward"
-
-
-def test_a_connection_error_in_a_task_group_is_the_infrastructure() -> None:
-    assert classify(ExceptionGroup("unhandled errors in a TaskGroup", [CONNECTION])) == "infrastructure"
-
-
-def test_a_message_is_one_line_with_the_type() -> None:
-    assert describe(ValueError("first\n  second")).error == "ValueError: first second"
-
-
-async def test_the_trace_shows_the_agent_and_none_of_raylight(threads: ThreadPoolExecutor) -> None:
+async def test_the_trace_of_a_failure_shows_the_agent_and_none_of_raylight() -> None:
     def deep_in_the_agent() -> None:
         raise KeyError("tool")
 
@@ -159,7 +86,7 @@ async def test_the_trace_shows_the_agent_and_none_of_raylight(threads: ThreadPoo
         return 1.0
 
     for agent in (asynchronous, synchronous):
-        failure = (await run(agent, threads)).failure
+        failure = (await run_attempt(agent))[0].failure
         assert failure.kind == "agent"
         assert "deep_in_the_agent" in failure.trace
         assert failure.trace.rstrip().endswith("KeyError: 'tool'")
@@ -169,7 +96,7 @@ async def test_the_trace_shows_the_agent_and_none_of_raylight(threads: ThreadPoo
 # time
 
 
-async def test_an_agent_that_takes_too_long_times_out(threads: ThreadPoolExecutor) -> None:
+async def test_an_agent_that_takes_too_long_times_out() -> None:
     cleaned = asyncio.Event()
 
     async def endless(task: int) -> float:
@@ -179,23 +106,62 @@ async def test_an_agent_that_takes_too_long_times_out(threads: ThreadPoolExecuto
             cleaned.set()
         return 1.0
 
-    outcome = await run(endless, threads, timeout=0.02)
+    outcome, _ = await run_attempt(endless, timeout=0.02)
     assert (outcome.status, outcome.failure.kind) == ("timeout", "timeout")
     assert "0.02 s" in outcome.failure.error
     assert cleaned.is_set()
 
 
-async def test_a_blocking_agent_that_takes_too_long_times_out(threads: ThreadPoolExecutor) -> None:
-    leave = threading.Event()
-    try:
-        outcome = await run(lambda task: leave.wait(5), threads, timeout=0.02)
-    finally:
-        leave.set()
-    assert outcome.status == "timeout"
+async def test_spans_from_before_the_timeout_stay() -> None:
+    async def endless(task: int) -> None:
+        emit_reward(0.5)
+        await asyncio.Event().wait()
+
+    outcome, spans = await run_attempt(endless, timeout=0.02)
+    assert (outcome.status, len(spans)) == ("timeout", 1)
+
+
+async def test_a_blocking_agent_that_takes_too_long_times_out_and_is_counted_until_it_returns() -> None:
+    leave, threads = threading.Event(), AgentThreads()
+    outcome, _ = await run_attempt(lambda task: leave.wait(5), timeout=0.02, threads=threads)
+    assert (outcome.status, threads.abandoned) == ("timeout", 1)
+    leave.set()
+    await until(lambda: threads.abandoned == 0)
+
+
+async def test_an_agent_that_swallows_its_cancellation_is_left_alone_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CANCEL_GRACE_S", 0.02)
+    leave, threads = asyncio.Event(), AgentThreads()
+
+    async def stubborn(task: int) -> None:
+        while not leave.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await leave.wait()
+        raise ValueError("nobody hears this")
+
+    outcome, _ = await run_attempt(stubborn, timeout=0.02, threads=threads)
+    assert (outcome.status, threads.abandoned) == ("timeout", 1)
+    leave.set()
+    await until(lambda: threads.abandoned == 0)
+
+
+async def test_an_agent_that_cleans_up_within_the_grace_is_not_abandoned() -> None:
+    threads, steps = AgentThreads(), []
+
+    async def slow_to_leave(task: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for step in range(50):
+                await asyncio.sleep(0)
+                steps.append(step)
+
+    outcome, _ = await run_attempt(slow_to_leave, timeout=0.02, threads=threads)
+    assert (outcome.status, threads.abandoned, len(steps)) == ("timeout", 0, 50)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-async def test_a_timeout_of_the_agents_own_is_the_agents_failure(threads: ThreadPoolExecutor, asynchronous: bool) -> None:
+async def test_a_timeout_of_the_agents_own_is_the_agents_failure(asynchronous: bool) -> None:
     async def impatient(task: int) -> float:
         async with asyncio.timeout(0.01):
             await asyncio.Event().wait()
@@ -204,12 +170,12 @@ async def test_a_timeout_of_the_agents_own_is_the_agents_failure(threads: Thread
     def blunt(task: int) -> float:
         raise TimeoutError("my own tool")
 
-    outcome = await run(impatient if asynchronous else blunt, threads)
+    outcome, _ = await run_attempt(impatient if asynchronous else blunt)
     assert (outcome.status, outcome.failure.kind) == ("failed", "agent")
 
 
-async def test_no_limit_is_possible(threads: ThreadPoolExecutor) -> None:
-    assert (await run(lambda task: 1.0, threads, timeout=None)).status == "succeeded"
+async def test_no_limit_is_possible() -> None:
+    assert (await run_attempt(lambda task: 1.0, timeout=None))[0].status == "succeeded"
 
 
 # whatever the agent does
@@ -220,13 +186,21 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize("error", [
-    asyncio.CancelledError("of the agent's own"), StopIteration(), ExceptionGroup("two", [ValueError(), KeyError()]), Unprintable(),
-    SystemExit(3),
-], ids=lambda error: type(error).__name__)  # fmt: skip
+class Odd(BaseException):
+    pass
+
+
+ERRORS = [
+    asyncio.CancelledError("of the agent's own"), StopIteration(3), StopAsyncIteration(), Unprintable(), SystemExit(3),
+    ExceptionGroup("two", [ValueError(), KeyError()]), BaseExceptionGroup("base", [Odd(), ValueError()]), Odd("base"),
+    KeyboardInterrupt(), GeneratorExit(), MemoryError(), RecursionError(), FileNotFoundError("/tmp/\udcff"), AssertionError(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_whatever_an_agent_raises_becomes_an_outcome(error: BaseException, asynchronous: bool) -> None:
-    """In a loop and threads of its own, which some of these would end."""
+    """In a loop of its own, which some of these would end."""
 
     async def asynchronous_agent(task: int) -> float:
         raise error
@@ -234,21 +208,22 @@ def test_whatever_an_agent_raises_becomes_an_outcome(error: BaseException, async
     def synchronous_agent(task: int) -> float:
         raise error
 
-    threads = ThreadPoolExecutor(1)
-
-    async def attempt() -> Outcome | None:
-        agent = rollout(asynchronous_agent if asynchronous else synchronous_agent)
-        async with within(2):
-            return await execute(agent, make_rollout(timeout=None), {}, "secret", threads, lambda: 7.0)
-
-    outcome = None
-    with contextlib.suppress(BaseException):
-        outcome = asyncio.run(attempt())
-    assert outcome is not None
-    assert outcome.status == "failed"
+    agent = asynchronous_agent if asynchronous else synchronous_agent
+    outcome, _ = asyncio.run(run_attempt(agent, timeout=None))
+    assert (outcome.status, outcome.failure.kind) == ("failed", "agent")
+    assert outcome.failure.model_dump_json()
 
 
-async def test_cancelling_the_attempt_is_no_outcome_and_reaches_the_agent(threads: ThreadPoolExecutor) -> None:
+async def test_an_agent_without_a_method_for_the_mode_fails() -> None:
+    class Trains(LitAgent):
+        def training_rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+            return 1.0
+
+    outcome, _ = await run_attempt(Trains(), rollout=make_rollout(mode="val"))
+    assert "AgentSignatureError: Trains must define rollout" in outcome.failure.error
+
+
+async def test_cancelling_the_attempt_is_no_outcome_and_reaches_the_agent() -> None:
     inside, cleaned = asyncio.Event(), asyncio.Event()
 
     async def endless(task: int) -> float:
@@ -259,18 +234,19 @@ async def test_cancelling_the_attempt_is_no_outcome_and_reaches_the_agent(thread
             cleaned.set()
         return 1.0
 
-    running = asyncio.create_task(run(endless, threads))
-    await inside.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    running = asyncio.create_task(run_attempt(endless))
+    async with within():
+        await inside.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
     assert cleaned.is_set()
 
 
 # what the agent is given
 
 
-async def test_an_asynchronous_agent_runs_on_the_loop_and_a_synchronous_one_in_a_thread(threads: ThreadPoolExecutor) -> None:
+async def test_an_asynchronous_agent_runs_on_the_loop_and_a_synchronous_one_in_a_thread() -> None:
     places = []
 
     async def asynchronous(task: int) -> float:
@@ -281,21 +257,38 @@ async def test_an_asynchronous_agent_runs_on_the_loop_and_a_synchronous_one_in_a
         places.append(threading.current_thread())
         return float(task)
 
-    assert find_final_reward((await run(asynchronous, threads)).spans) == 3.0
-    assert find_final_reward((await run(synchronous, threads)).spans) == 3.0
-    assert places[0] is threading.current_thread()
-    assert places[1] is not threading.current_thread()
+    assert find_final_reward((await run_attempt(asynchronous))[1]) == 3.0
+    assert find_final_reward((await run_attempt(synchronous))[1]) == 3.0
+    assert find_final_reward((await run_attempt(functools.partial(asynchronous)))[1]) == 3.0
+    here = threading.current_thread()
+    assert [place is here for place in places] == [True, False, True]
 
 
-async def test_the_agents_model_is_scoped_to_its_attempt_and_other_resources_are_as_they_were(threads: ThreadPoolExecutor) -> None:
+async def test_each_model_is_scoped_to_the_attempt_as_its_kind_wants() -> None:
     given: dict[str, Any] = {}
 
-    def agent(task: int, llm: LLM, judge: LLM, table: dict) -> None:
-        given.update(llm=llm, judge=judge, table=table)
+    def agent(task: int, planner: LLM, coder: LLM, judge: LLM, proxied: LLM, table: dict, rollout: Rollout) -> None:
+        given.update(planner=planner, coder=coder, judge=judge, proxied=proxied, table=table, rollout=rollout)
 
+    traced = LLM(endpoint="http://engine/run", model="policy", traced=True)
     judge, table = LLM(endpoint="http://judge/v1", model="j", api_key="mine"), {"a": 1}
-    await run(agent, threads, llm=LLM(endpoint="http://engine", model="policy", traced=True), judge=judge, table=table)
-    assert given["llm"].endpoint == "http://engine/rollout/ro-1/attempt/at-1/v1"
-    assert key_opens(given["llm"].api_key, "secret", "ro-1", "at-1")
-    assert given["judge"] == judge
+    proxied = ProxyLLM(endpoint="http://proxy/v1", model="p", api_key="theirs")
+    await run_attempt(agent, planner=traced.for_agent("planner"), coder=traced, judge=judge, proxied=proxied, table=table)
+    route = "rollout/ro-1/attempt/at-1"
+    assert given["coder"].endpoint == f"http://engine/run/{route}/v1"
+    assert given["planner"].endpoint == f"http://engine/run/{route}/agent/planner/v1"
+    assert key_opens(given["coder"].api_key, "secret", "ro-1", "at-1")
+    assert given["planner"].api_key == given["coder"].api_key
+    assert given["judge"] is judge
+    assert (given["proxied"].endpoint, given["proxied"].api_key) == (f"http://proxy/{route}/v1", "theirs")
+    assert type(given["proxied"]) is LLM
     assert given["table"] is table
+    assert given["rollout"].rollout_id == "ro-1"
+    assert traced.endpoint == "http://engine/run"
+
+
+async def test_only_a_dequeued_rollout_is_executed() -> None:
+    rollout = make_rollout()
+    bench = make_bench(lambda task: None)
+    with bench.tracer.attempt(rollout) as trace, pytest.raises(AssertionError, match="dequeued"):
+        await execute(bench, rollout.model_copy(update={"attempt": None}), {}, trace)

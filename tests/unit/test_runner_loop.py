@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from unit_helpers import within
+from unit_helpers import enqueue, make_runner, run_all, serving, within
 
-from raylight.agent.litagent import rollout
-from raylight.errors import UnknownIdError
-from raylight.runner.runner import Runner
+from raylight.errors import TracerError, UnknownIdError
+from raylight.runner import runner as module
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.types import Rollout, RolloutConfig, RolloutRequest
+from raylight.traces.tracer import DummyTracer
+from raylight.types import Rollout
 
 CONNECTION = openai.APIConnectionError(request=httpx.Request("POST", "http://engine"))
 
@@ -28,36 +27,21 @@ def store() -> StoreClient:
     return StoreClient(StoreService())
 
 
-@asynccontextmanager
-async def serving(store: StoreClient, agent: Callable[..., Any], max_concurrent: int = 4) -> Any:
-    runner = Runner("w", store, rollout(agent), "secret", max_concurrent)
-    task = asyncio.create_task(runner.serve())
-    try:
-        async with within():
-            yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+async def never(task: Any) -> None:
+    await asyncio.Event().wait()
 
 
-async def enqueue(store: StoreClient, tasks: list[Any], **config: Any) -> list[str]:
-    requests = [RolloutRequest(input=task, config=RolloutConfig(**config)) for task in tasks]
-    return [r.rollout_id for r in await store.enqueue(requests)]
-
-
-async def run_all(store: StoreClient, tasks: list[Any], agent: Callable[..., Any], **config: Any) -> list[Rollout]:
-    ids = await enqueue(store, tasks, **config)
-    async with serving(store, agent):
-        return await store.wait_for_rollouts(ids)
+# at once
 
 
 async def test_every_rollout_gets_its_own_task_and_reward(store: StoreClient) -> None:
     async def agent(task: int) -> float:
         return float(task)
 
-    decided = await run_all(store, list(range(30)), agent)
-    assert {r.status for r in decided} == {"succeeded"}
-    found = await store.collect([r.rollout_id for r in decided])
+    decided = await run_all(store, range(30), agent)
+    assert {rollout.status for rollout in decided} == {"succeeded"}
+    assert {rollout.attempt.worker_id for rollout in decided} == {"w"}
+    found = await store.collect([rollout.rollout_id for rollout in decided])
     assert [item.reward for item in found] == [float(item.rollout.input) for item in found] == list(map(float, range(30)))
 
 
@@ -74,14 +58,27 @@ async def test_rollouts_run_at_once_up_to_the_bound_and_no_further(store: StoreC
         await leave.wait()
         running -= 1
 
-    ids = await enqueue(store, list(range(20)))
+    ids = await enqueue(store, range(20))
     async with serving(store, agent, bound):
         await full.wait()
         waiting = await store.statistics()
         assert waiting["rollouts_queuing"] == 15  # what does not run stays with the store, for other runners
         leave.set()
-        await store.wait_for_rollouts(ids)
+        await store.wait_for_rollouts(rollout_ids=ids)
     assert most == bound
+
+
+async def test_a_runner_takes_a_few_at_once_so_that_others_get_some_too(store: StoreClient) -> None:
+    class Counting(StoreClient):
+        limits: list[int] = []  # noqa: RUF012
+
+        async def dequeue_many_rollouts(self, *, limit: int = 1, **how: Any) -> list[Rollout]:
+            self.limits.append(limit)
+            return await super().dequeue_many_rollouts(limit=limit, **how)
+
+    counting = Counting(store._channel.target)
+    await run_all(counting, range(20), lambda task: None, {"max_concurrent": 64})
+    assert set(counting.limits) == {module.TAKE_AT_ONCE}
 
 
 async def test_a_place_that_becomes_free_is_used_while_others_still_run(store: StoreClient) -> None:
@@ -99,14 +96,17 @@ async def test_a_place_that_becomes_free_is_used_while_others_still_run(store: S
     async with serving(store, agent, 2):
         await quick_ones.wait()
         leave.set()
-        await store.wait_for_rollouts(ids)
+        await store.wait_for_rollouts(rollout_ids=ids)
     assert done == ["quick"] * 6 + ["slow"]
 
 
 async def test_synchronous_agents_run_at_once_in_threads(store: StoreClient) -> None:
     meeting = threading.Barrier(4, timeout=5)
     decided = await run_all(store, [1, 2, 3, 4], lambda task: meeting.wait() * 0.0)
-    assert {r.status for r in decided} == {"succeeded"}
+    assert {rollout.status for rollout in decided} == {"succeeded"}
+
+
+# failure
 
 
 async def test_a_failure_of_the_infrastructure_is_tried_again(store: StoreClient) -> None:
@@ -129,8 +129,21 @@ async def test_it_is_not_tried_more_often_than_allowed(store: StoreClient) -> No
         tries.append(1)
         raise CONNECTION
 
-    (decided,) = await run_all(store, [1], agent, max_attempts=3)
+    (decided,) = await run_all(store, [1], agent, infrastructure_retries=2)
     assert (decided.status, len(tries), decided.attempt.failure.kind) == ("failed", 3, "infrastructure")
+
+
+async def test_a_failure_that_is_to_be_retried_is(store: StoreClient) -> None:
+    tries = []
+
+    async def agent(task: int) -> float:
+        tries.append(1)
+        if len(tries) < 3:
+            raise ValueError("again")
+        return 1.0
+
+    (decided,) = await run_all(store, [1], agent, max_attempts=3, retry_condition={"failed"})
+    assert (decided.status, len(tries)) == ("succeeded", 3)
 
 
 async def test_an_agents_own_failure_is_final_and_harms_no_other_rollout(store: StoreClient) -> None:
@@ -141,43 +154,74 @@ async def test_an_agents_own_failure_is_final_and_harms_no_other_rollout(store: 
         return 1.0 / task
 
     decided = await run_all(store, [0, 1, 0, 2], agent)
-    assert [r.status for r in decided] == ["failed", "succeeded", "failed", "succeeded"]
+    assert [rollout.status for rollout in decided] == ["failed", "succeeded", "failed", "succeeded"]
     assert sorted(tries) == [0, 0, 1, 2]
     assert "ZeroDivisionError" in decided[0].attempt.failure.error
+    assert decided[0].attempt.failure.kind == "agent"
+
+
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "error",
+    [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt(), Odd(), StopIteration(), GeneratorExit(), OSError("\udcff")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_no_exception_of_an_agent_ends_the_runner(store: StoreClient, error: BaseException, asynchronous: bool) -> None:
+    async def agent(task: int) -> float:
+        if task == 0:
+            raise error
+        return 1.0
+
+    def blocking(task: int) -> float:
+        if task == 0:
+            raise error
+        return 1.0
+
+    decided = await run_all(store, [0, 1, 1, 0, 1], agent if asynchronous else blocking, {"max_concurrent": 1})
+    assert [rollout.status for rollout in decided] == ["failed", "succeeded", "succeeded", "failed", "succeeded"]
 
 
 async def test_an_attempt_that_takes_too_long_is_given_up(store: StoreClient) -> None:
-    async def agent(task: int) -> None:
-        await asyncio.Event().wait()
-
-    (decided,) = await run_all(store, [1], agent, timeout_seconds=0.02)
-    assert (decided.status, decided.attempt.status) == ("failed", "timeout")
+    (decided,) = await run_all(store, [1], never, timeout_seconds=0.02)
+    assert (decided.status, decided.attempt.status, decided.attempt.failure.kind) == ("failed", "timeout", "timeout")
 
 
-async def test_an_agent_that_cancels_itself_does_not_end_the_runner(store: StoreClient) -> None:
+# ends
+
+
+async def test_a_runner_ends_after_its_rollouts_and_leaves_the_others(store: StoreClient) -> None:
+    ids = await enqueue(store, range(5))
+    async with within():
+        assert await make_runner(store, lambda task: 1.0, 2, max_rollouts=3).serve() == "enough"
+    assert [rollout.status for rollout in await store.query_rollouts(rollout_id_in=ids)] == ["succeeded"] * 3 + ["queuing"] * 2
+
+
+async def test_it_decides_what_it_has_before_it_ends(store: StoreClient) -> None:
+    inside, leave = asyncio.Event(), asyncio.Event()
+
     async def agent(task: int) -> float:
-        if task == 0:
-            raise asyncio.CancelledError
+        inside.set()
+        await leave.wait()
         return 1.0
 
-    ids = await enqueue(store, [0, 1, 1, 1, 1, 1])
-    async with serving(store, agent, 1), within(2):
-        decided = await store.wait_for_rollouts(ids)
-    assert [r.status for r in decided] == ["failed"] + ["succeeded"] * 5
+    await enqueue(store, [1])
+    async with serving(store, agent, max_rollouts=1) as task:
+        await inside.wait()
+        assert not task.done()
+        leave.set()
+        assert await task == "enough"
+    assert (await store.statistics())["rollouts_succeeded"] == 1
 
 
-async def test_the_agent_gets_the_resources_that_the_rollout_names(store: StoreClient) -> None:
-    given = []
-
-    async def agent(task: int, table: str) -> None:
-        given.append((task, table))
-
-    old, new = await store.add_resources({"table": "old"}), await store.add_resources({"table": "new"})
-    requests = [RolloutRequest(input=1, resources_id=old), RolloutRequest(input=2, resources_id=new), RolloutRequest(input=3)]
-    ids = [r.rollout_id for r in await store.enqueue(requests)]
-    async with serving(store, agent):
-        await store.wait_for_rollouts(ids)
-    assert sorted(given) == [(1, "old"), (2, "new"), (3, "new")]
+async def test_a_retry_counts_as_a_rollout_of_the_runner(store: StoreClient) -> None:
+    await enqueue(store, [0], max_attempts=5, retry_condition=["failed"])
+    async with within():
+        assert await make_runner(store, lambda task: 1 / task, max_rollouts=3).serve() == "enough"
+    assert (await store.statistics())["total_attempts"] == 3
 
 
 async def test_cancelling_the_runner_cancels_its_agents_and_takes_nothing_more(store: StoreClient) -> None:
@@ -197,7 +241,8 @@ async def test_cancelling_the_runner_cancels_its_agents_and_takes_nothing_more(s
         await cleaned.wait()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert (await store.statistics())["rollouts_queuing"] == 1
+    counts = await store.statistics()
+    assert (counts["rollouts_queuing"], counts["rollouts_preparing"]) == (1, 1)  # the pool gives back what a runner had
 
 
 async def test_a_lost_store_ends_the_runner(store: StoreClient) -> None:
@@ -205,9 +250,59 @@ async def test_a_lost_store_ends_the_runner(store: StoreClient) -> None:
         async def finish_attempt(self, *args: Any, **kwargs: Any) -> Rollout:
             raise UnknownIdError("the store was restarted")
 
-    losing: StoreClient = LosingStore(store._target)
+    losing: StoreClient = LosingStore(store._channel.target)
     await enqueue(store, [1, 2])
     done: Awaitable[Any]
     async with serving(losing, lambda task: None, 1) as done:
         with pytest.raises(UnknownIdError, match="restarted"):
             await done
+
+
+@pytest.mark.parametrize("method", ["add_many_spans", "heartbeat", "dequeue_many_rollouts", "get_resources_by_id"])
+async def test_no_failing_call_of_the_store_is_overlooked(store: StoreClient, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(*args: Any, **kwargs: Any) -> None:
+        raise UnknownIdError("lost")
+
+    monkeypatch.setattr(module, "FLUSH_S", 0.01)
+
+    async def agent(task: int, rollout: Rollout) -> None:
+        from raylight.agent.emit import emit_message
+
+        emit_message("something to flush")
+        await asyncio.Event().wait()
+
+    await store.add_resources({"table": 1})
+    await enqueue(store, [1])
+    losing = StoreClient(store._channel.target)
+    monkeypatch.setattr(losing, method, lost)
+    runner = make_runner(losing, agent, 1, max_rollouts=None)
+    async with within():
+        with pytest.raises(UnknownIdError, match="lost"):
+            await runner.serve()
+
+
+async def test_the_tracer_is_set_up_before_the_first_rollout_and_torn_down_at_the_end(store: StoreClient) -> None:
+    class Noting(DummyTracer):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def setup(self) -> None:
+            self.notes.append("setup")
+
+        def teardown(self) -> None:
+            self.notes.append("teardown")
+
+    tracer = Noting()
+    await run_all(store, [1], lambda task: tracer.notes.append("agent"), {"tracer": tracer})
+    assert (tracer.notes[0], tracer.notes[-2:]) == ("setup", ["agent", "teardown"])
+
+
+async def test_a_tracer_that_cannot_be_set_up_ends_the_runner_at_once(store: StoreClient) -> None:
+    class Broken(DummyTracer):
+        def setup(self) -> None:
+            raise TracerError("no provider")
+
+    ids = await enqueue(store, [1])
+    with pytest.raises(TracerError, match="no provider"):
+        await make_runner(store, never, tracer=Broken()).serve()
+    assert (await store.get_rollout_by_id(ids[0])).status == "queuing"

@@ -1,237 +1,387 @@
-"""The store with waiting, through its client, in this process."""
+"""The store's waiting: long polls, backpressure, and its timer."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
-from unit_helpers import make_generation, make_key, within
+from store_helpers import BROKEN, Box, begun, call_of, ids_of, open_box, span_of
+from unit_helpers import make_generation, within
 
-from raylight.errors import InvalidTransitionError, UnknownIdError
+from raylight.config import StoreConfig
+from raylight.errors import StoreError, UnknownIdError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.types import Failure, RolloutConfig, RolloutRequest, Span
-
-LOST = Failure(kind="infrastructure", error="ConnectionError: gone")
+from raylight.types import EnqueueRolloutRequest, RolloutConfig
 
 
 @pytest.fixture
-def store() -> StoreClient:
-    return StoreClient(StoreService(clock=lambda: 1.0))
+async def box() -> AsyncIterator[Box]:
+    async with open_box(max_queued=5) as box:
+        yield box
 
 
-async def enqueue(store: StoreClient, count: int = 1, **config: object) -> list[str]:
-    request = RolloutRequest(input="task", config=RolloutConfig(**config))
-    return [r.rollout_id for r in await store.enqueue([request] * count)]
+# long polls
 
 
-async def started(work: object) -> asyncio.Task:
-    """A task that has run up to where it waits."""
-    task = asyncio.ensure_future(work)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not task.done()
-    return task
-
-
-async def test_a_waiting_dequeue_wakes_on_enqueue(store: StoreClient) -> None:
+async def test_a_waiting_dequeue_wakes_on_enqueue(box: Box) -> None:
     async with within():
-        waiting = await started(store.dequeue("w", 2, 60.0))
-        ids = await enqueue(store)
-        assert [r.rollout_id for r in await waiting] == ids
+        waiting = await begun(box.store.dequeue_many_rollouts(limit=2, worker_id="w", timeout=60))
+        ids = await box.enqueue()
+        assert [rollout.rollout_id for rollout in await waiting] == ids
 
 
-async def test_a_waiting_dequeue_wakes_on_requeue(store: StoreClient) -> None:
+@pytest.mark.parametrize("why", ["failed", "released", "expired", "by hand"])
+async def test_a_waiting_dequeue_wakes_on_requeue(box: Box, why: str) -> None:
     async with within():
-        await enqueue(store)
-        first = (await store.dequeue("w", 1, 60.0))[0]
-        waiting = await started(store.dequeue("v", 1, 60.0))
-        await store.finish_attempt(first, "failed", LOST)
-        again = (await waiting)[0]
-        assert again.rollout_id == first.rollout_id
-        assert again.attempt.sequence_id == 2
+        first = await box.take(max_attempts=2, retry_condition={"failed"})
+        waiting = await begun(box.store.dequeue_rollout("v", timeout=60))
+        match why:
+            case "failed":
+                await box.store.finish_attempt(first, "failed", BROKEN)
+            case "released":
+                await box.store.release_worker("w", "died")
+            case "expired":
+                await box.pass_time(60)
+            case "by hand":
+                await box.store.update_rollout(first.rollout_id, status="requeuing")
+        again = await waiting
+        assert (again.rollout_id, again.attempt.sequence_id) == (first.rollout_id, 2)
 
 
-async def test_a_waiting_dequeue_wakes_when_a_lost_worker_is_released(store: StoreClient) -> None:
+async def test_dequeue_gives_nothing_when_the_time_is_over(box: Box) -> None:
     async with within():
-        ids = await enqueue(store, 2)
-        await store.dequeue("lost", 2, 60.0)
-        waiting = await started(store.dequeue("v", 2, 60.0))
-        assert await store.release_worker("lost", "node died") == 2
-        assert {r.rollout_id for r in await waiting} == set(ids)
+        for timeout in (0.01, 0, -1):
+            assert await box.store.dequeue_rollout("w", timeout=timeout) is None
+        ids = await box.enqueue()  # and whoever gave up takes nothing with it
+        assert (await box.again()).rollout_id == ids[0]
 
 
-async def test_a_poll_that_outlived_its_worker_takes_nothing_from_the_living(store: StoreClient) -> None:
+async def test_a_cancelled_dequeue_takes_nothing_with_it(box: Box) -> None:
     async with within():
-        ids = await enqueue(store, 2)
-        await store.dequeue("dead", 2, 60.0)
-        outliving = await started(store.dequeue("dead", 2, 60.0))  # first in line
-        living = await started(store.dequeue("living", 2, 60.0))
-        await store.release_worker("dead", "killed")
-        assert await outliving == []
-        assert [r.rollout_id for r in await living] == ids
-
-
-async def test_dequeue_gives_nothing_when_the_time_is_over(store: StoreClient) -> None:
-    async with within():
-        assert await store.dequeue("w", 1, 0.01) == []
-        ids = await enqueue(store)  # and whoever gave up takes nothing with it
-        assert [r.rollout_id for r in await store.dequeue("w", 1, 0.01)] == ids
-
-
-async def test_a_cancelled_dequeue_takes_nothing_with_it(store: StoreClient) -> None:
-    async with within():
-        waiting = await started(store.dequeue("w", 1, 60.0))
+        waiting = await begun(box.store.dequeue_rollout("w", timeout=60))
         waiting.cancel()
         await asyncio.wait([waiting])
-        ids = await enqueue(store)
-        assert [r.rollout_id for r in await store.dequeue("v", 1, 60.0)] == ids
+        ids = await box.enqueue()
+        assert (await box.store.dequeue_rollout("v", timeout=60)).rollout_id == ids[0]
 
 
-async def test_each_rollout_goes_to_one_of_many_waiting_workers(store: StoreClient) -> None:
+async def test_each_rollout_goes_to_the_worker_that_waits_longest(box: Box) -> None:
     async with within():
-        undone = {await started(store.dequeue(f"w{i}", 1, 60.0)) for i in range(8)}
-        ids, taken = await enqueue(store, 5), []
-        while len(taken) < 5:
-            done, undone = await asyncio.wait(undone, return_when=asyncio.FIRST_COMPLETED)
-            taken += [r.rollout_id for task in done for r in task.result()]
-        assert sorted(taken) == sorted(ids)
-        for task in undone:
-            task.cancel()
-        await asyncio.wait(undone)
+        waiting = [await begun(box.store.dequeue_rollout(f"w{i}", timeout=60)) for i in range(8)]
+        ids = [rollout.rollout_id for rollout in await box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)] * 5)]
+        taken = await asyncio.gather(*waiting[:5])
+        assert [(rollout.rollout_id, rollout.attempt.worker_id) for rollout in taken] == [
+            (rollout_id, f"w{i}") for i, rollout_id in enumerate(ids)
+        ]
+        ids = await box.enqueue(3)
+        assert [rollout.rollout_id for rollout in await asyncio.gather(*waiting[5:])] == ids
 
 
-async def test_wait_returns_once_enough_are_decided(store: StoreClient) -> None:
+async def test_a_poll_that_outlives_its_worker_takes_nothing_from_the_living(box: Box) -> None:
     async with within():
-        ids = await enqueue(store, 3)
-        waiting = await started(store.wait_for_rollouts(ids, at_least=2))
-        for rollout in await store.dequeue("w", 2, 60.0):
-            assert not waiting.done()
-            await store.finish_attempt(rollout, "succeeded")
-        assert [r.rollout_id for r in await waiting] == ids[:2]
+        first = await box.take("dead")
+        outliving = await begun(box.store.dequeue_rollout("dead", timeout=60))
+        living = await begun(box.store.dequeue_rollout("living", timeout=60))
+        await box.store.release_worker("dead", "killed")
+        assert await outliving is None
+        assert (await living).rollout_id == first.rollout_id
 
 
-async def test_wait_for_all_is_the_default_and_cancelled_ones_are_decided(store: StoreClient) -> None:
-    async with within():
-        ids = await enqueue(store, 2)
-        waiting = await started(store.wait_for_rollouts(ids))
-        await store.finish_attempt((await store.dequeue("w", 1, 60.0))[0], "succeeded")
-        await store.cancel([ids[1]])
-        assert [r.status for r in await waiting] == ["succeeded", "cancelled"]
-
-
-async def test_wait_gives_what_is_decided_when_the_time_is_over(store: StoreClient) -> None:
-    async with within():
-        ids = await enqueue(store, 2)
-        await store.finish_attempt((await store.dequeue("w", 1, 60.0))[0], "succeeded")
-        assert [r.rollout_id for r in await store.wait_for_rollouts(ids, timeout=0.01)] == ids[:1]
-        assert await store.wait_for_rollouts(ids[1:], timeout=0.0) == []
-
-
-async def test_a_requeued_rollout_is_not_decided(store: StoreClient) -> None:
-    async with within():
-        ids = await enqueue(store, max_attempts=2)
-        waiting = await started(store.wait_for_rollouts(ids))
-        await store.finish_attempt((await store.dequeue("w", 1, 60.0))[0], "failed", LOST)
-        assert await store.wait_for_rollouts(ids, timeout=0.0) == []
-        assert not waiting.done()
-        await store.finish_attempt((await store.dequeue("w", 1, 60.0))[0], "failed", LOST)
-        assert [r.status for r in await waiting] == ["failed"]
-
-
-async def test_wait_for_more_than_there_are_or_for_none_does_not_hang(store: StoreClient) -> None:
-    async with within():
-        ids = await enqueue(store)
-        assert await store.wait_for_rollouts([]) == []
-        assert await store.wait_for_rollouts(ids, at_least=0) == []
-        await store.cancel(ids)
-        assert len(await store.wait_for_rollouts(ids, at_least=99)) == 1
-
-
-async def test_waiting_for_the_same_rollout_twice_does_not_hang(store: StoreClient) -> None:
-    ids = await enqueue(store)
-    waiting = await started(store.wait_for_rollouts([*ids, *ids]))
-    await store.cancel(ids)
+async def test_a_dequeue_that_is_asked_again_gives_the_same_again(box: Box) -> None:
+    ids = await box.enqueue(4)
+    await box.store.update_rollout(ids[0], status="failed")
+    await box.store.update_rollout(ids[0], status="requeuing")  # so that the queue is not in the order of the rollouts
+    first = await box.service.dequeue("w", 3, 0, "request")
     async with within(1):
-        assert {r.status for r in await waiting} == {"cancelled"}
+        assert await box.service.dequeue("w", 3, 60, "request") == first
+    assert [row[0] for row in first] == ids[1:]
+    assert [row[0] for row in await box.service.dequeue("w", 3, 0, "another")] == ids[:1]
+    async with within(1):
+        assert await box.service.dequeue("w", 3, 60, "request") == first
+    assert await box.count("total_attempts") == 4
 
 
-async def test_finishing_waits_for_open_calls(store: StoreClient) -> None:
+async def test_a_dequeue_that_is_asked_again_too_late_does_not_take_from_another(box: Box) -> None:
+    await box.enqueue()
+    await box.service.dequeue("w", 1, 0, "request")
+    await box.pass_time(60)
+    second = await box.again("v")
+    assert await box.service.dequeue("w", 1, 0, "request") == []
+    (fresh,) = await box.enqueue()
+    assert [row[0] for row in await box.service.dequeue("w", 1, 0, "request")] == [fresh]
+    assert (await box.store.get_latest_attempt(second.rollout_id)).worker_id == "v"
+
+
+# waiting for rollouts
+
+
+async def decide(box: Box) -> str:
+    rollout = await box.again()
+    return (await box.store.finish_attempt(rollout, "succeeded")).rollout_id
+
+
+async def test_wait_returns_once_enough_are_decided_in_the_order_asked(box: Box) -> None:
     async with within():
-        await enqueue(store)
-        rollout = (await store.dequeue("w", 1, 60.0))[0]
-        key = make_key(rollout.rollout_id, rollout.attempt.attempt_id)
-        await store.capture([key], [])
-        reward = Span.of_rewards(rollout.attempt, {"reward": 0.5}, 0.0)
-        finishing = await started(store.finish_attempt(rollout, "succeeded", None, [reward], timeout=60.0))
-        await store.capture([], [(key, make_generation([1], [2], key=key))])
-        assert (await finishing).status == "succeeded"
-        found = (await store.collect([rollout.rollout_id]))[0]
-        assert found.reward == 0.5
-        assert [g.key for g in found.generations] == [key]
+        ids = await box.enqueue(4)
+        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids[::-1], at_least=2))
+        all_of_them = await begun(box.store.wait_for_rollouts(rollout_ids=ids, timeout=60))
+        await decide(box)
+        assert not waiting.done()
+        await decide(box)
+        assert [rollout.rollout_id for rollout in await waiting] == [ids[1], ids[0]]
+        await box.store.cancel_rollout(ids[3])
+        assert not all_of_them.done()
+        await decide(box)
+        assert [rollout.status for rollout in await all_of_them] == ["succeeded"] * 3 + ["cancelled"]
 
 
-async def test_a_success_whose_calls_never_close_is_a_failure_of_the_infrastructure_and_retried(store: StoreClient) -> None:
+@pytest.mark.parametrize("timeout", [0, 0.01, -1.0])
+async def test_wait_gives_what_is_decided_when_the_time_is_over(box: Box, timeout: float) -> None:
     async with within():
-        await enqueue(store, max_attempts=2)
-        for sequence, expected in ((1, "requeuing"), (2, "failed")):
-            rollout = (await store.dequeue("w", 1, 60.0))[0]
-            assert rollout.attempt.sequence_id == sequence
-            await store.capture([make_key(rollout.rollout_id, rollout.attempt.attempt_id)], [])
-            reward = Span.of_rewards(rollout.attempt, {"reward": 1.0}, 0.0)
-            decided = await store.finish_attempt(rollout, "succeeded", None, [reward], timeout=0.01)
-            assert decided.status == expected
-            assert decided.attempt.failure.kind == "infrastructure"
-            assert "1 calls were not recorded within 0.01 s" in decided.attempt.failure.error
+        ids = await box.enqueue(2)
+        assert await box.store.wait_for_rollouts(rollout_ids=ids, timeout=timeout) == []
+        await decide(box)
+        (found,) = await box.store.wait_for_rollouts(rollout_ids=ids, timeout=timeout)
+        assert found == await box.store.get_rollout_by_id(ids[0])
 
 
-async def test_a_failure_keeps_its_reason_when_calls_never_close(store: StoreClient) -> None:
+@pytest.mark.parametrize("timeout", [None, 60, 1e9, float("inf")])
+async def test_wait_with_any_timeout(box: Box, timeout: float | None) -> None:
     async with within():
-        await enqueue(store)
-        rollout = (await store.dequeue("w", 1, 60.0))[0]
-        await store.capture([make_key(rollout.rollout_id, rollout.attempt.attempt_id)], [])
-        failure = Failure(kind="agent", error="ValueError: no")
-        decided = await store.finish_attempt(rollout, "failed", failure, timeout=0.01)
-        assert (decided.status, decided.attempt.failure) == ("failed", failure)
+        ids = await box.enqueue()
+        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids, timeout=timeout))
+        await decide(box)
+        assert len(await waiting) == 1
 
 
-async def test_a_late_record_is_counted_and_kept_out_of_the_next_attempt(store: StoreClient) -> None:
+@pytest.mark.parametrize(("ids", "at_least"), [([], None), ([], 3), (["a"], 0), (["a"], -1), (["b"], 99), (["b", "b"], 2)])
+async def test_wait_for_nothing_or_for_more_than_there_are_does_not_hang(box: Box, ids: list[str], at_least: int | None) -> None:
+    await box.store.enqueue_rollout(1, rollout_id="b")
+    await decide(box)
+    await box.store.enqueue_rollout(1, rollout_id="a")
+    async with within(1):
+        found = await box.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least)
+    assert [rollout.rollout_id for rollout in found] == [i for i in dict.fromkeys(ids) if i == "b"]
+
+
+async def test_waiting_for_the_same_rollout_twice_does_not_hang(box: Box) -> None:
+    ids = await box.enqueue()
+    waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids * 3))
+    await box.store.cancel_rollouts(ids)
+    async with within(1):
+        assert [rollout.status for rollout in await waiting] == ["cancelled"]
+
+
+async def test_a_rollout_that_is_tried_again_is_not_decided(box: Box) -> None:
     async with within():
-        await enqueue(store)
-        first = (await store.dequeue("w", 1, 60.0))[0]
-        key = make_key(first.rollout_id, first.attempt.attempt_id)
-        await store.capture([key], [])
-        await store.release_worker("w", "died")
-        second = (await store.dequeue("v", 1, 60.0))[0]
-        await store.capture([], [(key, make_generation([1], [2], key=key))])
-        await store.finish_attempt(second, "succeeded")
-        assert (await store.collect([first.rollout_id]))[0].generations == []
-        assert (await store.statistics())["generations_late"] == 1
+        first = await box.take(max_attempts=2, retry_condition={"failed"})
+        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=[first.rollout_id]))
+        await box.store.finish_attempt(first, "failed", BROKEN)
+        assert await box.store.wait_for_rollouts(rollout_ids=[first.rollout_id], timeout=0) == []
+        assert not waiting.done()
+        await box.store.finish_attempt(await box.again(), "failed", BROKEN)
+        assert [rollout.status for rollout in await waiting] == ["failed"]
 
 
-async def test_a_stale_attempt_cannot_decide(store: StoreClient) -> None:
+async def test_a_decision_that_is_taken_back_is_waited_for_again(box: Box) -> None:
     async with within():
-        await enqueue(store)
-        first = (await store.dequeue("w", 1, 60.0))[0]
-        await store.release_worker("w", "died")
-        await store.dequeue("v", 1, 60.0)
-        with pytest.raises(UnknownIdError, match="not the latest"):
-            await store.finish_attempt(first, "succeeded")
+        ids = await box.enqueue(2)
+        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids))
+        await decide(box)
+        await box.store.update_rollout(ids[0], status="requeuing")
+        await decide(box)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        await decide(box)
+        assert [rollout.rollout_id for rollout in await waiting] == ids
 
 
-async def test_an_attempt_is_decided_once(store: StoreClient) -> None:
+async def test_an_unknown_rollout_is_not_waited_for(box: Box) -> None:
+    with pytest.raises(UnknownIdError, match="ro-none"):
+        await box.store.wait_for_rollouts(rollout_ids=[*await box.enqueue(), "ro-none"])
+
+
+async def test_many_wait_and_those_who_go_leave_nothing_behind(box: Box) -> None:
     async with within():
-        await enqueue(store)
-        rollout = (await store.dequeue("w", 1, 60.0))[0]
-        await store.finish_attempt(rollout, "succeeded")
-        with pytest.raises(InvalidTransitionError, match="succeeded -> failed"):
-            await store.finish_attempt(rollout, "failed", LOST)
+        ids = await box.enqueue(5)
+        waiting = [await begun(box.store.wait_for_rollouts(rollout_ids=ids[i % 5 :], at_least=1)) for i in range(50)]
+        gone = [await begun(box.store.wait_for_rollouts(rollout_ids=ids)) for _ in range(5)]
+        for task in gone:
+            task.cancel()
+        await asyncio.wait(gone)
+        assert await box.store.wait_for_rollouts(rollout_ids=ids, timeout=0.01) == []
+        assert sum(len(waiters) for waiters in box.service._waiters.values()) == sum(5 - i % 5 for i in range(50))
+        for _ in ids:
+            await decide(box)
+        assert all(len(found) >= 1 for found in await asyncio.gather(*waiting))
+        assert box.service._waiters == {}
 
 
-@pytest.mark.parametrize("ask", [
-    lambda s: s.wait_for_rollouts(["ro-none"]), lambda s: s.collect(["ro-none"]), lambda s: s.cancel(["ro-none"]),
-    lambda s: s.get_resources("rs-none"),
-], ids=["wait", "collect", "cancel", "resources"])  # fmt: skip
-async def test_an_unknown_id_is_a_typed_error(store: StoreClient, ask: object) -> None:
-    with pytest.raises(UnknownIdError, match="none"):
-        await ask(store)
+# backpressure
+
+
+async def test_a_full_queue_makes_the_producer_wait(box: Box) -> None:
+    async with within():
+        requests = [EnqueueRolloutRequest(input=i) for i in range(12)]
+        producing = await begun(box.store.enqueue_many_rollouts(requests))
+        assert await box.count("rollouts_queuing") == 5
+        taken = await box.store.dequeue_many_rollouts(limit=3)
+        while await box.count("total_rollouts") < 8:
+            await asyncio.sleep(0)
+        assert not producing.done()
+        while len(taken) < 12:
+            taken += await box.store.dequeue_many_rollouts(limit=5, timeout=60)
+        assert [rollout.input for rollout in taken] == list(range(12))
+        assert [rollout.input for rollout in await producing] == list(range(12))
+
+
+@pytest.mark.parametrize("room", ["dequeue", "cancel", "start_attempt", "by hand"])
+async def test_the_producer_goes_on_when_a_rollout_leaves_the_queue(box: Box, room: str) -> None:
+    async with within():
+        ids = await box.enqueue(5)
+        producing = await begun(box.store.enqueue_rollout(1))
+        match room:
+            case "dequeue":
+                await box.store.dequeue_rollout()
+            case "cancel":
+                await box.store.cancel_rollout(ids[2])
+            case "start_attempt":
+                await box.store.start_attempt(ids[2])
+            case "by hand":
+                await box.store.update_rollout(ids[2], status="failed")
+        assert (await producing).status == "queuing"
+
+
+async def test_a_producer_that_is_cancelled_while_it_waits_enqueues_no_more(box: Box) -> None:
+    async with within():
+        await box.enqueue(4)
+        producing = await begun(box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=9)] * 3))
+        producing.cancel()
+        await asyncio.wait([producing])
+        assert len(await box.store.dequeue_many_rollouts(limit=9)) == 5
+        assert await box.count("total_rollouts") == 5
+
+
+async def test_producers_wait_in_line(box: Box) -> None:
+    async with within():
+        await box.enqueue(5)
+        producing = [await begun(box.store.enqueue_rollout(f"p{i}")) for i in range(4)]
+        await box.store.dequeue_many_rollouts(limit=5)
+        await asyncio.gather(*producing)
+        assert [rollout.input for rollout in await box.store.dequeue_many_rollouts(limit=5)] == ["p0", "p1", "p2", "p3"]
+
+
+# the timer
+
+
+async def test_time_ends_attempts_without_anybody_calling() -> None:
+    service = StoreService(None, StoreConfig(lease_seconds=0.05))
+    store = StoreClient(service)
+    async with within():
+        leased = await store.enqueue_rollout(1, config=RolloutConfig(infrastructure_retries=0))
+        limited = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=0.02))
+        await store.dequeue_rollout("w")
+        started = time.monotonic()
+        found = await store.wait_for_rollouts(rollout_ids=[leased.rollout_id, limited.rollout_id])
+        assert 0.03 < time.monotonic() - started < 5
+    assert [(rollout.status, rollout.attempt.status) for rollout in found] == [("failed", "unresponsive"), ("failed", "timeout")]
+    assert [rollout.attempt.failure.kind for rollout in found] == ["infrastructure", "timeout"]
+    await service.close()
+
+
+async def test_an_earlier_deadline_is_not_missed_behind_a_later_one() -> None:
+    service = StoreService(None, StoreConfig(lease_seconds=1e6))
+    store = StoreClient(service)
+    async with within():
+        await store.enqueue_rollout(1)
+        await store.dequeue_rollout("w")
+        await asyncio.sleep(0.01)
+        first = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=0.02))
+        assert len(await store.wait_for_rollouts(rollout_ids=[first.rollout_id])) == 1
+    await service.close()
+
+
+async def test_a_failure_of_the_timer_is_told_once_and_the_store_goes_on(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with within():
+        rollout = await box.store.start_rollout(1)
+        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+
+        def fail() -> int:
+            raise StoreError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(box.service._attempts, "expire", fail)
+            limited = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=1e-9))
+            with pytest.raises(StoreError, match="the disk is full"):
+                await waiting
+        assert await box.status(limited) == ("preparing", "preparing")
+        box.clock.now += 1  # and a new timer does what the old one could not
+        assert len(await box.store.wait_for_rollouts(rollout_ids=[limited.rollout_id])) == 1
+        assert await box.status(limited) == ("failed", "timeout")
+
+
+# closing
+
+
+async def test_whoever_waits_when_the_store_is_closed_hears_of_it() -> None:
+    async with open_box(max_queued=1) as box, within():
+        rollout = await box.take()
+        await box.store.capture([(call_of(rollout), 0.0)], [])
+        waiting = [
+            await begun(box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id])),
+            await begun(box.store.dequeue_rollout("w", timeout=60)),
+            await begun(box.store.finish_attempt(rollout, "succeeded", timeout=60)),
+        ]
+        await box.service.close()
+        for task in waiting:
+            with pytest.raises(StoreError, match="closed"):
+                await task
+        for work in (box.store.statistics(), box.store.query_rollouts(), box.store.enqueue_rollout(1), box.store.dequeue_rollout()):
+            with pytest.raises(StoreError, match="closed"):
+                await work
+        await box.service.close()
+
+
+def test_a_store_lives_longer_than_an_event_loop() -> None:
+    service = StoreService()
+    store = StoreClient(service)
+    first = asyncio.run(store.enqueue_rollout(1))
+    assert asyncio.run(store.dequeue_rollout("w", timeout=1)).rollout_id == first.rollout_id
+    assert len(asyncio.run(store.query_rollouts())) == 1
+    asyncio.run(service.close())
+
+
+# memory
+
+
+def held(thing: Any) -> int:
+    """Entries of the containers of a service and its parts."""
+    parts = [thing] + [part for name, part in vars(thing).items() if type(part).__module__.startswith("raylight.store")]
+    containers = [value for part in parts for value in vars(part).values() if isinstance(value, dict | list | set)]
+    signals = [value._waiters for value in vars(thing).values() if hasattr(value, "_waiters")]
+    return sum(len(container) for container in containers + signals)
+
+
+async def test_nothing_of_a_finished_rollout_stays_in_memory(box: Box) -> None:
+    before = held(box.service)
+    for i in range(30):
+        rollout = await box.take(f"w{i % 3}", max_attempts=2, retry_condition={"failed"})
+        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        key = call_of(rollout)
+        await box.store.capture([(key, 0.0)], [(key, make_generation([1], [2], key=key), span_of(rollout))])
+        if i % 3:
+            await box.store.finish_attempt(rollout, "failed", BROKEN)
+            rollout = await box.again()
+        await box.store.heartbeat("w0", {}, [ids_of(rollout)[1]])
+        await box.store.finish_attempt(rollout, "succeeded", None, [span_of(rollout)])
+        await waiting
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert held(box.service) <= before + 1, "the timer's own wait"
+    changes = box.service._rollouts.changes
+    assert (changes.decided, changes.queued, changes.taken, changes.closed, changes.deadline) == (set(), False, False, False, None)

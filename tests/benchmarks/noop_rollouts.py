@@ -1,0 +1,105 @@
+"""No-op rollouts per second, end to end: three OpenTelemetry spans and a reward each, two runners, the durable store.
+
+    python tests/benchmarks/noop_rollouts.py [--count 3000] [--runners 2] [--peer DIR]
+
+With `--peer`, the Python environment of agent-lightning 0.3 in DIR runs `--peer-script` in turn, and the ratio is printed. Its
+default strategy is cs (processes and HTTP); shm is threads around a store in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import raylight as rl
+
+
+class Enqueue(rl.Algorithm):
+    """Enqueues rollouts in batches, and waits for each batch; measures the last ones apart from the first."""
+
+    def __init__(self, count: int, warm_up: int = 100) -> None:
+        self.count = count
+        self.warm_up = warm_up
+        self.per_second = 0.0
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        await self._batch(self.warm_up)
+        started = time.perf_counter()
+        await self._batch(self.count)
+        self.per_second = self.count / (time.perf_counter() - started)
+
+    async def _batch(self, count: int) -> None:
+        store = self.get_store()
+        requests = [rl.EnqueueRolloutRequest(input=f"task {i}", mode="train") for i in range(count)]
+        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+        done = await store.wait_for_rollouts(rollout_ids=ids)
+        assert {rollout.status for rollout in done} == {"succeeded"}, "a no-op rollout did not succeed"
+
+
+@rl.rollout
+async def agent(task: str, llm: rl.LLM) -> float:
+    from opentelemetry import trace
+
+    tracer = trace.get_tracer("noop")
+    for i in range(3):
+        with tracer.start_as_current_span(f"step {i}") as span:
+            span.set_attributes({"text": "x" * 200, "number": i})
+    return 1.0
+
+
+def ours(count: int, runners: int) -> float:
+    algorithm = Enqueue(count)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = rl.Trainer(
+            algorithm=algorithm, n_runners=runners, output_dir=folder, progress=False,
+            initial_resources={"llm": rl.LLM(endpoint="http://unused", model="m")},
+        )  # fmt: skip
+        trainer.fit(agent)
+        size = (Path(folder) / "store.db").stat().st_size
+    print(f"raylight: {algorithm.per_second:.0f} rollouts/s ({count} rollouts, {runners} runners, store.db {size / 1e6:.1f} MB)")
+    return algorithm.per_second
+
+
+def peer(python: Path, script: Path, count: int, runners: int, strategy: str) -> float:
+    command = [str(python), str(script), str(count), str(runners), strategy]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    assert running.stdout
+    output = ""
+    for line in running.stdout:
+        output += line
+        if "RESULT" in line:
+            break
+    os.killpg(running.pid, signal.SIGKILL)  # it may not end by itself
+    found = re.search(r"RESULT .* ([\d.]+) rollouts/s", output)
+    if found is None:
+        raise SystemExit(f"the peer failed: {output[-1500:]}")
+    print(f"agent-lightning 0.3, {strategy}: {found[1]} rollouts/s ({count} rollouts, {runners} runner(s))")
+    return float(found[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--runners", type=int, default=2)
+    parser.add_argument("--peer", type=Path, help="virtual environment of agent-lightning 0.3")
+    parser.add_argument("--peer-script", type=Path, help="its script: agl03_rollouts.py N RUNNERS cs|shm")
+    args = parser.parse_args()
+    os.environ.setdefault("RAY_ADDRESS", "local")
+    mine = ours(args.count, args.runners)
+    if args.peer:
+        for strategy, count, runners in (("cs", 200, args.runners), ("shm", 1000, 1)):  # shm takes no second runner
+            theirs = peer(args.peer / "bin" / "python", args.peer_script, count, runners, strategy)
+            print(f"ratio to {strategy}: {mine / theirs:.1f}")
+    print(f"driver's peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Cost per rollout and memory of the store while it grows from 1,000 to 100,000 rollouts; ingestion and query of spans.
+
+    python tests/benchmarks/store_growth.py [--count 100000]
+
+In one process, without Ray: what is measured is the store itself. Each rollout goes its whole way: enqueued, dequeued, four spans (one
+with a reward), decided, collected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from raylight.semconv import ANNOTATION, reward_attributes
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.types import EnqueueRolloutRequest, Rollout, Span
+
+BATCH = 500
+
+
+def spans_of(rollout: Rollout) -> list[Span]:
+    assert rollout.attempt
+    ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+    steps = [Span.from_attributes(name=f"step {i}", attributes={"text": "x" * 200, "number": i}, **ids) for i in range(3)]
+    return [*steps, Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes({"primary": 1.0})), **ids)]
+
+
+async def one_batch(store: StoreClient) -> None:
+    ids = [r.rollout_id for r in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(BATCH)])]
+    left = BATCH
+    while left:
+        taken = await store.dequeue_many_rollouts(limit=8, worker_id="w")
+        left -= len(taken)
+        await asyncio.gather(*(store.finish_attempt(rollout, "succeeded", spans=spans_of(rollout)) for rollout in taken))
+    found = await store.collect(ids)
+    assert all(item.reward == 1.0 for item in found)
+
+
+async def grow(store: StoreClient, path: Path, count: int) -> None:
+    print(f"{'rollouts':>9}{'us/rollout':>12}{'memory MB':>11}{'file MB':>9}")
+    shown, started, since = 1000, time.perf_counter(), 0
+    first = None
+    for done in range(BATCH, count + 1, BATCH):
+        await one_batch(store)
+        if done >= shown or done == count:
+            cost = (time.perf_counter() - started) / (done - since) * 1e6
+            memory = psutil.Process().memory_info().rss / 1e6
+            print(f"{done:9}{cost:12.0f}{memory:11.0f}{os.path.getsize(path) / 1e6:9.0f}", flush=True)
+            first = first or (cost, memory)
+            last = (cost, memory)
+            shown, started, since = shown * 10 if done >= 10_000 else done + 3000, time.perf_counter(), done
+    assert first
+    print(f"from the first to the last: cost x {last[0] / first[0]:.2f}, memory {last[1] - first[1]:+.0f} MB")
+
+
+async def spans(store: StoreClient) -> None:
+    (rollout,) = [await store.start_rollout("many spans")]
+    many = [span for _ in range(2500) for span in spans_of(rollout)]
+    started = time.perf_counter()
+    for i in range(0, len(many), 500):
+        await store.add_many_spans(many[i : i + 500])
+    print(f"ingestion: {len(many) / (time.perf_counter() - started):.0f} spans/s (one rollout, 500 at once)")
+    started = time.perf_counter()
+    found = await store.query_spans(rollout.rollout_id, "latest")
+    print(f"query: {len(found) / (time.perf_counter() - started):.0f} spans/s (all {len(found)} of a rollout)")
+    started = time.perf_counter()
+    for _ in range(200):
+        assert len(await store.query_spans(rollout.rollout_id, "latest", name=ANNOTATION, limit=10)) == 10
+    print(f"query: {200 / (time.perf_counter() - started):.0f} queries/s (10 spans by name)")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100_000)
+    count = parser.parse_args().count
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store.db"
+        service = StoreService(path)
+        store = StoreClient(service)
+        await store.add_resources({"prompt": "x"})
+        await grow(store, path, count)
+        await spans(store)
+        await service.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,219 @@
+"""Agents, hooks, tracers and algorithms with their own loop, on a real Ray cluster with real runners and the durable store."""
+
+import asyncio
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raylight as rl
+from raylight.types import FinishedRollout
+
+LLM = {"llm": rl.LLM(endpoint="http://unused", model="fixed")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_cluster() -> Iterator[None]:
+    import ray
+
+    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # the runners import the classes below
+    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here)
+    yield
+    ray.shutdown()
+
+
+class Roll(rl.FastAlgorithm):
+    """Rolls every task out once, and keeps what came of it."""
+
+    def __init__(self, config: rl.RolloutConfig | None = None) -> None:
+        self.config = config or rl.RolloutConfig()
+        self.found: list[FinishedRollout] = []
+        self.workers: list[rl.Worker] = []
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        store = self.get_store()
+        modes = [("train", task) for task in train_dataset or []] + [("val", task) for task in val_dataset or []]
+        requests = [rl.EnqueueRolloutRequest(input=task, mode=mode, config=self.config) for mode, task in modes]  # type: ignore[arg-type]
+        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+        await store.wait_for_rollouts(rollout_ids=ids, timeout=100)
+        self.found = await store.collect(ids, with_spans=True)
+        self.workers = await store.query_workers()
+
+
+def roll(agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = None, **settings: Any) -> Roll:
+    config = settings.pop("config", None)
+    algorithm = Roll(config)
+    trainer = rl.Trainer(
+        algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, initial_resources=LLM, **settings
+    )  # fmt: skip
+    trainer.summary = trainer.fit(agent, tasks, val_data=val)  # type: ignore[attr-defined]
+    algorithm.summary = trainer.summary  # type: ignore[attr-defined]
+    return algorithm
+
+
+class Emitting(rl.LitAgent):
+    """Says in spans which mode it ran in; emits two rewards and returns none."""
+
+    async def training_rollout_async(self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout) -> None:
+        with rl.operation(name="think"):
+            await asyncio.sleep(0.001)
+        rl.emit_message(f"train {task} with {resources['llm'].model}")
+        rl.emit_reward({"good": task / 10, "short": 1.0}, primary_key="good")
+
+    def validation_rollout(self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout) -> float:
+        rl.emit_object({"val": task})
+        return 0.5
+
+
+def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
+    done = roll(Emitting(), list(range(6)), tmp_path, val=[1])
+    by_task = {(item.rollout.mode, item.rollout.input): item for item in done.found}
+    assert all(item.rollout.status == "succeeded" for item in done.found)
+    for task in range(6):
+        item = by_task["train", task]
+        assert item.reward == task / 10
+        assert rl.get_rewards_from_span(rl.find_reward_spans(item.spans)[-1])[1].name == "short"
+        assert [span.name for span in item.spans][0] == "agentlightning.operation"
+    assert by_task["val", 1].reward == 0.5
+    assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}
+    assert {worker.worker_id for worker in done.workers} == {"runner-0", "runner-1"}
+    assert all(worker.heartbeat_stats["memory_bytes"] > 1e6 for worker in done.workers if worker.heartbeat_stats)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["by_status"] == {"succeeded": 7}
+    with sqlite3.connect(tmp_path / "store.db") as db:  # what the store acknowledged is on disk
+        assert db.execute("SELECT COUNT(*) FROM rollouts WHERE status = 'succeeded'").fetchone() == (7,)
+
+
+class Grading(rl.Hook):
+    def on_trace_end(self, *, rollout: rl.Rollout, spans: list[rl.Span]) -> None:
+        rl.emit_message(f"{len(spans)} spans")
+
+    async def on_rollout_end(self, *, rollout: rl.Rollout) -> None:
+        await asyncio.sleep(0)
+        rl.emit_reward(0.25)
+
+
+@rl.rollout
+def failing_on_odd(task: int) -> None:
+    if task % 2:
+        raise ValueError("odd")
+
+
+def test_hooks_set_rewards_before_success_and_run_after_failures(tmp_path: Path) -> None:
+    done = roll(failing_on_odd, [0, 1], tmp_path, hooks=[Grading(), rl.LoggingHook()])
+    even, odd = done.found
+    assert (even.rollout.status, even.reward) == ("succeeded", 0.25)
+    assert odd.rollout.status == "failed"
+    assert odd.rollout.attempt is not None
+    assert odd.rollout.attempt.failure is not None
+    assert odd.rollout.attempt.failure.error == "ValueError: odd"
+    assert [rl.find_final_reward(item.spans) for item in done.found] == [0.25, 0.25]
+
+
+@rl.rollout
+def hangs(task: int) -> float:
+    import threading
+
+    if task >= 0:
+        threading.Event().wait()
+    return 1.0
+
+
+def test_agents_that_hang_are_left_alone_and_their_runner_is_replaced(tmp_path: Path) -> None:
+    from raylight.runner.runner import WORN_OUT
+
+    tasks = [*range(3 * WORN_OUT), *[-1] * 20]
+    done = roll(hangs, tasks, tmp_path, config=rl.RolloutConfig(timeout_seconds=1.0), runner={"max_concurrent": 12})
+    by_status = Counter((item.rollout.status, item.rollout.input >= 0) for item in done.found)
+    assert by_status == {("failed", True): 3 * WORN_OUT, ("succeeded", False): 20}
+    assert {item.rollout.attempt.status for item in done.found if item.rollout.attempt} == {"timeout", "succeeded"}
+    assert done.summary["counts"]["runners_worn_out"] >= 1  # type: ignore[attr-defined]
+    assert done.summary["counts"]["runners_lost"] == 0  # type: ignore[attr-defined]
+
+
+def test_an_agent_that_blocks_the_event_loop_costs_its_runner_but_no_other_rollout(tmp_path: Path) -> None:
+    marker = tmp_path / "blocked"
+
+    @rl.rollout
+    async def blocks_once(task: int) -> float:
+        import os
+        import threading
+
+        if task == 0:
+            try:
+                os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return 1.0
+            threading.Event().wait()
+        return 1.0
+
+    done = roll(blocks_once, list(range(10)), tmp_path / "run", runner={"stuck_after_s": 3.0})
+    assert {item.rollout.status for item in done.found} == {"succeeded"}
+    assert done.summary["counts"]["runners_lost"] == 1  # type: ignore[attr-defined]
+
+
+def test_max_rollouts_ends_runners_and_says_so_to_who_waits(tmp_path: Path) -> None:
+    @rl.rollout
+    def quick(task: int) -> float:
+        return 1.0
+
+    done = roll(quick, list(range(10)), tmp_path, max_rollouts=3)
+    assert Counter(item.rollout.status for item in done.found) == {"succeeded": 6, "failed": 4}
+    errors = {item.rollout.attempt.failure.error for item in done.found if item.rollout.attempt and item.rollout.attempt.failure}
+    assert len(errors) == 1
+    assert "max_rollouts=3" in errors.pop()
+
+
+def test_dev_shows_what_the_agent_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = rl.Trainer(agent=Emitting(), output_dir=tmp_path, initial_resources=LLM)
+    trainer.dev(train_dataset=[1, 2, 3, 4])
+    shown = capsys.readouterr().out
+    assert "agentlightning.operation" in shown
+    assert "4 rollouts" in shown
+    with pytest.raises(TypeError, match="FastAlgorithm"):
+        rl.Trainer(algorithm=rl.GRPO(model="anything"), agent=Emitting()).dev(train_dataset=[1])
+
+
+async def test_train_can_be_awaited_and_cancelled(tmp_path: Path) -> None:
+    trainer = rl.Trainer(algorithm=Roll(), agent=failing_on_odd, output_dir=tmp_path, progress=False)
+    summary = await trainer.train([0, 2, 4])
+    assert summary["by_status"] == {"succeeded": 3}
+
+    @rl.rollout
+    async def endless(task: int) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    running = asyncio.create_task(trainer.train(endless, [0]))
+    import ray
+
+    deadline = asyncio.get_running_loop().time() + 60
+    while not (ray.util.list_named_actors(all_namespaces=True) or running.done()):
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not ray.util.list_named_actors(all_namespaces=True)
+
+
+def test_a_store_of_ones_own_outlives_the_run(tmp_path: Path) -> None:
+    import ray
+
+    from raylight.config import StoreConfig
+    from raylight.store.actor import start_store
+
+    actor = start_store("mine", str(tmp_path / "mine.db"), StoreConfig())
+    client = rl.StoreClient(actor)
+    done = roll(failing_on_odd, [0, 2], tmp_path / "run", store=client)
+    assert len(done.found) == 2
+    assert asyncio.run(_count(client)) == 2
+    ray.kill(actor)
+
+
+async def _count(client: rl.StoreClient) -> int:
+    return len(await client.query_rollouts(status_in=["succeeded"]))

@@ -1,0 +1,109 @@
+"""A store in this process with a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raylight.config import StoreConfig
+from raylight.semconv import reward_attributes
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.types import Attempt, CallKey, Failure, Rollout, RolloutConfig, Span
+
+LEASE_S = 60.0
+LOST = Failure(kind="infrastructure", error="ConnectionError: gone")
+BROKEN = Failure(kind="agent", error="ValueError: no")
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Box:
+    """A store, and what a test needs to make it do things."""
+
+    store: StoreClient
+    service: StoreService
+    clock: Clock = field(default_factory=Clock)
+
+    async def enqueue(self, n: int = 1, **config: Any) -> list[str]:
+        return [(await self.store.enqueue_rollout(i, config=RolloutConfig(**config))).rollout_id for i in range(n)]
+
+    async def take(self, worker_id: str | None = "w", **config: Any) -> Rollout:
+        """Enqueue a rollout and dequeue it."""
+        await self.enqueue(**config)
+        return await self.again(worker_id)
+
+    async def again(self, worker_id: str | None = "w") -> Rollout:
+        rollout = await self.store.dequeue_rollout(worker_id)
+        assert rollout is not None, "nothing waits"
+        assert rollout.attempt is not None
+        return rollout
+
+    async def pass_time(self, seconds: float) -> int:
+        """Move the clock, and do what the timer would."""
+        self.clock.now += seconds
+        return await self.service.expire()
+
+    async def status(self, rollout: Rollout | str) -> tuple[str, str | None]:
+        """Of a rollout and its latest attempt."""
+        found = await self.store.get_rollout_by_id(rollout if isinstance(rollout, str) else rollout.rollout_id)
+        return found.status, found.attempt.status if found.attempt else None
+
+    async def attempt(self, rollout: Rollout, sequence_id: int = 1) -> Attempt:
+        return (await self.store.query_attempts(rollout.rollout_id))[sequence_id - 1]
+
+    async def count(self, name: str) -> int:
+        return (await self.store.statistics()).get(name, 0)
+
+
+@asynccontextmanager
+async def open_box(path: Path | None = None, clock: Clock | None = None, **config: Any) -> AsyncIterator[Box]:
+    """A store that is closed in the end."""
+    clock = clock or Clock()
+    service = StoreService(path, StoreConfig(**({"lease_seconds": LEASE_S} | config)), clock)
+    try:
+        yield Box(StoreClient(service), service, clock)
+    finally:
+        await service.close()
+
+
+def ids_of(rollout: Rollout) -> tuple[str, str]:
+    assert rollout.attempt is not None
+    return rollout.rollout_id, rollout.attempt.attempt_id
+
+
+def span_of(rollout: Rollout, name: str = "step", **fields: Any) -> Span:
+    rollout_id, attempt_id = ids_of(rollout)
+    given = {"span_id": f"{next(_numbers):016x}", "attributes": {}} | fields
+    return Span.from_attributes(name=name, rollout_id=rollout_id, attempt_id=attempt_id, **given)
+
+
+def reward_of(rollout: Rollout, value: float) -> Span:
+    return span_of(rollout, "agentlightning.annotation", attributes=reward_attributes({"primary": value}))
+
+
+def call_of(rollout: Rollout, call_id: str | None = None) -> CallKey:
+    return CallKey(*ids_of(rollout), call_id or f"call-{next(_numbers)}")
+
+
+async def begun(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task that has run up to where it waits."""
+    task = asyncio.create_task(work)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not task.done(), f"it did not wait: {task}"
+    return task

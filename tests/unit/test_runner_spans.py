@@ -1,0 +1,356 @@
+"""What a runner brings to the store: every span to its own attempt, all of them before the attempt is decided."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry import trace as otel
+from opentelemetry.util._once import Once
+from unit_helpers import enqueue, make_key, run_all, serving, until
+
+from raylight.agent.emit import emit_message, emit_reward
+from raylight.agent.hooks import Hook
+from raylight.agent.operations import operation
+from raylight.errors import InvalidTransitionError
+from raylight.runner import runner as module
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.traces.context import AttemptTrace, current_trace
+from raylight.traces.rewards import find_final_reward
+from raylight.traces.tracer import OtelTracer
+from raylight.types import TRAINABLE_AGENTS, Rollout, Span
+
+
+@pytest.fixture
+def store() -> StoreClient:
+    return StoreClient(StoreService())
+
+
+@pytest.fixture
+def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtelTracer]:
+    """In a process without a tracer provider."""
+    monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
+    monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
+    made = OtelTracer()
+    yield made
+    made.teardown()
+
+
+def sdk() -> otel.Tracer:
+    return otel.get_tracer("agent")
+
+
+# no mixing
+
+
+async def says_asynchronously(task: int) -> float:
+    for step in range(3):
+        with sdk().start_as_current_span(f"{task}"), operation(name=f"{task}"):
+            emit_message(f"{task}")
+            await asyncio.gather(step_of(task), step_of(task))
+        await asyncio.sleep(0.001 * (step % 2))
+    return float(task)
+
+
+async def step_of(task: int) -> None:
+    await asyncio.sleep(0)
+    emit_message(f"{task}")
+
+
+def says_in_a_thread(task: int) -> float:
+    for _ in range(3):
+        with sdk().start_as_current_span(f"{task}"), operation(name=f"{task}"):
+            for _ in range(3):
+                emit_message(f"{task}")
+    return float(task)
+
+
+@pytest.mark.parametrize("agent", [says_asynchronously, says_in_a_thread])
+async def test_many_rollouts_at_once_never_mix_their_spans(
+    store: StoreClient, tracer: OtelTracer, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", 0.002)
+    count = 60
+    decided = await run_all(store, range(count), agent, {"tracer": tracer, "max_concurrent": 32})
+    assert {rollout.status for rollout in decided} == {"succeeded"}
+    for rollout in decided:
+        spans = await store.query_spans(rollout.rollout_id)
+        mine = str(rollout.input)
+        assert len(spans) == 3 * 5 + 1
+        assert {span.attempt_id for span in spans} == {rollout.attempt.attempt_id}
+        said = {span.attributes.get("agentlightning.message.body") for span in spans} - {None}
+        assert said == {mine}
+        named = {span.attributes.get("agentlightning.operation.name") for span in spans} - {None}
+        assert named == {mine}
+        assert [span.sequence_id for span in spans] == list(range(1, len(spans) + 1))
+        assert find_final_reward(spans) == rollout.input
+    counts = await store.statistics()
+    assert counts["total_spans"] == count * 16
+    assert "spans_duplicate" not in counts
+
+
+async def test_a_task_of_an_attempt_that_outlives_it_changes_nothing_of_the_next(store: StoreClient) -> None:
+    leave = asyncio.Event()
+    left_over: list[asyncio.Task[None]] = []
+
+    async def later() -> None:
+        await leave.wait()
+        emit_reward(99.0)
+
+    async def agent(task: int) -> float:
+        if task == 0:
+            left_over.append(asyncio.create_task(later()))
+        else:
+            leave.set()
+            await left_over[0]
+        return float(task)
+
+    decided = await run_all(store, [0, 1], agent, {"max_concurrent": 1})
+    found = await store.collect([rollout.rollout_id for rollout in decided], with_spans=True)
+    assert [(item.reward, len(item.spans)) for item in found] == [(0.0, 1), (1.0, 1)]
+
+
+# in batches, while the attempt goes on
+
+
+async def test_spans_are_in_the_store_while_the_attempt_goes_on(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", 0.01)
+    go_on, batches = asyncio.Event(), []
+
+    class Watching(StoreClient):
+        async def add_many_spans(self, spans: Any) -> list[Span]:
+            batches.append(len(spans))
+            stored = await super().add_many_spans(spans)
+            go_on.set()
+            return stored
+
+    async def agent(task: int) -> None:
+        for word in ("one", "two", "three"):
+            emit_message(word)
+        await go_on.wait()
+        go_on.clear()
+        emit_message("four")
+        await go_on.wait()
+        emit_message("five")
+
+    watching = Watching(store._channel.target)
+    (rollout_id,) = await enqueue(store, [1])
+    async with serving(watching, agent):
+        await go_on.wait()
+        assert (await store.get_rollout_by_id(rollout_id)).status == "running"
+        assert len(await store.query_spans(rollout_id)) == 3
+        await store.wait_for_rollouts(rollout_ids=[rollout_id])
+    assert batches == [3, 1]  # the last one travels with the decision
+    spans = await store.query_spans(rollout_id)
+    assert [span.attributes["agentlightning.message.body"] for span in spans] == ["one", "two", "three", "four", "five"]
+
+
+async def test_an_agent_never_waits_for_the_store(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", 0.001)
+    asked, gate, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(StoreClient):
+        async def add_many_spans(self, spans: Any) -> list[Span]:
+            asked.set()
+            await gate.wait()
+            return await super().add_many_spans(spans)
+
+    async def agent(task: int) -> None:
+        emit_message("first")
+        await asked.wait()
+        for _ in range(100):
+            emit_message("more")
+        done.set()
+
+    (rollout_id,) = await enqueue(store, [1])
+    async with serving(Slow(store._channel.target), agent):
+        await done.wait()  # while the store has not answered
+        gate.set()
+        await store.wait_for_rollouts(rollout_ids=[rollout_id])
+        await until(lambda: asked.is_set())
+    assert (await store.statistics())["total_spans"] == 101
+
+
+async def test_everything_is_in_the_store_when_the_rollout_is_decided(store: StoreClient) -> None:
+    class Judge(Hook):
+        def on_rollout_end(self, *, spans: Any) -> None:  # type: ignore[override]
+            emit_reward(0.75)
+
+    async def agent(task: int) -> float:
+        for _ in range(200):
+            emit_message("x")
+        return 0.5
+
+    ids = await enqueue(store, range(10))
+    async with serving(store, agent, hooks=[Judge()]):
+        for number in range(1, 11):
+            for rollout in await store.wait_for_rollouts(rollout_ids=ids, at_least=number):
+                (found,) = await store.collect([rollout.rollout_id], with_spans=True)
+                assert (rollout.status, found.reward, len(found.spans)) == ("succeeded", 0.75, 202)
+
+
+async def test_a_late_span_of_a_thread_is_counted_and_never_half_there(store: StoreClient) -> None:
+    """A thread that goes on after its timeout: each of its spans is in the store, or counted as dropped."""
+    leave, stop, emitted = threading.Event(), threading.Event(), []
+
+    def agent(task: int) -> None:
+        while not stop.is_set():
+            emit_message("on and on")
+            emitted.append(1)
+            leave.wait(0.0001)
+        trace = current_trace()
+        assert trace is not None
+        emitted.append(trace)  # type: ignore[arg-type]
+
+    (decided,) = await run_all(store, [1], agent, timeout_seconds=0.1)
+    stop.set()
+    await until(lambda: bool(emitted) and isinstance(emitted[-1], AttemptTrace))
+    trace = emitted.pop()
+    assert len(await store.query_spans(decided.rollout_id)) + trace.dropped == len(emitted)
+
+
+async def test_spans_beyond_the_capacity_are_counted_in_the_attempts_metadata(
+    store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raylight.traces.context.AttemptTrace.__init__.__defaults__", (10,))
+
+    async def agent(task: int) -> None:
+        for _ in range(15):
+            emit_message("x")
+
+    (decided,) = await run_all(store, [1], agent)
+    assert decided.attempt.metadata == {"spans_dropped": 5}
+    assert len(await store.query_spans(decided.rollout_id)) == 10
+
+
+@pytest.mark.parametrize("flush_s", [0.005, 60.0], ids=["while it runs", "at the end"])
+async def test_a_span_that_cannot_be_stored_costs_no_other_and_is_told(
+    store: StoreClient, flush_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", flush_s)
+    flushed = asyncio.Event()
+
+    async def agent(task: int) -> float:
+        if task:
+            emit_message("good")
+            trace = current_trace()
+            assert trace is not None
+            trace.add(Span.from_attributes(name="bad one", attributes={"what": object()}))
+            if flush_s < 1:
+                await flushed.wait()
+        return 0.5
+
+    class Watching(StoreClient):
+        async def add_many_spans(self, spans: Any) -> list[Span]:
+            stored = await super().add_many_spans(spans)
+            flushed.set()
+            return stored
+
+    with caplog.at_level(logging.WARNING, "raylight"):
+        other, decided = await run_all(Watching(store._channel.target), [0, 1], agent)
+    assert {other.status, decided.status} == {"succeeded"}
+    assert decided.attempt.metadata == {"spans_dropped": 1}
+    assert any("bad one" in message and decided.rollout_id in message for message in caplog.messages)
+    (found,) = await store.collect([decided.rollout_id], with_spans=True)
+    assert (found.reward, len(found.spans)) == (0.5, 2)
+
+
+async def test_an_agent_whose_calls_go_on_after_it_returned_fails(store: StoreClient) -> None:
+    """Its trajectory would never be complete."""
+
+    class Restless(StoreClient):
+        async def finish_attempt(self, attempt_of: Rollout, status: Any, *args: Any, **kwargs: Any) -> Rollout:
+            if status == "succeeded":
+                raise InvalidTransitionError("it succeeds while 1 calls are open")
+            return await super().finish_attempt(attempt_of, status, *args, **kwargs)
+
+    (decided,) = await run_all(Restless(store._channel.target), [1], lambda task: 0.5)
+    assert (decided.status, decided.attempt.failure.kind) == ("failed", "agent")
+    assert "called the model again" in decided.attempt.failure.error
+
+
+async def test_a_rollout_succeeds_after_its_calls_are_recorded(store: StoreClient) -> None:
+    returned = asyncio.Event()
+    keys = []
+
+    async def agent(task: int, rollout: Rollout) -> float:
+        key = make_key(rollout.rollout_id, rollout.attempt.attempt_id)
+        await store.capture([(key, 1.0)], [])
+        keys.append(key)
+        returned.set()
+        return 0.5
+
+    (rollout_id,) = await enqueue(store, [1])
+    async with serving(store, agent):
+        await returned.wait()
+        assert await store.wait_for_rollouts(rollout_ids=[rollout_id], timeout=0.05) == []
+        await store.capture([], [(keys[0], None, None)])
+        (decided,) = await store.wait_for_rollouts(rollout_ids=[rollout_id])
+    assert decided.status == "succeeded"
+
+
+# notes
+
+
+async def test_marks_and_other_notes_are_in_the_store_when_the_rollout_is_decided(store: StoreClient) -> None:
+    class Noting(Hook):
+        def on_rollout_end(self, *, rollout: Rollout) -> None:  # type: ignore[override]
+            rollout.metadata["by the hook"] = True
+
+    async def agent(task: int, rollout: Rollout) -> float:
+        rollout.mark_agent_as_trainable("planner")
+        rollout.mark_agent_as_trainable("planner")
+        rollout.metadata["steps"] = [1, {"two": 2}]
+        return 1.0
+
+    ids = await enqueue(store, [1])
+    async with serving(store, agent, hooks=[Noting()]):
+        (decided,) = await store.wait_for_rollouts(rollout_ids=ids)
+        assert decided.metadata == {TRAINABLE_AGENTS: ["planner"], "steps": [1, {"two": 2}], "by the hook": True}
+    (found,) = await store.collect(ids)
+    assert found.rollout.metadata == decided.metadata
+
+
+async def test_notes_of_a_failure_are_kept_too(store: StoreClient) -> None:
+    def agent(task: int, rollout: Rollout) -> None:
+        rollout.mark_agent_as_trainable("planner")
+        raise ValueError("no")
+
+    (decided,) = await run_all(store, [1], agent)
+    assert (decided.status, decided.metadata) == ("failed", {TRAINABLE_AGENTS: ["planner"]})
+
+
+async def test_metadata_that_nobody_changed_is_not_sent(store: StoreClient) -> None:
+    class Watching(StoreClient):
+        async def update_rollout(self, *args: Any, **kwargs: Any) -> Rollout:
+            raise AssertionError("sent")
+
+    (decided,) = await run_all(Watching(store._channel.target), [1], lambda task: 1.0)
+    assert decided.status == "succeeded"
+
+
+async def test_a_note_that_cannot_travel_is_the_agents_failure_and_harms_no_other(store: StoreClient) -> None:
+    def agent(task: int, rollout: Rollout) -> float:
+        if task:
+            rollout.metadata["client"] = threading.Lock()
+        return 1.0
+
+    decided = await run_all(store, [0, 1, 0], agent)
+    assert [rollout.status for rollout in decided] == ["succeeded", "failed", "succeeded"]
+    assert (decided[1].attempt.failure.kind, decided[1].metadata) == ("agent", {})
+    assert "cannot pickle" in decided[1].attempt.failure.error
+
+
+async def test_a_reward_in_the_metadata_of_the_returned_rollout_counts(store: StoreClient) -> None:
+    def agent(task: int, rollout: Rollout) -> Rollout:
+        rollout.metadata["reward"] = {"main": 0.25, "style": 1.0}
+        return rollout
+
+    (decided,) = await run_all(store, [1], agent)
+    (found,) = await store.collect([decided.rollout_id])
+    assert (found.reward, decided.metadata) == (0.25, {"reward": {"main": 0.25, "style": 1.0}})

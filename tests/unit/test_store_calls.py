@@ -1,0 +1,268 @@
+"""Calls to the engine in the store: announced, recorded, and waited for before an attempt is decided."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, call_of, ids_of, open_box, reward_of, span_of
+from unit_helpers import make_generation, within
+
+from raylight.errors import UnknownIdError
+from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
+from raylight.types import CallKey, Generation, Rollout
+
+
+@pytest.fixture
+async def box() -> AsyncIterator[Box]:
+    async with open_box() as box:
+        yield box
+
+
+def sampled(key: CallKey, i: int = 0) -> Generation:
+    return make_generation([1, 2, i], [3, 2**31 - 1], key=key, logprobs=[-0.1, -1e-300], versions=[i, 2**40], start=float(i))
+
+
+async def record(box: Box, key: CallKey, i: int = 0) -> Generation:
+    """A call, opened and closed."""
+    await box.store.capture([(key, float(i))], [(key, sampled(key, i), None)])
+    return sampled(key, i)
+
+
+async def generations(box: Box, rollout: Rollout) -> list[Generation]:
+    return (await box.store.collect([rollout.rollout_id]))[0].generations
+
+
+async def test_a_generation_comes_back_token_for_token(box: Box) -> None:
+    rollout = await box.take()
+    key = call_of(rollout)
+    assert await generations(box, rollout) == []
+    made = await record(box, key)
+    assert await generations(box, rollout) == [made]
+    empty = make_generation([], [], key=call_of(rollout), start=5.0)
+    await box.store.capture([(empty.key, 5.0)], [(empty.key, empty, None)])
+    assert await generations(box, rollout) == [made, empty]
+
+
+async def test_they_come_in_the_order_in_which_the_calls_began(box: Box) -> None:
+    rollout = await box.take()
+    keys = [call_of(rollout) for _ in range(8)]
+    await box.store.capture([(key, float(i)) for i, key in reversed(list(enumerate(keys)))], [])
+    closings = [(key, sampled(key, i), None) for i, key in enumerate(keys)]
+    random.Random(3).shuffle(closings)
+    for closing in closings:
+        await box.store.capture([], [closing])
+    assert [call.key for call in await generations(box, rollout)] == keys
+
+
+async def test_a_call_is_recorded_once_however_often_it_is_sent(box: Box) -> None:
+    rollout = await box.take()
+    key = call_of(rollout)
+    for _ in range(3):
+        await record(box, key)
+    await box.store.capture([(key, 0.0)], [])
+    await box.store.capture([], [(key, make_generation([9], [9], key=key), None), (key, None, None)])
+    assert await generations(box, rollout) == [sampled(key)]
+    assert (await box.count("generations"), await box.count("generations_late")) == (1, 0)
+
+
+async def test_a_call_that_sampled_nothing_leaves_nothing(box: Box) -> None:
+    rollout = await box.take()
+    key = call_of(rollout)
+    await box.store.capture([(key, 0.0)], [])
+    for _ in range(2):
+        await box.store.capture([], [(key, None, None)])
+    assert (await box.store.finish_attempt(rollout, "succeeded", timeout=0)).status == "succeeded"
+    assert await generations(box, rollout) == []
+    assert await box.count("generations_late") == 0
+
+
+async def test_what_was_never_announced_is_counted_and_not_recorded(box: Box) -> None:
+    rollout = await box.take()
+    key = call_of(rollout)
+    await box.store.capture([], [(key, sampled(key), None)])
+    assert await generations(box, rollout) == []
+    assert await box.count("generations_late") == 1
+
+
+async def test_the_same_call_id_in_two_attempts_is_two_calls(box: Box) -> None:
+    first, second = await box.take(), await box.take()
+    keys = [call_of(rollout, "same") for rollout in (first, second)]
+    await box.store.capture([(key, 0.0) for key in keys], [(keys[1], sampled(keys[1], 1), None)])
+    assert await generations(box, first) == []
+    assert await generations(box, second) == [sampled(keys[1], 1)]
+    await box.store.capture([], [(keys[0], sampled(keys[0]), None)])
+    assert await generations(box, first) == [sampled(keys[0])]
+
+
+@pytest.mark.parametrize("ids", [("ro-none", "at-none"), (None, "at-none"), (None, "latest")])
+async def test_calls_of_an_unknown_attempt_are_counted(box: Box, ids: tuple[str | None, str]) -> None:
+    rollout = await box.take()
+    wrong = CallKey(ids[0] or rollout.rollout_id, ids[1], "c")
+    right = call_of(rollout)
+    await box.store.capture([(wrong, 0.0), (right, 0.0)], [(wrong, sampled(wrong), None), (right, sampled(right), None)])
+    assert await generations(box, rollout) == [sampled(right)]
+    assert (await box.count("calls_late"), await box.count("generations_late")) == (1, 1)
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed", "timeout", "released"])
+async def test_what_comes_after_the_end_is_counted_and_kept_out(box: Box, end: str) -> None:
+    rollout = await box.take(timeout_seconds=10)
+    open_call, late_call = call_of(rollout), call_of(rollout)
+    if end != "succeeded":
+        await box.store.capture([(open_call, 0.0)], [])
+    match end:
+        case "timeout":
+            await box.pass_time(10)
+        case "released":
+            await box.store.release_worker("w", "died")
+        case _:
+            await box.store.finish_attempt(rollout, end, BROKEN if end == "failed" else None, timeout=0)
+    assert await box.count("calls_lost") == (end != "succeeded")
+    await box.store.capture([], [(open_call, sampled(open_call), span_of(rollout))])
+    await record(box, late_call)
+    assert await generations(box, rollout) == []
+    assert await box.store.query_spans(rollout.rollout_id) == []
+    assert (await box.count("calls_late"), await box.count("generations_late")) == (1, 2)
+
+
+async def test_a_late_record_is_kept_out_of_the_next_attempt(box: Box) -> None:
+    first = await box.take()
+    key = call_of(first)
+    await box.store.capture([(key, 0.0)], [])
+    await box.store.release_worker("w", "died")
+    second = await box.again("v")
+    await box.store.capture([], [(key, sampled(key), None)])
+    own = await record(box, call_of(second), 1)
+    await box.store.finish_attempt(second, "succeeded", timeout=0)
+    assert await generations(box, first) == [own]
+
+
+async def test_what_an_earlier_attempt_left_is_not_collected(box: Box) -> None:
+    first = await box.take()
+    await record(box, call_of(first))
+    await box.store.finish_attempt(first, "failed", LOST, [reward_of(first, 5.0)])
+    second = await box.again()
+    await box.store.finish_attempt(second, "succeeded")
+    (found,) = await box.store.collect([first.rollout_id], with_spans=True)
+    assert (found.reward, found.generations, found.spans) == (None, [], [])
+    assert found.rollout.attempt.sequence_id == 2
+
+
+# finishing
+
+
+async def test_finishing_waits_for_open_calls(box: Box) -> None:
+    rollout = await box.take()
+    keys = [call_of(rollout) for _ in range(2)]
+    await box.store.capture([(key, 0.0) for key in keys], [])
+    finishing = await begun(box.store.finish_attempt(rollout, "succeeded", None, [reward_of(rollout, 0.5)], timeout=60.0))
+    assert await box.status(rollout) == ("running", "running")
+    assert await box.count("total_spans") == 0
+    await box.store.capture([], [(keys[0], sampled(keys[0]), None)])
+    await asyncio.sleep(0)
+    assert not finishing.done()
+    await box.store.capture([], [(keys[1], None, None)])
+    async with within():
+        assert (await finishing).status == "succeeded"
+    (found,) = await box.store.collect([rollout.rollout_id])
+    assert (found.reward, [call.key for call in found.generations]) == (0.5, keys[:1])
+
+
+async def test_finishing_waits_for_a_call_that_is_opened_while_it_waits(box: Box) -> None:
+    rollout = await box.take()
+    first, second = call_of(rollout), call_of(rollout)
+    await box.store.capture([(first, 0.0)], [])
+    finishing = await begun(box.store.finish_attempt(rollout, "succeeded", timeout=60.0))
+    await box.store.capture([(second, 1.0)], [(first, sampled(first), None)])
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not finishing.done()
+    await box.store.capture([], [(second, sampled(second, 1), None)])
+    async with within():
+        assert (await finishing).status == "succeeded"
+    assert len(await generations(box, rollout)) == 2
+
+
+@pytest.mark.parametrize("timeout", [0.01, 0.0, -1.0])
+async def test_a_success_whose_calls_never_end_is_a_failure_of_the_infrastructure(box: Box, timeout: float) -> None:
+    rollout = await box.take(infrastructure_retries=1)
+    for expected in ("requeuing", "failed"):
+        await box.store.capture([(call_of(rollout), 0.0)], [])
+        async with within():
+            decided = await box.store.finish_attempt(rollout, "succeeded", None, [reward_of(rollout, 1.0)], timeout=timeout)
+        assert (decided.status, decided.attempt.failure.kind) == (expected, "infrastructure")
+        assert decided.attempt.failure.error == f"LostGeneration: calls were not recorded within {timeout:g} s"
+        rollout = await box.again() if expected == "requeuing" else rollout
+    assert await box.count("calls_lost") == 2
+
+
+async def test_a_failure_keeps_its_reason_when_calls_never_end(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.capture([(call_of(rollout), 0.0)], [])
+    decided = await box.store.finish_attempt(rollout, "failed", BROKEN, [span_of(rollout)], timeout=0.01)
+    assert (decided.status, decided.attempt.failure) == ("failed", BROKEN)
+    assert await box.count("total_spans") == 1
+
+
+async def test_an_attempt_that_runs_out_of_time_meanwhile_is_not_waited_for(box: Box) -> None:
+    rollout = await box.take(timeout_seconds=10)
+    await box.store.capture([(call_of(rollout), 0.0)], [])
+    finishing = await begun(box.store.finish_attempt(rollout, "succeeded", timeout=60.0))
+    await box.pass_time(10)
+    async with within(1):
+        assert (await finishing).attempt.status == "timeout"
+        assert (await box.store.finish_attempt(rollout, "succeeded", timeout=60.0)).attempt.status == "timeout"
+
+
+async def test_an_unresponsive_attempt_keeps_its_open_calls(box: Box) -> None:
+    rollout = await box.take()
+    key = call_of(rollout)
+    await box.store.capture([(key, 0.0)], [])
+    await box.pass_time(LEASE_S)
+    await box.store.capture([], [(key, sampled(key), span_of(rollout))])
+    assert await box.status(rollout) == ("running", "running")
+    assert len(await generations(box, rollout)) == 1
+
+
+# reading
+
+
+async def test_the_spans_of_calls_are_read_with_their_tokens(box: Box) -> None:
+    rollout = await box.take()
+    key, other = call_of(rollout), call_of(rollout)
+    span = span_of(rollout, "chat", attributes={CALL_ID: key.call_id, "x": 1})
+    odd = [span_of(rollout, attributes={CALL_ID: value}) for value in ("unknown", ["a"], 5, None)]
+    await box.store.capture([(key, 0.0), (other, 1.0)], [(key, sampled(key), span), (other, sampled(other, 1), None)])
+    await box.store.add_many_spans(odd)
+    tokens = {
+        PROMPT_TOKEN_IDS: [1, 2, 0], RESPONSE_TOKEN_IDS: [3, 2**31 - 1], RESPONSE_LOGPROBS: [-0.1, -1e-300],
+        WEIGHT_VERSIONS: [0, 2**40],
+    }  # fmt: skip
+    for spans in (
+        await box.store.query_spans(rollout.rollout_id),
+        await box.store.query_spans(rollout.rollout_id, ids_of(rollout)[1]),
+        (await box.store.collect([rollout.rollout_id], with_spans=True))[0].spans,
+    ):
+        assert spans[0].attributes == {CALL_ID: key.call_id, "x": 1} | tokens
+        assert [span.attributes for span in spans[1:]] == [span.attributes for span in odd]
+    await box.store.start_attempt(rollout.rollout_id)
+    assert (await box.store.query_spans(rollout.rollout_id, limit=1))[0].attributes[PROMPT_TOKEN_IDS] == [1, 2, 0]
+
+
+async def test_collecting(box: Box) -> None:
+    waiting = (await box.enqueue())[0]
+    rollout = await box.again()
+    await box.store.finish_attempt(rollout, "succeeded", None, [span_of(rollout), reward_of(rollout, 1.0)])
+    (other,) = await box.enqueue()
+    found = await box.store.collect([other, waiting, other])
+    assert [(one.rollout.rollout_id, one.reward, one.spans) for one in found] == [
+        (other, None, []), (waiting, 1.0, []), (other, None, []),
+    ]  # fmt: skip
+    (found_one,) = await box.store.collect([waiting], with_spans=True)
+    assert [span.sequence_id for span in found_one.spans] == [1, 2]
+    assert await box.store.collect([]) == []
+    with pytest.raises(UnknownIdError, match="ro-none"):
+        await box.store.collect([waiting, "ro-none"])

@@ -1,0 +1,247 @@
+"""Time in the store: leases, silence and timeouts of attempts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from store_helpers import BROKEN, LEASE_S, Box, Clock, call_of, ids_of, open_box, span_of
+
+from raylight.types import RolloutConfig
+
+
+@pytest.fixture
+async def box() -> AsyncIterator[Box]:
+    async with open_box() as box:
+        yield box
+
+
+# leases
+
+
+@pytest.mark.parametrize("worker_id", ["w", None])
+async def test_a_dequeue_that_is_never_heard_of_again_goes_back_to_the_queue(box: Box, worker_id: str | None) -> None:
+    first = await box.take(worker_id)
+    assert await box.pass_time(LEASE_S - 0.1) == 0
+    assert await box.pass_time(0.1) == 1
+    assert await box.status(first) == ("requeuing", "unresponsive")
+    failure = (await box.attempt(first)).failure
+    assert (failure.kind, "was not heard of for 60 s" in failure.error) == ("infrastructure", True)
+    second = await box.again("v")
+    assert (second.rollout_id, second.attempt.sequence_id) == (first.rollout_id, 2)
+    assert (await box.store.finish_attempt(second, "succeeded")).status == "succeeded"
+
+
+async def test_it_fails_at_last_if_every_lease_ends(box: Box) -> None:
+    rollout = await box.take()
+    for _ in range(2):
+        await box.pass_time(LEASE_S)
+        rollout = await box.again()
+    await box.pass_time(LEASE_S)
+    assert await box.status(rollout) == ("failed", "unresponsive")
+
+
+@pytest.mark.parametrize("renewal", ["span", "call", "heartbeat", "update_worker", "update_attempt"])
+async def test_a_lease_is_renewed_by(box: Box, renewal: str) -> None:
+    rollout = await box.take()
+    for _ in range(3):
+        assert await box.pass_time(LEASE_S - 1) == 0
+        match renewal:
+            case "span":
+                await box.store.add_span(span_of(rollout))
+            case "call":
+                await box.store.capture([(call_of(rollout), 0.0)], [])
+            case "heartbeat":
+                assert await box.store.heartbeat("w", {}, [ids_of(rollout)[1]]) == []
+            case "update_worker":
+                await box.store.update_worker("w")
+            case "update_attempt":
+                await box.store.update_attempt(*ids_of(rollout), last_heartbeat_time=box.clock.now)
+        assert (await box.attempt(rollout)).last_heartbeat_time == box.clock.now
+    assert await box.pass_time(LEASE_S) == 1
+
+
+async def test_a_heartbeat_that_does_not_name_an_attempt_lets_it_go(box: Box) -> None:
+    lost, held = await box.take(), await box.take()
+    await box.pass_time(LEASE_S - 1)
+    assert await box.store.heartbeat("w", {"cpu": 1}, [ids_of(held)[1]]) == []
+    assert await box.store.heartbeat("v", {"cpu": 1}, []) == []
+    assert await box.pass_time(1) == 1
+    assert [await box.status(lost), await box.status(held)] == [("requeuing", "unresponsive"), ("preparing", "preparing")]
+
+
+async def test_another_workers_heartbeat_renews_nothing(box: Box) -> None:
+    rollout = await box.take("w")
+    await box.pass_time(LEASE_S - 1)
+    await box.store.update_worker("v")
+    assert await box.pass_time(1) == 1
+    assert await box.store.heartbeat("w", {}, ["at-none"]) == ["at-none"]
+    assert await box.status(rollout) == ("requeuing", "unresponsive")
+
+
+async def test_what_was_begun_by_hand_is_not_leased(box: Box) -> None:
+    started = await box.store.start_rollout(1, worker_id="w")
+    (rollout_id,) = await box.enqueue()
+    await box.store.start_attempt(rollout_id)
+    await box.store.add_span(span_of(started))
+    await box.store.update_worker("w")
+    assert await box.pass_time(1e9) == 0
+    assert await box.status(started) == ("running", "running")
+
+
+async def test_but_it_has_the_limits_of_its_config(box: Box) -> None:
+    limited = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=5))
+    silent = await box.store.start_rollout(1, config=RolloutConfig(unresponsive_seconds=5))
+    assert await box.pass_time(5) == 2
+    assert [await box.status(limited), await box.status(silent)] == [("failed", "timeout"), ("failed", "unresponsive")]
+
+
+async def test_after_a_restart_a_lease_gets_a_new_period(tmp_path: Path) -> None:
+    clock = Clock()
+    async with open_box(tmp_path / "s.db", clock) as box:
+        leased = await box.take(unresponsive_seconds=30)
+        started = await box.store.start_rollout(1)
+    clock.now += 1e6
+    async with open_box(tmp_path / "s.db", clock) as box:
+        assert await box.pass_time(29) == 0
+        await box.store.add_span(span_of(leased))
+        assert await box.pass_time(29) == 0
+        assert await box.pass_time(1) == 1
+        assert [await box.status(leased), await box.status(started)] == [("failed", "unresponsive"), ("preparing", "preparing")]
+
+
+async def test_time_that_passed_while_the_store_was_down_counts_for_the_timeout(tmp_path: Path) -> None:
+    clock = Clock()
+    async with open_box(tmp_path / "s.db", clock) as box:
+        rollout = await box.take(timeout_seconds=100)
+    clock.now += 100
+    async with open_box(tmp_path / "s.db", clock) as box:
+        assert await box.pass_time(0) == 1
+        assert await box.status(rollout) == ("failed", "timeout")
+
+
+# silence and timeouts
+
+
+async def test_an_attempt_that_takes_too_long_is_over_for_good(box: Box) -> None:
+    rollout = await box.take(timeout_seconds=10)
+    await box.store.add_span(span_of(rollout))
+    assert await box.pass_time(9.9) == 0
+    await box.store.add_span(span_of(rollout))
+    assert await box.pass_time(0.1) == 1
+    attempt = await box.attempt(rollout)
+    assert (attempt.failure.kind, attempt.failure.error) == ("timeout", "TimeoutError: the attempt took longer than 10 s")
+    assert attempt.end_time == box.clock.now
+    await box.store.add_span(span_of(rollout, "late"))
+    assert (await box.store.finish_attempt(rollout, "succeeded")).status == "failed"
+    assert await box.status(rollout) == ("failed", "timeout")
+    assert await box.count("attempts_late") == 1
+    assert len(await box.store.query_spans(rollout.rollout_id)) == 3  # what it said is kept all the same
+
+
+async def test_silence_begins_anew_with_every_span_but_not_with_a_heartbeat(box: Box) -> None:
+    rollout = await box.take(unresponsive_seconds=10)
+    for _ in range(3):
+        assert await box.pass_time(9) == 0
+        await box.store.add_span(span_of(rollout))
+    await box.pass_time(9)
+    assert await box.store.heartbeat("w", {}, [ids_of(rollout)[1]]) == []
+    assert await box.pass_time(1) == 1
+    assert await box.status(rollout) == ("failed", "unresponsive")
+    assert (await box.attempt(rollout)).failure.error == "Unresponsive: no span came for 10 s"
+
+
+@pytest.mark.parametrize("retried", [False, True])
+@pytest.mark.parametrize("why", ["silence", "lease"])
+async def test_a_span_revives_an_unresponsive_attempt(box: Box, why: str, retried: bool) -> None:
+    config = {"max_attempts": 2, "retry_condition": {"unresponsive"}} if retried else {"infrastructure_retries": 0}
+    rollout = await box.take(**config, **({"unresponsive_seconds": 10} if why == "silence" else {}))
+    await box.pass_time(LEASE_S)
+    assert await box.status(rollout) == ("requeuing" if retried else "failed", "unresponsive")
+    assert await box.store.heartbeat("w", {}, [ids_of(rollout)[1]]) == []
+    await box.store.add_span(span_of(rollout))
+    assert await box.status(rollout) == ("running", "running")
+    attempt = await box.attempt(rollout)
+    assert (attempt.failure, attempt.end_time) == (None, None)
+    assert (await box.store.get_rollout_by_id(rollout.rollout_id)).end_time is None
+    assert await box.store.dequeue_rollout() is None
+    assert await box.count("attempts_revived") == 1
+    assert (await box.store.get_worker_by_id("w")).status == "busy"
+    assert await box.pass_time(LEASE_S) == 1, "its lease and its silence begin anew"
+
+
+async def test_an_attempt_that_was_lost_and_found_again_is_not_counted_as_lost(box: Box) -> None:
+    rollout = await box.take(max_attempts=1, retry_condition={"failed"})
+    await box.pass_time(LEASE_S)
+    await box.store.add_span(span_of(rollout))
+    assert (await box.store.finish_attempt(rollout, "failed", BROKEN)).status == "failed"
+
+
+async def test_an_unresponsive_attempt_may_succeed_at_once(box: Box) -> None:
+    rollout = await box.take()
+    await box.pass_time(LEASE_S)
+    assert (await box.store.finish_attempt(rollout, "succeeded")).status == "succeeded"
+    assert await box.store.dequeue_rollout() is None
+
+
+async def test_once_another_has_begun_a_revived_attempt_decides_nothing(box: Box) -> None:
+    first = await box.take()
+    await box.pass_time(LEASE_S)
+    second = await box.again("v")
+    await box.store.add_span(span_of(first))
+    assert await box.status(first) == ("preparing", "preparing")
+    assert (await box.attempt(first)).status == "running"
+    assert await box.store.heartbeat("w", {}, [ids_of(first)[1]]) == [ids_of(first)[1]]
+    await box.store.finish_attempt(first, "succeeded")
+    assert await box.status(first) == ("preparing", "preparing")
+    assert (await box.store.finish_attempt(second, "failed", BROKEN)).status == "failed"
+
+
+async def test_the_late_timeout_of_an_unresponsive_attempt_does_not_kill_the_requeued_rollout(box: Box) -> None:
+    rollout = await box.take(timeout_seconds=100, max_attempts=2, retry_condition={"unresponsive"}, unresponsive_seconds=10)
+    assert await box.pass_time(10) == 1
+    assert await box.pass_time(90) == 1
+    assert (await box.attempt(rollout)).status == "timeout"
+    assert (await box.status(rollout))[0] == "requeuing"
+    await box.store.add_span(span_of(rollout))  # and now it is too late to come back
+    assert await box.status(rollout) == ("requeuing", "timeout")
+    second = await box.again()
+    assert (await box.store.finish_attempt(second, "succeeded")).status == "succeeded"
+    assert await box.pass_time(1e6) == 0
+
+
+async def test_a_late_failure_of_an_unresponsive_attempt_does_not_kill_it_either(box: Box) -> None:
+    rollout = await box.take()
+    await box.pass_time(LEASE_S)
+    assert (await box.store.finish_attempt(rollout, "failed", BROKEN)).status == "requeuing"
+    assert (await box.again()).attempt.sequence_id == 2
+
+
+async def test_limits_that_are_changed_hold_for_the_attempt_that_runs(box: Box) -> None:
+    shorter, longer, never = [await box.take(timeout_seconds=50, unresponsive_seconds=40) for _ in range(3)]
+    await box.store.update_rollout(shorter.rollout_id, config=RolloutConfig(timeout_seconds=5))
+    await box.store.update_rollout(longer.rollout_id, config=RolloutConfig(timeout_seconds=55))
+    await box.store.update_rollout(never.rollout_id, config=RolloutConfig())
+    assert await box.pass_time(5) == 1
+    assert await box.pass_time(49) == 0
+    assert await box.pass_time(1) == 1
+    assert await box.pass_time(5) == 1
+    statuses = [(await box.attempt(rollout)).status for rollout in (shorter, longer, never)]
+    assert statuses == ["timeout", "timeout", "unresponsive"]
+    assert (await box.attempt(never)).failure.kind == "infrastructure"
+
+
+async def test_no_limit_and_an_infinite_one_are_the_same(box: Box) -> None:
+    rollout = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=float("inf"), unresponsive_seconds=float("inf")))
+    assert await box.pass_time(1e12) == 0
+    assert await box.status(rollout) == ("preparing", "preparing")
+
+
+async def test_all_that_is_due_ends_together(box: Box) -> None:
+    await box.enqueue(300, timeout_seconds=5)
+    await box.enqueue(1)
+    assert len(await box.store.dequeue_many_rollouts(limit=400, worker_id="w")) == 301
+    assert await box.pass_time(5) == 300
+    assert (await box.count("rollouts_failed"), await box.count("rollouts_preparing")) == (300, 1)
+    assert await box.pass_time(0) == 0
