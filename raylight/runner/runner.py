@@ -19,7 +19,7 @@ import psutil
 from raylight.agent.hooks import HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
-from raylight.errors import InvalidTransitionError, SpanError
+from raylight.errors import SpanError
 from raylight.runner.execute import Workbench, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.runner.threads import AgentThreads
@@ -27,7 +27,7 @@ from raylight.store.client import StoreClient
 from raylight.store.rows import packed, span_row
 from raylight.traces.context import AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import Failure, ResourcesUpdate, Rollout, Span
+from raylight.types import ResourcesUpdate, Rollout, Span
 
 logger = logging.getLogger(__name__)
 
@@ -163,10 +163,7 @@ class Runner:
             return await self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, _dropped(trace))
         except SpanError:
             spans = _without_unstorable(trace, spans)
-        except InvalidTransitionError:
-            error = "CallsGoOn: the agent returned, and what it left behind called the model again; await all that it starts"
-            outcome = Outcome("failed", Failure(kind="agent", error=error))
-        return await self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, _dropped(trace))
+            return await self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, _dropped(trace))
 
     async def _resources_of(self, rollout: Rollout) -> NamedResources:
         """The rollout's resources, fetched once for each version; a newer one than the rollout knew of will do."""

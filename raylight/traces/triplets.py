@@ -119,6 +119,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
         self.repair_hierarchy = repair_hierarchy
         self.exclude_llm_call_in_reward = exclude_llm_call_in_reward
         self.skip_empty_token_spans = _skip_empty_token_spans
+        self.agent_match = agent_match
         self._agents = AgentFilter(agent_match)
         try:
             self._is_call = re.compile(llm_call_match).search

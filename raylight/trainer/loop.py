@@ -53,6 +53,7 @@ async def _step(session: PolicySession, algorithm: PolicyAlgorithm, tasks: list[
         finished, algorithm.failure_reward, min_group=min(algorithm.group_size, 2), trained_agents=session.plan.trained_agents
     )
     metrics = describe(finished, content, rollout_s)
+    report.drift(content)
     if not content.has_signal:
         return metrics, False
     started = time.perf_counter()

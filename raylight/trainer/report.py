@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import yaml
 
 from raylight.errors import ConfigError
+from raylight.learner.batch import BatchReport
 from raylight.types import FinishedRollout
 
 Metrics = dict[str, float]
@@ -52,6 +53,7 @@ class Report:
         self._history: list[Metrics] = []
         self._told: Counter[str] = Counter()
         self._lost = 0
+        self._told_drift = False
         try:
             self._begin(config)
         except OSError as error:
@@ -98,6 +100,16 @@ class Report:
                 self._display.note(f"a rollout failed ({failure.kind}): {failure.error}\n{failure.trace}".rstrip())
             self._told[failure.error] += 1
         self._lost += sum(failure.kind == "infrastructure" for failure in failed)
+
+    def drift(self, content: BatchReport) -> None:
+        """Tell once that calls render their past differently from how it was sampled."""
+        drifts = content.drifts_response + content.drifts_ending + content.drifts_header
+        if drifts and not self._told_drift:
+            self._told_drift = True
+            self.note(
+                f"{drifts} of {content.calls} calls have a prompt that renders earlier tokens differently from how they were "
+                "sampled (trace/drifts_* in metrics.jsonl): each begins a row of its own, so that the past is computed again"
+            )
 
     def finish(self, counts: dict[str, int]) -> dict[str, Any]:
         """Write the summary and the plot; returns the summary.

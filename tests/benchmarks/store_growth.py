@@ -2,15 +2,14 @@
 
     python tests/benchmarks/store_growth.py [--count 100000]
 
-In one process, without Ray: what is measured is the store itself. Each rollout goes its whole way: enqueued, dequeued, four spans (one
-with a reward), decided, collected.
+In one process, without Ray: what is measured is the store itself. Each rollout goes its whole way: enqueued, dequeued, four spans
+(one with a reward), decided, collected.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +29,10 @@ def spans_of(rollout: Rollout) -> list[Span]:
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
     steps = [Span.from_attributes(name=f"step {i}", attributes={"text": "x" * 200, "number": i}, **ids) for i in range(3)]
     return [*steps, Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes({"primary": 1.0})), **ids)]
+
+
+def _megabytes(path: Path) -> float:
+    return path.stat().st_size / 1e6
 
 
 async def one_batch(store: StoreClient) -> None:
@@ -52,7 +55,7 @@ async def grow(store: StoreClient, path: Path, count: int) -> None:
         if done >= shown or done == count:
             cost = (time.perf_counter() - started) / (done - since) * 1e6
             memory = psutil.Process().memory_info().rss / 1e6
-            print(f"{done:9}{cost:12.0f}{memory:11.0f}{os.path.getsize(path) / 1e6:9.0f}", flush=True)
+            print(f"{done:9}{cost:12.0f}{memory:11.0f}{_megabytes(path):9.0f}", flush=True)
             first = first or (cost, memory)
             last = (cost, memory)
             shown, started, since = shown * 10 if done >= 10_000 else done + 3000, time.perf_counter(), done

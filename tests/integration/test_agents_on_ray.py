@@ -77,7 +77,7 @@ def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
         item = by_task["train", task]
         assert item.reward == task / 10
         assert rl.get_rewards_from_span(rl.find_reward_spans(item.spans)[-1])[1].name == "short"
-        assert [span.name for span in item.spans][0] == "agentlightning.operation"
+        assert item.spans[0].name == "agentlightning.operation"
     assert by_task["val", 1].reward == 0.5
     assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}
     assert {worker.worker_id for worker in done.workers} == {"runner-0", "runner-1"}

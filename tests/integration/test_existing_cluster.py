@@ -152,6 +152,38 @@ def test_a_killed_runner_is_replaced_and_nothing_is_lost(cluster: Cluster, tmp_p
     cluster.assert_clean()
 
 
+def test_a_killed_store_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    import ray
+
+    def kill_twice() -> None:
+        from ray.util.state import list_actors
+
+        killed: set[int] = set()
+        for step in (1, 3):
+            _wait_for_steps(tmp_path, step)
+            pids: list[int] = []
+
+            def again(pids: list[int] = pids) -> bool:
+                pids[:] = [a.pid for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name == "store"]
+                return bool(set(pids) - killed)
+
+            eventually(again, 30, "the store's return")
+            os.kill(pids[0], signal.SIGKILL)
+            killed.add(pids[0])
+
+    with ray.init(address=cluster.address, log_to_driver=False):
+        killer = threading.Thread(target=kill_twice)
+        killer.start()
+        summary = trainer(tmp_path, steps=6).fit(adder, TRAIN)
+        killer.join()
+    assert (summary["steps"], summary["rollouts"]) == (6, 192)
+    assert summary["rollouts_lost"] == summary["rollouts_failed"] == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/trained"] for row in rows] == [32] * 6
+    assert [row["trace/calls"] for row in rows] == [32] * 6
+    cluster.assert_clean()
+
+
 def test_runners_that_keep_dying_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
     @rl.rollout
     def deadly(task: dict, llm: rl.LLM) -> float:

@@ -1,4 +1,4 @@
-"""The store's actor is killed outright, again and again, while runners work: nothing acknowledged is lost, nothing appears twice."""
+"""The store's actor is killed outright, again and again, while runners work: nothing acknowledged is lost or appears twice."""
 
 import asyncio
 import os

@@ -1,5 +1,5 @@
-"""What a GRPO run leaves in its store: captured calls as spans, read by every adapter; several agents, of which one is trained; spans
-from another process by OTLP; models declared by the agent."""
+"""What a GRPO run leaves in its store: captured calls as spans, read by every adapter; several agents, of which one is trained;
+spans from another process by OTLP; models declared by the agent."""
 
 import json
 from pathlib import Path
@@ -35,13 +35,12 @@ async def solver_and_critic(task: dict[str, int], model: rl.LLM, judge: rl.LLM, 
             answers.append(reply.choices[0].message.content)
     span = {
         "traceId": "0" * 31 + "1", "spanId": f"{task['a']:08x}{task['b']:08x}", "name": "tool",
-        "startTimeUnixNano": "1", "endTimeUnixNano": "2", "attributes": [{"key": "sum", "value": {"intValue": task["a"] + task["b"]}}],
+        "startTimeUnixNano": "1", "endTimeUnixNano": "2",
+        "attributes": [{"key": "sum", "value": {"intValue": task["a"] + task["b"]}}],
     }  # fmt: skip
     async with httpx.AsyncClient() as http:
         body = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
-        answer = await http.post(
-            f"{model.get_base_url()}/traces", json=body, headers={"Authorization": f"Bearer {model.api_key}"}
-        )
+        answer = await http.post(f"{model.get_base_url()}/traces", json=body, headers={"Authorization": f"Bearer {model.api_key}"})
         assert answer.status_code == 200, answer.text
     return float(is_right(task, answers[0] or ""))
 

@@ -66,3 +66,35 @@ def make_engine(tied_model: str) -> Iterator[Callable[..., Any]]:
     yield start
     for engine in started:
         engine.close()
+
+
+@pytest.fixture
+def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Runs that a Trainer planned; where it would connect to Ray, ReachedRay is raised: all its checks have passed."""
+    from unit_helpers import ReachedRay
+
+    from raylight.trainer import trainer
+    from raylight.trainer.runs import AlgorithmRun, PolicyRun
+
+    planned: list[Any] = []
+    for kind in (PolicyRun, AlgorithmRun):
+
+        def noting(self: Any, *args: Any, original: Any = kind.__init__) -> None:
+            original(self, *args)
+            planned.append(self)
+
+        monkeypatch.setattr(kind, "__init__", noting)
+
+    def refuse(*args: Any) -> None:
+        raise ReachedRay
+
+    monkeypatch.setattr(trainer, "ray_session", refuse)
+    return planned
+
+
+@pytest.fixture
+def hollow_model(tmp_path: Path) -> str:
+    """A folder that looks like a model."""
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    return str(tmp_path)

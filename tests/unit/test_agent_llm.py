@@ -88,7 +88,7 @@ def test_a_fixed_model_is_the_same_for_every_agent() -> None:
     assert llm.for_agent("planner") is llm
 
 
-@pytest.mark.parametrize("agent_id", ["", ".", ".."])
+@pytest.mark.parametrize("agent_id", ["", ".", "..", "half \ud800"])
 def test_an_agent_has_a_name_that_a_url_can_hold(agent_id: str) -> None:
     with pytest.raises(ConfigError, match="cannot be called"):
         TRACED.for_agent(agent_id)

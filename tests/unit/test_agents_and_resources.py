@@ -142,7 +142,7 @@ def test_a_function_of_a_module_travels() -> None:
 
 # keys and models
 
-IDS = st.text("abcdefgh0123456789-", min_size=1, max_size=12)
+IDS = st.text("abcdefgh0123456789-/%. é", min_size=1, max_size=12)
 
 
 @given(secret=st.text(min_size=1), mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
@@ -151,6 +151,17 @@ def test_a_key_opens_its_own_attempt_only(secret: str, mine: tuple[str, str], ot
     assert key_opens(key, secret, *mine)
     assert key_opens(key, secret, *other) == (mine == other)
     assert not key_opens(key, secret + "x", *mine)
+
+
+def test_a_slash_in_an_id_does_not_make_another_attempts_key() -> None:
+    assert scoped_key("s", "a/b", "c") != scoped_key("s", "a", "b/c")
+    assert scoped_key("s", "a/attempt/b", "c") != scoped_key("s", "a", "b/attempt/c")
+    assert scoped_key("s", "a%2Fb", "c") != scoped_key("s", "a/b", "c")
+
+
+@pytest.mark.parametrize(("name", "segment"), [(".", "%2E"), ("..", "%2E%2E"), ("a.b", "a.b"), ("a/b", "a%2Fb"), ("é", "%C3%A9")])
+def test_an_id_is_one_segment_that_no_client_takes_for_a_way_up(name: str, segment: str) -> None:
+    assert attempt_path(name, "at-1") == f"/rollout/{segment}/attempt/at-1"
 
 
 @pytest.mark.parametrize("key", ["", "unused", "rl-", "schlüssel", "secret"])

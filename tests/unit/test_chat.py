@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from unit_helpers import FakeEngine
+from unit_helpers import FakeEngine, until
 
-from raylight.serving.capture import CapturingEngine, Recorder
+from raylight.semconv import AGENT_NAME, CALL_ID, CHAT_SPAN, INPUT_MESSAGES, OUTPUT_MESSAGES, REQUEST_MODEL, RESPONSE_ID
+from raylight.serving.capture import SCOPE, CapturingEngine, Closed, Recorder, Scope
 from raylight.serving.chat import complete_chat
 from raylight.serving.engine import RequestError, SamplingParams
+from raylight.store.rows import span_row
+from raylight.types import Span
 
 
 async def nowhere(opened: list, closed: list) -> None: ...
@@ -150,3 +154,80 @@ async def test_an_engines_refusal_passes_through() -> None:
     engine.error = RequestError("full", 503)
     with pytest.raises(RequestError, match="full"):
         await ask(engine)
+
+
+# what is recorded of it
+
+
+class Recorded:
+    """What the store was told of the calls of one attempt."""
+
+    def __init__(self, answer: str = "hello") -> None:
+        self.engine = FakeEngine(answer)
+        self.closed: list[Closed] = []
+        self.opened = 0
+
+    async def sink(self, opened: list[Any], closed: list[Closed]) -> None:
+        self.opened += len(opened)
+        self.closed += closed
+
+    async def ask(self, agent: str | None = None, **more: Any) -> dict[str, Any]:
+        token = SCOPE.set(Scope("ro-1", "at-1", agent))
+        try:
+            return await complete_chat(CapturingEngine(self.engine, Recorder(self.sink)), body(**more))
+        finally:
+            SCOPE.reset(token)
+
+    async def spans(self, number: int) -> list[Span]:
+        await until(lambda: len(self.closed) == number)
+        return [span for _, _, span in self.closed if span is not None]
+
+
+async def test_the_span_of_a_call_shows_request_and_answer_and_has_the_answers_id() -> None:
+    recorded = Recorded()
+    answer = await recorded.ask("planner", stop="lo")
+    (span,) = await recorded.spans(1)
+    assert span.name == CHAT_SPAN
+    assert span.attributes[RESPONSE_ID] == answer["id"] == f"chatcmpl-{span.attributes[CALL_ID]}"
+    assert span.attributes[REQUEST_MODEL] == "policy"
+    assert span.attributes[AGENT_NAME] == "planner"
+    assert json.loads(span.attributes[INPUT_MESSAGES]) == [{"role": "user", "content": "hi"}]
+    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "hel"}]
+    (generation,) = [generation for _, generation, _ in recorded.closed]
+    assert generation.output_ids == [ord(letter) for letter in "hello"]  # all that was sampled, not the text that was cut
+    assert generation.key.call_id == span.attributes[CALL_ID]
+
+
+async def test_several_choices_are_calls_of_their_own_under_one_answer() -> None:
+    recorded = Recorded()
+    answer = await recorded.ask(n=3, seed=1)
+    spans = await recorded.spans(3)
+    assert {span.attributes[RESPONSE_ID] for span in spans} == {answer["id"]}
+    calls = [span.attributes[CALL_ID] for span in spans]
+    assert len(set(calls)) == len({span.span_id for span in spans}) == 3
+    assert answer["id"].removeprefix("chatcmpl-") in calls
+    assert sorted(generation.sampling["seed"] for _, generation, _ in recorded.closed) == [1, 2, 3]
+
+
+async def test_when_one_of_several_choices_fails_all_are_closed_without_a_record() -> None:
+    recorded = Recorded()
+    recorded.engine.error = RequestError("full", 503)
+    with pytest.raises(RequestError, match="full"):
+        await recorded.ask(n=3)
+    assert await recorded.spans(3) == []
+    assert {(generation, span) for _, generation, span in recorded.closed} == {(None, None)}
+
+
+async def test_a_refused_request_is_no_call() -> None:
+    recorded = Recorded()
+    with pytest.raises(RequestError):
+        await recorded.ask(n=0)
+    assert (recorded.opened, recorded.engine.calls) == (0, [])
+
+
+async def test_any_text_can_be_recorded() -> None:
+    recorded = Recorded("\ud800 \u2028 é")
+    await recorded.ask(messages=[{"role": "user", "content": "\udcff", "extra": [1, None]}])
+    (span,) = await recorded.spans(1)
+    assert json.loads(span.attributes[INPUT_MESSAGES])[0]["content"] == "\udcff"
+    assert span_row(span)

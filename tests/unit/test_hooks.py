@@ -136,10 +136,39 @@ async def test_strict_hooks_fail_after_all_were_called() -> None:
     assert cloudpickle.loads(cloudpickle.dumps(caught.value)).args == caught.value.args
 
 
-async def test_a_cancelled_rollout_is_not_a_failing_hook() -> None:
-    log: list[str] = []
+async def test_a_cancelled_rollout_is_not_a_failing_hook(caplog: pytest.LogCaptureFixture) -> None:
+    begun = asyncio.Event()
+
+    class Slow(Hook):
+        async def on_trace_end(self, *, rollout: Any) -> None:  # type: ignore[override]
+            begun.set()
+            await asyncio.Event().wait()
+
+    calling = asyncio.create_task(HookSet([Slow()]).call("on_trace_end", **AVAILABLE, spans=[]))
+    await begun.wait()
+    calling.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await HookSet([failing(False, log, "Slow", asyncio.CancelledError())]).call("on_trace_end", **AVAILABLE, spans=[])
+        await calling
+    assert caplog.messages == []
+
+
+class Odd(BaseException):
+    pass
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt(), Odd(), Unprintable()], ids=repr)
+async def test_whatever_a_hook_raises_is_its_own_failure(error: BaseException) -> None:
+    """Also a cancellation that nobody but the hook asked for: it may have awaited a task of its own."""
+    log: list[str] = []
+    await HookSet([failing(False, log, "Lax", error)]).call("on_trace_end", **AVAILABLE, spans=[])
+    with pytest.raises(HookError, match=f"Strict.on_trace_end: {type(error).__name__}"):
+        await HookSet([failing(True, log, "Strict", error)]).call("on_trace_end", **AVAILABLE, spans=[])
+    assert log == ["Lax", "Strict"]
 
 
 async def test_what_the_runner_does_not_give_is_the_runners_error() -> None:

@@ -30,12 +30,15 @@ class Replica:
     def __init__(self, answer: str = "hello") -> None:
         self.engine = FakeEngine(answer)
         self.opened: list[Any] = []
-        self.app = build_app(CapturingEngine(self.engine, Recorder(self.sink)), SECRET)
+        self.app = build_app(CapturingEngine(self.engine, Recorder(self.sink)), SECRET, self.spans)
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://replica")
 
     async def sink(self, opened: list[Any], closed: list[Any]) -> None:
-        self.opened += opened
+        self.opened += [key for key, _ in opened]
+
+    async def spans(self, spans: list[Any]) -> None:
+        """Nobody sends any."""
 
     async def post(self, path: str = MINE + CHAT, key: str | None = None, **how: Any) -> httpx.Response:
         key = scoped_key(SECRET, "ro-1", "at-1") if key is None else key
@@ -106,6 +109,7 @@ async def test_an_unsupported_field_is_a_bad_request_that_names_it() -> None:
 
 @pytest.mark.parametrize(("method", "path", "status"), [
     ("GET", CHAT, 405), ("POST", "/v1/models", 405), ("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("POST", "/v1", 404),
+    ("POST", CHAT + "/", 404), ("GET", "/v1/traces", 405), ("GET", "/nowhere/health", 404),
 ])  # fmt: skip
 async def test_an_unknown_route_or_method_is_said_so(method: str, path: str, status: int) -> None:
     answer = await Replica().client.request(method, path, headers={"authorization": f"Bearer {SECRET}"})
@@ -218,7 +222,7 @@ async def test_a_seed_of_any_size_is_used_or_refused(make_engine: Callable[..., 
     """With the real engine, whose generators take 64 bits."""
     replica = Replica()
     replica.engine = make_engine(slots=2)
-    replica.app = build_app(CapturingEngine(replica.engine, Recorder(replica.sink)), SECRET)
+    replica.app = build_app(CapturingEngine(replica.engine, Recorder(replica.sink)), SECRET, replica.spans)
     transport = httpx.ASGITransport(app=replica.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://replica") as replica.client:
         assert (await replica.post(json={**BODY, "seed": seed, "max_tokens": 2})).status_code in (200, 400)

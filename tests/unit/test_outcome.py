@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import httpx
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -152,7 +153,8 @@ CONNECTION = openai.APIConnectionError(request=REQUEST)
 @pytest.mark.parametrize("error", [
     CONNECTION, openai.APITimeoutError(request=REQUEST), answer_error(openai.InternalServerError, 500),
     answer_error(openai.InternalServerError, 503), httpx.ConnectError("refused"), httpx.ReadTimeout("slow"),
-    httpx.RemoteProtocolError("cut"), caused(RuntimeError("my tool"), CONNECTION),
+    httpx.RemoteProtocolError("cut"), httpx2.ConnectError("refused"), httpx2.ReadTimeout("slow"),
+    caused(RuntimeError("my tool"), CONNECTION),
     caused(ValueError("outer"), caused(KeyError("middle"), answer_error(openai.InternalServerError, 502))),
     httpx.HTTPStatusError("503", request=REQUEST, response=httpx.Response(503, request=REQUEST)),
     ExceptionGroup("unhandled errors in a TaskGroup", [CONNECTION, ExceptionGroup("inner", [CONNECTION])]),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from raylight import errors
 from raylight.algorithms.policy import GRPO
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, RaylightError
 from raylight.serving.choose import choose_engine
 from raylight.serving.engine import RequestError
@@ -20,7 +20,7 @@ ALL_ERRORS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issub
 
 @pytest.mark.parametrize(("cls", "typo", "meant"), [
     (EngineConfig, "replica", "replicas"), (RunnerConfig, "max_concurent", "max_concurrent"),
-    (LearnerConfig, "num_gpu", "num_gpus"),
+    (LearnerConfig, "num_gpu", "num_gpus"), (StoreConfig, "lease_second", "lease_seconds"),
 ])  # fmt: skip
 def test_an_unknown_key_is_an_error_that_names_the_nearest_one(cls: type, typo: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"{cls.__name__} has no setting '{typo}'.*{meant}"):
@@ -83,7 +83,7 @@ def test_settings_do_not_change_after_creation() -> None:
 
 @pytest.mark.parametrize(("wrong", "named"), [
     ({"group_size": 1}, "group_size"), ({"grup_size": 4}, "group_size"), ({"n_steps": -1}, "n_steps"), ({"lr": 0}, "lr"),
-    ({"rollout": {"max_attempts": 0}}, "RolloutConfig.max_attempts"),
+    ({"rollout": {"max_attempts": 0}}, "RolloutConfig.max_attempts"), ({"rollout": {"retry": 1}}, "retry"),
 ])  # fmt: skip
 def test_an_algorithm_refuses_what_it_cannot_mean(wrong: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -117,6 +117,11 @@ def test_every_error_survives_pickling(cls: type[RaylightError]) -> None:
     copy = pickle.loads(pickle.dumps(cls("what happened; what to do next")))
     assert type(copy) is cls
     assert str(copy) == "what happened; what to do next"
+
+
+def test_an_otlp_error_survives_pickling_with_its_status() -> None:
+    copy = pickle.loads(pickle.dumps(errors.OtlpError("too large", 413)))
+    assert (str(copy), copy.status) == ("too large", 413)
 
 
 def test_a_request_error_survives_pickling_with_its_status() -> None:

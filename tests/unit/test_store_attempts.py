@@ -96,7 +96,9 @@ async def test_an_attempt_that_is_not_the_latest_decides_nothing(box: Box) -> No
 
 @pytest.mark.parametrize("again", [["failed"], ["timeout"], ["failed", "timeout", "unresponsive"], []])
 @pytest.mark.parametrize("status", ["failed", "timeout"])
-async def test_what_the_retry_condition_names_is_tried_again_while_attempts_are_left(box: Box, status: str, again: list[str]) -> None:
+async def test_what_the_retry_condition_names_is_tried_again_while_attempts_are_left(
+    box: Box, status: str, again: list[str]
+) -> None:
     rollout = await box.take(max_attempts=3, retry_condition=set(again))
     tries = 3 if status in again else 1
     for sequence_id in range(1, tries + 1):

@@ -165,7 +165,8 @@ async def test_ids_that_are_not_text_are_refused(box: Box, fields: dict[str, Any
 async def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do(box: Box, what: str) -> None:
     rollout, lock = await box.take(), {"lock": threading.Lock()}
     work = {
-        "input": lambda: box.store.enqueue_rollout(lock), "metadata": lambda: box.store.update_rollout(rollout.rollout_id, metadata=lock),
+        "input": lambda: box.store.enqueue_rollout(lock),
+        "metadata": lambda: box.store.update_rollout(rollout.rollout_id, metadata=lock),
         "resources": lambda: box.store.add_resources(lock),
         "attempt": lambda: box.store.update_attempt(*ids_of(rollout), metadata=lock),
     }[what]  # fmt: skip

@@ -233,7 +233,9 @@ async def test_limits_that_are_changed_hold_for_the_attempt_that_runs(box: Box) 
 
 
 async def test_no_limit_and_an_infinite_one_are_the_same(box: Box) -> None:
-    rollout = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=float("inf"), unresponsive_seconds=float("inf")))
+    rollout = await box.store.start_rollout(
+        1, config=RolloutConfig(timeout_seconds=float("inf"), unresponsive_seconds=float("inf"))
+    )
     assert await box.pass_time(1e12) == 0
     assert await box.status(rollout) == ("preparing", "preparing")
 

@@ -151,13 +151,12 @@ async def test_a_transaction_that_sqlite_undoes_by_itself_is_undone_once(tmp_pat
     async with open_box(tmp_path / "s.db") as box:
         await box.enqueue()
         journal = box.service._journal
-        with pytest.raises(ValueError, match="mine"), journal.transaction(), journal.one_call():
-            journal.db.execute("ROLLBACK")
-            raise ValueError("mine")
+        with pytest.raises(StoreError, match="no such table"), journal.transaction(), journal.one_call():
+            journal.db.execute("ROLLBACK").execute("SELECT * FROM none_such")
         assert (await box.again()).status == "preparing"
 
 
-async def test_a_file_that_is_damaged_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+async def test_a_file_that_was_damaged_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     async with open_box(path) as box:
         for _ in range(20):
@@ -168,10 +167,8 @@ async def test_a_file_that_is_damaged_while_it_is_read_is_an_error(tmp_path: Pat
         for offset in range(4096 * 2, size - 8, 1000):
             file.seek(offset)
             file.write(b"\xff" * 8)
-    with pytest.raises(StoreError):
-        async with open_box(path) as box:
-            await box.store.query_spans(rollout.rollout_id)
-            await box.store.query_rollouts()
+    with pytest.raises(StoreError, match=r"s\.db cannot be used"):
+        StoreService(path)
 
 
 # recovery
@@ -246,7 +243,9 @@ asyncio.run(main())
 def kill_a_writer(path: Path, lines: int) -> list[list[str]]:
     """What a process said that its store had acknowledged, before it was killed in the middle of it."""
     code = textwrap.dedent(WRITER).format(folder=str(Path(__file__).parent), path=str(path))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+    )
     assert process.stdout is not None
     said = [process.stdout.readline() for _ in range(lines)]
     process.send_signal(signal.SIGKILL)
@@ -286,7 +285,7 @@ async def finish_the_rest(box: Box, ids: list[str]) -> None:
     """The run goes on: what nobody works on any more comes back, and the oldest waiting is first."""
     box.clock.now = 9e9  # the writers used the real time
     await box.service.expire()
-    waiting = [rollout for rollout in await box.store.query_rollouts(status_in=["queuing"])]
+    waiting = await box.store.query_rollouts(status_in=["queuing"])
     taken = await box.store.dequeue_many_rollouts(limit=10_000)
     assert [rollout.rollout_id for rollout in taken][: len(waiting)] == [rollout.rollout_id for rollout in waiting]
     for rollout in taken:

@@ -92,5 +92,8 @@ async def test_no_statement_walks_through_a_large_table() -> None:
 async def test_this_test_would_see_a_walk() -> None:
     async with open_box() as box:
         db = box.service._journal.db
-        for statement in ("SELECT * FROM rollouts WHERE mode = 'val'", "SELECT 1 FROM rollouts r JOIN attempts a USING (rollout_id)"):
+        for statement in (
+            "SELECT * FROM rollouts WHERE mode = 'val'",
+            "SELECT 1 FROM rollouts r JOIN attempts a USING (rollout_id)",
+        ):
             assert any(LARGE.search(step) and not THROUGH_A_SMALL_INDEX.search(step) for step in plan_of(db, statement)), statement

@@ -54,7 +54,7 @@ async def test_many_are_enqueued_in_the_order_given(box: Box) -> None:
 
 
 async def test_an_id_of_ones_own_is_enqueued_once(box: Box) -> None:
-    first = await box.store.enqueue_rollout("a", rollout_id="it's \"mine\" ; --")
+    first = await box.store.enqueue_rollout("a", rollout_id='it\'s "mine" ; --')
     box.clock.now += 1
     again, other = await box.store.enqueue_many_rollouts(
         [EnqueueRolloutRequest(input="b", rollout_id=first.rollout_id), EnqueueRolloutRequest(input="c", rollout_id="x")]

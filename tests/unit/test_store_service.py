@@ -231,8 +231,9 @@ async def test_a_full_queue_makes_the_producer_wait(box: Box) -> None:
         producing = await begun(box.store.enqueue_many_rollouts(requests))
         assert await box.count("rollouts_queuing") == 5
         taken = await box.store.dequeue_many_rollouts(limit=3)
-        while await box.count("total_rollouts") < 8:
+        for _ in range(20):
             await asyncio.sleep(0)
+        assert await box.count("total_rollouts") == 8
         assert not producing.done()
         while len(taken) < 12:
             taken += await box.store.dequeue_many_rollouts(limit=5, timeout=60)

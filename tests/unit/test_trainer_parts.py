@@ -18,8 +18,8 @@ from unit_helpers import make_finished
 
 from raylight.errors import DatasetError, EmptyTraceError, ModelNotFoundError, RewardError, RolloutsFailedError
 from raylight.learner.batch import build_batch
-from raylight.trainer.display import LiveDisplay, PlainDisplay, SilentDisplay, print_summary
-from raylight.trainer.inputs import as_tasks, resolve_model
+from raylight.trainer.display import LiveDisplay, PlainDisplay, SilentDisplay, print_run, print_summary
+from raylight.trainer.inputs import as_dataset, as_tasks, resolve_model
 from raylight.trainer.loop import _batches, describe, raise_if_hopeless
 from raylight.trainer.plot import plot_rewards
 from raylight.trainer.report import SHOWN_ERRORS, Report
@@ -61,6 +61,16 @@ def test_an_index_without_a_length_is_read_or_refused() -> None:
 def test_what_is_no_sequence_of_tasks_is_refused_by_name_and_type(dataset: Any) -> None:
     with pytest.raises(DatasetError, match=f"val_dataset.*{type(dataset).__name__}"):
         as_tasks(dataset, "val_dataset", required=False)
+
+
+def test_what_can_be_read_only_once_is_not_used_up_by_the_check() -> None:
+    assert as_dataset((i for i in range(3)), "train_dataset") == [0, 1, 2]
+    given = Sized()
+    assert as_dataset(given, "train_dataset") is given
+    assert as_dataset(None, "train_dataset") is None
+    for empty in ([], (), iter([]), {}.keys()):
+        with pytest.raises(DatasetError, match="train_dataset is empty"):
+            as_dataset(empty, "train_dataset")
 
 
 def test_an_empty_or_missing_dataset_is_an_error_where_it_is_required() -> None:
@@ -207,7 +217,7 @@ def test_the_summary_compares_the_first_and_last_validation(report: Report) -> N
     report.step(0, {"val/reward": 0.25})
     report.step(1, {"train/reward": 0.5})
     report.step(2, {"train/reward": 0.6, "val/reward": 0.75})
-    summary = report.finish({"enqueued": 48})
+    summary = report.finish({"total_rollouts": 48})
     assert json.loads((report.folder / "summary.json").read_text()) == summary
     assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == ("val/reward", 0.25, 0.75)
     assert (summary["steps"], summary["rollouts"], summary["rollouts_failed"]) == (2, 48, 0)
@@ -218,19 +228,27 @@ def test_the_summary_compares_the_first_and_last_validation(report: Report) -> N
 def test_without_validation_the_summary_compares_training_rewards(report: Report) -> None:
     report.step(1, {"train/reward": 0.5})
     report.step(2, {"train/reward": 0.6})
-    summary = report.finish({"enqueued": 1})
+    summary = report.finish({"total_rollouts": 1})
     assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == ("train/reward", 0.5, 0.6)
 
 
 def test_a_run_of_no_steps_has_a_summary(report: Report) -> None:
-    summary = report.finish({"enqueued": 0})
+    summary = report.finish({"total_rollouts": 0})
     assert (summary["reward_before"], summary["reward_after"], summary["steps"]) == (None, None, 0)
+
+
+def test_the_summary_of_an_algorithm_with_its_own_loop_counts_by_status(report: Report) -> None:
+    counts = {"total_rollouts": 5, "rollouts_succeeded": 3, "rollouts_failed": 2, "total_spans": 9, "runners_lost": 0}
+    summary = report.finish_plain(counts)
+    assert (summary["rollouts"], summary["by_status"]) == (5, {"failed": 2, "succeeded": 3})
+    assert summary["counts"] == counts
+    assert json.loads((report.folder / "summary.json").read_text()) == summary
 
 
 def test_an_earlier_runs_summary_and_plot_are_gone_when_a_run_starts(tmp_path: Path, shown: Shown) -> None:
     first = Report(tmp_path, shown, {})
     first.step(1, {"train/reward": 1.0})
-    first.finish({"enqueued": 1})
+    first.finish({"total_rollouts": 1})
     Report(tmp_path, shown, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == ""
@@ -242,7 +260,7 @@ def test_each_different_error_is_shown_once_and_all_are_counted(report: Report, 
     assert len(shown.notes) == 2
     assert "ValueError: no tool" in shown.notes[0]
     assert "agent.py, line 3" in shown.notes[0]
-    summary = report.finish({"enqueued": 5})
+    summary = report.finish({"total_rollouts": 5})
     assert summary["failures"] == {BROKEN.error: 3, LOST.error: 1}
     assert (summary["rollouts_failed"], summary["rollouts_lost"]) == (4, 1)
 
@@ -251,7 +269,7 @@ def test_no_more_than_the_stated_number_of_different_errors_is_shown(report: Rep
     kinds = [Failure(kind="agent", error=f"ValueError: {i}") for i in range(3 * SHOWN_ERRORS)]
     report.failures([make_finished(failure=failure) for failure in kinds])
     assert len(shown.notes) == SHOWN_ERRORS
-    summary = report.finish({"enqueued": 1})
+    summary = report.finish({"total_rollouts": 1})
     assert len(summary["failures"]) == SHOWN_ERRORS
     assert summary["rollouts_failed"] == 3 * SHOWN_ERRORS
 
@@ -320,10 +338,19 @@ def test_the_live_display_survives_an_error_within() -> None:
         fail()
 
 
+def test_the_summary_of_a_run_with_its_own_loop_is_shown(capsys: pytest.CaptureFixture[str], report: Report) -> None:
+    print_run(report.finish_plain({"total_rollouts": 5, "rollouts_succeeded": 3, "rollouts_failed": 2}), "/the/folder")
+    print_run(report.finish_plain({}), "/the/folder")
+    text = capsys.readouterr().out
+    assert "5 rollouts (2 failed, 3 succeeded), 0 s" in text
+    assert "0 rollouts (none), 0 s" in text
+    assert "/the/folder/store.db" in text
+
+
 def test_the_summary_says_what_was_lost(capsys: pytest.CaptureFixture[str], report: Report) -> None:
     report.step(1, {"val/reward": 0.25})
     report.failures([make_finished(failure=BROKEN), make_finished(failure=LOST)])
-    print_summary(report.finish({"enqueued": 8}), "/the/folder")
+    print_summary(report.finish({"total_rollouts": 8}), "/the/folder")
     text = capsys.readouterr().out
     assert "0.250" in text
     assert "1 steps, 8 rollouts, 2 failed (1 by the infrastructure)" in text

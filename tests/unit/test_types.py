@@ -1,25 +1,33 @@
-"""The nouns: state tables, the invariant of a generation, the final reward."""
+"""The nouns: state tables, the invariant of a generation, spans, requests."""
 
 from __future__ import annotations
+
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 from unit_helpers import make_generation, make_key, make_rollout
 
-from raylight import semconv
 from raylight.errors import ConfigError
+from raylight.semconv import VIRTUAL
 from raylight.types import (
     ATTEMPT_FINISHED,
     ATTEMPT_TRANSITIONS,
     FINISHED,
+    LIVE,
+    RETRIED,
     ROLLOUT_TRANSITIONS,
+    TRAINABLE_AGENTS,
     WAITING,
+    EnqueueRolloutRequest,
+    Failure,
+    FailureKind,
     RolloutConfig,
-    RolloutRequest,
     Span,
+    SpanCoreFields,
     Trajectory,
-    find_final_reward,
 )
+from raylight.types.spans import plain_attributes
 
 TABLES = pytest.mark.parametrize(
     ("table", "start"), [(ROLLOUT_TRANSITIONS, "queuing"), (ATTEMPT_TRANSITIONS, "preparing")], ids=["rollout", "attempt"]
@@ -46,11 +54,21 @@ def test_an_end_can_be_reached_from_every_status(table: dict, start: str) -> Non
     assert all(reachable(table, status) & ends for status in table)
 
 
-def test_terminal_statuses_have_no_exit_and_are_the_finished_ones() -> None:
+def test_terminal_statuses_have_no_exit_but_a_sign_of_life() -> None:
     assert {"succeeded", "failed", "cancelled"} == FINISHED
     assert {"succeeded", "failed", "timeout"} == ATTEMPT_FINISHED
-    assert all(not ROLLOUT_TRANSITIONS[status] for status in FINISHED)
     assert all(not ATTEMPT_TRANSITIONS[status] for status in ATTEMPT_FINISHED)
+    exits = {status: ROLLOUT_TRANSITIONS[status] for status in FINISHED if ROLLOUT_TRANSITIONS[status]}
+    assert exits == {"failed": {"running", "succeeded"}}  # its latest attempt was thought unresponsive, and was not
+
+
+def test_what_may_be_retried_is_how_an_attempt_ends_badly() -> None:
+    assert {"unresponsive", "failed", "timeout"} == RETRIED
+    assert RolloutConfig(retry_condition=RETRIED).retry_condition == RETRIED
+
+
+def test_live_attempts_may_end_in_any_way() -> None:
+    assert all(ATTEMPT_TRANSITIONS[status] >= RETRIED | {"succeeded"} for status in LIVE)
 
 
 def test_only_waiting_rollouts_can_be_prepared() -> None:
@@ -78,31 +96,55 @@ def test_the_temperature_of_the_most_probable_token_is_one() -> None:
     assert make_generation([1], [2], temperature=0.3).temperature == 0.3
 
 
-def span(attributes: dict) -> Span:
-    return Span(rollout_id="r", attempt_id="a", name="s", attributes=attributes, start_time=0, end_time=1)
+# spans
 
 
-def test_the_final_reward_is_the_primary_one_of_the_last_span_that_has_one() -> None:
-    spans = [
-        span(semconv.reward_attributes({"main": 1.0, "style": 9.0})),
-        span(semconv.reward_attributes({"main": 2.0, "style": 8.0})),
-        span({"something": "else"}),
-    ]
-    assert find_final_reward(spans) == 2.0
-    assert find_final_reward(spans[2:]) is None
-    assert find_final_reward([]) is None
+def test_a_span_of_attributes_has_what_was_not_given() -> None:
+    one, two = (Span.from_attributes(name="n", attributes={"a": 1}) for _ in range(2))
+    assert (one.status.status_code, one.rollout_id, one.sequence_id, one.parent, one.start_time) == ("OK", "", 0, None, None)
+    assert (len(one.trace_id), len(one.span_id)) == (32, 16)
+    assert one.span_id != two.span_id
+    assert Span.from_attributes(attributes={}, span_id="b" * 16, trace_id=None).context.span_id == "b" * 16
+    assert Span.from_attributes(attributes={}).name == VIRTUAL
 
 
-def test_a_reward_of_zero_is_a_reward() -> None:
-    assert find_final_reward([span(semconv.reward_attributes({"reward": 0.0}))]) == 0.0
+def test_a_span_knows_its_parent() -> None:
+    span = Span.from_attributes(name="n", attributes={}, trace_id="a" * 32, parent_id="c" * 16)
+    assert span.parent is not None
+    assert (span.parent.trace_id, span.parent.span_id) == ("a" * 32, "c" * 16)
 
 
-def test_the_span_of_rewards_belongs_to_its_attempt_and_keeps_every_name() -> None:
-    attempt = make_rollout("r-9", attempt_id="a-9").attempt
-    made = Span.of_rewards(attempt, {"main": 0.5, "style": -1.0}, now=12.0)
-    assert (made.rollout_id, made.attempt_id, made.start_time) == ("r-9", "a-9", 12.0)
-    assert find_final_reward([made]) == 0.5
-    assert set(made.attributes.values()) == {"main", 0.5, "style", -1.0}
+@pytest.mark.parametrize(("start", "end", "expected"), [(1.0, 2.0, (1.0, 2.0)), (1.0, None, (1.0, 1.0))])
+def test_core_fields_are_keyed_to_an_attempt(start: float, end: float | None, expected: tuple) -> None:
+    core = SpanCoreFields(name="n", attributes={"a": [1]}, start_time=start, end_time=end)
+    span = Span.from_core_fields(core, rollout_id="ro-1", attempt_id="at-1", sequence_id=4)
+    assert (span.rollout_id, span.attempt_id, span.sequence_id, span.name) == ("ro-1", "at-1", 4, "n")
+    assert (span.start_time, span.end_time) == expected
+    assert Span.from_core_fields(SpanCoreFields(name="n")).start_time is not None
+
+
+def test_what_another_version_of_opentelemetry_adds_is_kept() -> None:
+    span = Span.model_validate(Span.from_attributes(name="n", attributes={}).model_dump() | {"kind": "CLIENT"})
+    assert span.model_dump()["kind"] == "CLIENT"
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    (None, {}), ({"a": b"\xff"}, {"a": "ff"}), ({"a": (1, b"\x00")}, {"a": (1, "00")}), ({"a": [1, 2]}, {"a": [1, 2]}),
+    ({"a": {"b": b"\x01", "c": None}}, {"a": {"b": "01", "c": None}}),
+])  # fmt: skip
+def test_attributes_become_what_json_can_hold(given: Any, expected: dict) -> None:
+    assert plain_attributes(given) == expected
+
+
+# rollouts
+
+
+def test_a_rollout_marks_its_agents_once() -> None:
+    rollout = make_rollout()
+    for agent in ("b", "a", "b"):
+        rollout.mark_agent_as_trainable(agent)
+    assert rollout.metadata == {TRAINABLE_AGENTS: ["b", "a"]}
+    assert make_rollout().metadata == {}
 
 
 def test_a_trajectory_counts_what_it_trains() -> None:
@@ -111,7 +153,10 @@ def test_a_trajectory_counts_what_it_trains() -> None:
     assert trajectory.trained_tokens == 2
 
 
-@pytest.mark.parametrize("wrong", [{"max_attempts": 0}, {"timeout_seconds": 0}, {"retry_on": {"boredom"}}, {"retries": 3}])
+@pytest.mark.parametrize("wrong", [
+    {"max_attempts": 0}, {"timeout_seconds": 0}, {"unresponsive_seconds": -1}, {"retry_condition": {"boredom"}}, {"retries": 3},
+    {"infrastructure_retries": -1},
+])  # fmt: skip
 def test_a_rollout_config_refuses_what_it_cannot_mean(wrong: dict) -> None:
     with pytest.raises(ConfigError, match="RolloutConfig"):
         RolloutConfig(**wrong)
@@ -119,6 +164,13 @@ def test_a_rollout_config_refuses_what_it_cannot_mean(wrong: dict) -> None:
 
 def test_a_request_refuses_an_unknown_field_and_mode() -> None:
     with pytest.raises(ValidationError):
-        RolloutRequest(input=1, colour="red")
+        EnqueueRolloutRequest(input=1, colour="red")
     with pytest.raises(ValidationError):
-        RolloutRequest(input=1, mode="play")
+        EnqueueRolloutRequest(input=1, mode="play")
+
+
+def test_a_failure_has_one_of_the_known_kinds() -> None:
+    for kind in get_args(FailureKind):
+        assert Failure.model_validate_json(Failure(kind=kind, error="E: e").model_dump_json()).kind == kind
+    with pytest.raises(ValidationError):
+        Failure(kind="bad luck", error="E: e")

@@ -36,6 +36,10 @@ DEADLINE_S = 10.0
 _numbers = itertools.count()
 
 
+class ReachedRay(Exception):
+    """A Trainer has made all its checks (see the fixture `planned_runs`)."""
+
+
 def within(seconds: float = DEADLINE_S) -> Any:
     return asyncio.timeout(seconds)
 

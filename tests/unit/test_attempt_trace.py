@@ -1,0 +1,96 @@
+"""The trace of an attempt: takes spans from any thread, gives each away once, and counts what it does not take."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+
+from raylight.traces.context import AttemptTrace, current_trace, tracing
+from raylight.types import Span
+
+
+def a_span(name: str = "s") -> Span:
+    return Span.from_attributes(name=name, attributes={})
+
+
+def names(spans: list[Span]) -> list[str]:
+    return [span.name for span in spans]
+
+
+def test_spans_are_keyed_and_given_away_once_in_their_order() -> None:
+    trace, given = AttemptTrace("ro-1", "at-1"), a_span("one")
+    trace.add(given)
+    trace.add(a_span("two"))
+    assert names(trace.take()) == ["one", "two"]
+    assert trace.take() == []
+    trace.add(a_span("three"))
+    assert names(trace.take()) == ["three"]
+    assert names(trace.spans) == ["one", "two", "three"]
+    assert {(span.rollout_id, span.attempt_id) for span in trace.spans} == {("ro-1", "at-1")}
+    assert given.rollout_id == ""
+
+
+def test_what_does_not_fit_is_counted() -> None:
+    trace = AttemptTrace("ro-1", "at-1", capacity=2)
+    for name in ("one", "two", "three", "four"):
+        trace.add(a_span(name))
+    assert (names(trace.take()), trace.dropped) == (["one", "two"], 2)
+    trace.add(a_span("five"))  # what was taken still counts: an attempt without end has no more room
+    assert trace.dropped == 3
+
+
+def test_what_was_not_taken_before_the_end_can_be_taken_after_it() -> None:
+    trace = AttemptTrace("ro-1", "at-1")
+    trace.add(a_span("one"))
+    trace.close()
+    trace.add(a_span("late"))
+    assert (names(trace.take()), trace.dropped) == (["one"], 1)
+
+
+def test_threads_lose_nothing_and_nothing_comes_twice() -> None:
+    trace, start = AttemptTrace("ro-1", "at-1"), threading.Barrier(5)
+    taken: list[Span] = []
+
+    def add(number: int) -> None:
+        start.wait()
+        for n in range(300):
+            trace.add(a_span(f"{number}-{n}"))
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    while any(thread.is_alive() for thread in threads):
+        taken += trace.take()
+    taken += trace.take()
+    assert len(names(taken)) == len(set(names(taken))) == 1200
+    for number in range(4):
+        assert [name for name in names(taken) if name.startswith(f"{number}-")] == [f"{number}-{n}" for n in range(300)]
+
+
+@pytest.mark.timeout(10)
+def test_a_span_that_ends_while_another_is_added_does_not_lock_up() -> None:
+    """Garbage is collected anywhere, and what is collected may end a span."""
+    trace = AttemptTrace("ro-1", "at-1")
+
+    class Collecting(Span):
+        def model_copy(self, **how: Any) -> Any:
+            trace.add(a_span("inner"))
+            return super().model_copy(**how)
+
+    trace.add(Collecting(name="outer", trace_id="t", span_id="s"))
+    assert sorted(names(trace.spans)) == ["inner", "outer"]
+
+
+def test_the_current_trace_is_that_of_the_innermost_block() -> None:
+    outer, inner = AttemptTrace("ro-1", "at-1"), AttemptTrace("ro-2", "at-1")
+    assert current_trace() is None
+    with tracing(outer):
+        with contextlib.suppress(KeyError), tracing(inner):
+            assert current_trace() is inner
+            raise KeyError
+        assert current_trace() is outer
+    assert current_trace() is None

@@ -1,0 +1,384 @@
+"""The store beside a small model of its rules, under any sequence of events, some of them late, wrong, or across a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from store_helpers import BROKEN, LEASE_S, LOST, Clock, reward_of, span_of
+from unit_helpers import make_generation
+
+from raylight.config import StoreConfig
+from raylight.errors import InvalidTransitionError
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.types import CallKey, EnqueueRolloutRequest, Rollout, RolloutConfig
+
+FINAL = ("succeeded", "failed", "timeout")
+OVER = ("succeeded", "failed", "cancelled")
+CONFIGS = [
+    RolloutConfig(),
+    RolloutConfig(timeout_seconds=100, max_attempts=2, retry_condition={"timeout", "failed"}),
+    RolloutConfig(unresponsive_seconds=30, max_attempts=3, retry_condition={"unresponsive"}, infrastructure_retries=0),
+    RolloutConfig(timeout_seconds=50, unresponsive_seconds=20, infrastructure_retries=1),
+]
+
+
+@dataclass(eq=False)
+class Try:
+    """What the model knows of an attempt."""
+
+    rollout: Known
+    taken: Rollout
+    worker: str | None
+    leased: bool
+    start: float
+    status: str = "preparing"
+    heard: float = 0.0
+    """When its worker or itself was last heard of."""
+    spoke: float = 0.0
+    """When its last span came."""
+    lost: bool = False
+    spans: list[str] = field(default_factory=list)
+    reward: float | None = None
+    open: set[str] = field(default_factory=set)
+    recorded: list[str] = field(default_factory=list)
+
+    def end(self) -> tuple[float, str, bool] | None:
+        """When time ends it, how, and whether that is the infrastructure's fault."""
+        config, ends = self.rollout.config, []
+        if self.status in FINAL:
+            return None
+        if config.timeout_seconds:
+            ends.append((self.start + config.timeout_seconds, 0, "timeout", False))
+        if self.status != "unresponsive":
+            if config.unresponsive_seconds:
+                ends.append((self.spoke + config.unresponsive_seconds, 1, "unresponsive", False))
+            if self.leased:
+                ends.append((self.heard + LEASE_S, 2, "unresponsive", True))
+        if not ends:
+            return None
+        when, _, how, infrastructure = min(ends)
+        return when, how, infrastructure
+
+
+@dataclass(eq=False)
+class Known:
+    """What the model knows of a rollout."""
+
+    config: RolloutConfig
+    status: str = "queuing"
+    tries: list[Try] = field(default_factory=list)
+    lost: int = 0
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.loop = asyncio.new_event_loop()
+        self.clock = Clock()
+        self.known: dict[str, Known] = {}
+        self.queue: list[str] = []
+        self.calls: list[tuple[Try, str]] = []
+        self.late: Counter[str] = Counter()
+        self.gone: set[str] = set()
+        self.numbers = itertools.count()
+        self.open()
+
+    def open(self) -> None:
+        self.service = StoreService(Path(self.folder.name, "s.db"), StoreConfig(lease_seconds=LEASE_S), self.clock)
+        self.store = StoreClient(self.service)
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(work)
+
+    @property
+    def tries(self) -> list[Try]:
+        return [attempt for known in self.known.values() for attempt in known.tries]
+
+    # the rules of the model
+
+    def begin(self, rollout: Rollout, worker: str | None, leased: bool) -> None:
+        known = self.known[rollout.rollout_id]
+        now = self.clock.now
+        known.tries.append(Try(known, rollout, worker, leased, now, heard=now, spoke=now))
+        self.put(known, "preparing")
+        assert (rollout.status, rollout.attempt.sequence_id) == ("preparing", len(known.tries))
+
+    def put(self, known: Known, status: str) -> None:
+        """A rollout's new status, and its place in the queue."""
+        rollout_id = next(i for i, other in self.known.items() if other is known)
+        if rollout_id in self.queue:
+            self.queue.remove(rollout_id)
+        if status in ("queuing", "requeuing"):
+            self.queue.append(rollout_id)
+        known.status = status
+
+    def become(self, attempt: Try, status: str, infrastructure: bool = False) -> None:
+        """An attempt's new status, and what follows for its rollout."""
+        known, before, was_lost = attempt.rollout, attempt.status, attempt.lost
+        attempt.status, attempt.lost = status, infrastructure and status == "unresponsive"
+        if status in FINAL:
+            attempt.open.clear()
+        if known.tries[-1] is not attempt or known.status == "cancelled":
+            return
+        if before == "unresponsive":
+            if status in ("running", "succeeded") and known.status in ("requeuing", "failed"):
+                known.lost = max(known.lost - was_lost, 0)
+                self.put(known, status)
+        elif known.status == "requeuing":
+            if status == "succeeded":
+                self.put(known, status)
+        elif known.status not in OVER:
+            known.lost += infrastructure
+            self.put(known, status if status in ("running", "succeeded") else self.verdict(known, status, infrastructure))
+
+    def verdict(self, known: Known, status: str, infrastructure: bool) -> str:
+        if infrastructure and known.lost <= known.config.infrastructure_retries:
+            return "requeuing"
+        counted = len(known.tries) - min(known.lost, known.config.infrastructure_retries)
+        return "requeuing" if status in known.config.retry_condition and counted < known.config.max_attempts else "failed"
+
+    def heard(self, attempt: Try) -> None:
+        """A span or a call came."""
+        if attempt.status not in FINAL:
+            if attempt.status != "running":
+                self.become(attempt, "running")
+            attempt.heard = attempt.spoke = self.clock.now
+
+    # events
+
+    @rule(count=st.integers(1, 3), config=st.sampled_from(CONFIGS))
+    def enqueue(self, count: int, config: RolloutConfig) -> None:
+        for _ in range(count):
+            rollout_id = f"ro-{next(self.numbers)}"
+            for _ in range(2):  # the second time it is there already
+                request = EnqueueRolloutRequest(input=1, rollout_id=rollout_id, config=config)
+                assert [r.rollout_id for r in self.do(self.store.enqueue_many_rollouts([request]))] == [rollout_id]
+            self.known[rollout_id] = Known(config)
+            self.queue.append(rollout_id)
+
+    @rule(worker=st.sampled_from(["a", "b", None]), limit=st.integers(1, 4))
+    def dequeue(self, worker: str | None, limit: int) -> None:
+        taken = self.do(self.store.dequeue_many_rollouts(limit=limit, worker_id=worker))
+        assert [rollout.rollout_id for rollout in taken] == ([] if worker in self.gone else self.queue[:limit])
+        for rollout in taken:
+            self.begin(rollout, worker, leased=True)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def start_attempt(self, data: st.DataObject) -> None:
+        rollout_id = data.draw(st.sampled_from(sorted(self.known)))
+        if self.known[rollout_id].status == "cancelled":
+            with pytest.raises(InvalidTransitionError):
+                self.do(self.store.start_attempt(rollout_id))
+        else:
+            self.begin(self.do(self.store.start_attempt(rollout_id, "c")), "c", leased=False)
+
+    @precondition(lambda self: self.tries)
+    @rule(data=st.data(), reward=st.none() | st.floats(-1, 1), twice=st.booleans())
+    def span(self, data: st.DataObject, reward: float | None, twice: bool) -> None:
+        attempt = data.draw(st.sampled_from(self.tries))
+        span = span_of(attempt.taken) if reward is None else reward_of(attempt.taken, reward)
+        stored = self.do(self.store.add_many_spans([span, span] if twice else [span]))
+        attempt.spans.append(span.span_id)
+        assert [s.sequence_id for s in stored] == [len(attempt.spans)]
+        attempt.reward = attempt.reward if reward is None else reward
+        self.heard(attempt)
+
+    @precondition(lambda self: self.tries)
+    @rule(data=st.data())
+    def open_call(self, data: st.DataObject) -> None:
+        attempt, call_id = data.draw(st.sampled_from(self.tries)), f"c{next(self.numbers)}"
+        key = CallKey(attempt.taken.rollout_id, attempt.taken.attempt.attempt_id, call_id)
+        self.do(self.store.capture([(key, float(next(self.numbers)))], []))
+        self.calls.append((attempt, call_id))
+        if attempt.status in FINAL:
+            self.late["calls_late"] += 1
+        else:
+            attempt.open.add(call_id)
+            self.heard(attempt)
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data(), sampled=st.booleans())
+    def close_call(self, data: st.DataObject, sampled: bool) -> None:
+        attempt, call_id = data.draw(st.sampled_from(self.calls))
+        key = CallKey(attempt.taken.rollout_id, attempt.taken.attempt.attempt_id, call_id)
+        self.do(self.store.capture([], [(key, make_generation([1], [2], key=key) if sampled else None, None)]))
+        if call_id in attempt.open:
+            attempt.open.discard(call_id)
+            attempt.recorded += [call_id] * sampled
+        elif call_id not in attempt.recorded:
+            self.late["generations_late"] += sampled
+
+    @precondition(lambda self: self.tries)
+    @rule(
+        data=st.data(),
+        end=st.sampled_from([("succeeded", None), ("failed", BROKEN), ("failed", LOST), ("timeout", BROKEN)]),
+        again=st.booleans(),
+    )
+    def finish(self, data: st.DataObject, end: tuple[str, Any], again: bool) -> None:
+        attempt, (status, failure) = data.draw(st.sampled_from(self.tries)), end
+        for _ in range(1 + again):
+            self.do(self.store.finish_attempt(attempt.taken, status, failure, timeout=0))
+        if attempt.status in FINAL:
+            self.late["attempts_late"] += (attempt.status != status) * (1 + again)
+            return
+        if status == "succeeded" and attempt.open:
+            status, failure = "failed", LOST
+            self.late["attempts_late"] += again
+        self.late["calls_lost"] += len(attempt.open)
+        self.become(attempt, status, failure is LOST)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        rollout_id = data.draw(st.sampled_from(sorted(self.known)))
+        self.do(self.store.cancel_rollout(rollout_id))
+        if self.known[rollout_id].status not in OVER:
+            self.put(self.known[rollout_id], "cancelled")
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), status=st.sampled_from(["requeuing", "succeeded", "failed", "queuing", "running"]))
+    def by_hand(self, data: st.DataObject, status: str) -> None:
+        rollout_id = data.draw(st.sampled_from(sorted(self.known)))
+        known = self.known[rollout_id]
+        allowed = {
+            "requeuing": ("preparing", "running", *OVER), "failed": ("queuing", "requeuing", "preparing", "running"),
+            "succeeded": ("queuing", "requeuing", "preparing", "running", "failed"), "queuing": (), "running": ("preparing",),
+        }[status]  # fmt: skip
+        if known.status != status and known.status not in allowed:
+            with pytest.raises(InvalidTransitionError):
+                self.do(self.store.update_rollout(rollout_id, status=status))
+            return
+        self.do(self.store.update_rollout(rollout_id, status=status))
+        if known.status != status:
+            self.put(known, status)
+
+    @rule(worker=st.sampled_from(["a", "b"]), data=st.data())
+    def heartbeat(self, worker: str, data: st.DataObject) -> None:
+        own = [attempt for attempt in self.tries if attempt.worker == worker]
+        named = data.draw(st.lists(st.sampled_from(own), unique=True)) if own else []
+        over = self.do(self.store.heartbeat(worker, {}, [attempt.taken.attempt.attempt_id for attempt in named]))
+        for attempt in named:
+            known = attempt.rollout
+            unwanted = attempt.status in FINAL or known.tries[-1] is not attempt or known.status in ("cancelled", "succeeded")
+            unwanted |= known.status == "failed" and attempt.status != "unresponsive"
+            assert (attempt.taken.attempt.attempt_id in over) == unwanted
+            if not unwanted and attempt.status != "unresponsive":
+                attempt.heard = self.clock.now
+
+    @rule(worker=st.sampled_from(["a", "b"]))
+    def update_worker(self, worker: str) -> None:
+        self.do(self.store.update_worker(worker))
+        for attempt in self.tries:
+            wanted = attempt.rollout.tries[-1] is attempt and attempt.rollout.status not in OVER
+            if attempt.worker == worker and attempt.status in ("preparing", "running") and wanted:
+                attempt.heard = self.clock.now
+
+    @rule()
+    def release_worker(self) -> None:
+        held = [attempt for attempt in self.tries if attempt.worker == "a" and attempt.status in ("preparing", "running")]
+        assert self.do(self.store.release_worker("a", "died")) == len(held)
+        self.gone.add("a")
+        for attempt in sorted(held, key=lambda attempt: (attempt.start, self.age(attempt))):
+            self.late["calls_lost"] += len(attempt.open)
+            self.become(attempt, "failed", infrastructure=True)
+
+    @rule(seconds=st.sampled_from([1, 10, 25, LEASE_S]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.expire()
+
+    def expire(self) -> None:
+        due = [(end, attempt) for attempt in self.tries if (end := attempt.end()) and end[0] <= self.clock.now]
+        assert self.do(self.service.expire()) == len(due)
+        for _, attempt in sorted(due, key=lambda found: (found[0][0], self.age(found[1]))):
+            _, how, infrastructure = self.what_ended(attempt)
+            self.late["calls_lost"] += len(attempt.open) if how == "timeout" else 0
+            self.become(attempt, how, infrastructure)
+
+    def what_ended(self, attempt: Try) -> tuple[float, str, bool]:
+        """Of several limits that were reached together, the gravest counts."""
+        config, now = attempt.rollout.config, self.clock.now
+        if config.timeout_seconds and attempt.start + config.timeout_seconds <= now:
+            return now, "timeout", False
+        if config.unresponsive_seconds and attempt.spoke + config.unresponsive_seconds <= now:
+            return now, "unresponsive", False
+        return now, "unresponsive", True
+
+    def age(self, attempt: Try) -> int:
+        """Attempts that began together are told apart by their order in the store."""
+        row = self.service._journal.one("SELECT rowid FROM attempts WHERE attempt_id = ?", (attempt.taken.attempt.attempt_id,))
+        assert row is not None
+        return row[0]
+
+    @rule()
+    def reopen(self) -> None:
+        self.do(self.service.close())
+        self.clock.now += 5
+        self.open()
+        for attempt in self.tries:
+            if attempt.status in ("preparing", "running"):
+                attempt.heard = attempt.spoke = self.clock.now
+        self.expire()  # as the timer does at once
+
+    # what must hold
+
+    @invariant()
+    def every_rollout_is_where_the_events_lead_to(self) -> None:
+        found = self.do(self.store.query_rollouts())
+        assert [rollout.rollout_id for rollout in found] == list(self.known)
+        for rollout, known in zip(found, self.known.values(), strict=True):
+            assert rollout.status == known.status
+            assert (rollout.end_time is not None) == (known.status in OVER)
+            assert (rollout.attempt.status if rollout.attempt else None) == (known.tries[-1].status if known.tries else None)
+
+    @invariant()
+    def only_the_latest_attempt_counts(self) -> None:
+        for found, known in zip(self.do(self.store.collect(list(self.known), True)), self.known.values(), strict=True):
+            latest = known.tries[-1] if known.tries else None
+            assert found.reward == (latest.reward if latest else None)
+            assert [span.span_id for span in found.spans] == (latest.spans if latest else [])
+            assert {call.key.call_id for call in found.generations} == set(latest.recorded if latest else [])
+
+    @invariant()
+    def the_counts_are_right(self) -> None:
+        counts = self.do(self.store.statistics())
+        statuses = Counter(known.status for known in self.known.values())
+        assert {n: c for n, c in counts.items() if n.startswith("rollouts_")} == {f"rollouts_{s}": c for s, c in statuses.items()}
+        expected = {
+            "total_rollouts": len(self.known), "total_attempts": len(self.tries), **self.late,
+            "total_spans": sum(len(attempt.spans) for attempt in self.tries),
+            "generations": sum(len(attempt.recorded) for attempt in self.tries),
+        }  # fmt: skip
+        assert {name: counts.get(name, 0) for name in expected} == expected
+
+    def teardown(self) -> None:
+        """The queue is as the model has it, and every rollout comes to an end."""
+        taken = self.do(self.store.dequeue_many_rollouts(limit=1000))
+        assert [rollout.rollout_id for rollout in taken] == self.queue
+        for rollout in self.do(self.store.query_rollouts(status_in=["preparing", "running"])):
+            self.do(self.store.finish_attempt(rollout, "timeout", BROKEN, timeout=0))
+            self.do(self.store.cancel_rollout(rollout.rollout_id))
+        assert all(rollout.status in OVER for rollout in self.do(self.store.query_rollouts()))
+        self.do(self.service.close())
+        self.loop.close()
+        self.folder.cleanup()
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,121 @@
+"""What a Trainer says before a run starts: what nothing would read, and what the run could not do. None comes as far as Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit_helpers import ReachedRay
+
+from raylight.agent.decorators import rollout
+from raylight.agent.litagent import LitAgent
+from raylight.agent.resources import LLM, ProxyLLM
+from raylight.algorithms.base import FastAlgorithm
+from raylight.algorithms.baseline import Baseline
+from raylight.algorithms.policy import GRPO
+from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
+from raylight.traces.messages import TraceToMessages
+from raylight.traces.triplets import TracerTraceToTriplet
+from raylight.trainer.runs import PolicyRun, Run
+from raylight.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("planned_runs")
+
+
+def plain(task: int) -> float:
+    return 1.0
+
+
+class Fast(FastAlgorithm):
+    def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None: ...
+
+
+def reaches_ray(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(ReachedRay):
+        trainer.fit(*args, **kwargs)
+
+
+# what nothing reads
+
+
+@pytest.mark.parametrize(("unread", "named"), [
+    ({"engine": {"replicas": 2}}, "engine"), ({"learner": {"n": 2}}, "learner"), ({"n_learners": 2}, "n_learners"),
+    ({"port": 9000}, "port"), ({"seed": 3}, "seed"), ({"seed": 0}, "seed"), ({"port": 9000, "n_learners": 2}, "n_learners, port"),
+])  # fmt: skip
+def test_an_algorithm_with_its_own_loop_reads_no_settings_of_a_policy(unread: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"nothing reads {named}: Fast serves no model"):
+        Trainer(algorithm=Fast(), **unread).fit(plain, [1])
+
+
+def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Run]) -> None:
+    trainer = Trainer(algorithm=GRPO(model=hollow_model), engine={"replicas": 2}, n_learners=2, port=9000, seed=3)
+    reaches_ray(trainer, rollout(lambda task, llm: 1.0), [1] * 16)
+    (run,) = planned_runs
+    assert isinstance(run, PolicyRun)
+    plan = run.plan
+    assert (plan.engine.replicas, plan.engine.port, plan.learner.n, plan.seed, plan.total_steps) == (2, 9000, 2, 3, 1)
+    assert (plan.engine.kind, plan.model_path) == ("transformers", hollow_model)
+    assert Trainer(algorithm=GRPO(model=hollow_model)).seed == 0
+
+
+@pytest.mark.parametrize(("unread", "named"), [
+    ({"llm_proxy": ProxyLLM(endpoint="http://p")}, "nothing reads llm_proxy: GRPO"),
+    ({"adapter": TraceToMessages()}, "nothing reads the adapter"),
+    ({"adapter": TracerTraceToTriplet()}, "nothing reads the adapter"),
+])  # fmt: skip
+def test_a_policy_reads_no_proxy_and_of_an_adapter_the_agents_only(unread: dict[str, Any], named: str, hollow_model: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Trainer(algorithm=GRPO(model=hollow_model), **unread).fit(rollout(lambda task, llm: 1.0), [1])
+
+
+# what a run cannot do is said before it starts
+
+
+@pytest.mark.parametrize(("agent", "arguments", "error", "message"), [
+    (lambda task, llm: 1.0, {"train_dataset": None}, DatasetError, "train_dataset is missing"),
+    (lambda task, llm: 1.0, {"train_dataset": []}, DatasetError, "train_dataset is empty"),
+    (lambda task, llm: 1.0, {"train_dataset": [1], "val_dataset": []}, DatasetError, "val_dataset is empty"),
+    (lambda task, llm, judge: 1.0, {"train_dataset": [1]}, AgentSignatureError, "asks for 'judge'"),
+])  # fmt: skip
+def test_a_policy_needs_tasks_and_an_agent_that_can_be_called(
+    agent: Any, arguments: dict[str, Any], error: type[Exception], message: str, hollow_model: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Trainer(algorithm=GRPO(model=hollow_model)).fit(agent, **arguments)
+
+
+def test_an_agent_needs_a_method_for_validation_only_where_there_is_any(hollow_model: str) -> None:
+    class Trains(LitAgent):
+        def training_rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+            return 1.0
+
+    reaches_ray(Trainer(algorithm=GRPO(model=hollow_model)), Trains(), [1])
+    with pytest.raises(AgentSignatureError, match="Trains must define rollout"):
+        Trainer(algorithm=GRPO(model=hollow_model)).fit(Trains(), [1], [2])
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="no model folder"):
+        Trainer(algorithm=GRPO(model=str(tmp_path / "nowhere"))).fit(rollout(lambda task, llm: 1.0), [1])
+
+
+def test_a_rollout_must_fit_into_a_micro_batch(hollow_model: str) -> None:
+    trainer = Trainer(
+        algorithm=GRPO(model=hollow_model), engine={"max_model_len": 4096}, learner={"max_tokens_per_micro_batch": 1024}
+    )
+    with pytest.raises(ConfigError, match=r"4096 tokens.*1024.*lower one or raise the other"):
+        trainer.fit(rollout(lambda task, llm: 1.0), [1])
+
+
+def test_the_baseline_says_before_the_run_which_parameter_nothing_fills() -> None:
+    with pytest.raises(AgentSignatureError, match="asks for 'prompt_template'"):
+        Trainer(algorithm=Baseline()).fit(lambda task, prompt_template: 1.0, [1])
+    reaches_ray(Trainer(algorithm=Fast()), lambda task, prompt_template: 1.0, [1])  # which may add one itself
+
+
+def test_an_algorithm_that_serves_nothing_needs_endpoints() -> None:
+    with pytest.raises(ConfigError, match=r"model: Baseline serves no model.*LLM\(endpoint="):
+        Trainer(algorithm=Baseline()).fit(rollout(model=LLM(name="m"))(lambda task, model: 1.0), [1])
+    given = {"model": LLM(endpoint="http://m/v1", model="m")}
+    reaches_ray(Trainer(algorithm=Baseline(), resources=given), rollout(model=LLM(name="m"))(lambda task, model: 1.0), [1])
