@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read
 from raylight.runner.threads import AgentThreads
 from raylight.traces.context import AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import Failure, Rollout
+from raylight.types import Failure, Rollout, Span
+
+logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 5.0
 """How long an agent may take to clean up after it was cancelled; then it is left alone."""
@@ -43,25 +46,37 @@ async def execute(bench: Workbench, rollout: Rollout, resources: NamedResources,
         trace: the current trace, which collects the attempt's spans.
     """
     known = {"agent": bench.agent, "runner": bench.runner, "tracer": bench.tracer, "rollout": rollout}
+    result: list[Span] = []
     try:
         await bench.hooks.call("on_rollout_start", **known)
         await bench.hooks.call("on_trace_start", **known)
-        outcome = await _run_agent(bench, rollout, resources, trace)
+        outcome, result = await _run_agent(bench, rollout, resources)
     except HookError as error:
         outcome = _failed_by(error)
     except asyncio.CancelledError:  # what a hook opened, a hook closes
-        await _end(bench.hooks, known, trace, CANCELLED)
+        try:
+            async with asyncio.timeout(CANCEL_GRACE_S):
+                await _end(bench.hooks, known, trace, CANCELLED, result)
+        except TimeoutError:
+            logger.error("the hooks of cancelled rollout %s did not end within %g s", rollout.rollout_id, CANCEL_GRACE_S)
         raise
-    return await _end(bench.hooks, known, trace, outcome)
+    return await _end(bench.hooks, known, trace, outcome, result)
 
 
-async def _end(hooks: HookSet, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome) -> Outcome:
-    """Call the hooks of the end; one that is strict fails an attempt that had succeeded."""
+async def _end(hooks: HookSet, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome, result: list[Span]) -> Outcome:
+    """Call the hooks of the end; one that is strict fails an attempt that had succeeded.
+
+    What the agent returned comes between them, so that it outweighs a reward of `on_trace_end`, and one of `on_rollout_end` outweighs
+    it.
+    """
     for event in ("on_trace_end", "on_rollout_end"):
         try:
             await hooks.call(event, **known, spans=trace.spans)
         except HookError as error:
             outcome = outcome if outcome.failure else _failed_by(error)
+        for span in result:
+            trace.add(span)
+        result = []
     return outcome
 
 
@@ -69,7 +84,8 @@ def _failed_by(error: HookError) -> Outcome:
     return Outcome("failed", Failure(kind="hook", error=one_line(f"HookError: {error}")))
 
 
-async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResources, trace: AttemptTrace) -> Outcome:
+async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResources) -> tuple[Outcome, list[Span]]:
+    """Call the agent under its time limit; gives how that ended, and what it returned as spans."""
     attempt, limit = rollout.attempt, rollout.config.timeout_seconds
     assert attempt is not None, "only a dequeued rollout is executed"
     scoped = {
@@ -84,19 +100,18 @@ async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResourc
         raise
     if not work.done():
         await _give_up(work, bench.threads)
-        return Outcome("timeout", Failure(kind="timeout", error=f"TimeoutError: the attempt took longer than {limit:g} s"))
+        late = Failure(kind="timeout", error=f"TimeoutError: the attempt took longer than {limit:g} s")
+        return Outcome("timeout", late), []
     if work.cancelled():
-        return Outcome("failed", describe(asyncio.CancelledError("the agent cancelled itself")))
+        return Outcome("failed", describe(asyncio.CancelledError("the agent cancelled itself"))), []
     error = work.exception()
     returned, raised = work.result() if error is None else (None, error)
     if raised is not None:
-        return Outcome("failed", describe(raised))
+        return Outcome("failed", describe(raised)), []
     try:
-        for span in read_result(returned, bench.clock):
-            trace.add(span)
+        return Outcome("succeeded"), read_result(returned, bench.clock)
     except Exception as error:  # what the agent returned is as much its own as what it raises
-        return Outcome("failed", describe(error))
-    return Outcome("succeeded")
+        return Outcome("failed", describe(error)), []
 
 
 async def _call(bench: Workbench, rollout: Rollout, resources: NamedResources) -> tuple[Any, BaseException | None]:

@@ -24,6 +24,7 @@ from raylight.types import Failure
 
 logger = logging.getLogger(__name__)
 
+RELEASE_TIMEOUT_S = 5.0
 PROBE_S = 20.0
 """How often, at least, each runner is asked whether its event loop still turns."""
 
@@ -117,10 +118,21 @@ class RunnerPool:
             for task in serving:
                 task.cancel()
 
-    def stop(self) -> None:
-        for actor in self._actors.values():
-            ray.kill(actor)
-        self._actors.clear()
+    async def stop(self) -> None:
+        """Kill the runners. The store hears of it first, so that none of their polls takes a rollout of a later run."""
+        actors, self._actors = self._actors, {}
+        released = (self._store.release_worker(self._worker(name), "the run ended") for name in actors)
+        try:
+            await asyncio.wait_for(asyncio.gather(*released, return_exceptions=True), RELEASE_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("the store did not answer within %g s; its leases will expire", RELEASE_TIMEOUT_S)
+        finally:
+            for actor in actors.values():
+                ray.kill(actor)
+
+    def _worker(self, name: str) -> str:
+        """A runner's name in the store: runs may share one."""
+        return f"{self._namespace}/{name}"
 
     def _start(self) -> str:
         name = f"runner-{self._started}"
@@ -129,7 +141,7 @@ class RunnerPool:
         actor = (
             ray.remote(RunnerActor)
             .options(name=name, namespace=self._namespace, num_cpus=config.num_cpus, scheduling_strategy="SPREAD")
-            .remote(name, self._store, self._cargo, config)
+            .remote(self._worker(name), self._store, self._cargo, config)
         )
         self._actors[name] = actor
         return name
@@ -149,7 +161,7 @@ class RunnerPool:
         else:
             self.lost += 1
             why = reason_of(error)
-        returned = await self._store.release_worker(name, why)
+        returned = await self._store.release_worker(self._worker(name), why)
         if self.lost > self._config.max_restarts:
             raise RunnerLostError(
                 f"{self.lost} runners died; the last one said: {why}. Look for its log with `ray logs actor`, "

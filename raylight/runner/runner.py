@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -37,7 +37,8 @@ TAKE_AT_ONCE = 8
 FLUSH_S = 1.0
 """How often the spans of attempts that go on are sent."""
 HEARTBEAT_S = 10.0
-"""Well below the store's lease."""
+"""Seconds between two heartbeats, at most."""
+HEARTBEATS_PER_LEASE = 4
 WORN_OUT = 16
 """Agents that were given up and still run; with so many a runner takes no more rollouts, and another takes its place."""
 
@@ -56,7 +57,7 @@ class Runner:
         max_concurrent: rollouts executed at once.
         secret: the run's secret, from which each attempt's API key is derived.
         max_rollouts: rollouts after which it ends; None for no limit.
-        heartbeat_s: seconds between two heartbeats.
+        heartbeat_s: seconds between two heartbeats; fewer if the store's leases are short.
     """
 
     def __init__(
@@ -111,9 +112,26 @@ class Runner:
             if self._left == 0 or self._threads.abandoned >= WORN_OUT:
                 break
             limit = min(self._max_concurrent - len(self._running), TAKE_AT_ONCE, self._left or TAKE_AT_ONCE)
-            for rollout in await self._store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S):
+            for rollout in await self._poll(limit):
                 self._start(rollout)
         await self._wait_while(lambda: bool(self._running))
+
+    async def _poll(self, limit: int) -> list[Rollout]:
+        """Take up to `limit` rollouts; what goes wrong with a running one is raised meanwhile, not after the poll."""
+        taken = self._store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S)
+        poll = asyncio.ensure_future(taken)
+        try:
+            while not poll.done():
+                await asyncio.wait([poll, *self._running.values()], return_when=asyncio.FIRST_COMPLETED)
+                self._reap()
+            return poll.result()
+        finally:
+            poll.cancel()
+
+    def _reap(self) -> None:
+        """Let go of attempts that ended, and raise what one raised."""
+        for attempt_id in [attempt_id for attempt_id, task in self._running.items() if task.done()]:
+            self._running.pop(attempt_id).result()
 
     def _start(self, rollout: Rollout) -> None:
         assert rollout.attempt is not None, "a dequeued rollout has an attempt"
@@ -127,14 +145,13 @@ class Runner:
     async def _wait_while(self, holds: Callable[[], bool]) -> None:
         """Wait for running attempts while a condition holds, and raise what a finished one raised."""
         while True:
-            for attempt_id in [attempt_id for attempt_id, task in self._running.items() if task.done()]:
-                self._running.pop(attempt_id).result()
+            self._reap()
             if not holds():
                 return
             await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def _run(self, rollout: Rollout, attempt_id: str) -> None:
-        before = _note(rollout)
+        taken, before = rollout.model_copy(), _note(rollout)  # the agent may do anything with its own copy
         resources = await self._resources_of(rollout)
         with self._bench.tracer.attempt(rollout) as trace:
             self._traces[attempt_id] = trace
@@ -151,9 +168,9 @@ class Runner:
             after = _note(rollout)
         except Exception as error:  # what the agent noted is as much its own as what it raises
             after, outcome = before, outcome if outcome.failure else Outcome("failed", describe(error))
-        last = [self._finish(rollout, outcome, trace)]
+        last = [self._finish(taken, outcome, trace)]
         if after != before and outcome is not CANCELLED:  # the agent or a hook noted something; it travels in the same message
-            last.insert(0, self._store.update_rollout(rollout.rollout_id, metadata=rollout.metadata))
+            last.insert(0, self._store.update_rollout(taken.rollout_id, metadata=rollout.metadata))
         await asyncio.gather(*last)
 
     async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> Rollout:
@@ -202,7 +219,8 @@ class Runner:
 
     async def _heartbeats(self) -> None:
         await self._heartbeat()
-        await self._every(self._heartbeat_s, self._heartbeat)
+        lease = await self._store.lease_seconds()
+        await self._every(min(self._heartbeat_s, lease / HEARTBEATS_PER_LEASE), self._heartbeat)
 
     async def _heartbeat(self) -> None:
         stats = {
@@ -219,8 +237,15 @@ class Runner:
 
 
 def _note(rollout: Rollout) -> bytes:
-    """The rollout's metadata, to see whether something was noted in it."""
-    return packed(rollout.metadata)
+    """The rollout's metadata, to see whether something was noted in it.
+
+    Raises:
+        TypeError: it is no dict any more, or its keys are no names.
+    """
+    noted: Any = rollout.metadata
+    if not isinstance(noted, dict) or not all(isinstance(key, str) for key in noted):
+        raise TypeError(f"rollout.metadata must stay a dict whose keys are strings; it is now {noted!r:.80}")
+    return packed(noted)
 
 
 def _dropped(trace: AttemptTrace) -> dict[str, int] | None:

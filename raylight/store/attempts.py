@@ -62,7 +62,7 @@ class Attempts:
         self._journal = journal
         self._rollouts = rollouts
         self._clock = clock
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
 
     # beginning
 
@@ -219,7 +219,7 @@ class Attempts:
         """When time ends the attempt, if nobody is heard from now on."""
         ends = [attempt.timeout_at]
         if attempt.status != "unresponsive":
-            ends += [attempt.silent_at, now + self._lease_seconds if attempt.leased else None]
+            ends += [attempt.silent_at, now + self.lease_seconds if attempt.leased else None]
         deadline = min((end for end in ends if end is not None), default=None)
         self._rollouts.changes.deadline_set(deadline)
         return deadline
@@ -379,5 +379,5 @@ class Attempts:
         if attempt.silence is not None and attempt.silent_at is not None and attempt.silent_at <= now:
             error = f"Unresponsive: no span came for {attempt.silence:g} s"
             return "unresponsive", Failure(kind="unresponsive", error=error)
-        error = f"LeaseExpired: {attempt.worker_id or 'whoever took it'} was not heard of for {self._lease_seconds:g} s"
+        error = f"LeaseExpired: {attempt.worker_id or 'whoever took it'} was not heard of for {self.lease_seconds:g} s"
         return "unresponsive", Failure(kind="infrastructure", error=error)

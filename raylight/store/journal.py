@@ -213,8 +213,7 @@ class Journal:
     def _undo(self, statement: str) -> None:
         """SQLite may have undone the whole transaction by itself, when the disk was full for example."""
         with contextlib.suppress(sqlite3.Error):
-            if self.db.in_transaction:
-                self.db.execute(statement)
+            self.db.execute(statement)
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
         """Run a statement.

@@ -157,6 +157,10 @@ class StoreReader:
         """Each rollout with the final reward and the generations of its latest attempt, and its spans if asked for."""
         return [_finished(*columns) for columns in await self._channel.call("collect", list(rollout_ids), with_spans)]
 
+    async def lease_seconds(self) -> float:
+        """How long an attempt may go without a sign of life before it goes back to the queue."""
+        return await self._channel.call("lease_seconds")
+
     async def statistics(self) -> dict[str, int]:
         """Counts by status (`rollouts_succeeded`), in all (`total_spans`), and of what was retried, late, lost or double."""
         return await self._channel.call("statistics")

@@ -104,6 +104,7 @@ class StoreService:
             "latest_resources": shelves.latest_resources,
             "update_worker": shelves.update_worker,
             "statistics": shelves.statistics,
+            "lease_seconds": lambda: attempts.lease_seconds,
         }
 
     # calls that never wait
@@ -164,6 +165,7 @@ class StoreService:
 
     async def enqueue(self, requests: list[Row]) -> list[Row]:
         """Queue rollouts as there is room for them."""
+        self._watch()
         self._rollouts.check(requests)
         rows: list[Row] = []
         while len(rows) < len(requests):
@@ -176,6 +178,7 @@ class StoreService:
 
     async def dequeue(self, worker_id: str | None, limit: int, timeout: float, request_id: str) -> list[Row]:
         """Lease rollouts, waiting up to `timeout` seconds for the first."""
+        self._watch()
         if limit < 1:
             return []
         if timeout > 0 and not self._attempts.given_to(request_id):

@@ -67,7 +67,7 @@ class Session:
 
     def _make_pool(self) -> RunnerPool:
         self.pool = RunnerPool(self.run.name, self.run.runner, self.store, self.run.cargo)
-        self._stack.callback(self.pool.stop)
+        self._stack.push_async_callback(self.pool.stop)
         return self.pool
 
     async def watched(self, work: Awaitable[T]) -> T:

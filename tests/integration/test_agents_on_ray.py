@@ -80,7 +80,7 @@ def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
         assert item.spans[0].name == "agentlightning.operation"
     assert by_task["val", 1].reward == 0.5
     assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}
-    assert {worker.worker_id for worker in done.workers} == {"runner-0", "runner-1"}
+    assert {worker.worker_id.split("/")[1] for worker in done.workers} == {"runner-0", "runner-1"}
     assert all(worker.heartbeat_stats["memory_bytes"] > 1e6 for worker in done.workers if worker.heartbeat_stats)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["by_status"] == {"succeeded": 7}

@@ -19,6 +19,7 @@ from unit_helpers import make_generation, within
 
 from raylight.errors import StoreError
 from raylight.store.journal import VERSION, Journal
+from raylight.store.rollouts import Changes
 from raylight.store.service import StoreService
 
 # files that cannot be a journal
@@ -126,6 +127,7 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
             await box.store.enqueue_rollout("x" * 1_000_000)
         with pytest.raises(StoreError, match="full"):
             await box.store.add_resources({"a": "x" * 1_000_000})
+        assert box.service._rollouts.changes == Changes(), "nobody is told of what was undone"
         assert await box.store.statistics() == before
         assert await box.status(rollout) == ("preparing", "preparing")
         box.service._journal.db.execute("PRAGMA max_page_count = 1000000")

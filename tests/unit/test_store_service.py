@@ -343,7 +343,7 @@ async def test_whoever_waits_when_the_store_is_closed_hears_of_it() -> None:
             with pytest.raises(StoreError, match="closed"):
                 await task
         for work in (box.store.statistics(), box.store.query_rollouts(), box.store.enqueue_rollout(1), box.store.dequeue_rollout()):
-            with pytest.raises(StoreError, match="closed"):
+            with pytest.raises(StoreError, match="is closed"):
                 await work
         await box.service.close()
 
