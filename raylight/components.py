@@ -13,16 +13,25 @@ from raylight.errors import ConfigError
 T = TypeVar("T")
 
 
-def build_component(spec: Any, expected: type[T], name: str, default: Callable[..., T] | None = None, **defaults: Any) -> T:
+def build_component(
+    spec: Any,
+    expected: type[T],
+    name: str,
+    default: Callable[..., T] | None = None,
+    dict_default: Callable[..., T] | None = None,
+    **defaults: Any,
+) -> T:
     """The component that `spec` describes.
 
     Args:
         spec: an instance of `expected`; a class or another callable that makes one; the dotted name of any of these
             (`"package.module:Class"` or `"package.module.Class"`); a dict with such a thing as `"type"` and the arguments for it;
             or None.
-        expected: what it must be.
+        expected: what it must be; `object` for anything: then functions, classes, strings and dicts describe it, and whatever else
+            there is has been made already.
         name: of the argument, for messages.
         default: what makes the component when `spec` is None.
+        dict_default: what makes it when `spec` is a dict without a `"type"`.
         defaults: arguments for whatever is called, where it has a parameter of that name and `spec` gives none.
 
     Raises:
@@ -35,14 +44,15 @@ def build_component(spec: Any, expected: type[T], name: str, default: Callable[.
         if default is None:
             raise ConfigError(f"{name} is missing; give {_article(expected.__name__)}, its class or its dotted name")
         source = default
-    elif isinstance(source, Mapping) and not isinstance(source, expected):
+    elif isinstance(source, Mapping) and not _is_made(source, expected):
         given = dict(source)
-        if given.get("type") is None:
+        source = given.pop("type", None)
+        source = dict_default if source is None else source
+        if source is None:
             raise ConfigError(f"{name} as a dict needs a 'type', the class or its dotted name; it has: {_listed(given)}")
-        source = given.pop("type")
-    if isinstance(source, str) and not isinstance(source, expected):
-        source = _find(source, name)
-    if isinstance(source, expected):
+    if isinstance(source, str) and not _is_made(source, expected):
+        source = find_component(source, name)
+    if _is_made(source, expected):
         if given:
             raise ConfigError(f"{name}: {source!r:.80} is made already and takes no {_listed(given)}")
         return source
@@ -52,8 +62,19 @@ def build_component(spec: Any, expected: type[T], name: str, default: Callable[.
     return made
 
 
-def _find(dotted: str, name: str) -> Any:
-    """What a dotted name names."""
+def _is_made(thing: Any, expected: type) -> bool:
+    """Whether it is the component itself, and no description of it."""
+    if expected is object:
+        return not (isinstance(thing, str | Mapping | type) or inspect.isroutine(thing))
+    return isinstance(thing, expected)
+
+
+def find_component(dotted: str, name: str) -> Any:
+    """What a dotted name names.
+
+    Raises:
+        ConfigError: it is none, or there is no such thing.
+    """
     module_name, _, path = dotted.partition(":") if ":" in dotted else dotted.rpartition(".")
     if not module_name or not path:
         raise ConfigError(f"{name}={dotted!r} is no dotted name; write 'package.module:Class'")

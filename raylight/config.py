@@ -28,15 +28,21 @@ class Config(BaseModel):
 
     @classmethod
     def parse(cls, values: Self | dict[str, Any] | None, **overrides: Any) -> Self:
-        """Settings from an instance, a dict, or nothing (all defaults); an override that is not None wins.
+        """Settings from an instance, a dict, or nothing (all defaults), and those that are given beside it and are not None.
 
         Raises:
-            ConfigError: as above, or `values` is something else.
+            ConfigError: as above, or `values` is something else, or says otherwise than what is given beside it.
         """
         if not isinstance(values, cls | dict | None):
             raise ConfigError(f"{cls.__name__} takes a dict or a {cls.__name__}, not {type(values).__name__}")
-        given = values.model_dump() if isinstance(values, cls) else dict(values or {})
-        return cls(**given | {name: value for name, value in overrides.items() if value is not None})
+        given = values.model_dump(exclude_unset=True) if isinstance(values, cls) else dict(values or {})
+        beside = {name: value for name, value in overrides.items() if value is not None}
+        for name, value in beside.items():
+            if given.get(name) is not None and given[name] != value:
+                raise ConfigError(
+                    f"{cls.__name__}.{name} is {given[name]!r} in the settings and {value!r} beside them; give it once"
+                )
+        return cls(**given | beside)
 
 
 def explain(cls: type[BaseModel], error: ValidationError) -> str:
@@ -82,7 +88,7 @@ class RunnerConfig(Config):
     max_concurrent: int = Field(default=64, ge=1)
     """Rollouts that one runner executes at once (asynchronous agents on its event loop, others in as many threads)."""
     max_restarts: int = Field(default=3, ge=0)
-    """Lost runners that the pool replaces before it gives up."""
+    """Runners that may die, and are replaced, without a rollout succeeding meanwhile; with one more the run ends."""
     max_rollouts: int | None = Field(default=None, ge=1)
     """Rollouts after which a runner ends; None for no limit."""
     stuck_after_s: float = Field(default=60.0, gt=0)

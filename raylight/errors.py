@@ -68,6 +68,10 @@ class UnknownIdError(RaylightError, ValueError):
     """The store has no rollout, attempt, resources or worker of this id."""
 
 
+class WorkerGoneError(RaylightError):
+    """A worker that the store has released asks for rollouts."""
+
+
 class QueryError(RaylightError, ValueError):
     """A query asks for an order, a page or a logic that there is not."""
 

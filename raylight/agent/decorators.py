@@ -76,12 +76,14 @@ class FunctionalLitAgent(LitAgent[Any]):
         settings = {"declared": self._declared, "trained_agents": self.trained_agents, "strip_proxy": self._strip_proxy}
         return (_rebuild, (self._function, settings))
 
-    def check(self, resources: Iterable[str], modes: Iterable[str] = ()) -> None:
+    def check(self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False) -> None:
         super().check(resources, modes)
         there = {**dict.fromkeys(resources), **self._declared, **(resources if isinstance(resources, Mapping) else {})}
         missing = [name for name in self._names if name not in self._optional and not self._can_fill(name, there)]
-        if missing:
+        if missing and not more_may_come:
             raise AgentSignatureError(self._lacks(missing, there))
+        if missing:
+            logger.warning("%s; or the algorithm must add it before it enqueues a rollout", self._lacks(missing, there))
         for name in self._names:
             fitting = [other for other in there if name not in there and name in BY_TYPE and BY_TYPE[name](there[other])]
             if len(fitting) > 1:

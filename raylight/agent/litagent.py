@@ -24,7 +24,8 @@ _VALIDATION = ("validation_rollout_async", "validation_rollout", "rollout_async"
 class LitAgent(Generic[Task]):
     """An agent: subclass it and write `rollout` or `rollout_async`.
 
-    Where training differs from validation, write `training_rollout` and `validation_rollout` (or their `_async` forms) too.
+    Where training differs from validation, write `training_rollout` and `validation_rollout` (or their `_async` forms) too. All are
+    called with the task first and `resources` and `rollout` by keyword.
 
     Args:
         trained_agents: a regular expression; where a rollout has several agents, only calls of those whose name it finds are
@@ -49,19 +50,19 @@ class LitAgent(Generic[Task]):
 
     def training_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         """`rollout` of a task that is trained on."""
-        return self.rollout(task, resources, rollout)
+        return self.rollout(task, resources=resources, rollout=rollout)
 
     async def training_rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         """`rollout_async` of a task that is trained on."""
-        return await self.rollout_async(task, resources, rollout)
+        return await self.rollout_async(task, resources=resources, rollout=rollout)
 
     def validation_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         """`rollout` of a task on which progress is measured."""
-        return self.rollout(task, resources, rollout)
+        return self.rollout(task, resources=resources, rollout=rollout)
 
     async def validation_rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         """`rollout_async` of a task on which progress is measured."""
-        return await self.rollout_async(task, resources, rollout)
+        return await self.rollout_async(task, resources=resources, rollout=rollout)
 
     # what the runner and the Trainer use
 
@@ -90,7 +91,7 @@ class LitAgent(Generic[Task]):
             AgentSignatureError: there is none, or it gives something to be awaited.
         """
         name = self._method_for(rollout.mode)
-        returned = getattr(self, name)(task, resources, rollout)
+        returned = getattr(self, name)(task, resources=resources, rollout=rollout)
         if inspect.isawaitable(returned):
             if inspect.iscoroutine(returned):
                 returned.close()
@@ -106,17 +107,18 @@ class LitAgent(Generic[Task]):
             AgentSignatureError: there is none, or it gives nothing to be awaited.
         """
         name = self._method_for(rollout.mode)
-        returned = getattr(self, name)(task, resources, rollout)
+        returned = getattr(self, name)(task, resources=resources, rollout=rollout)
         if not inspect.isawaitable(returned):
             raise AgentSignatureError(f"{self._where(name)} is not asynchronous; call it {name.removesuffix('_async')}")
         return await returned
 
-    def check(self, resources: Iterable[str], modes: Iterable[str] = ()) -> None:
+    def check(self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False) -> None:
         """Say before the run starts whether the agent can be run.
 
         Args:
             resources: the resources that there will be; their names alone will do, but a dict allows choosing them by type.
             modes: the modes in which rollouts will be made; if empty, one for which the agent has a method must do.
+            more_may_come: the algorithm may add resources, so that one that is not there yet is only logged.
 
         Raises:
             AgentSignatureError: it cannot.
@@ -128,6 +130,20 @@ class LitAgent(Generic[Task]):
                 raise AgentSignatureError(f"{self._where(name)} is asynchronous; call it {name}_async")
             if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
                 raise AgentSignatureError(f"{self._where(name)} yields; a rollout returns its reward once")
+            self._check_parameters(name)
+
+    def _check_parameters(self, name: str) -> None:
+        try:
+            signature = inspect.signature(getattr(self, name))
+        except (TypeError, ValueError):  # of a callable written in C, which checks its arguments itself
+            return
+        try:
+            signature.bind(None, resources=None, rollout=None)
+        except TypeError as error:
+            raise AgentSignatureError(
+                f"{self._where(name)} has the parameters ({', '.join(signature.parameters)}); it is called with the task first, "
+                f"and resources and rollout by keyword: {error}"
+            ) from None
 
     @property
     def _title(self) -> str:

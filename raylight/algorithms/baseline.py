@@ -41,7 +41,8 @@ class BaselineSettings(Config):
 class Baseline(FastAlgorithm):
     """Runs the agent on every sample, and shows each rollout with its attempts, spans and reward, and a summary at the end.
 
-    What it shows is printed, and logged at level INFO by the logger of this module. After `run`, `summary` has the figures.
+    What it shows is printed (unless its trainer has `progress=False`), and logged at level INFO by the logger of this module. After
+    `run`, `summary` has the figures.
 
     Args:
         n_epochs: passes over the samples.
@@ -78,7 +79,7 @@ class Baseline(FastAlgorithm):
 
     @n_epochs.setter
     def n_epochs(self, n_epochs: int) -> None:
-        self.settings = BaselineSettings.parse(self.settings, n_epochs=n_epochs)
+        self.settings = BaselineSettings(**self.settings.model_dump() | {"n_epochs": n_epochs})
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         """Run every sample `n_epochs` times.
@@ -91,9 +92,11 @@ class Baseline(FastAlgorithm):
         samples = split_samples(
             _listed(train_dataset, "train_dataset"), _listed(val_dataset, "val_dataset"), self.settings.train_split
         )
-        resources_id = (await store.add_resources(resources)).resources_id if resources else None
-        requests = [EnqueueRolloutRequest(input=task, mode=mode, resources_id=resources_id) for mode, task in samples]
-        report, n_epochs = BaselineReport(), self.settings.n_epochs
+        if resources and self._trainer is None:  # a trainer has stored them already
+            await store.add_resources(resources)
+        requests = [EnqueueRolloutRequest(input=task, mode=mode) for mode, task in samples]
+        shown = self._trainer is None or getattr(self.get_trainer(), "progress", True)
+        report, n_epochs = BaselineReport(Console(quiet=not shown)), self.settings.n_epochs
         for epoch in range(1, n_epochs + 1):
             modes = Counter(mode for mode, _ in samples)
             report.say(f"epoch {epoch}/{n_epochs}: " + ", ".join(f"{count} in mode {mode!r}" for mode, count in modes.items()))
@@ -154,8 +157,12 @@ class BaselineReport:
     traced: set[str] = field(default_factory=set)
     """Errors whose traceback was shown."""
 
+    def _log(self, text: str) -> None:
+        """What the console shows already is logged below the level at which logs are usually shown."""
+        logger.log(logging.INFO if self.console.quiet else logging.DEBUG, "%s", text)
+
     def say(self, text: str, style: str | None = None) -> None:
-        logger.info("%s", text)
+        self._log(text)
         self.console.print(Text(text, style=style or ""), soft_wrap=True)
 
     def rollout(self, finished: FinishedRollout, place: str) -> None:
@@ -208,7 +215,7 @@ class BaselineReport:
         }
 
     def show_summary(self, summary: dict[str, Any]) -> None:
-        logger.info("summary: %s", summary)
+        self._log(f"summary: {summary}")
         table = Table("mode", "rollouts", "succeeded", "mean reward", title="baseline")
         for mode in dict.fromkeys(mode for mode, _ in self.statuses):
             count = sum(n for (of_mode, _), n in self.statuses.items() if of_mode == mode)

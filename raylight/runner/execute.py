@@ -66,8 +66,8 @@ async def execute(bench: Workbench, rollout: Rollout, resources: NamedResources,
 async def _end(hooks: HookSet, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome, result: list[Span]) -> Outcome:
     """Call the hooks of the end; one that is strict fails an attempt that had succeeded.
 
-    What the agent returned comes between them, so that it outweighs a reward of `on_trace_end`, and one of `on_rollout_end` outweighs
-    it.
+    What the agent returned comes between them, so that it outweighs a reward of `on_trace_end`, and is outweighed by one of
+    `on_rollout_end`.
     """
     for event in ("on_trace_end", "on_rollout_end"):
         try:

@@ -71,6 +71,7 @@ class RunnerPool:
         self._started = 0
         self.lost = 0
         """Runners that died or hung."""
+        self._lost_in_a_row = self._succeeded = 0
         self.worn_out = 0
         """Runners replaced because too many agents hung in them."""
 
@@ -161,11 +162,14 @@ class RunnerPool:
         else:
             self.lost += 1
             why = reason_of(error)
+            succeeded = (await self._store.statistics()).get("rollouts_succeeded", 0)
+            self._lost_in_a_row = 1 if succeeded > self._succeeded else self._lost_in_a_row + 1
+            self._succeeded = succeeded
         returned = await self._store.release_worker(self._worker(name), why)
-        if self.lost > self._config.max_restarts:
+        if self._lost_in_a_row > self._config.max_restarts:
             raise RunnerLostError(
-                f"{self.lost} runners died; the last one said: {why}. Look for its log with `ray logs actor`, "
-                "or raise RunnerConfig.max_restarts"
+                f"{self._lost_in_a_row} runners died and no rollout succeeded meanwhile; the last one said: {why}. See its log "
+                "with `ray logs actor`, or raise RunnerConfig.max_restarts"
             )
         logger.warning("%s ended (%s); %d rollouts go back to the queue and another runner starts", name, why, returned)
         return await self._replacement(name, why)

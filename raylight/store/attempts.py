@@ -8,46 +8,16 @@ closed; a client that lost an answer and asks again gets the same answer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from raylight.errors import InvalidTransitionError, UnknownIdError
+from raylight.errors import InvalidTransitionError, UnknownIdError, WorkerGoneError
 from raylight.store.journal import Journal
+from raylight.store.live import LIVE_ATTEMPT, WORKED_ON, LiveAttempt
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ATTEMPT, Row, failure_of, failure_text, new_id
-from raylight.store.rules import check_attempt, decide
+from raylight.store.rules import Losses, check_attempt, decide
+from raylight.store.workers import Workers
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, ROLLOUT_TRANSITIONS, WAITING, AttemptStatus, Failure
-
-_WORKED_ON = "a.status IN ('preparing', 'running')"
-
-
-class LiveAttempt(NamedTuple):
-    """What the rules need of an attempt."""
-
-    attempt_id: str
-    rollout_id: str
-    sequence_id: int
-    status: AttemptStatus
-    worker_id: str | None
-    start_time: float
-    last_heartbeat_time: float | None
-    leased: bool
-    silence: float | None
-    timeout_at: float | None
-    silent_at: float | None
-    next_span: int
-    lost: bool
-    """It is thought unresponsive because of the infrastructure."""
-    latest: bool
-    """Of its rollout."""
-
-
-LIVE_ATTEMPT = (
-    "SELECT a.attempt_id, a.rollout_id, a.sequence_id, a.status, a.worker_id, a.start_time, a.last_heartbeat_time,"
-    " a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.next_span,"
-    " json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts"
-    " FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
-)
-"""Columns of LiveAttempt."""
 
 
 class Attempts:
@@ -58,9 +28,12 @@ class Attempts:
         lease_seconds: how long a dequeued attempt may go without a sign of life of itself or its worker.
     """
 
-    def __init__(self, journal: Journal, rollouts: Rollouts, clock: Callable[[], float], lease_seconds: float) -> None:
+    def __init__(
+        self, journal: Journal, rollouts: Rollouts, workers: Workers, clock: Callable[[], float], lease_seconds: float
+    ) -> None:
         self._journal = journal
         self._rollouts = rollouts
+        self._workers = workers
         self._clock = clock
         self.lease_seconds = lease_seconds
 
@@ -70,30 +43,34 @@ class Attempts:
         """Lease up to `limit` waiting rollouts, oldest first, each with a new attempt. The same request gets the same again."""
         if again := self.given_to(request_id):
             return [self._rollouts.get(rollout_id) for rollout_id in again]
-        if worker_id is not None and not self._seen(worker_id):
-            return []
-        found = self._rollouts.first_in_queue(limit)
+        if worker_id is not None and not self._workers.seen(worker_id):
+            raise WorkerGoneError(f"the store has released {worker_id}; what it had went back to the queue")
+        found = self._rollouts.first_in_queue(1, suspect=True) if self._may_take_suspect(worker_id) else []
+        found += self._rollouts.first_in_queue(limit - len(found))
         for rollout_id in found:
             self.begin(rollout_id, new_id("at"), worker_id, request_id)
         return [self._rollouts.get(rollout_id) for rollout_id in found]
+
+    def _may_take_suspect(self, worker_id: str | None) -> bool:
+        """A worker has one suspected rollout at a time, so that the next death tells which one it was."""
+        return worker_id is None or not any(attempt.suspect for attempt in self._workers.held_by(worker_id))
+
+    def has_for(self, worker_id: str | None) -> bool:
+        """Whether a dequeue of this worker has anything to give, or to say."""
+        if not self._rollouts.waiting:
+            return self._workers.is_gone(worker_id)
+        if self._rollouts.first_in_queue(1) or self._workers.is_gone(worker_id):
+            return True
+        return bool(self._rollouts.first_in_queue(1, suspect=True)) and self._may_take_suspect(worker_id)
 
     def given_to(self, request_id: str) -> list[str]:
         """Rollouts that a request was given before and that are still its own."""
         found = self._journal.execute(
             f"SELECT a.rollout_id FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id WHERE a.request_id = ?"
-            f" AND {_WORKED_ON} AND a.sequence_id = r.n_attempts ORDER BY a.rowid",
+            f" AND {WORKED_ON} AND a.sequence_id = r.n_attempts ORDER BY a.rowid",
             (request_id,),
         )
         return [rollout_id for (rollout_id,) in found.fetchall()]
-
-    def _seen(self, worker_id: str) -> bool:
-        """Note that a worker asked; False for one that was released: a poll that outlives its worker must not take anything."""
-        found = self._journal.one(
-            "INSERT INTO workers (worker_id, last_dequeue_time) VALUES (?, ?)"
-            " ON CONFLICT DO UPDATE SET last_dequeue_time = excluded.last_dequeue_time RETURNING gone",
-            (worker_id, self._clock()),
-        )
-        return found == (0,)
 
     def start_rollout(self, request: Row, attempt_id: str, worker_id: str | None) -> Row:
         """A rollout that its caller runs at once.
@@ -124,7 +101,8 @@ class Attempts:
         now, (config, sequence_id) = self._clock(), self._rollouts.take(rollout_id)
         attempt = LiveAttempt(
             attempt_id, rollout_id, sequence_id, "preparing", worker_id, now, None, request_id is not None,
-            config.unresponsive_seconds, now + config.timeout_seconds if config.timeout_seconds else None, None, 1, False, True,
+            config.unresponsive_seconds, now + config.timeout_seconds if config.timeout_seconds else None, None, 1,
+            lost=False, latest=True, suspect=False,
         )  # fmt: skip
         attempt = attempt._replace(silent_at=self._silent_at(attempt, now))
         self._journal.execute(
@@ -137,7 +115,7 @@ class Attempts:
         )  # fmt: skip
         self._journal.count("total_attempts")
         if worker_id is not None:
-            self._busy(worker_id, now)
+            self._workers.busy(worker_id, now)
 
     # going on
 
@@ -173,7 +151,7 @@ class Attempts:
         """A worker says that it works on these attempts (None: on all that it has). Returns those that nobody needs any more."""
         now, over = self._clock(), []
         if attempt_ids is None:
-            attempt_ids = [attempt.attempt_id for attempt in self._held_by(worker_id)]
+            attempt_ids = [attempt.attempt_id for attempt in self._workers.held_by(worker_id)]
         for attempt_id in attempt_ids:
             found = self._journal.one(f"{LIVE_ATTEMPT} WHERE a.attempt_id = ?", (attempt_id,))
             attempt = LiveAttempt._make(found) if found else None
@@ -257,9 +235,10 @@ class Attempts:
         if attempt.status in LIVE and {"worker_id", "last_heartbeat_time"} & columns.keys():
             self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time)
             if attempt.worker_id is not None:
-                self._busy(attempt.worker_id, now)
+                self._workers.busy(attempt.worker_id, now)
             if before is not None:
-                self._idle(before, now)
+                self._workers.idle(before, now)
+            self._rollouts.changes.queued |= attempt.suspect and before != attempt.worker_id  # that one may take another suspect
         return attempt
 
     def finish(self, rollout_id: str, attempt_id: str, values: dict[str, Any]) -> Row:
@@ -277,8 +256,12 @@ class Attempts:
             self.update(rollout_id, attempt_id, values)
         return self._rollouts.get(rollout_id)
 
-    def set_status(self, attempt: LiveAttempt, status: AttemptStatus, failure: Failure | None = None) -> None:
-        """Change an attempt's status, and let its rollout follow if it is the latest one."""
+    def set_status(self, attempt: LiveAttempt, status: AttemptStatus, failure: Failure | None = None, charged: bool = True) -> None:
+        """Change an attempt's status, and let its rollout follow if it is the latest one.
+
+        Args:
+            charged: a failure of the infrastructure counts against the rollout's `infrastructure_retries`.
+        """
         check_attempt(attempt.attempt_id, attempt.status, status)
         now = self._clock()
         deadline = None if status in ATTEMPT_FINISHED else self._deadline(attempt._replace(status=status), now)
@@ -290,26 +273,32 @@ class Attempts:
             ),
         )  # fmt: skip
         if status not in LIVE and attempt.worker_id:
-            self._idle(attempt.worker_id, now)
+            self._workers.idle(attempt.worker_id, now)
         if status in ATTEMPT_FINISHED and status != "succeeded":
             self._give_up_calls(attempt.attempt_id)
         if failure:
             self._journal.count(f"attempts_failed_{failure.kind}")
+        infrastructure = failure is not None and failure.kind == "infrastructure"
+        if attempt.suspect and status not in LIVE:
+            self._rollouts.changes.queued = True  # its worker may take another suspect
+            if not infrastructure and attempt.latest:
+                self._rollouts.suspect(attempt.rollout_id, False)
         if attempt.latest:
-            self._follow(attempt, status, infrastructure=failure is not None and failure.kind == "infrastructure")
+            self._follow(attempt, status, infrastructure, charged)
 
-    def _follow(self, attempt: LiveAttempt, status: AttemptStatus, infrastructure: bool) -> None:
+    def _follow(self, attempt: LiveAttempt, status: AttemptStatus, infrastructure: bool, charged: bool) -> None:
         """The rollout follows its latest attempt. Once that was given up (as unresponsive, or because the rollout was queued
         again or decided by hand), only its success changes the rollout, or a sign of life if it was thought unresponsive."""
-        before, config, lost = self._rollouts.fate(attempt.rollout_id)
+        before, config, losses = self._rollouts.fate(attempt.rollout_id)
         given_up = attempt.status == "unresponsive" or before in FINISHED or before in WAITING
         revived = attempt.status == "unresponsive" and status in ("running", "succeeded")
         if given_up and not revived and not (before in WAITING and status == "succeeded"):
             return
         by = infrastructure - (revived and attempt.lost)  # what goes on after all was not lost
         if by:
-            self._rollouts.add_lost(attempt.rollout_id, by)
-        after = decide(status, attempt.sequence_id, infrastructure, lost + by, config)
+            losses = Losses(max(losses.lost + by, 0), max(losses.charged + by * charged, 0))
+            self._rollouts.set_losses(attempt.rollout_id, losses)
+        after = decide(status, attempt.sequence_id, infrastructure, losses, config)
         if after in ROLLOUT_TRANSITIONS[before]:
             self._rollouts.set_status(attempt.rollout_id, before, after)
 
@@ -326,36 +315,27 @@ class Attempts:
     # workers
 
     def release_worker(self, worker_id: str, why: str) -> int:
-        """A worker is gone for good: all that it had is lost to the infrastructure. Returns how many attempts that were."""
-        self._journal.execute(
-            "INSERT INTO workers (worker_id, gone) VALUES (?, 1) ON CONFLICT DO UPDATE SET gone = 1", (worker_id,)
-        )  # fmt: skip
-        held = self._held_by(worker_id)
+        """A worker is gone for good: all that it had is lost to the infrastructure. Returns how many attempts that were.
+
+        One of these may have brought it down. As long as nobody knows which, none is charged for it and all are suspected; suspects
+        are then leased one to a worker, and the next death charges that one alone.
+        """
+        self._workers.dismiss(worker_id)
+        held = self._workers.held_by(worker_id)
+        to_blame = [attempt for attempt in held if attempt.suspect] or held
+        lost = Failure(kind="infrastructure", error=f"RunnerLost: {why}")
         for attempt in held:
-            self.set_status(attempt, "failed", Failure(kind="infrastructure", error=f"RunnerLost: {why}"))
+            self._rollouts.suspect(attempt.rollout_id, attempt in to_blame)
+            self.set_status(attempt, "failed", lost, charged=to_blame == [attempt])
+        self._rollouts.changes.queued = True  # its polls are to end
         return len(held)
-
-    def _held_by(self, worker_id: str) -> list[LiveAttempt]:
-        found = self._journal.execute(f"{LIVE_ATTEMPT} WHERE a.worker_id = ? AND {_WORKED_ON} ORDER BY a.start_time", (worker_id,))
-        return [LiveAttempt._make(row) for row in found.fetchall()]
-
-    def _busy(self, worker_id: str, now: float) -> None:
-        self._journal.execute(
-            "INSERT INTO workers (worker_id, last_busy_time) VALUES (?, ?)"
-            " ON CONFLICT DO UPDATE SET last_busy_time = excluded.last_busy_time",
-            (worker_id, now),
-        )
-
-    def _idle(self, worker_id: str, now: float) -> None:
-        if not self._journal.one(f"SELECT 1 FROM attempts a WHERE a.worker_id = ? AND {_WORKED_ON} LIMIT 1", (worker_id,)):
-            self._journal.execute("UPDATE workers SET last_idle_time = ? WHERE worker_id = ?", (now, worker_id))
 
     # the passing of time
 
     def recover(self) -> None:
         """After a restart: whoever worked meanwhile gets a whole lease, and a whole silence, to say so."""
         now = self._clock()
-        for row in self._journal.execute(f"{LIVE_ATTEMPT} WHERE {_WORKED_ON}").fetchall():
+        for row in self._journal.execute(f"{LIVE_ATTEMPT} WHERE {WORKED_ON}").fetchall():
             attempt = LiveAttempt._make(row)
             self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time)
 

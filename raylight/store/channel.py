@@ -8,6 +8,7 @@ store's actor dies and starts again, Ray sends what had no answer once more, and
 from __future__ import annotations
 
 import asyncio
+import uuid
 import weakref
 from typing import Any
 
@@ -59,6 +60,8 @@ class Lane:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = weakref.proxy(channel)
+        self._name = uuid.uuid4().hex
+        self._sent = 0
         self._waiting: list[tuple[Call, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
 
@@ -72,8 +75,9 @@ class Lane:
     async def _send(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            self._sent += 1
             try:
-                results = await self._channel.send("call", [call for call, _ in batch])
+                results = await self._channel.send("call", [call for call, _ in batch], self._name, self._sent)
             except BaseException as error:  # whoever waits for an answer must hear of it
                 for _, answer in batch:
                     if not answer.done():

@@ -8,6 +8,7 @@ committed (to the operating system: it survives the death of the process).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 from raylight.errors import StoreError
 
-VERSION = 1
+VERSION = 2
 """Of the schema; a file of another one, or of another program, is refused."""
 
 SCHEMA = """
@@ -30,14 +31,17 @@ CREATE TABLE rollouts (
     start_time REAL NOT NULL,
     end_time REAL,
     n_attempts INTEGER NOT NULL DEFAULT 0,
-    infrastructure_failures INTEGER NOT NULL DEFAULT 0,
+    lost INTEGER NOT NULL DEFAULT 0,
+    charged INTEGER NOT NULL DEFAULT 0,
+    suspect INTEGER NOT NULL DEFAULT 0,
     queue INTEGER,
     config TEXT NOT NULL,
     metadata BLOB NOT NULL,
     input BLOB NOT NULL
 );
-CREATE INDEX rollouts_queue ON rollouts(queue) WHERE queue IS NOT NULL;
+CREATE INDEX rollouts_queue ON rollouts(suspect, queue) WHERE queue IS NOT NULL;
 CREATE INDEX rollouts_status ON rollouts(status, position);
+CREATE INDEX rollouts_start ON rollouts(start_time);
 
 CREATE TABLE attempts (
     attempt_id TEXT NOT NULL UNIQUE,
@@ -110,6 +114,8 @@ CREATE TABLE workers (
     last_idle_time REAL
 ) WITHOUT ROWID;
 
+CREATE TABLE lanes (lane TEXT PRIMARY KEY, number INTEGER NOT NULL, answers BLOB NOT NULL) WITHOUT ROWID;
+
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TRIGGER rollout_counted AFTER INSERT ON rollouts BEGIN
     INSERT INTO counts VALUES ('rollouts_' || new.status, 1) ON CONFLICT DO UPDATE SET value = value + 1;
@@ -141,21 +147,63 @@ class Journal:
 
     Args:
         path: the file; None keeps it in a temporary folder that goes with this object.
+        read_only: look at what is there, beside a store that may be writing.
 
     Raises:
         StoreError: the file cannot be opened, or is not a journal of this version.
     """
 
-    def __init__(self, path: Path | str | None) -> None:
+    def __init__(self, path: Path | str | None, read_only: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="raylight-store-") if path is None else None
         self.path = Path(self._folder.name, "store.db") if self._folder else Path(path or "").absolute()
+        self._read_only = read_only
+        self._open = contextlib.ExitStack()  # what is open, closed in reverse order
+        if self._folder:
+            self._open.callback(self._folder.cleanup)
         try:
+            if read_only and not self.path.exists():
+                raise StoreError(f"there is no store at {self.path}")
             self.db = self._connect()
-            self._make()
+            if read_only:
+                self.db.execute("PRAGMA query_only = 1")
+            else:
+                self._claim()
+                self._make()
             self.reader = self._connect()
             self.reader.execute("PRAGMA query_only = 1")
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged file has no text any more
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last where a damaged file has no text any more
+            self.close()
             raise StoreError(f"the store's file {self.path} cannot be used: {error}; it must be on a local disk") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _claim(self) -> None:
+        """Be the only one that writes. The lock ends with this process, however it ends. It is on a file of its own: whoever closes
+        a file that SQLite has open in the same process lets go of SQLite's own locks."""
+        held = self._open.enter_context(self._beside("-lock").open("ab"))
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(
+                f"another store has {self.path} open for writing; read it by StoreService(path, read_only=True)"
+            ) from None
+
+    def _beside(self, ending: str) -> Path:
+        return self.path.with_name(self.path.name + ending)
+
+    @classmethod
+    def discard(cls, path: Path) -> None:
+        """Remove a journal, if there is one.
+
+        Raises:
+            StoreError: the file is something else, or another process has it open.
+        """
+        if path.exists():
+            journal = cls(path)  # which refuses those
+            journal.close()
+            for ending in ("", "-wal", "-shm", "-lock"):
+                journal._beside(ending).unlink(missing_ok=True)
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=10)
@@ -168,6 +216,7 @@ class Journal:
         except BaseException:
             db.close()
             raise
+        self._open.callback(db.close)
         return db
 
     def _check(self, db: sqlite3.Connection) -> None:
@@ -176,6 +225,8 @@ class Journal:
             raise StoreError(f"{self.path} was written by another version of raylight (schema {version}, not {VERSION})")
         if version == 0 and db.execute("SELECT 1 FROM sqlite_master").fetchone():
             raise StoreError(f"{self.path} is a database of something else; give the store a file of its own")
+        if version == 0 and self._read_only:
+            raise StoreError(f"there is no store at {self.path} yet")
 
     def _make(self) -> None:
         if self.db.execute("PRAGMA user_version").fetchone() == (0,):
@@ -247,7 +298,4 @@ class Journal:
         return found[0] if found else 0
 
     def close(self) -> None:
-        self.reader.close()
-        self.db.close()
-        if self._folder:
-            self._folder.cleanup()
+        self._open.close()

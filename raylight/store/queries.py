@@ -10,7 +10,7 @@ from typing import Any
 
 from raylight.errors import QueryError, UnknownIdError
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_WITH_ATTEMPT, SPAN, Row
-from raylight.store.shelves import WORKERS
+from raylight.store.workers import WORKERS
 
 
 @dataclass
@@ -41,9 +41,11 @@ class Where:
 
     def among(self, column: str, values: Sequence[Any] | None) -> Where:
         """One of any number of values; an empty list matches nothing, as a filter should."""
-        if values is not None:
-            self.filters.append(f"{column} IN (SELECT value FROM json_each(?))")
-            self.values.append(json.dumps(values))
+        if values is None:
+            return self
+        one_of = "=" if len(values) == 1 else "IN"  # the former so that an index gives the order too
+        self.filters.append(f"{column} {one_of} (SELECT value FROM json_each(?))")
+        self.values.append(json.dumps(values))
         return self
 
     def sql(self, logic: str) -> tuple[str, list[Any]]:
@@ -102,6 +104,56 @@ class Queries:
     def __init__(self, reader: sqlite3.Connection) -> None:
         self._reader = reader
 
+    def run(self, method: str, args: tuple[Any, ...]) -> Any:
+        """One of the queries below; all that it reads is of the same moment."""
+        self._reader.execute("BEGIN")
+        try:
+            return getattr(self, method)(*args)
+        finally:
+            if self._reader.in_transaction:
+                self._reader.execute("ROLLBACK")
+
+    def rollout(self, rollout_id: str) -> Row:
+        """Columns ROLLOUT_WITH_ATTEMPT of a rollout."""
+        found = self._by_id(f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", [rollout_id])
+        if not found:
+            raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
+        return found[0]
+
+    def collect(self, rollout_ids: list[str], with_spans: bool) -> list[tuple[Row, float | None, list[Row], list[Row]]]:
+        """`(rollout, reward, calls, spans)` of each rollout's latest attempt: calls in the order in which they began."""
+        return [self._collect(rollout_id, with_spans) for rollout_id in rollout_ids]
+
+    def _collect(self, rollout_id: str, with_spans: bool) -> tuple[Row, float | None, list[Row], list[Row]]:
+        rollout = self.rollout(rollout_id)
+        attempt_id = self._all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
+        if attempt_id is None:
+            return rollout, None, [], []
+        reward = self._all(
+            "SELECT reward FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1", [attempt_id]
+        )
+        calls = self._all(
+            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND generation IS NOT NULL"
+            " ORDER BY start_time, rowid",
+            [attempt_id],
+        )
+        spans: list[Row] = []
+        if with_spans:
+            ordered = f"SELECT {SPAN} FROM spans WHERE rollout_id = ? AND attempt_id = ? ORDER BY sequence_id"
+            spans = self._all(ordered, [rollout_id, attempt_id])
+        return rollout, reward[0][0] if reward else None, calls, spans
+
+    def latest_resources(self) -> Row | None:
+        found = self._all(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1", [])
+        return found[0] if found else None
+
+    def statistics(self) -> dict[str, int]:
+        """Counts by status, and of everything counted along the way."""
+        counts = dict(self._all("SELECT name, value FROM counts", []))
+        for table in ("resources", "workers"):
+            counts[f"total_{table}"] = self._all(f"SELECT COUNT(*) FROM {table}", [])[0][0]
+        return {name: value for name, value in counts.items() if value}
+
     def rollouts(
         self, statuses: list[str] | None, ids: list[str] | None, id_contains: str | None, logic: str, page: Page
     ) -> list[Row]:
@@ -127,7 +179,7 @@ class Queries:
             attempt_id = latest
         where = Where().always("rollout_id", rollout_id)
         if attempt_id is not None:
-            if not self._all("SELECT 1 FROM attempts WHERE rollout_id = ? AND attempt_id = ?", [rollout_id, attempt_id]):
+            if not self._by_id("SELECT 1 FROM attempts WHERE rollout_id = ? AND attempt_id = ?", [rollout_id, attempt_id]):
                 raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
             where.always("attempt_id", attempt_id)
         for column, value in equal.items():
@@ -145,6 +197,12 @@ class Queries:
             [rollout_id, json.dumps(call_ids)],
         )
 
+    def resources_by_id(self, resources_id: str) -> Row:
+        found = self._by_id(f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", [resources_id])
+        if not found:
+            raise UnknownIdError(f"no resources {resources_id!r} in the store")
+        return found[0]
+
     def resources(self, resources_id: str | None, id_contains: str | None, page: Page) -> list[Row]:
         conditions, values = Where().equals("resources_id", resources_id).contains("resources_id", id_contains).sql("and")
         return self._all(f"SELECT {RESOURCES} FROM resources{conditions}{page.sql(RESOURCES_ORDER, 'position')}", values)
@@ -157,8 +215,15 @@ class Queries:
         return self._all(f"SELECT * FROM {WORKERS}{conditions}{page.sql(WORKER_ORDER, 'worker_id')}", values)
 
     def _must_know(self, rollout_id: str) -> None:
-        if not self._all("SELECT 1 FROM rollouts WHERE rollout_id = ?", [rollout_id]):
+        if not self._by_id("SELECT 1 FROM rollouts WHERE rollout_id = ?", [rollout_id]):
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
+
+    def _by_id(self, statement: str, ids: list[str]) -> list[Row]:
+        """Rows of these ids; none for one that is not Unicode, for there can be none of it."""
+        try:
+            return self._all(statement, ids)
+        except UnicodeEncodeError:
+            return []
 
     def _all(self, statement: str, values: list[Any]) -> list[Row]:
         return self._reader.execute(statement, values).fetchall()

@@ -126,18 +126,18 @@ class StoreReader:
         return [worker_of(row) for row in rows]
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout:
-        return rollout_of(await self._channel.call("get_rollout", rollout_id))
+        return rollout_of(await self._channel.send("query", "rollout", rollout_id))
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """A rollout's latest attempt; None if it has had none."""
         return (await self.get_rollout_by_id(rollout_id)).attempt
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate:
-        return resources_of(await self._channel.call("get_resources", resources_id))
+        return resources_of(await self._channel.send("query", "resources_by_id", resources_id))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
         """The version that was added or updated last; None if there is none."""
-        row = await self._channel.call("latest_resources")
+        row = await self._channel.send("query", "latest_resources")
         return None if row is None else resources_of(row)
 
     async def get_worker_by_id(self, worker_id: str) -> Worker:
@@ -155,15 +155,15 @@ class StoreReader:
 
     async def collect(self, rollout_ids: Sequence[str], with_spans: bool = False) -> list[FinishedRollout]:
         """Each rollout with the final reward and the generations of its latest attempt, and its spans if asked for."""
-        return [_finished(*columns) for columns in await self._channel.call("collect", list(rollout_ids), with_spans)]
+        return [_finished(*columns) for columns in await self._channel.send("query", "collect", list(rollout_ids), with_spans)]
 
     async def lease_seconds(self) -> float:
         """How long an attempt may go without a sign of life before it goes back to the queue."""
-        return await self._channel.call("lease_seconds")
+        return await self._channel.send("lease_seconds")
 
     async def statistics(self) -> dict[str, int]:
         """Counts by status (`rollouts_succeeded`), in all (`total_spans`), and of what was retried, late, lost or double."""
-        return await self._channel.call("statistics")
+        return await self._channel.send("query", "statistics")
 
 
 def _finished(rollout: Row, reward: float | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:

@@ -6,8 +6,6 @@ to the attempt that opened it and to no other; what comes for an attempt that is
 
 from __future__ import annotations
 
-from typing import Any
-
 from raylight.errors import UnknownIdError
 from raylight.store.attempts import Attempts, LiveAttempt
 from raylight.store.journal import Journal
@@ -19,6 +17,7 @@ OpenedCall = tuple[str, str, str, float]
 """`(rollout_id, attempt_id, call_id, start_time)`."""
 ClosedCall = tuple[str, str, str, bytes | None, Row | None]
 """`(rollout_id, attempt_id, call_id, generation, span)`; None where nothing was sampled."""
+REWARD = SPAN.split(", ").index("reward")
 _ADD_SPAN = (
     f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT (attempt_id, span_id) DO NOTHING"
 )  # fmt: skip
@@ -49,9 +48,13 @@ class Records:
                 attempt = seen[rollout_id, attempt_id] = self._attempts.get(rollout_id, attempt_id)
                 nexts[attempt_id] = attempt.next_span
             number = wanted or nexts[attempt_id]
+            late = seen[rollout_id, attempt_id].status in ATTEMPT_FINISHED
+            if late:  # its reward is what it was decided with
+                span = (*span[:REWARD], None, *span[REWARD + 1 :])
             if self._journal.execute(_ADD_SPAN, (rollout_id, attempt_id, number, *span[3:])).rowcount:
                 nexts[attempt_id] = max(nexts[attempt_id], number + 1)
                 numbers.append(number)
+                self._journal.count("spans_late", by=late)
             else:
                 numbers.append(None)
         for attempt in seen.values():
@@ -113,29 +116,3 @@ class Records:
         except UnknownIdError:
             return None
         return None if attempt.status in ATTEMPT_FINISHED else attempt
-
-    # reading
-
-    def collect(self, rollout_ids: list[str], with_spans: bool) -> list[Any]:
-        """`(rollout, reward, calls, spans)` of each rollout's latest attempt: calls in the order in which they began."""
-        return [self._collect(rollout_id, with_spans) for rollout_id in rollout_ids]
-
-    def _collect(self, rollout_id: str, with_spans: bool) -> tuple[Row, float | None, list[Row], list[Row]]:
-        rollout = self._rollouts.get(rollout_id)
-        attempt = self._attempts.latest(rollout_id)
-        if attempt is None:
-            return rollout, None, [], []
-        attempt_id = attempt.attempt_id
-        reward = self._journal.one(
-            "SELECT reward FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1", (attempt_id,)
-        )
-        calls = self._journal.execute(
-            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND generation IS NOT NULL"
-            " ORDER BY start_time, rowid",
-            (attempt_id,),
-        ).fetchall()
-        spans: list[Row] = []
-        if with_spans:
-            ordered = f"SELECT {SPAN} FROM spans WHERE rollout_id = ? AND attempt_id = ? ORDER BY sequence_id"
-            spans = self._journal.execute(ordered, (rollout_id, attempt_id)).fetchall()
-        return rollout, reward[0] if reward else None, calls, spans

@@ -6,6 +6,7 @@ cancelled stays so until somebody puts it back by hand.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from raylight.errors import UnknownIdError
 from raylight.store.journal import Journal
 from raylight.store.rows import LATEST, ROLLOUT_WITH_ATTEMPT, Row, config_of
-from raylight.store.rules import check_by_hand
+from raylight.store.rules import Losses, check_by_hand
 from raylight.types import FINISHED, WAITING, RolloutConfig, RolloutStatus
 
 
@@ -48,7 +49,7 @@ class Rollouts:
         self._journal = journal
         self._clock = clock
         self.changes = Changes()
-        last = journal.one("SELECT MAX(queue) FROM rollouts WHERE queue IS NOT NULL")
+        last = journal.one("SELECT MAX(queue) FROM rollouts WHERE queue IS NOT NULL")  # once, of those that wait
         self._last_in_queue = (last and last[0]) or 0
 
     @property
@@ -92,8 +93,11 @@ class Rollouts:
         )  # fmt: skip
         return True
 
-    def first_in_queue(self, limit: int) -> list[str]:
-        found = self._journal.execute("SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL ORDER BY queue LIMIT ?", (limit,))
+    def first_in_queue(self, limit: int, suspect: bool = False) -> list[str]:
+        """The oldest waiting rollouts, of those that are suspected or of the others."""
+        found = self._journal.execute(
+            "SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL AND suspect = ? ORDER BY queue LIMIT ?", (suspect, limit)
+        )
         return [rollout_id for (rollout_id,) in found.fetchall()]
 
     def take(self, rollout_id: str) -> tuple[RolloutConfig, int]:
@@ -148,8 +152,19 @@ class Rollouts:
     def status(self, rollout_id: str) -> RolloutStatus:
         return self.column(rollout_id, "status")
 
-    def statuses(self, rollout_ids: list[str]) -> list[RolloutStatus]:
-        return [self.status(rollout_id) for rollout_id in rollout_ids]
+    def undecided(self, rollout_ids: list[str]) -> list[str]:
+        """Those of the rollouts that are not finished.
+
+        Raises:
+            UnknownIdError: one is not there.
+        """
+        found = self._journal.execute(
+            "SELECT j.key, r.status FROM json_each(?) j LEFT JOIN rollouts r ON r.rollout_id = j.value", (json.dumps(rollout_ids),)
+        ).fetchall()
+        for key, status in found:
+            if status is None:
+                raise UnknownIdError(f"no rollout {rollout_ids[key]!r} in the store")
+        return [rollout_ids[key] for key, status in found if status not in FINISHED]
 
     def config(self, rollout_id: str) -> RolloutConfig:
         return config_of(self.column(rollout_id, "config"))
@@ -160,20 +175,18 @@ class Rollouts:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return found[0]
 
-    def fate(self, rollout_id: str) -> tuple[RolloutStatus, RolloutConfig, int]:
+    def fate(self, rollout_id: str) -> tuple[RolloutStatus, RolloutConfig, Losses]:
         """What its attempts can change or depend on: its status, its config, and how many of them the infrastructure lost."""
-        found = self._journal.one(
-            "SELECT status, config, infrastructure_failures FROM rollouts WHERE rollout_id = ?", (rollout_id,)
-        )
+        found = self._journal.one("SELECT status, config, lost, charged FROM rollouts WHERE rollout_id = ?", (rollout_id,))
         assert found is not None, "an attempt has a rollout"
-        return found[0], config_of(found[1]), found[2]
+        return found[0], config_of(found[1]), Losses(found[2], found[3])
 
-    def add_lost(self, rollout_id: str, by: int) -> None:
-        """Count attempts that the infrastructure lost."""
-        self._journal.execute(
-            "UPDATE rollouts SET infrastructure_failures = MAX(infrastructure_failures + ?, 0) WHERE rollout_id = ?",
-            (by, rollout_id),
-        )
+    def set_losses(self, rollout_id: str, losses: Losses) -> None:
+        self._journal.execute("UPDATE rollouts SET lost = ?, charged = ? WHERE rollout_id = ?", (*losses, rollout_id))
+
+    def suspect(self, rollout_id: str, suspected: bool) -> None:
+        """Suspect a rollout of having brought its runner down, or acquit it."""
+        self._journal.execute("UPDATE rollouts SET suspect = ? WHERE rollout_id = ?", (suspected, rollout_id))
 
     def set_status(self, rollout_id: str, before: RolloutStatus, status: RolloutStatus) -> None:
         """Change a rollout's status, and its place in the queue with it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from raylight.errors import InvalidTransitionError
 from raylight.types import (
     ATTEMPT_TRANSITIONS,
@@ -26,21 +28,28 @@ CONTINUED: dict[AttemptStatus, RolloutStatus] = {"preparing": "preparing", "runn
 """What a rollout is while its latest attempt is well."""
 
 
-def decide(
-    status: AttemptStatus, sequence_id: int, infrastructure: bool, infrastructure_failures: int, config: RolloutConfig
-) -> RolloutStatus:
+class Losses(NamedTuple):
+    """Attempts of a rollout that were lost to the infrastructure."""
+
+    lost: int
+    charged: int
+    """Those of them that it may have brought about itself: where a runner dies with many attempts, nobody knows which did it."""
+
+
+def decide(status: AttemptStatus, sequence_id: int, infrastructure: bool, losses: Losses, config: RolloutConfig) -> RolloutStatus:
     """The status of a rollout whose latest attempt has this status.
 
     Args:
         sequence_id: of that attempt.
         infrastructure: the attempt was lost to the infrastructure.
-        infrastructure_failures: how many attempts of the rollout were, this one included.
+        losses: of the rollout, this attempt included.
     """
     if status in CONTINUED:
         return CONTINUED[status]
-    if infrastructure and infrastructure_failures <= config.infrastructure_retries:
+    beyond = max(losses.charged - config.infrastructure_retries, 0)  # these count like other attempts
+    if infrastructure and not beyond:
         return "requeuing"
-    own = sequence_id - min(infrastructure_failures, config.infrastructure_retries)  # more of them count like others
+    own = sequence_id - (losses.lost - beyond)
     return "requeuing" if status in config.retry_condition and own < config.max_attempts else "failed"
 
 

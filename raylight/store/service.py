@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import pickle
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +27,10 @@ from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal, JournalError
 from raylight.store.queries import Queries
 from raylight.store.records import Records
+from raylight.store.resources import Resources
 from raylight.store.rollouts import Changes, Rollouts
 from raylight.store.rows import Row
-from raylight.store.shelves import Shelves
-from raylight.types import FINISHED
+from raylight.store.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +59,26 @@ class StoreService:
     Args:
         path: the journal's file; None keeps it in a temporary folder for as long as this object lives.
         clock: seconds since the epoch.
+        read_only: only queries are answered; for looking at a run, also while it goes on.
     """
 
     def __init__(
-        self, path: Path | str | None = None, config: StoreConfig | None = None, clock: Callable[[], float] = time.time
+        self,
+        path: Path | str | None = None,
+        config: StoreConfig | None = None,
+        clock: Callable[[], float] = time.time,
+        read_only: bool = False,
     ) -> None:
         config = config or StoreConfig()
-        self._journal = Journal(path)
+        self._read_only = read_only
+        self._journal = Journal(path, read_only)
         self._clock = clock
         self._max_queued = config.max_queued
         self._rollouts = Rollouts(self._journal, clock)
-        self._attempts = Attempts(self._journal, self._rollouts, clock, config.lease_seconds)
+        self._workers = Workers(self._journal, clock)
+        self._attempts = Attempts(self._journal, self._rollouts, self._workers, clock, config.lease_seconds)
         self._records = Records(self._journal, self._rollouts, self._attempts)
-        self._shelves = Shelves(self._journal, self._attempts, clock)
+        self._resources = Resources(self._journal, clock)
         self._queries = Queries(self._journal.reader)
         self._methods = self._table()
         self._queued, self._room, self._closed, self._earlier = Signal(), Signal(), Signal(), Signal()
@@ -79,12 +87,13 @@ class StoreService:
         self._watching: asyncio.Task[None] | None = None
         self._alarm = math.inf
         self._shut = False
-        with self._journal.transaction():
-            self._attempts.recover()
+        if not read_only:
+            with self._journal.transaction():
+                self._attempts.recover()
 
     def _table(self) -> dict[str, Callable[..., Any]]:
         """What `call` can do."""
-        rollouts, attempts, records, shelves = self._rollouts, self._attempts, self._records, self._shelves
+        rollouts, attempts, records, resources = self._rollouts, self._attempts, self._records, self._resources
         return {
             "start_rollout": attempts.start_rollout,
             "start_attempt": attempts.start_attempt,
@@ -93,30 +102,41 @@ class StoreService:
             "finish_attempt": self._finish_attempt,
             "release_worker": attempts.release_worker,
             "cancel": rollouts.cancel,
-            "get_rollout": rollouts.get,
             "add_spans": records.add_spans,
             "next_sequence_ids": records.next_sequence_ids,
             "capture": self._capture,
-            "collect": records.collect,
-            "add_resources": shelves.add_resources,
-            "update_resources": shelves.update_resources,
-            "get_resources": shelves.resources,
-            "latest_resources": shelves.latest_resources,
-            "update_worker": shelves.update_worker,
-            "statistics": shelves.statistics,
-            "lease_seconds": lambda: attempts.lease_seconds,
+            "add_resources": resources.add_resources,
+            "update_resources": resources.update_resources,
+            "update_worker": self._update_worker,
         }
 
     # calls that never wait
 
-    async def call(self, calls: list[Call]) -> list[Answer]:
-        """Carry out calls in one transaction; each fails for itself.
+    async def call(self, calls: list[Call], lane: str = "", number: int = 0) -> list[Answer]:
+        """Carry out calls in one transaction; each fails for itself. A message that comes a second time is only answered again.
+
+        Args:
+            lane: of the client, and
+            number: of the message in it, which grows; "" for a message that nobody sends twice.
 
         Raises:
             StoreError: the journal cannot be written; nothing was changed.
         """
         with self._committed():
-            return [self._one_call(method, args) for method, args in calls]
+            if lane and (answered := self._journal.one("SELECT number, answers FROM lanes WHERE lane = ?", (lane,))):
+                last, answers = answered
+                if last == number:
+                    return pickle.loads(answers)
+                if last > number:  # a message that was given up, and came after the next one nevertheless
+                    raise StoreError(f"message {number} of a client came after its message {last}; it was not carried out")
+            answers = [self._one_call(method, args) for method, args in calls]
+            if lane:
+                self._journal.execute("INSERT OR REPLACE INTO lanes VALUES (?, ?, ?)", (lane, number, pickle.dumps(answers)))
+            return answers
+
+    async def lease_seconds(self) -> float:
+        self._watch()
+        return self._attempts.lease_seconds
 
     def _one_call(self, method: str, args: tuple[Any, ...]) -> Answer:
         try:
@@ -147,6 +167,11 @@ class StoreService:
         if "config" in values:
             self._attempts.adopt_config(rollout_id)
         return self._rollouts.get(rollout_id)
+
+    def _update_worker(self, worker_id: str, stats: str | None, attempt_ids: list[str] | None) -> tuple[Row, list[str]]:
+        """A heartbeat; returns the worker, and those of its attempts that nobody needs any more."""
+        over = self._attempts.renew_leases(worker_id, attempt_ids)
+        return self._workers.heartbeat(worker_id, stats), over
 
     def _finish_attempt(
         self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row], at_once: bool
@@ -182,7 +207,7 @@ class StoreService:
         if limit < 1:
             return []
         if timeout > 0 and not self._attempts.given_to(request_id):
-            await self._until(self._queued, lambda: self._rollouts.waiting > 0, timeout)
+            await self._until(self._queued, lambda: self._attempts.has_for(worker_id), timeout)
         with self._committed():
             return self._attempts.dequeue(worker_id, limit, request_id)
 
@@ -207,7 +232,7 @@ class StoreService:
         end = None if timeout is None else loop.time() + timeout
         while True:
             self._watch()
-            undecided = [i for i, status in zip(unique, self._rollouts.statuses(unique), strict=True) if status not in FINISHED]
+            undecided = self._rollouts.undecided(unique)
             needed = wanted - (len(unique) - len(undecided))
             left = None if end is None else end - loop.time()
             if needed <= 0 or (left is not None and left <= 0):
@@ -228,12 +253,15 @@ class StoreService:
                 if not waiters:
                     self._waiters.pop(rollout_id, None)
 
-    async def query(self, method: str, *args: Any) -> list[Row]:
+    async def query(self, method: str, *args: Any) -> Any:
         """Run one of the `Queries`, beside the writer."""
-        self._watch()
+        if self._read_only:
+            self._must_be_open()
+        else:
+            self._watch()
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._readers, getattr(self._queries, method), *args)
+            return await loop.run_in_executor(self._readers, self._queries.run, method, args)
         except UnicodeEncodeError as error:
             raise QueryError(f"nothing can be found by what is not Unicode: {error}") from None
         except sqlite3.Error as error:
@@ -267,8 +295,9 @@ class StoreService:
 
     def _watch(self) -> None:
         """Keep the timer running. If it failed, say so to this caller; the next one starts it again."""
-        if self._shut:
-            raise StoreError(f"the store {self._journal.path} is closed")
+        self._must_be_open()
+        if self._read_only:
+            raise StoreError(f"the store {self._journal.path} was opened for reading only")
         watching = self._watching
         if watching is not None and watching.done():
             self._watching = None
@@ -276,6 +305,10 @@ class StoreService:
                 watching.result()
         if self._watching is None:
             self._watching = asyncio.create_task(self._expire_forever())
+
+    def _must_be_open(self) -> None:
+        if self._shut:
+            raise StoreError(f"the store {self._journal.path} is closed")
 
     async def _expire_forever(self) -> None:
         try:

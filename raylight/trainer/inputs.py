@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
+from raylight.components import build_component, find_component
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError
 
 
@@ -22,20 +23,33 @@ class Inputs:
 
 
 def is_agent(given: Any) -> bool:
-    return isinstance(given, LitAgent) or (callable(given) and not isinstance(given, type))
+    """Whether it is an agent or describes one, and is no dataset."""
+    if isinstance(given, type):
+        return issubclass(given, LitAgent)
+    return isinstance(given, LitAgent | str) or callable(given) or (isinstance(given, Mapping) and "type" in given)
 
 
 def as_agent(given: Any) -> LitAgent:
-    """The agent; a plain function is decorated.
+    """The agent; a plain function is decorated, and one that is described is made.
+
+    Args:
+        given: a LitAgent, its class, a function, the dotted name of any of these, or a dict with the class as its `type`.
 
     Raises:
         ConfigError: it is none.
     """
+    if isinstance(given, str):
+        given = find_component(given, "agent")
+    if isinstance(given, Mapping) or (isinstance(given, type) and issubclass(given, LitAgent)):
+        given = build_component(given, LitAgent, "agent")
     if isinstance(given, LitAgent):
         return given
-    if is_agent(given):
+    if callable(given) and not isinstance(given, type):
         return rollout(given)
-    raise ConfigError(f"agent must be a function decorated with @rollout or an instance of LitAgent, not {given!r:.80}")
+    raise ConfigError(
+        f"agent must be a function decorated with @rollout or an instance of LitAgent (or its class, a dotted name, or a dict with "
+        f"a 'type'), not {given!r:.80}"
+    )
 
 
 def resolve_model(model: str) -> str:

@@ -88,7 +88,8 @@ def merge_resources(agent: LitAgent, given: NamedResources) -> NamedResources:
 
 
 def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
-    """Resources in which every model without an endpoint is the one that is trained; without any, it is added as `llm`.
+    """Resources in which every model without an endpoint is the one that is trained; without any, it is added as `llm` and, as
+    agents written for agent-lightning's VERL expect, as `main_llm`, unless something else is called so.
 
     Raises:
         ConfigError: `llm` is another model's name.
@@ -101,7 +102,7 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
         )
     kept = ("sampling_parameters", "agent_id")
     filled = {name: llm.model_copy(update={field: getattr(resources[name], field) for field in kept}) for name in open_slots}
-    return resources | (filled or {"llm": llm})
+    return resources | filled if filled else {"main_llm": llm} | resources | {"llm": llm}
 
 
 def is_open(resource: Any) -> bool:

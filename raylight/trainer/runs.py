@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 from collections.abc import Awaitable
 from pathlib import Path
@@ -15,6 +16,7 @@ from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
 from raylight.runner.pool import Cargo
+from raylight.runner.threads import AgentThreads
 from raylight.serving.choose import choose_engine
 from raylight.traces.agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
@@ -127,8 +129,7 @@ class AlgorithmRun(Run):
         self.plan = RunPlan(**self._common)
         must_have_endpoints(self.plan.resources.items(), algorithm)
         self._datasets = {name: as_dataset(getattr(inputs, name), f"{name}_dataset") for name in ("train", "val")}
-        if isinstance(algorithm, Baseline):  # others may add resources before they enqueue anything
-            inputs.agent.check(self.plan.resources)
+        inputs.agent.check(self.plan.resources, more_may_come=not isinstance(algorithm, Baseline))
 
     async def work(self) -> dict[str, Any]:
         report = self.report
@@ -152,7 +153,9 @@ class AlgorithmRun(Run):
         if algorithm.is_async():
             await cast("Awaitable[None]", algorithm.run(**work))
         else:
-            await asyncio.to_thread(algorithm.run, **work)
+            _, raised = await AgentThreads().run(functools.partial(algorithm.run, **work))  # a daemon: Ctrl-C does not wait for it
+            if raised is not None:
+                raise raised
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self.trainer.progress:

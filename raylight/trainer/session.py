@@ -11,14 +11,29 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
+from raylight.errors import ConfigError, reason_of
 from raylight.runner.pool import RunnerPool
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
+from raylight.store.journal import Journal
 from raylight.trainer.plan import RunPlan
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+async def _close_store(actor: Any) -> None:
+    """Let the store put its file in order and let go of it, so that whoever comes next can have it."""
+    try:
+        await asyncio.wait_for(actor.close.remote(), CLOSE_TIMEOUT_S)
+    except (TimeoutError, RayActorError, RayTaskError) as error:
+        logger.warning("the store did not close: %s", reason_of(error))
+    finally:
+        ray.kill(actor)
 
 
 class Session:
@@ -58,11 +73,15 @@ class Session:
         if isinstance(plan.store, StoreClient):
             self.store = plan.store
             return
-        for ending in ("", "-wal", "-shm"):  # of an earlier run in this folder
-            Path(plan.store_path + ending).unlink(missing_ok=True)
+        if plan.store.path is None:
+            Journal.discard(Path(plan.store_path))  # of an earlier run in this folder, which begins anew as a whole
+        elif os.path.exists(plan.store_path):
+            raise ConfigError(
+                f"there is a file at the store's path {plan.store_path} already; give the store another path, or remove it"
+            )
         os.makedirs(os.path.dirname(plan.store_path), exist_ok=True)
         actor = start_store(plan.name, plan.store_path, plan.store)
-        self._stack.callback(ray.kill, actor)
+        self._stack.push_async_callback(_close_store, actor)
         self.store = StoreClient(actor)
 
     def _make_pool(self) -> RunnerPool:

@@ -6,12 +6,11 @@ import contextlib
 import datetime
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from raylight.agent.hooks import Hook, HookSet
-from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, AnyAlgorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
@@ -23,6 +22,7 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
+from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.display import make_display
@@ -36,8 +36,8 @@ Trains = PolicyAlgorithm | Algorithm
 class Trainer:
     """Trains an agent on a Ray cluster, or on a local one that it starts.
 
-    Components (`algorithm`, `tracer`, `adapter`) may be given as an instance, a class, a dotted name, or
-    `{"type": ..., **arguments}`. An argument that nothing would read is an error.
+    Components (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, each of `hooks`) may be given as an instance, a class, a
+    dotted name, or `{"type": ..., **arguments}`. An argument that nothing would read is an error.
 
     Args:
         algorithm: what to train and how, for example `GRPO(model=...)`, or an `Algorithm` with a `run` of its own.
@@ -53,14 +53,14 @@ class Trainer:
         engine, runner, learner: settings of the components, as a dict or as EngineConfig, RunnerConfig, LearnerConfig.
         store: settings of the run's store (dict or StoreConfig), or the client of one that is there already.
         tracer: catches spans inside the agent; an OtelTracer if None.
-        adapter: makes training data of spans for an `Algorithm`; a TracerTraceToTriplet if None. To GRPO and its kin it gives only
-            `agent_match`, since they train on the tokens that the engine recorded.
-        llm_proxy: handed to an `Algorithm` as it is.
+        adapter: makes training data of spans for an `Algorithm`; a TracerTraceToTriplet if None or a dict without a `type`. To GRPO
+            and its kin it gives only `agent_match`, since they train on the tokens that the engine recorded.
+        llm_proxy: handed to an `Algorithm`, which knows what it is.
         hooks: called around every rollout; one, or several in their order.
         dev: `fit` and `train` do what `dev` does.
         seed: of task order and of sampling; 0 if None.
         address: of the Ray cluster; None joins the one at `RAY_ADDRESS` or on this machine, or starts a local one.
-        progress: show steps while the run goes on, and a summary at its end.
+        progress: show steps while the run goes on, and a summary at its end; False also silences `Baseline`.
         log_to_driver: print what actors print; otherwise their logs are in the dashboard and `ray logs`.
 
     Raises:
@@ -71,7 +71,7 @@ class Trainer:
         self,
         *,
         algorithm: Trains | type[Trains] | str | dict[str, Any] | None = None,
-        agent: LitAgent | None = None,
+        agent: Any = None,
         train_dataset: Any = None,
         val_dataset: Any = None,
         num_epochs: int | None = None,
@@ -90,7 +90,7 @@ class Trainer:
         tracer: Any = None,
         adapter: Any = None,
         llm_proxy: Any = None,
-        hooks: Hook | Sequence[Hook] | None = None,
+        hooks: Any = None,
         dev: bool = False,
         seed: int | None = None,
         address: str | None = None,
@@ -108,9 +108,9 @@ class Trainer:
         self.store = _store(store)
         self.tracer: Tracer = build_component(tracer, Tracer, "tracer", default=OtelTracer)
         self.adapter: TraceAdapter[Any] | None = (
-            None if adapter is None else build_component(adapter, TraceAdapter, "adapter")  # type: ignore[type-abstract]
+            None if adapter is None else build_component(adapter, TraceAdapter, "adapter", dict_default=TracerTraceToTriplet)  # type: ignore[type-abstract]
         )
-        self.llm_proxy = llm_proxy
+        self.llm_proxy = None if llm_proxy is None else build_component(llm_proxy, object, "llm_proxy")
         self.hooks = _hooks(hooks)
         self.engine = EngineConfig.parse(engine, port=port)
         self.learner = LearnerConfig.parse(learner, n=n_learners)
@@ -130,7 +130,8 @@ class Trainer:
         run remains, and a cluster that was there before stays up.
 
         Args:
-            agent: decorated function or LitAgent; where the Trainer has one, the training dataset may come first instead.
+            agent: decorated function or LitAgent, or what describes one; where the Trainer has one, the training dataset may come
+                first instead.
             train_dataset: tasks, each given to the agent as it is; anything picklable.
             val_dataset, val_data: tasks on which progress is measured; never trained on. Two words for the same.
 
@@ -220,11 +221,12 @@ def _named(resources: Any) -> NamedResources:
 
 
 def _hooks(given: Any) -> tuple[Hook, ...]:
-    """One hook or several; raises HookError now for what would be refused in every runner."""
-    several = isinstance(given, Iterable) and not isinstance(given, type)
-    hooks: tuple[Hook, ...] = tuple(given) if several else () if given is None else (given,)
-    HookSet(hooks)
-    return hooks
+    """One hook or several, each of which may be described; raises HookError now for what would be refused in every runner."""
+    several = isinstance(given, Iterable) and not isinstance(given, type | str | Mapping | Hook)
+    hooks: tuple[Any, ...] = tuple(given) if several else () if given is None else (given,)
+    made = tuple(build_component(hook, object, "hooks") for hook in hooks)
+    HookSet(made)
+    return cast("tuple[Hook, ...]", made)
 
 
 def _store(given: Any) -> StoreConfig | StoreClient:
@@ -233,8 +235,14 @@ def _store(given: Any) -> StoreConfig | StoreClient:
     Raises:
         ConfigError: it is neither.
     """
-    if not isinstance(given, StoreClient):
+    is_settings = given is None or isinstance(given, StoreConfig) or (isinstance(given, dict) and "type" not in given)
+    if is_settings:
         return StoreConfig.parse(given)
+    if not isinstance(given, StoreClient):
+        raise ConfigError(
+            f"store takes a dict of settings ({', '.join(StoreConfig.model_fields)}), a StoreConfig, or the StoreClient of a store "
+            f"that is there already, not {given!r:.80}"
+        )
     if isinstance(given._channel.target, StoreService):
         raise ConfigError("this store is an object of this process, which runners cannot reach; give the client of a StoreActor")
     return given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from raylight.config import Config
 from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, WorkerStatus
@@ -76,6 +76,11 @@ class EnqueueRolloutRequest(Noun):
     metadata: dict[str, Any] = Field(default_factory=dict)
     rollout_id: str | None = None
     """An id of one's own: enqueueing it again changes nothing and gives the rollout that is there."""
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _none_is_empty(cls, metadata: Any) -> Any:
+        return {} if metadata is None else metadata
 
 
 class Rollout(EnqueueRolloutRequest):

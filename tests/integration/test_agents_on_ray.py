@@ -156,6 +156,21 @@ def test_an_agent_that_blocks_the_event_loop_costs_its_runner_but_no_other_rollo
     assert done.summary["counts"]["runners_lost"] == 1  # type: ignore[attr-defined]
 
 
+def test_an_agent_that_kills_its_runner_costs_only_itself(tmp_path: Path) -> None:
+    @rl.rollout
+    async def one_is_deadly(task: int) -> float:
+        import os
+
+        if task == 3:
+            os._exit(1)
+        await asyncio.sleep(0.1)
+        return 1.0
+
+    done = roll(one_is_deadly, list(range(12)), tmp_path)
+    assert {item.rollout.input for item in done.found if item.rollout.status == "failed"} == {3}
+    assert Counter(item.rollout.status for item in done.found) == {"succeeded": 11, "failed": 1}
+
+
 def test_max_rollouts_ends_runners_and_says_so_to_who_waits(tmp_path: Path) -> None:
     @rl.rollout
     def quick(task: int) -> float:
@@ -209,9 +224,10 @@ def test_a_store_of_ones_own_outlives_the_run(tmp_path: Path) -> None:
 
     actor = start_store("mine", str(tmp_path / "mine.db"), StoreConfig())
     client = rl.StoreClient(actor)
-    done = roll(failing_on_odd, [0, 2], tmp_path / "run", store=client)
-    assert len(done.found) == 2
-    assert asyncio.run(_count(client)) == 2
+    for run in (1, 2):  # runners of the first are gone, and take nothing of the second
+        done = roll(failing_on_odd, [0, 2], tmp_path / f"run-{run}", store=client)
+        assert [item.rollout.attempt.sequence_id for item in done.found if item.rollout.attempt] == [1, 1]
+        assert asyncio.run(_count(client)) == 2 * run
     ray.kill(actor)
 
 

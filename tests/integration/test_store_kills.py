@@ -43,7 +43,6 @@ class UntilKilledEnough(rl.Algorithm):
         self.versions: list[str] = []
         self.found: list[Any] = []
         self.statistics: dict[str, int] = {}
-        self.spans_of_one: list[Any] = []
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()

@@ -46,7 +46,7 @@ async def solver_and_critic(task: dict[str, int], model: rl.LLM, judge: rl.LLM, 
 
 
 async def read(path: Path) -> list[tuple[Any, list[rl.Span]]]:
-    service = rl.StoreService(path)
+    service = rl.StoreService(path, read_only=True)
     store = rl.StoreClient(service)
     try:
         rollouts = await store.query_rollouts(limit=8)

@@ -111,6 +111,15 @@ def test_a_choice_among_several_is_logged_at_fit_time(caplog: pytest.LogCaptureF
         assert caplog.text == ""
 
 
+def test_what_an_algorithm_may_still_add_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    agent = rollout(lambda task, llm, table: table)
+    agent.check({"llm": POLICY}, more_may_come=True)
+    assert "asks for 'table', which nothing fills" in caplog.text
+    assert "the algorithm must add it before it enqueues a rollout" in caplog.text
+    with pytest.raises(AgentSignatureError, match="asks for 'table'"):
+        agent.check({"llm": POLICY})
+
+
 def test_a_trained_and_a_fixed_model_in_one_rollout() -> None:
     @rollout
     def agent(task: str, llm: LLM, judge: LLM, resources: dict) -> list:

@@ -146,6 +146,49 @@ def test_methods_of_the_wrong_kind_are_named_before_the_run_or_when_called() -> 
         Yielding().check(set())
 
 
+class Reordered(LitAgent):
+    def rollout(self, task: Any, rollout: Any, resources: Any) -> Any:  # type: ignore[override]
+        return task, resources, rollout.rollout_id
+
+
+class ByKeyword(LitAgent):
+    def rollout(self, task: Any, *, resources: Any, rollout: Any) -> Any:
+        return task, resources, rollout.rollout_id
+
+
+class Own(LitAgent):
+    def rollout(self, example: Any, /, rollout: Any, **given: Any) -> Any:  # type: ignore[override]
+        return example, given["resources"], rollout.rollout_id
+
+
+class ByKeywordAsync(LitAgent):
+    async def rollout_async(self, task: Any, *, rollout: Any, resources: Any) -> Any:
+        return task, resources, rollout.rollout_id
+
+
+@pytest.mark.parametrize("kind", [Reordered, ByKeyword, Own, ByKeywordAsync])
+async def test_resources_and_rollout_are_given_by_keyword(kind: type[LitAgent]) -> None:
+    agent, rollout = kind(), make_rollout("ro-7")
+    agent.check({})
+    expected = (1, {"a": 2}, "ro-7")
+    if agent.is_async:
+        assert await agent.call_async(1, {"a": 2}, rollout) == expected
+        assert await agent.training_rollout_async(1, {"a": 2}, rollout) == expected
+        assert await agent.validation_rollout_async(1, {"a": 2}, rollout) == expected
+    else:
+        assert agent.call(1, {"a": 2}, rollout) == expected
+        assert agent.training_rollout(1, {"a": 2}, rollout) == agent.validation_rollout(1, {"a": 2}, rollout) == expected
+
+
+def test_a_method_that_cannot_be_called_so_is_named_before_the_run() -> None:
+    class Agent(LitAgent):
+        def rollout(self, task: Any, model: Any) -> float:  # type: ignore[override]
+            return 1.0
+
+    with pytest.raises(AgentSignatureError, match=r"Agent.rollout has the parameters \(task, model\).*by keyword"):
+        Agent().check({})
+
+
 async def test_an_asynchronous_method_that_is_none_is_named() -> None:
     class Agent(LitAgent):
         def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:  # type: ignore[override]

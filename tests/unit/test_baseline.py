@@ -59,7 +59,7 @@ def ready(**settings: Any) -> tuple[Baseline, StoreClient]:
 
 
 async def test_it_runs_every_sample_and_sums_up(capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "raylight")
+    caplog.set_level(logging.DEBUG, "raylight")
     baseline, store = ready()
     async with runner(store, lambda rollout: rollout.input / 2) as seen:
         await baseline.run([1, 2], [3, 4])
@@ -264,6 +264,40 @@ async def test_initial_resources_go_with_the_rollouts() -> None:
         await baseline.run([1])
     assert seen[0].resources_id is not None
     assert (await store.get_resources_by_id(seen[0].resources_id)).resources == {"prompt": "think"}
+
+
+class Trains:
+    """As much of a Trainer as a Baseline looks at."""
+
+    def __init__(self, progress: bool = True) -> None:
+        self.progress = progress
+
+
+async def test_resources_that_a_trainer_has_stored_are_not_stored_again() -> None:
+    baseline, store = ready()
+    trainer, stored = Trains(), await store.add_resources({"prompt": "think"})
+    baseline.set_trainer(trainer)
+    baseline.set_initial_resources({"prompt": "think"})
+    async with runner(store, lambda rollout: 1.0) as seen:
+        await baseline.run([1])
+    assert seen[0].resources_id == stored.resources_id
+    assert len(await store.query_resources()) == 1
+
+
+@pytest.mark.parametrize("progress", [True, False])
+async def test_without_progress_it_is_silent_but_logs(
+    progress: bool, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "raylight")
+    baseline, store = ready()
+    trainer = Trains(progress)
+    baseline.set_trainer(trainer)
+    async with runner(store, lambda rollout: 1.0):
+        await baseline.run([1])
+    assert bool(capsys.readouterr().out) == progress
+    assert "succeeded, reward 1" in caplog.text
+    assert baseline.summary is not None
+    assert baseline.summary["mean_reward"] == 1.0
 
 
 async def test_without_resources_of_its_own_the_latest_are_used() -> None:

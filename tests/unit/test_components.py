@@ -124,6 +124,34 @@ def test_what_cannot_be_built_is_named(spec: Any, message: str) -> None:
         build(spec)
 
 
+def test_a_dict_without_a_type_may_be_of_a_known_kind() -> None:
+    made = build({"size": 3}, dict_default=Hammer)
+    assert (type(made), made.size) == (Hammer, 3)
+    assert type(build({}, dict_default=Hammer)) is Hammer
+    assert type(build({"type": Greedy}, dict_default=Hammer)) is Greedy
+    with pytest.raises(ConfigError, match="tool: Hammer takes no 'sise'; it has: size"):
+        build({"sise": 3}, dict_default=Hammer)
+
+
+@pytest.mark.parametrize("spec", [Hammer, f"{HERE}:Hammer", {"type": Hammer}, lambda: Hammer(), Hammer(), f"{HERE}:TOOL"])
+def test_anything_may_be_described(spec: Any) -> None:
+    made: Any = build_component(spec, object, "thing")
+    assert isinstance(made, Tool)
+    assert made is spec or not isinstance(spec, Tool)
+
+
+def test_of_anything_only_what_describes_something_is_called() -> None:
+    class Callable:
+        def __call__(self) -> int:
+            raise AssertionError
+
+    for made in (Callable(), 3, [1], object()):
+        assert build_component(made, object, "thing") is made
+    for spec, message in (("x", "thing='x' is no dotted name"), ({}, "thing as a dict needs a 'type'")):
+        with pytest.raises(ConfigError, match=message):
+            build_component(spec, object, "thing")
+
+
 def test_settings_of_pydantic_keep_their_own_messages() -> None:
     with pytest.raises(ConfigError, match=r"Typed.*'sise'.*size"):
         build_component({"type": Typed, "sise": 1}, Typed, "config")

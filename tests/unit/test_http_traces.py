@@ -17,7 +17,7 @@ from unit_helpers import FakeEngine, within
 
 from raylight.agent.keys import attempt_path, scoped_key
 from raylight.errors import StoreLostError
-from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID
+from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
 from raylight.serving.app import build_app
 from raylight.serving.capture import CapturingEngine, Recorder
 from raylight.store.client import StoreClient
@@ -123,6 +123,22 @@ async def test_spans_of_no_attempt_or_an_unknown_one_are_rejected_and_the_others
     assert "names no attempt" in partial["errorMessage"]
     assert "ro-404" in partial["errorMessage"]
     assert await site.names(rollout) == ["span 1"]
+
+
+@pytest.mark.parametrize("bad", [{"traceId": "0" * 32}, {"spanId": "x"}, {"name": 3}])
+async def test_a_bad_span_costs_none_of_the_others(site: Site, bad: dict[str, Any]) -> None:
+    rollout = await site.store.start_rollout(1)
+    answer = await site.post(TRACES, SECRET, [a_span("one", 1), a_span("two", 2) | bad, a_span("three", 3)], **keyed(rollout))
+    assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
+    assert await site.names(rollout) == ["one", "three"]
+
+
+async def test_a_sequence_id_that_is_out_of_range_costs_no_span(site: Site) -> None:
+    rollout = await site.store.start_rollout(1)
+    numbered = [{"key": SPAN_SEQUENCE_ID, "value": {"intValue": str(2**62 + 5)}}]
+    spans = [a_span("one", 1), a_span("two", 2) | {"attributes": numbered}, a_span("three", 3)]
+    assert (await site.post(TRACES, SECRET, spans, **keyed(rollout))).json() == {}
+    assert await site.names(rollout) == ["one", "two", "three"]
 
 
 async def test_the_sdks_own_encoding_is_understood_and_a_second_try_changes_nothing(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import json
@@ -32,11 +33,14 @@ from opentelemetry.trace import Status as SdkStatus
 from opentelemetry.util._once import Once
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from unit_helpers import until
 
-from raylight.errors import InvalidTransitionError, OtlpError, StoreError, StoreLostError, UnknownIdError
+from raylight.errors import InvalidTransitionError, OtlpError, SpanError, StoreError, StoreLostError, UnknownIdError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
-from raylight.traces import otlp
-from raylight.traces.otlp import JSON, PROTOBUF, decode, traces_route
+from raylight.traces import otlp, otlp_body
+from raylight.traces.otlp import traces_route
+from raylight.traces.otlp_body import JSON, PROTOBUF, _make_ids_base64
+from raylight.traces.otlp_body import decode as decode_all
 from raylight.traces.tracer import OtelTracer
 from raylight.types import Attempt, Rollout, Span
 
@@ -68,8 +72,16 @@ def as_json(*spans: dict[str, Any], resource: list[dict[str, Any]] | None = None
 
 def as_protobuf(*spans: dict[str, Any], resource: list[dict[str, Any]] | None = None) -> bytes:
     built = json.loads(as_json(*spans, resource=resource))
-    otlp._make_ids_base64(built)
+    for span in built["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+        _make_ids_base64(span)
     return json_format.ParseDict(built, ExportTraceServiceRequest(), ignore_unknown_fields=True).SerializeToString()
+
+
+def decode(*arguments: Any, **settings: Any) -> list[Span]:
+    """Decode a body in which every span is good."""
+    spans, reasons = decode_all(*arguments, **settings)
+    assert reasons == []
+    return spans
 
 
 # ---- reading
@@ -156,7 +168,9 @@ def test_snake_case_and_names_of_enums_are_read_too() -> None:
         ([], [], ("", "", 0)),
         (keys("r", "a", "-1"), [], ("r", "a", 0)),
         (keys("r", "a", "many"), [], ("r", "a", 0)),
+        (keys("r", "a", str(2**62)), [], ("r", "a", 0)),
         (keys("r", "a", str(2**63)), [], ("r", "a", 0)),
+        (keys("r", "a", str(2**62 - 1)), [], ("r", "a", 2**62 - 1)),
         (
             [{"key": ROLLOUT_ID, "value": {"intValue": "5"}}, {"key": SPAN_SEQUENCE_ID, "value": {"intValue": "9"}}],
             [],
@@ -196,20 +210,81 @@ def test_codings(coding: str | None) -> None:
         (b"[]", JSON, None, 400, "not an object"),
         (b"[" * 100_000, JSON, None, 400, "ExportTraceServiceRequest"),
         (b'{"resourceSpans": 3}', JSON, None, 400, "ExportTraceServiceRequest"),
-        (as_json(span_json(name=3)), JSON, None, 400, "ExportTraceServiceRequest"),
-        (as_json(span_json(name="\ud800")), JSON, None, 400, "ExportTraceServiceRequest"),
-        (as_json(span_json(traceId="xyz")), JSON, None, 400, "traceId 'xyz' is not hexadecimal"),
-        (as_json(span_json(traceId=5)), JSON, None, 400, "ExportTraceServiceRequest"),
-        (as_json(span_json(traceId="")), JSON, None, 400, "trace_id of span 'call'"),
-        (as_json(span_json(spanId="0" * 16)), JSON, None, 400, "span_id of span 'call'"),
-        (as_json(span_json(parentSpanId="ab")), JSON, None, 400, "parent_span_id"),
-        (as_json(span_json(links=[{"traceId": TRACE}])), JSON, None, 400, "span_id of a link"),
+        (b'{"resourceSpans": [3]}', JSON, None, 400, "resourceSpans has a member that is no object"),
+        (b'{"resourceSpans": [{"scopeSpans": {}}]}', JSON, None, 400, "scopeSpans is no list"),
+        (b'{"resourceSpans": [{"scopeSpans": [{"spans": "x"}]}]}', JSON, None, 400, "spans is no list"),
+        (json.dumps({"resourceSpans": [{"resource": 3, "scopeSpans": [{"spans": [{}]}]}]}).encode(), JSON, None, 400, "Request"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read(body: bytes, kind: str, coding: str | None, status: int, message: str) -> None:
     with pytest.raises(OtlpError, match=message) as caught:
         decode(body, kind, coding)
     assert caught.value.status == status
+
+
+BAD_SPANS = [
+    ({"name": 3}, "a span cannot be read"),
+    ({"name": "\ud800"}, "a span cannot be read"),
+    ({"traceId": "xyz"}, "traceId 'xyz' is not hexadecimal"),
+    ({"traceId": 5}, "a span cannot be read"),
+    ({"traceId": ""}, "trace_id of span 'call'"),
+    ({"traceId": "0" * 32}, "trace_id of span 'call'"),
+    ({"spanId": "0" * 16}, "span_id of span 'call'"),
+    ({"parentSpanId": "ab"}, "parent_span_id"),
+    ({"links": [{"traceId": TRACE}]}, "span_id of a link"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_SPANS)
+def test_a_bad_span_costs_none_of_the_others(change: dict[str, Any], message: str) -> None:
+    body = as_json(span_json(spanId="1" * 16), span_json(**change), span_json(spanId="2" * 16))
+    spans, reasons = decode_all(body, JSON)
+    assert [span.span_id[0] for span in spans] == ["1", "2"]
+    assert len(reasons) == 1
+    assert message in reasons[0]
+
+
+def test_a_bad_span_of_protobuf_costs_none_of_the_others() -> None:
+    body = as_protobuf(span_json(traceId="0" * 32), span_json(spanId="ab"), span_json())
+    spans, reasons = decode_all(body, PROTOBUF)
+    assert [span.span_id for span in spans] == [SPAN]
+    assert [reason.partition(" of span")[0] for reason in reasons] == ["the trace_id", "the span_id"]
+
+
+@pytest.mark.parametrize("sent", [3, None, "x", [], [{}]])
+def test_what_is_no_span_costs_none_of_the_others(sent: Any) -> None:
+    spans, reasons = decode_all(as_json(span_json(), sent), JSON)
+    assert (len(spans), len(reasons)) == (1, 1)
+    assert "is no span" in reasons[0]
+
+
+def test_a_span_that_the_store_would_refuse_is_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_some(span: Span) -> None:
+        if span.span_id == SPAN:
+            raise SpanError("it cannot be stored")
+
+    monkeypatch.setattr(otlp_body, "span_row", refuse_some)
+    spans, reasons = decode_all(as_protobuf(span_json(), span_json(spanId="1" * 16)), PROTOBUF)
+    assert (len(spans), reasons) == (1, ["it cannot be stored"])
+
+
+@pytest.mark.parametrize(("encode", "kind"), [(as_json, JSON), (as_protobuf, PROTOBUF)])
+def test_there_is_a_limit_of_spans(encode: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = encode(*(span_json(spanId=f"{i:016x}") for i in range(1, 11)))
+    assert len(decode(body, kind, max_spans=10)) == 10
+    monkeypatch.setattr(otlp_body, "_span", None)  # none is made before they are counted
+    with pytest.raises(OtlpError, match="the body has 10 spans, and 9 are the most; send fewer") as caught:
+        decode_all(body, kind, max_spans=9)
+    assert caught.value.status == 413
+
+
+def test_a_large_resource_is_not_kept_with_many_spans() -> None:
+    resource = attributes(large={"stringValue": "x" * 2_000_000})
+    few, many = (as_protobuf(*(span_json(spanId=f"{i:016x}") for i in range(1, n)), resource=resource) for n in (30, 40))
+    assert len(decode(few, PROTOBUF)) == 29
+    with pytest.raises(OtlpError, match="too many attributes") as caught:
+        decode_all(many, PROTOBUF)
+    assert caught.value.status == 413
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", None])
@@ -233,8 +308,8 @@ def test_deep_nesting_is_refused() -> None:
     value: dict[str, Any] = {"stringValue": "x"}
     for _ in range(200):
         value = {"arrayValue": {"values": [value]}}
-    with pytest.raises(OtlpError):
-        decode(as_json(span_json(attributes=attributes(k=value))), JSON)
+    spans, reasons = decode_all(as_json(span_json(attributes=attributes(k=value)), span_json()), JSON)
+    assert len(spans) == len(reasons) == 1
 
 
 # ---- the route
@@ -367,10 +442,48 @@ def test_refusals_of_http(store: Store) -> None:
     assert post(client, gzip.compress(b"x" * 5000), PROTOBUF, content_encoding="gzip").status_code == 413
     unknown = post(client, b"x", "text/plain")
     assert (unknown.status_code, unknown.headers["content-type"]) == (415, JSON)
-    assert post(client, as_json(span_json(name="\ud800"))).status_code == 400
     assert post(client, b'{"\\ud800": }').status_code == 400
     assert client.get("/v1/traces").status_code == 405
     assert store.calls == 0
+
+
+def test_only_the_bad_spans_of_a_body_are_rejected(store: Store) -> None:
+    body = as_json(span_json(), span_json(traceId="0" * 32), span_json(name="\ud800"), span_json(spanId="1" * 16))
+    rejected, message = partial(post(client_of(store.add), body))
+    assert rejected == 2
+    assert "1 of 4 spans: the trace_id of span 'call'" in message
+    assert [span.span_id[0] for span in store.spans] == ["b", "1"]
+
+
+def test_the_sink_is_given_a_large_body_in_parts(store: Store) -> None:
+    body = as_protobuf(*(span_json(spanId=f"{i:016x}") for i in range(1, 2 * otlp.CHUNK + 2)))
+    assert post(client_of(store.add), body, PROTOBUF).content == b""
+    assert (store.calls, len(store.spans)) == (3, 2 * otlp.CHUNK + 1)
+    too_many = post(client_of(store.add, max_spans=10), body, PROTOBUF)
+    assert too_many.status_code == 413
+    assert "10 are the most" in Status.FromString(too_many.content).message
+
+
+async def test_few_bodies_are_decoded_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, most, held = 0, 0, threading.Event()
+
+    def slow(*arguments: Any) -> tuple[list[Span], list[str]]:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        held.wait(10)
+        now -= 1
+        return decode_all(*arguments)
+
+    monkeypatch.setattr(otlp, "decode", slow)
+    transport = httpx.ASGITransport(app=Starlette(routes=[traces_route(store.add)]))
+    async with httpx.AsyncClient(transport=transport, base_url="http://store") as client:
+        work = [client.post("/v1/traces", content=as_json(span_json()), headers={"content-type": JSON}) for _ in range(6)]
+        answers = asyncio.gather(*work)
+        await until(lambda: now == otlp.MAX_DECODES)
+        held.set()
+        assert {answer.status_code for answer in await answers} == {200}
+    assert (most, store.calls) == (otlp.MAX_DECODES, 6)
 
 
 def test_the_body_is_not_read_beyond_the_limit(store: Store) -> None:

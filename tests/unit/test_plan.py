@@ -51,9 +51,15 @@ def test_names_that_raylight_gives_itself_are_taken(name: str) -> None:
 
 
 def test_the_policy_is_added_as_llm_where_nothing_else_is_open() -> None:
-    assert with_policy({}, POLICY) == {"llm": POLICY}
-    tokenizer = LLM(name="t", tokenizer_only=True)
-    assert with_policy({"judge": JUDGE, "tokenizer": tokenizer}, POLICY) == {"judge": JUDGE, "tokenizer": tokenizer, "llm": POLICY}
+    assert with_policy({}, POLICY) == {"llm": POLICY, "main_llm": POLICY}
+    fixed = {"judge": JUDGE, "tokenizer": LLM(name="t", tokenizer_only=True)}
+    assert with_policy(fixed, POLICY) == {**fixed, "llm": POLICY, "main_llm": POLICY}
+
+
+def test_agents_of_agent_lightning_find_it_as_main_llm_unless_something_else_is_called_so() -> None:
+    rollout(lambda task, main_llm: 1.0).check(with_policy({}, POLICY))
+    assert with_policy({"main_llm": JUDGE}, POLICY) == {"main_llm": JUDGE, "llm": POLICY}
+    assert with_policy({"main_llm": LLM(name="m")}, POLICY) == {"main_llm": POLICY}
 
 
 def test_every_open_model_is_the_policy_and_keeps_what_the_user_said_of_it() -> None:

@@ -52,16 +52,23 @@ def test_settings_come_from_nothing_a_dict_or_an_instance() -> None:
     assert RunnerConfig.parse(RunnerConfig(n=5)) == RunnerConfig(n=5)
 
 
-@pytest.mark.parametrize("given", [None, {"n": 4, "max_restarts": 1}, RunnerConfig(n=4, max_restarts=1)])
-def test_an_override_wins_unless_it_is_none(given: object) -> None:
-    assert RunnerConfig.parse(given, n=7).n == 7
-    assert RunnerConfig.parse(given, n=None).n == (1 if given is None else 4)
-    assert RunnerConfig.parse(given, n=7).max_restarts == (3 if given is None else 1)
+@pytest.mark.parametrize("given", [None, {}, {"max_restarts": 1}, RunnerConfig(max_restarts=1), {"n": None, "max_restarts": 1}])
+def test_what_is_given_beside_settings_joins_them(given: object) -> None:
+    parsed = RunnerConfig.parse(given, n=7)
+    assert (parsed.n, parsed.max_restarts) == (7, 1 if given else 3)
+
+
+@pytest.mark.parametrize("given", [{"n": 4}, RunnerConfig(n=4)])
+def test_what_is_given_beside_settings_says_the_same(given: object) -> None:
+    assert RunnerConfig.parse(given, n=4).n == RunnerConfig.parse(given, n=None).n == 4
+    for other in (7, 1):
+        with pytest.raises(ConfigError, match=f"RunnerConfig.n is 4 in the settings and {other} beside them; give it once"):
+            RunnerConfig.parse(given, n=other)
 
 
 def test_parsing_leaves_the_given_dict_alone() -> None:
     given = {"n": 4}
-    RunnerConfig.parse(given, n=7)
+    RunnerConfig.parse(given, max_restarts=7)
     assert given == {"n": 4}
 
 

@@ -21,6 +21,7 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer
+from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.runs import AlgorithmRun, Run
 from raylight.trainer.trainer import Trainer, one_of
 
@@ -97,6 +98,20 @@ def test_short_words_set_what_they_stand_for() -> None:
     assert trainer.engine == EngineConfig(port=9001, replicas=2)
 
 
+@pytest.mark.parametrize(("short", "settings", "field"), [
+    ("n_runners", "runner", "n"), ("n_workers", "runner", "n"), ("max_rollouts", "runner", "max_rollouts"),
+    ("n_learners", "learner", "n"), ("port", "engine", "port"),
+])  # fmt: skip
+def test_a_short_word_and_the_settings_say_the_same(short: str, settings: str, field: str) -> None:
+    of_class = {"runner": RunnerConfig, "learner": LearnerConfig, "engine": EngineConfig}[settings]
+    for given in ({field: 2}, of_class(**{field: 2})):
+        assert getattr(getattr(Trainer(**{settings: given, short: 2}), settings), field) == 2
+        with pytest.raises(ConfigError, match=rf"Config.{field} is 2 in the settings and 4 beside them; give it once"):
+            Trainer(**{settings: given, short: 4})
+    for silent in ({}, {field: None}, of_class()):
+        assert getattr(getattr(Trainer(**{settings: silent, short: 4}), settings), field) == 4
+
+
 def test_settings_may_be_instances() -> None:
     trainer = Trainer(
         engine=EngineConfig(replicas=2), runner=RunnerConfig(n=3), learner=LearnerConfig(n=2), store=StoreConfig(lease_seconds=5)
@@ -159,6 +174,35 @@ def test_tracer_and_adapter_may_be_described() -> None:
         assert type(Trainer(adapter=spec).adapter) is TraceToMessages
 
 
+def test_an_adapter_given_by_its_arguments_makes_triplets() -> None:
+    adapter = Trainer(adapter={"agent_match": "planner"}).adapter
+    assert isinstance(adapter, TracerTraceToTriplet)
+    assert adapter.agent_match == "planner"
+    assert type(Trainer(adapter={"type": TraceToMessages}).adapter) is TraceToMessages
+    with pytest.raises(ConfigError, match="adapter: TracerTraceToTriplet takes no 'agent_mtch'; it has: agent_match"):
+        Trainer(adapter={"agent_mtch": "planner"})
+
+
+class Proxy:
+    def __init__(self, port: int = 1) -> None:
+        self.port = port
+
+
+def test_a_proxy_may_be_anything_and_may_be_described() -> None:
+    proxy = Proxy()
+    assert Trainer(llm_proxy=proxy).llm_proxy is proxy
+    assert Trainer().llm_proxy is None
+    for spec in (Proxy, "test_trainer_arguments:Proxy", {"type": Proxy, "port": 1}, {"type": "test_trainer_arguments.Proxy"}):
+        made = Trainer(llm_proxy=spec).llm_proxy
+        assert (type(made).__name__, made.port) == ("Proxy", 1)
+
+
+@pytest.mark.parametrize("wrong", [{"type": "raylight.StoreClient"}, "raylight:StoreClient", StoreClient, 3])
+def test_a_store_is_not_described(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"store takes a dict of settings \(lease_seconds.*, a StoreConfig, or the StoreClient"):
+        Trainer(store=wrong)
+
+
 # hooks
 
 
@@ -166,7 +210,7 @@ def test_hooks_are_one_several_or_none() -> None:
     one, other = LoggingHook(), LoggingHook()
     assert Trainer().hooks == Trainer(hooks=[]).hooks == ()
     assert Trainer(hooks=one).hooks == Trainer(hooks=[one]).hooks == (one,)
-    assert Trainer(hooks=(hook for hook in (one, other))).hooks == (one, other)  # type: ignore[arg-type]
+    assert Trainer(hooks=(hook for hook in (one, other))).hooks == (one, other)
 
 
 class Duck:
@@ -180,12 +224,34 @@ class Unfillable(Hook):
 
 def test_a_hook_need_not_be_of_our_class() -> None:
     duck = Duck()
-    assert Trainer(hooks=duck).hooks == (duck,)  # type: ignore[arg-type]
+    assert Trainer(hooks=duck).hooks == (duck,)
 
 
-@pytest.mark.parametrize("wrong", [LoggingHook, [LoggingHook], 3, [3], Unfillable(), [LoggingHook(), Unfillable()], "hook"])
+@pytest.mark.parametrize("spec", [
+    LoggingHook, "raylight:LoggingHook", "raylight.LoggingHook", {"type": LoggingHook}, lambda: LoggingHook(),
+    {"type": "raylight.LoggingHook", "level": 10},
+])  # fmt: skip
+def test_hooks_may_be_described(spec: Any) -> None:
+    ready = LoggingHook()
+    assert [type(hook) for hook in Trainer(hooks=spec).hooks] == [LoggingHook]
+    several = Trainer(hooks=[ready, spec, Duck]).hooks
+    assert several[0] is ready
+    assert [type(hook) for hook in several] == [LoggingHook, LoggingHook, Duck]
+
+
+@pytest.mark.parametrize("wrong", [3, [3], Unfillable(), [LoggingHook(), Unfillable()], Unfillable, Proxy])
 def test_hooks_are_checked_before_any_runner_starts(wrong: Any) -> None:
     with pytest.raises(HookError):
+        Trainer(hooks=wrong)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ("x", "hooks='x' is no dotted name"), (["x"], "hooks='x' is no dotted name"), ({}, "hooks as a dict needs a 'type'"),
+    ({"level": 3}, "hooks as a dict needs a 'type', .* it has: 'level'"), ("raylight:LogingHook", "has no 'LogingHook'"),
+    ({"type": LoggingHook, "lvl": 3}, "hooks: LoggingHook takes no 'lvl'"),
+])  # fmt: skip
+def test_hooks_that_cannot_be_built_are_named(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Trainer(hooks=wrong)
 
 
@@ -247,14 +313,41 @@ def test_fit_takes_agent_and_datasets_from_both_places(planned_runs: list[Run]) 
 
 
 class NotMade(LitAgent):
+    def __init__(self, trained_agents: str | None = None) -> None:
+        super().__init__(trained_agents=trained_agents)
+
     def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
         return 1.0
 
 
+decorated = rollout(plain)
+
+
+@pytest.mark.parametrize("spec", [
+    NotMade, "test_trainer_arguments:NotMade", "test_trainer_arguments.decorated", "test_trainer_arguments:plain",
+    {"type": NotMade}, {"type": "test_trainer_arguments:NotMade", "trained_agents": "x"},
+])  # fmt: skip
+def test_an_agent_may_be_described(spec: Any, planned_runs: list[Run]) -> None:
+    reaches_ray(Trainer(algorithm=Baseline()), spec, [1])
+    reaches_ray(Trainer(algorithm=Baseline(), agent=spec), [1])
+    reaches_ray(Trainer(algorithm=Baseline(), agent=plain, train_dataset=[1]), spec)
+    assert all(isinstance(run.inputs.agent, LitAgent) for run in planned_runs)
+    assert [run.inputs.train for run in planned_runs] == [[1]] * 3
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ("agent", "agent='agent' is no dotted name"), ({"type": NotMade, "size": 3}, "agent: NotMade takes no 'size'"),
+    ({"size": 3}, "agent as a dict needs a 'type'"), ("test_trainer_arguments:Nothing", "has no 'Nothing'"),
+])  # fmt: skip
+def test_an_agent_that_cannot_be_built_is_named(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(algorithm=Baseline()).fit(wrong, [1])
+
+
 @pytest.mark.parametrize(("trainer", "arguments"), [
     (Trainer(algorithm=Baseline()), ([1, 2],)), (Trainer(algorithm=Baseline()), (3, [1])), (Trainer(algorithm=Baseline()), ()),
-    (Trainer(algorithm=Baseline(), agent=plain), ([1], [2])), (Trainer(algorithm=Baseline()), (NotMade, [1])),  # type: ignore[arg-type]
-    (Trainer(algorithm=Baseline(), agent="agent"), ()),  # type: ignore[arg-type]
+    (Trainer(algorithm=Baseline(), agent=plain), ([1], [2])), (Trainer(algorithm=Baseline()), (Proxy, [1])),
+    (Trainer(algorithm=Baseline(), agent=3), ()),
 ])  # fmt: skip
 def test_what_is_no_agent_is_refused(trainer: Trainer, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match="agent must be a function decorated with @rollout or an instance of LitAgent"):

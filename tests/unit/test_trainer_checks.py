@@ -111,7 +111,33 @@ def test_a_rollout_must_fit_into_a_micro_batch(hollow_model: str) -> None:
 def test_the_baseline_says_before_the_run_which_parameter_nothing_fills() -> None:
     with pytest.raises(AgentSignatureError, match="asks for 'prompt_template'"):
         Trainer(algorithm=Baseline()).fit(lambda task, prompt_template: 1.0, [1])
-    reaches_ray(Trainer(algorithm=Fast()), lambda task, prompt_template: 1.0, [1])  # which may add one itself
+
+
+def test_another_algorithm_may_add_a_resource_itself(caplog: pytest.LogCaptureFixture) -> None:
+    reaches_ray(Trainer(algorithm=Fast(), resources={"table": 1}), lambda task, prompt_template, table: 1.0, [1])
+    assert "asks for 'prompt_template', which nothing fills; there are: resources, rollout, table, task" in caplog.text
+    caplog.clear()
+    reaches_ray(Trainer(algorithm=Fast(), resources={"table": 1}), lambda task, table: 1.0, [1])
+    assert caplog.text == ""
+
+
+class Yielding(LitAgent):
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> Any:
+        yield 1.0
+
+
+class Misnamed(LitAgent):
+    def rollout(self, task: Any, llm: Any) -> float:  # type: ignore[override]
+        return 1.0
+
+
+@pytest.mark.parametrize(("agent", "message"), [
+    (LitAgent(), "must define rollout"), (Yielding(), "yields"), (Misnamed(), "Misnamed.rollout has the parameters"),
+])  # fmt: skip
+@pytest.mark.parametrize("algorithm", [Fast(), Baseline()])
+def test_every_algorithm_needs_an_agent_that_can_be_called(algorithm: Any, agent: LitAgent, message: str) -> None:
+    with pytest.raises(AgentSignatureError, match=message):
+        Trainer(algorithm=algorithm).fit(agent, [1])
 
 
 def test_an_algorithm_that_serves_nothing_needs_endpoints() -> None:

@@ -22,6 +22,7 @@ from raylight.types import (
     EnqueueRolloutRequest,
     Failure,
     FailureKind,
+    Rollout,
     RolloutConfig,
     Span,
     SpanCoreFields,
@@ -174,3 +175,12 @@ def test_a_failure_has_one_of_the_known_kinds() -> None:
         assert Failure.model_validate_json(Failure(kind=kind, error="E: e").model_dump_json()).kind == kind
     with pytest.raises(ValidationError):
         Failure(kind="bad luck", error="E: e")
+
+
+def test_no_metadata_are_empty_metadata() -> None:
+    assert EnqueueRolloutRequest(input=1, metadata=None).metadata == {}  # type: ignore[arg-type]
+    rollout = Rollout(rollout_id="r", input=1, start_time=0.0, metadata=None)  # type: ignore[arg-type]
+    rollout.mark_agent_as_trainable("planner")
+    assert rollout.metadata == {TRAINABLE_AGENTS: ["planner"]}
+    with pytest.raises(ValidationError, match="metadata"):
+        EnqueueRolloutRequest(input=1, metadata="x")  # type: ignore[arg-type]

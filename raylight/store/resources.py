@@ -1,0 +1,53 @@
+"""Versions of the named resources in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raylight.errors import UnknownIdError
+from raylight.store.journal import Journal
+from raylight.store.rows import RESOURCES, Row
+
+
+class Resources:
+    """Named resources.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
+        self._journal = journal
+        self._clock = clock
+
+    def add_resources(self, resources_id: str, body: bytes) -> Row:
+        """Store a new version of the named resources; it becomes the latest."""
+        now = self._clock()
+        self._journal.execute(
+            "INSERT OR IGNORE INTO resources (resources_id, version, create_time, update_time, updated, body)"
+            " VALUES (?, 1, ?, ?, (SELECT COALESCE(MAX(updated), 0) + 1 FROM resources), ?)",
+            (resources_id, now, now, body),
+        )
+        return self.resources(resources_id)
+
+    def update_resources(self, resources_id: str, body: bytes) -> Row:
+        """Replace a version in its place, under a higher version number; it becomes the latest.
+
+        Raises:
+            UnknownIdError: there is none of this id.
+        """
+        if self.resources(resources_id)[-1] != body:  # the second try of a client changes nothing
+            self._journal.execute(
+                "UPDATE resources SET version = version + 1, update_time = ?, body = ? WHERE resources_id = ?",
+                (self._clock(), body, resources_id),
+            )
+        self._journal.execute(
+            "UPDATE resources SET updated = (SELECT MAX(updated) + 1 FROM resources) WHERE resources_id = ?", (resources_id,)
+        )
+        return self.resources(resources_id)
+
+    def resources(self, resources_id: str) -> Row:
+        found = self._journal.one(f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", (resources_id,))
+        if found is None:
+            raise UnknownIdError(f"no resources {resources_id!r} in the store")
+        return found

@@ -1,0 +1,293 @@
+"""Bodies sent to the OTLP/HTTP endpoint: from protobuf or JSON to spans. What one span has wrong costs that span alone."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import json
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
+
+from raylight.errors import OtlpError, SpanError
+from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from raylight.store.rows import MAX_NUMBER, span_row
+from raylight.types import Event, Link, OtelResource, Span, SpanContext, TraceStatus
+
+logger = logging.getLogger(__name__)
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+MAX_BYTES = 4 * 2**20
+"""Limit of a body, as sent and once more as unpacked. A body made of empty spans takes some 80 times its size to parse."""
+MAX_SPANS = 10_000
+"""Spans in one body; an exporter of OpenTelemetry's sends 512 at once."""
+MAX_COPIES = 16
+"""How many times the limit of a body the resources may take that are kept with each of their spans."""
+STATUS = {0: "UNSET", 1: "OK", 2: "ERROR"}
+IS_REMOTE = 0x200
+"""Bit of a link's flags: the span that it points to is in another process."""
+
+
+def decode(
+    body: bytes, content_type: str, content_encoding: str | None = None, max_bytes: int = MAX_BYTES, max_spans: int = MAX_SPANS
+) -> tuple[list[Span], list[str]]:
+    """Spans of an ExportTraceServiceRequest, in the order sent, and a reason for each that cannot be read or stored.
+
+    Ids of rollout and attempt are "" where the body has none.
+
+    Args:
+        body: as it came over the wire.
+        content_type: `application/x-protobuf` or `application/json`; parameters are ignored.
+        content_encoding: None, `identity`, `gzip` or `deflate`.
+        max_bytes: limit of the unpacked body.
+        max_spans: limit of the spans in it, those included that cannot be read.
+
+    Raises:
+        OtlpError: the body as a whole is malformed (400), too large (413), or of an unknown type or coding (415).
+    """
+    kind = media_type(content_type)
+    data = _unpack(body, content_encoding, max_bytes)
+    groups = _groups_of_protobuf(data) if kind == PROTOBUF else _groups_of_json(data)
+    total = sum(group.count for group in groups)
+    if total > max_spans:
+        raise OtlpError(f"the body has {total} spans, and {max_spans} are the most; send fewer spans at once", 413)
+    if sum(group.shared.ByteSize() * group.count for group in groups) > MAX_COPIES * max_bytes:
+        raise OtlpError("the resource has too many attributes to keep them with each of its spans; send fewer of either", 413)
+    spans: list[Span] = []
+    reasons: list[str] = []
+    for group in groups:
+        resource = OtelResource(attributes=_attributes(group.shared.resource.attributes), schema_url=group.shared.schema_url)
+        for sent in itertools.chain(*group.scopes):
+            try:
+                span = _span(sent if isinstance(sent, ProtoSpan) else _span_of_json(sent), resource)
+                span_row(span)
+                spans.append(span)
+            except (OtlpError, SpanError) as error:
+                reasons.append(str(error))
+    return spans, reasons
+
+
+def media_type(content_type: str) -> str:
+    """PROTOBUF or JSON.
+
+    Raises:
+        OtlpError: it is neither (415).
+    """
+    kind = content_type.split(";")[0].strip().lower()
+    if kind not in (PROTOBUF, JSON):
+        raise OtlpError(f"content type {content_type!r:.80} is not known; send {PROTOBUF} or {JSON}", 415)
+    return kind
+
+
+def _unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
+    """Undo the content coding, without ever holding more than `max_bytes`."""
+    coding = (content_encoding or "identity").strip().lower()
+    if coding in ("", "identity"):
+        data = body[: max_bytes + 1]
+    elif coding in ("gzip", "x-gzip", "deflate"):
+        data = _inflate(body, 31 if coding.endswith("gzip") else _deflate_window(body), max_bytes)
+    else:
+        raise OtlpError(f"content coding {content_encoding!r:.80} is not known; send gzip, deflate or none", 415)
+    if len(data) > max_bytes:
+        raise OtlpError(f"the unpacked body is larger than {max_bytes} bytes; send fewer spans at once", 413)
+    return data
+
+
+def _inflate(body: bytes, window: int, max_bytes: int) -> bytes:
+    unpacker = zlib.decompressobj(window)
+    try:
+        data = unpacker.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise OtlpError(f"the body cannot be unpacked: {error}") from None
+    if len(data) <= max_bytes and (not unpacker.eof or unpacker.unused_data):
+        raise OtlpError("the packed body is cut off, or something follows it")
+    return data
+
+
+def _deflate_window(body: bytes) -> int:
+    """HTTP's deflate has zlib's header (a multiple of 31); some clients leave it out."""
+    has_header = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
+    return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A resource that has spans, and these: protobuf's own, or of JSON as they were sent, so that each can be refused alone."""
+
+    shared: ResourceSpans
+    scopes: Sequence[Sequence[Any]]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.scopes))
+
+
+def _groups_of_protobuf(data: bytes) -> list[_Group]:
+    request = ExportTraceServiceRequest()
+    try:
+        request.ParseFromString(data)
+    except Exception as error:  # whatever a parser raises is the body's fault; there are many kinds
+        raise _malformed(error) from None
+    groups = []
+    for sent in request.resource_spans:
+        if scopes := [scope.spans for scope in sent.scope_spans if scope.spans]:
+            groups.append(_Group(ResourceSpans(resource=sent.resource, schema_url=sent.schema_url), scopes))
+    return groups
+
+
+def _groups_of_json(data: bytes) -> list[_Group]:
+    try:
+        document = json.loads(data)
+        if not isinstance(document, dict):
+            raise OtlpError("the body is JSON, but not an object")
+        groups = []
+        for sent in _members(document, "resourceSpans", "resource_spans"):
+            if scopes := list(filter(None, (_listed(scope, "spans") for scope in _members(sent, "scopeSpans", "scope_spans")))):
+                shared = {name: value for name, value in sent.items() if name not in ("scopeSpans", "scope_spans")}
+                groups.append(_Group(json_format.ParseDict(shared, ResourceSpans(), ignore_unknown_fields=True), scopes))
+    except OtlpError:
+        raise
+    except Exception as error:  # as above
+        raise _malformed(error) from None
+    return groups
+
+
+def _malformed(error: Any) -> OtlpError:
+    return OtlpError(f"the body is not an ExportTraceServiceRequest: {str(error)[:300]}")
+
+
+def _members(holder: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+    """The objects of a list."""
+    members = _listed(holder, *names)
+    if not all(isinstance(member, dict) for member in members):
+        raise _malformed(f"{names[0]} has a member that is no object")
+    return members
+
+
+def _listed(holder: dict[str, Any], *names: str) -> list[Any]:
+    """The list that goes by one of these names; none is an empty one."""
+    found: Any = next((holder[name] for name in names if holder.get(name) is not None), [])
+    if not isinstance(found, list):
+        raise _malformed(f"{names[0]} is no list")
+    return found
+
+
+def _span_of_json(raw: Any) -> ProtoSpan:
+    if not isinstance(raw, dict):
+        raise OtlpError(f"{raw!r:.60} is no span")
+    _make_ids_base64(raw)
+    try:
+        return json_format.ParseDict(raw, ProtoSpan(), ignore_unknown_fields=True)
+    except Exception as error:  # as above
+        raise OtlpError(f"a span cannot be read: {str(error)[:300]}") from None
+
+
+def _make_ids_base64(span: dict[str, Any]) -> None:
+    """OTLP/JSON writes ids in hex, where protobuf's own JSON has base64."""
+    links = span.get("links")
+    for holder in (span, *(link for link in (links if isinstance(links, list) else ()) if isinstance(link, dict))):
+        for name in ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id"):
+            if isinstance(holder.get(name), str):
+                holder[name] = base64.b64encode(_unhex(holder[name], name)).decode()
+
+
+def _unhex(text: str, name: str) -> bytes:
+    try:
+        return binascii.unhexlify(text)
+    except ValueError:
+        raise OtlpError(f"{name} {text!r:.60} is not hexadecimal") from None
+
+
+def _span(span: ProtoSpan, resource: OtelResource) -> Span:
+    own = _attributes(span.attributes)
+    return Span(
+        rollout_id=_text(resource.attributes.get(ROLLOUT_ID)) or _text(own.get(ROLLOUT_ID)),
+        attempt_id=_text(resource.attributes.get(ATTEMPT_ID)) or _text(own.get(ATTEMPT_ID)),
+        # one number for all spans of a resource says little, so that a span's own goes first
+        sequence_id=_sequence_id(own.get(SPAN_SEQUENCE_ID, resource.attributes.get(SPAN_SEQUENCE_ID))),
+        trace_id=_id(span.trace_id, 16, "trace_id", span.name),
+        span_id=_id(span.span_id, 8, "span_id", span.name),
+        parent_id=_id(span.parent_span_id, 8, "parent_span_id", span.name) if any(span.parent_span_id) else None,
+        name=span.name,
+        status=TraceStatus(
+            status_code=STATUS.get(span.status.code, "UNSET"),  # type: ignore[arg-type]
+            description=span.status.message or None,
+        ),
+        attributes=own,
+        events=[
+            Event(name=event.name, attributes=_attributes(event.attributes), timestamp=_seconds(event.time_unix_nano))
+            for event in span.events
+        ],
+        links=[_link(link, span.name) for link in span.links],
+        start_time=_seconds(span.start_time_unix_nano),
+        end_time=_seconds(span.end_time_unix_nano),
+        resource=resource,
+    )
+
+
+def _link(link: ProtoSpan.Link, name: str) -> Link:
+    states = (entry.partition("=") for entry in link.trace_state.split(",") if "=" in entry)
+    context = SpanContext(
+        trace_id=_id(link.trace_id, 16, "trace_id of a link", name),
+        span_id=_id(link.span_id, 8, "span_id of a link", name),
+        is_remote=bool(link.flags & IS_REMOTE),
+        trace_state={key.strip(): value.strip() for key, _, value in states},
+    )
+    return Link(context=context, attributes=_attributes(link.attributes) or None)
+
+
+def _id(value: bytes, size: int, what: str, name: str) -> str:
+    if len(value) != size or not any(value):
+        raise OtlpError(f"the {what} of span {name!r:.80} is {value.hex()[:64]!r}; it takes {size} bytes that are not all zero")
+    return value.hex()
+
+
+def _seconds(nanoseconds: int) -> float | None:
+    """OTLP writes a time that is not known as 0."""
+    return nanoseconds / 1e9 if nanoseconds else None
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _sequence_id(value: Any) -> int:
+    """A sequence number, or 0 (the store gives the next one) if there is none that can be used."""
+    if value is None or value == "":
+        return 0
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = -1
+    if not 0 <= number < MAX_NUMBER:
+        logger.warning("%s %.40r is not a number from 0 to 2**62; the store gives another", SPAN_SEQUENCE_ID, value)
+        return 0
+    return number
+
+
+def _attributes(pairs: Sequence[KeyValue]) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Any:
+    """A plain value; bytes become hex, as in agent-lightning."""
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return _attributes(value.kvlist_value.values)
+    if kind == "bytes_value":
+        return value.bytes_value.hex()
+    return getattr(value, kind)
