@@ -41,6 +41,7 @@ CREATE TABLE rollouts (
 );
 CREATE INDEX rollouts_queue ON rollouts(suspect, queue) WHERE queue IS NOT NULL;
 CREATE INDEX rollouts_status ON rollouts(status, position);
+CREATE INDEX rollouts_status_start ON rollouts(status, start_time);
 CREATE INDEX rollouts_start ON rollouts(start_time);
 
 CREATE TABLE attempts (

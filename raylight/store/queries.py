@@ -43,6 +43,7 @@ class Where:
         """One of any number of values; an empty list matches nothing, as a filter should."""
         if values is None:
             return self
+        values = [value for value in values if "\0" not in str(value)]  # SQLite's JSON would end there, and find another
         one_of = "=" if len(values) == 1 else "IN"  # the former so that an index gives the order too
         self.filters.append(f"{column} {one_of} (SELECT value FROM json_each(?))")
         self.values.append(json.dumps(values))

@@ -159,12 +159,13 @@ class Rollouts:
             UnknownIdError: one is not there.
         """
         found = self._journal.execute(
-            "SELECT j.key, r.status FROM json_each(?) j LEFT JOIN rollouts r ON r.rollout_id = j.value", (json.dumps(rollout_ids),)
+            "SELECT j.key, r.rollout_id, r.status FROM json_each(?) j LEFT JOIN rollouts r ON r.rollout_id = j.value",
+            (json.dumps(rollout_ids),),
         ).fetchall()
-        for key, status in found:
-            if status is None:
+        for key, rollout_id, _ in found:
+            if rollout_id is None or rollout_id != rollout_ids[key]:  # none, or that of a text that SQLite cut off at a NUL
                 raise UnknownIdError(f"no rollout {rollout_ids[key]!r} in the store")
-        return [rollout_ids[key] for key, status in found if status not in FINISHED]
+        return [rollout_id for _, rollout_id, status in found if status not in FINISHED]
 
     def config(self, rollout_id: str) -> RolloutConfig:
         return config_of(self.column(rollout_id, "config"))

@@ -79,7 +79,7 @@ async def _validate(session: PolicySession, algorithm: PolicyAlgorithm, tasks: l
 
 def describe(finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
     """What a batch of rollouts was like."""
-    rewards = [item.reward for item in finished if item.reward is not None]
+    rewards = [reward for item in finished if (reward := scored(item, None)) is not None]
     lengths = [len(call.output_ids) for item in finished for call in item.generations]
     metrics = {
         "train/rollouts": float(len(finished)),
@@ -109,7 +109,7 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
         RolloutsFailedError: all failed, or none was scored; the message has the most frequent reason.
         EmptyTraceError: all failures have a reward, but no rollout called the model.
     """
-    if any(item.reward is not None for item in finished):
+    if any(scored(item, None) is not None for item in finished):
         return
     failures = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
     if not failures:

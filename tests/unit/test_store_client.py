@@ -12,13 +12,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, LOST, Box, begun, call_of, ids_of, open_box, span_of
-from unit_helpers import make_generation
+from store_helpers import BROKEN, LOST, Box, begun, ids_of, open_box, span_of
 
 from raylight.errors import InvalidTransitionError, RaylightError, StoreError, UnknownIdError
 from raylight.store.channel import MAX_BATCH, Channel
 from raylight.store.client import UNSET, StoreClient
-from raylight.store.rows import generation_bytes, new_id, packed, request_row, span_row
 from raylight.types import EnqueueRolloutRequest
 
 
@@ -52,7 +50,7 @@ async def test_calls_of_one_turn_travel_in_one_message_and_one_transaction(box: 
     rollout = await box.take()
     statements: list[str] = []
     box.service._journal.db.set_trace_callback(statements.append)
-    await asyncio.gather(*[store.add_span(span_of(rollout)) for _ in range(20)], store.statistics())
+    await asyncio.gather(*[store.add_span(span_of(rollout)) for _ in range(20)], store.update_worker("w"))
     assert store.messages == [21]
     assert statements.count("COMMIT") == 1
     assert [span.sequence_id for span in await store.query_spans(rollout.rollout_id)] == list(range(1, 21))
@@ -83,14 +81,14 @@ async def test_a_caller_that_gives_up_does_not_disturb_the_others(box: Box) -> N
 
 def test_a_client_leaves_nothing_of_an_event_loop_that_is_over() -> None:
     class Target:
-        async def call(self, calls: list[Any]) -> list[Any]:
+        async def call(self, calls: list[Any], lane: str, number: int) -> list[Any]:
             return [(True, None)] * len(calls)
 
     channel = Channel(Target())
     channel.send = lambda method, *args: getattr(channel.target, method)(*args)  # type: ignore[method-assign]
 
     async def once() -> weakref.ref[Any]:
-        await channel.call("latest_resources")
+        await channel.call("update_worker")
         return weakref.ref(asyncio.get_running_loop())
 
     loop = asyncio.run(once())
@@ -178,66 +176,6 @@ async def test_functions_and_classes_of_a_script_travel_by_value(box: Box) -> No
     base = 40
     rollout = await box.store.enqueue_rollout(lambda x: base + x)
     assert (await box.store.get_rollout_by_id(rollout.rollout_id)).input(2) == 42
-
-
-# once
-
-
-async def test_messages_that_are_sent_again_change_nothing(box: Box) -> None:
-    """As Ray does when the store's actor died after it had committed, and before it had answered."""
-    call = box.service.call
-    request = request_row(EnqueueRolloutRequest(input=1, rollout_id="mine"))
-    (first,) = await box.service.enqueue([request])
-    assert await box.service.enqueue([request]) == [first]
-    (taken,) = await box.service.dequeue("w", 1, 0, "req")
-    rollout = await box.store.get_rollout_by_id(taken[0])
-    key = call_of(rollout)
-    made = make_generation([1], [2], key=key)
-    opened = (*ids_of(rollout), key.call_id, 0.0)
-    closed = (*ids_of(rollout), key.call_id, generation_bytes(made), span_row(span_of(rollout)))
-    resources_id = new_id("rs")
-    messages = [
-        [("start_rollout", request_row(EnqueueRolloutRequest(input=2)), new_id("at"), "w")],
-        [("start_attempt", (await box.store.start_rollout(1)).rollout_id, new_id("at"), "w")],
-        [("add_resources", resources_id, packed({"a": 1}))],
-        [("update_resources", resources_id, packed({"a": 2}))],
-        [("capture", [opened], [closed])],
-        [("add_spans", [span_row(span_of(rollout))])],
-        [("update_worker", "w", '{"cpu": 1}', [ids_of(rollout)[1]])],
-        [("finish_attempt", *ids_of(rollout), {"status": "succeeded", "failure": None}, [span_row(span_of(rollout))], False)],
-        [("update_rollout", "mine", {"status": "requeuing"})],
-        [("cancel", ["mine"])],
-        [("release_worker", "w", "died")],
-    ]
-    for message in messages:
-        calls = [(name, tuple(args)) for name, *args in message]
-        before = await call(calls)
-        counts = await box.store.statistics()
-        again = await call(calls)
-        assert all(succeeded for succeeded, _ in before + again), (before, again)
-        if message[0][0] not in ("add_spans", "release_worker"):  # these say that it was there already
-            assert again == before
-        assert _without_duplicates(await box.store.statistics()) == _without_duplicates(counts), message
-    assert await box.count("generations") == 1
-
-
-def _without_duplicates(counts: dict[str, int]) -> dict[str, int]:
-    return {name: value for name, value in counts.items() if name != "spans_duplicate"}
-
-
-async def test_a_whole_message_that_is_sent_again(box: Box) -> None:
-    rollout = await box.take()
-    message = [
-        ("add_spans", ([span_row(span_of(rollout)) for _ in range(3)],)),
-        ("update_rollout", (rollout.rollout_id, {"metadata": packed({"a": 1})})),
-        ("finish_attempt", (*ids_of(rollout), {"status": "succeeded", "failure": None}, [], False)),
-    ]
-    first = await box.service.call(message)
-    again = await box.service.call(message)
-    assert (first[0], again[0]) == ((True, [1, 2, 3]), (True, [None, None, None]))
-    assert again[1:] == first[1:2] * 0 + again[1:]
-    assert again[2] == first[2]
-    assert await box.count("total_spans") == 3
 
 
 # errors and small things

@@ -7,7 +7,6 @@ import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +15,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from store_helpers import BROKEN, LEASE_S, LOST, Clock, reward_of, span_of
+from store_model import CONFIGS, FINAL, LIVE, OVER, Known, Try
 from unit_helpers import make_generation
 
 from raylight.config import StoreConfig
-from raylight.errors import InvalidTransitionError
+from raylight.errors import InvalidTransitionError, WorkerGoneError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.types import CallKey, EnqueueRolloutRequest, Rollout, RolloutConfig
-
-FINAL = ("succeeded", "failed", "timeout")
-OVER = ("succeeded", "failed", "cancelled")
-CONFIGS = [
-    RolloutConfig(),
-    RolloutConfig(timeout_seconds=100, max_attempts=2, retry_condition={"timeout", "failed"}),
-    RolloutConfig(unresponsive_seconds=30, max_attempts=3, retry_condition={"unresponsive"}, infrastructure_retries=0),
-    RolloutConfig(timeout_seconds=50, unresponsive_seconds=20, infrastructure_retries=1),
-]
-
-
-@dataclass(eq=False)
-class Try:
-    """What the model knows of an attempt."""
-
-    rollout: Known
-    taken: Rollout
-    worker: str | None
-    leased: bool
-    start: float
-    status: str = "preparing"
-    heard: float = 0.0
-    """When its worker or itself was last heard of."""
-    spoke: float = 0.0
-    """When its last span came."""
-    lost: bool = False
-    spans: list[str] = field(default_factory=list)
-    reward: float | None = None
-    open: set[str] = field(default_factory=set)
-    recorded: list[str] = field(default_factory=list)
-
-    def end(self) -> tuple[float, str, bool] | None:
-        """When time ends it, how, and whether that is the infrastructure's fault."""
-        config, ends = self.rollout.config, []
-        if self.status in FINAL:
-            return None
-        if config.timeout_seconds:
-            ends.append((self.start + config.timeout_seconds, 0, "timeout", False))
-        if self.status != "unresponsive":
-            if config.unresponsive_seconds:
-                ends.append((self.spoke + config.unresponsive_seconds, 1, "unresponsive", False))
-            if self.leased:
-                ends.append((self.heard + LEASE_S, 2, "unresponsive", True))
-        if not ends:
-            return None
-        when, _, how, infrastructure = min(ends)
-        return when, how, infrastructure
-
-
-@dataclass(eq=False)
-class Known:
-    """What the model knows of a rollout."""
-
-    config: RolloutConfig
-    status: str = "queuing"
-    tries: list[Try] = field(default_factory=list)
-    lost: int = 0
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -92,7 +35,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.queue: list[str] = []
         self.calls: list[tuple[Try, str]] = []
         self.late: Counter[str] = Counter()
-        self.gone: set[str] = set()
+        self.deaths = Counter[str]()
         self.numbers = itertools.count()
         self.open()
 
@@ -106,6 +49,21 @@ class StoreMachine(RuleBasedStateMachine):
     @property
     def tries(self) -> list[Try]:
         return [attempt for known in self.known.values() for attempt in known.tries]
+
+    def worker(self, slot: str) -> str:
+        """Who works there: after each death another."""
+        return f"{slot}{self.deaths[slot]}"
+
+    def held_by(self, worker: str | None) -> list[Try]:
+        return [attempt for attempt in self.tries if attempt.worker == worker and attempt.status in LIVE]
+
+    def offered(self, worker: str | None, limit: int) -> list[str]:
+        """What a worker would be given: one suspect, unless it has one, and the oldest others."""
+        suspects = [rollout_id for rollout_id in self.queue if self.known[rollout_id].suspect]
+        if worker is not None and any(attempt.rollout.suspect for attempt in self.held_by(worker)):
+            suspects = []
+        others = [rollout_id for rollout_id in self.queue if not self.known[rollout_id].suspect]
+        return (suspects[:1] + others)[:limit]
 
     # the rules of the model
 
@@ -125,30 +83,28 @@ class StoreMachine(RuleBasedStateMachine):
             self.queue.append(rollout_id)
         known.status = status
 
-    def become(self, attempt: Try, status: str, infrastructure: bool = False) -> None:
+    def become(self, attempt: Try, status: str, infrastructure: bool = False, charged: bool = True) -> None:
         """An attempt's new status, and what follows for its rollout."""
         known, before, was_lost = attempt.rollout, attempt.status, attempt.lost
         attempt.status, attempt.lost = status, infrastructure and status == "unresponsive"
         if status in FINAL:
             attempt.open.clear()
+        if known.tries[-1] is attempt and status not in LIVE and not infrastructure:
+            known.suspect = False
         if known.tries[-1] is not attempt or known.status == "cancelled":
             return
         if before == "unresponsive":
             if status in ("running", "succeeded") and known.status in ("requeuing", "failed"):
                 known.lost = max(known.lost - was_lost, 0)
+                known.charged = max(known.charged - was_lost, 0)
                 self.put(known, status)
         elif known.status == "requeuing":
             if status == "succeeded":
                 self.put(known, status)
         elif known.status not in OVER:
             known.lost += infrastructure
-            self.put(known, status if status in ("running", "succeeded") else self.verdict(known, status, infrastructure))
-
-    def verdict(self, known: Known, status: str, infrastructure: bool) -> str:
-        if infrastructure and known.lost <= known.config.infrastructure_retries:
-            return "requeuing"
-        counted = len(known.tries) - min(known.lost, known.config.infrastructure_retries)
-        return "requeuing" if status in known.config.retry_condition and counted < known.config.max_attempts else "failed"
+            known.charged += infrastructure and charged
+            self.put(known, status if status in ("running", "succeeded") else known.verdict(status, infrastructure))
 
     def heard(self, attempt: Try) -> None:
         """A span or a call came."""
@@ -169,12 +125,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.known[rollout_id] = Known(config)
             self.queue.append(rollout_id)
 
-    @rule(worker=st.sampled_from(["a", "b", None]), limit=st.integers(1, 4))
-    def dequeue(self, worker: str | None, limit: int) -> None:
+    @rule(slot=st.sampled_from(["a", "b", None]), limit=st.integers(1, 4))
+    def dequeue(self, slot: str | None, limit: int) -> None:
+        worker = slot and self.worker(slot)
+        offered = self.offered(worker, limit)
+        assert self.service._attempts.has_for(worker) == bool(offered)
         taken = self.do(self.store.dequeue_many_rollouts(limit=limit, worker_id=worker))
-        assert [rollout.rollout_id for rollout in taken] == ([] if worker in self.gone else self.queue[:limit])
+        assert [rollout.rollout_id for rollout in taken] == offered
         for rollout in taken:
             self.begin(rollout, worker, leased=True)
+
+    @precondition(lambda self: self.deaths)
+    @rule(data=st.data(), timeout=st.sampled_from([0, 60]))
+    def dequeue_after_death(self, data: st.DataObject, timeout: float) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.deaths)))
+        with pytest.raises(WorkerGoneError):
+            self.do(self.store.dequeue_rollout(f"{slot}{data.draw(st.integers(0, self.deaths[slot] - 1))}", timeout=timeout))
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -194,7 +160,10 @@ class StoreMachine(RuleBasedStateMachine):
         stored = self.do(self.store.add_many_spans([span, span] if twice else [span]))
         attempt.spans.append(span.span_id)
         assert [s.sequence_id for s in stored] == [len(attempt.spans)]
-        attempt.reward = attempt.reward if reward is None else reward
+        if attempt.status in FINAL:
+            self.late["spans_late"] += 1
+        elif reward is not None:
+            attempt.reward = reward
         self.heard(attempt)
 
     @precondition(lambda self: self.tries)
@@ -266,8 +235,9 @@ class StoreMachine(RuleBasedStateMachine):
         if known.status != status:
             self.put(known, status)
 
-    @rule(worker=st.sampled_from(["a", "b"]), data=st.data())
-    def heartbeat(self, worker: str, data: st.DataObject) -> None:
+    @rule(slot=st.sampled_from(["a", "b"]), data=st.data())
+    def heartbeat(self, slot: str, data: st.DataObject) -> None:
+        worker = self.worker(slot)
         own = [attempt for attempt in self.tries if attempt.worker == worker]
         named = data.draw(st.lists(st.sampled_from(own), unique=True)) if own else []
         over = self.do(self.store.heartbeat(worker, {}, [attempt.taken.attempt.attempt_id for attempt in named]))
@@ -279,22 +249,26 @@ class StoreMachine(RuleBasedStateMachine):
             if not unwanted and attempt.status != "unresponsive":
                 attempt.heard = self.clock.now
 
-    @rule(worker=st.sampled_from(["a", "b"]))
-    def update_worker(self, worker: str) -> None:
+    @rule(slot=st.sampled_from(["a", "b"]))
+    def update_worker(self, slot: str) -> None:
+        worker = self.worker(slot)
         self.do(self.store.update_worker(worker))
         for attempt in self.tries:
             wanted = attempt.rollout.tries[-1] is attempt and attempt.rollout.status not in OVER
-            if attempt.worker == worker and attempt.status in ("preparing", "running") and wanted:
+            if attempt.worker == worker and attempt.status in LIVE and wanted:
                 attempt.heard = self.clock.now
 
-    @rule()
-    def release_worker(self) -> None:
-        held = [attempt for attempt in self.tries if attempt.worker == "a" and attempt.status in ("preparing", "running")]
-        assert self.do(self.store.release_worker("a", "died")) == len(held)
-        self.gone.add("a")
-        for attempt in sorted(held, key=lambda attempt: (attempt.start, self.age(attempt))):
+    @rule(slot=st.sampled_from(["a", "b"]))
+    def release_worker(self, slot: str) -> None:
+        worker = self.worker(slot)
+        held = sorted(self.held_by(worker), key=lambda attempt: (attempt.start, self.age(attempt)))
+        to_blame = [attempt for attempt in held if attempt.rollout.suspect] or held
+        assert self.do(self.store.release_worker(worker, "died")) == len(held)
+        self.deaths[slot] += 1
+        for attempt in held:
             self.late["calls_lost"] += len(attempt.open)
-            self.become(attempt, "failed", infrastructure=True)
+            attempt.rollout.suspect = attempt in to_blame
+            self.become(attempt, "failed", infrastructure=True, charged=to_blame == [attempt])
 
     @rule(seconds=st.sampled_from([1, 10, 25, LEASE_S]))
     def pass_time(self, seconds: float) -> None:
@@ -330,7 +304,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock.now += 5
         self.open()
         for attempt in self.tries:
-            if attempt.status in ("preparing", "running"):
+            if attempt.status in LIVE:
                 attempt.heard = attempt.spoke = self.clock.now
         self.expire()  # as the timer does at once
 
@@ -354,6 +328,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert {call.key.call_id for call in found.generations} == set(latest.recorded if latest else [])
 
     @invariant()
+    def losses_are_charged_to_whom_they_belong(self) -> None:
+        rows = self.service._journal.execute("SELECT lost, charged, suspect FROM rollouts ORDER BY position").fetchall()
+        assert rows == [(known.lost, known.charged, known.suspect) for known in self.known.values()]
+
+    @invariant()
     def the_counts_are_right(self) -> None:
         counts = self.do(self.store.statistics())
         statuses = Counter(known.status for known in self.known.values())
@@ -367,8 +346,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The queue is as the model has it, and every rollout comes to an end."""
-        taken = self.do(self.store.dequeue_many_rollouts(limit=1000))
-        assert [rollout.rollout_id for rollout in taken] == self.queue
+        while offered := self.offered(None, 1000):
+            taken = self.do(self.store.dequeue_many_rollouts(limit=1000))
+            assert [rollout.rollout_id for rollout in taken] == offered
+            for rollout in taken:
+                self.begin(rollout, None, leased=True)
+        assert self.queue == []
+        assert self.do(self.store.dequeue_rollout(None, timeout=0)) is None
         for rollout in self.do(self.store.query_rollouts(status_in=["preparing", "running"])):
             self.do(self.store.finish_attempt(rollout, "timeout", BROKEN, timeout=0))
             self.do(self.store.cancel_rollout(rollout.rollout_id))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from typing import Any
 
+import pytest
 from store_helpers import BROKEN, LOST, Box, call_of, ids_of, open_box, reward_of, span_of
 from unit_helpers import make_generation
 
 from raylight.types import EnqueueRolloutRequest, RolloutConfig
 
-LARGE = re.compile(r"\bSCAN (rollouts|attempts|spans|calls|r|a)\b")
+LARGE = re.compile(r"\bSCAN (rollouts|attempts|spans|calls|lanes|r|a)\b")
 """A walk through all of a table that grows with the run."""
-THROUGH_A_SMALL_INDEX = re.compile(r"USING (COVERING )?INDEX (rollouts_queue|attempts_deadline|attempts_worker|calls_open)")
-"""Partial indexes: they hold only what waits or runs."""
+THROUGH_A_SMALL_INDEX = re.compile(
+    r"USING (COVERING )?INDEX (rollouts_queue|attempts_deadline|attempts_worker|calls_open|rollouts_start)\b"
+)
+"""Partial indexes, which hold only what waits or runs, and one that is walked in order, up to the end of the page."""
 
 
 async def use_everything(box: Box) -> None:
@@ -48,6 +52,7 @@ async def use_everything(box: Box) -> None:
     await store.get_latest_resources()
     await store.get_worker_by_id("w")
     await store.statistics()
+    await store.lease_seconds()
     box.service._attempts.recover()
     await query_everything(box, first.rollout_id)
 
@@ -55,9 +60,11 @@ async def use_everything(box: Box) -> None:
 async def query_everything(box: Box, rollout_id: str) -> None:
     store = box.store
     await store.query_rollouts(status_in=["queuing", "running"], limit=5)
+    await store.query_rollouts(status_in=["succeeded"], sort_by="start_time", sort_order="desc", limit=5)
     await store.query_rollouts(rollout_id_in=[rollout_id], sort_by="start_time", sort_order="desc")
     await store.query_rollouts(rollout_id_in=[rollout_id], status_in=["failed"], filter_logic="or")
     await store.query_rollouts(rollout_id_in=[rollout_id], status_in=["failed"])
+    await store.query_rollouts(sort_by="start_time", limit=5)
     await store.query_attempts(rollout_id, sort_by="start_time", limit=1)
     await store.query_spans(rollout_id)
     await store.query_spans(rollout_id, "latest", name_contains="s", trace_id="t", filter_logic="or", sort_by="name")
@@ -80,6 +87,8 @@ async def test_no_statement_walks_through_a_large_table() -> None:
             db.set_trace_callback(None)
         asked = [s for s in statements if s.lstrip().upper().startswith(("SELECT", "UPDATE", "INSERT", "DELETE"))]
         assert len(asked) > 40
+        assert any("suspect = 1 ORDER BY queue" in s for s in asked)
+        assert any("FROM lanes" in s for s in asked)
         walks = {
             statement: step
             for statement in asked
@@ -87,6 +96,27 @@ async def test_no_statement_walks_through_a_large_table() -> None:
             if LARGE.search(step) and not THROUGH_A_SMALL_INDEX.search(step)
         }
         assert walks == {}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"status_in": ["succeeded"], "sort_by": "start_time", "sort_order": "desc", "limit": 5},
+        {"status_in": ["succeeded"], "limit": 5},
+        {"sort_by": "start_time", "sort_order": "desc", "limit": 5},
+        {"limit": 5},
+    ],
+)
+async def test_a_page_is_read_in_the_order_of_an_index(query: dict[str, Any]) -> None:
+    """Nothing is sorted but what began at the same time, so that the page costs no more in a long run."""
+    async with open_box() as box:
+        statements: list[str] = []
+        journal = box.service._journal
+        journal.reader.set_trace_callback(statements.append)
+        await box.store.query_rollouts(**query)
+        journal.reader.set_trace_callback(None)
+        (asked,) = [statement for statement in statements if statement.startswith("SELECT")]
+        assert "USE TEMP B-TREE FOR ORDER BY" not in plan_of(journal.db, asked)
 
 
 async def test_this_test_would_see_a_walk() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, Box, ids_of, open_box, span_of
+from store_helpers import BROKEN, LEASE_S, Box, ids_of, open_box, span_of
 
 from raylight.errors import QueryError, UnknownIdError
+from raylight.store.queries import Queries
 from raylight.types import EnqueueRolloutRequest, Rollout, Span
 
 
@@ -255,9 +258,67 @@ async def test_text_that_is_not_unicode_is_an_error_or_finds_nothing(box: Box) -
     for query in ({"rollout_id_contains": "\ud800"}, {"rollout_id_contains": "a\udfff"}):
         with pytest.raises(QueryError, match="not Unicode"):
             await box.store.query_rollouts(**query)
-    assert await box.store.query_rollouts(rollout_id_in=["\ud800"]) == []
+    for ids in (["\ud800"], ["\ud800", "\udfff"]):
+        assert await box.store.query_rollouts(rollout_id_in=ids) == []
     with pytest.raises(QueryError, match="not Unicode"):
         await box.store.query_spans("ro", name="\ud800")
+
+
+@pytest.mark.parametrize("wrong", ["none", "", "\ud800", "ro\0"])
+async def test_an_id_that_there_cannot_be_is_unknown(box: Box, wrong: str) -> None:
+    await box.store.enqueue_rollout(1, rollout_id="ro")
+    store = box.store
+    for ask in (
+        store.get_rollout_by_id, store.get_latest_attempt, store.query_attempts, store.query_spans, store.get_resources_by_id,
+        store.get_worker_by_id, lambda i: store.query_spans("ro", i), lambda i: store.collect(["ro", i]),
+    ):  # fmt: skip
+        with pytest.raises(UnknownIdError, match=re.escape(repr(wrong))):
+            await ask(wrong)
+    assert (await store.get_rollout_by_id("ro")).status == "queuing", "and the next query works"
+
+
+@pytest.mark.parametrize("values", [["queuing"], [None], ["queuing", None], []])
+async def test_a_filter_of_one_value_or_none_is_a_filter(box: Box, values: list[Any]) -> None:
+    await box.enqueue(2)
+    for logic in ("and", "or"):
+        assert len(await box.store.query_rollouts(status_in=values, filter_logic=logic)) == 2 * ("queuing" in values)
+
+
+async def test_reads_go_beside_the_writer(box: Box) -> None:
+    rollout = await box.take()
+    update = await box.store.add_resources({})
+    statements: list[str] = []
+    box.service._journal.db.set_trace_callback(statements.append)
+    await box.store.get_rollout_by_id(rollout.rollout_id)
+    await box.store.get_latest_attempt(rollout.rollout_id)
+    await box.store.get_resources_by_id(update.resources_id)
+    await box.store.get_latest_resources()
+    await box.store.collect([rollout.rollout_id], with_spans=True)
+    await box.store.statistics()
+    assert await box.store.lease_seconds() == LEASE_S
+    assert [s for s in statements if "deadline" not in s] == [], "but for the timer's"
+
+
+async def test_what_a_query_reads_is_of_one_moment(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = await box.take(max_attempts=2, retry_condition={"failed"})
+    look = Queries.rollout
+    loop = asyncio.get_running_loop()
+
+    def look_slowly(self: Queries, rollout_id: str) -> Any:
+        found = look(self, rollout_id)
+        asyncio.run_coroutine_threadsafe(again(), loop).result()
+        return found
+
+    async def again() -> None:
+        await box.store.finish_attempt(rollout, "failed", None, [span_of(rollout)])
+        await box.store.add_span(span_of(await box.again(), "of the second"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Queries, "rollout", look_slowly)
+        (found,) = await box.store.collect([rollout.rollout_id], with_spans=True)
+    assert (found.rollout.attempt.sequence_id, found.spans) == (1, [])
+    (found,) = await box.store.collect([rollout.rollout_id], with_spans=True)
+    assert (found.rollout.attempt.sequence_id, [span.name for span in found.spans]) == (2, ["of the second"])
 
 
 async def test_a_query_sees_what_was_acknowledged_before_it(box: Box) -> None:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, StatusCode
-from store_helpers import Box, ids_of, open_box, reward_of, span_of
+from store_helpers import BROKEN, LEASE_S, Box, ids_of, open_box, reward_of, span_of
 
 from raylight.errors import SpanError, UnknownIdError
 from raylight.semconv import reward_attributes
@@ -239,3 +239,45 @@ async def test_the_last_reward_by_sequence_id_counts(box: Box) -> None:
     assert (await box.store.collect([rollout.rollout_id]))[0].reward == -2.5
     await box.store.add_span(reward_of(rollout, 9).model_copy(update={"sequence_id": 2}))
     assert (await box.store.collect([rollout.rollout_id]))[0].reward == -2.5
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed", "timeout", "released"])
+async def test_a_reward_that_comes_after_the_end_changes_nothing(box: Box, end: str) -> None:
+    rollout = await box.take()
+    await box.store.add_span(reward_of(rollout, 0.25))
+    if end == "released":
+        await box.store.release_worker("w", "died")
+    else:
+        await box.store.finish_attempt(rollout, end, None if end == "succeeded" else BROKEN, [reward_of(rollout, 0.5)])
+    decided = (await box.store.collect([rollout.rollout_id]))[0].reward
+    assert decided == (0.25 if end == "released" else 0.5)
+    late = reward_of(rollout, 9.0)
+    assert (await box.store.add_span(late)).attributes == late.attributes
+    assert await box.store.add_span(late) is None
+    assert (await box.store.collect([rollout.rollout_id]))[0].reward == decided
+    assert (await spans_in(box, rollout))[-1].attributes == late.attributes, "it is kept as it came"
+    assert (await box.count("spans_late"), await box.count("spans_duplicate")) == (1, 1)
+
+
+async def test_the_last_spans_of_an_attempt_that_was_decided_before_are_late(box: Box) -> None:
+    rollout = await box.take(timeout_seconds=5)
+    await box.pass_time(5)
+    late = [span_of(rollout), reward_of(rollout, 1.0)]
+    for _ in range(2):
+        assert (await box.store.finish_attempt(rollout, "succeeded", None, late)).status == "failed"
+    (found,) = await box.store.collect([rollout.rollout_id], with_spans=True)
+    assert (found.reward, [span.span_id for span in found.spans]) == (None, [span.span_id for span in late])
+    assert await box.count("spans_late") == 2
+
+
+async def test_a_span_that_comes_before_the_end_is_not_late(box: Box) -> None:
+    rollout = await box.take()
+    spans = [span_of(rollout), reward_of(rollout, 1.0)]
+    for _ in range(2):
+        await box.store.finish_attempt(rollout, "succeeded", None, spans)
+    assert await box.store.add_many_spans(spans) == []
+    unresponsive = await box.take()
+    await box.pass_time(LEASE_S)
+    await box.store.add_span(reward_of(unresponsive, 0.5))
+    assert (await box.store.collect([unresponsive.rollout_id]))[0].reward == 0.5
+    assert await box.count("spans_late") == 0

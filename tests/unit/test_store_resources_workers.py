@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, ids_of, open_box, span_of
 
-from raylight.errors import StoreError, UnknownIdError
+from raylight.errors import StoreError, UnknownIdError, WorkerGoneError
 from raylight.types import Worker
 
 
@@ -142,8 +142,14 @@ async def test_a_released_worker_is_lost_for_good(box: Box) -> None:
         assert await box.status(rollout) == ("requeuing", "failed")
         assert (await box.attempt(rollout)).failure.kind == "infrastructure"
     assert await box.status(other) == ("preparing", "preparing")
-    assert await box.store.dequeue_many_rollouts(limit=9, worker_id="w", timeout=60) == []
-    assert len(await box.store.dequeue_many_rollouts(limit=9, worker_id="v")) == 2
+    for timeout in (0, 60):
+        with pytest.raises(WorkerGoneError, match="released w"):
+            await box.store.dequeue_many_rollouts(limit=9, worker_id="w", timeout=timeout)
+    assert len(await box.store.dequeue_many_rollouts(limit=9, worker_id="u")) == 1, "both are suspected"
+    assert len(await box.store.dequeue_many_rollouts(limit=9, worker_id="v")) == 1
+    with pytest.raises(WorkerGoneError):
+        await box.store.dequeue_rollout("w")
+    assert (await box.store.get_worker_by_id("w")).last_dequeue_time == 1000.0
     assert await box.store.release_worker("never seen", "killed") == 0
     assert (await box.store.update_worker("never seen")).status == "unknown"
 

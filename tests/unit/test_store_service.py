@@ -12,7 +12,7 @@ from store_helpers import BROKEN, Box, begun, call_of, ids_of, open_box, span_of
 from unit_helpers import make_generation, within
 
 from raylight.config import StoreConfig
-from raylight.errors import StoreError, UnknownIdError
+from raylight.errors import StoreError, WorkerGoneError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.types import EnqueueRolloutRequest, RolloutConfig
@@ -87,7 +87,8 @@ async def test_a_poll_that_outlives_its_worker_takes_nothing_from_the_living(box
         outliving = await begun(box.store.dequeue_rollout("dead", timeout=60))
         living = await begun(box.store.dequeue_rollout("living", timeout=60))
         await box.store.release_worker("dead", "killed")
-        assert await outliving is None
+        with pytest.raises(WorkerGoneError, match="released dead"):
+            await outliving
         assert (await living).rollout_id == first.rollout_id
 
 
@@ -116,110 +117,17 @@ async def test_a_dequeue_that_is_asked_again_too_late_does_not_take_from_another
     assert (await box.store.get_latest_attempt(second.rollout_id)).worker_id == "v"
 
 
-# waiting for rollouts
-
-
-async def decide(box: Box) -> str:
-    rollout = await box.again()
-    return (await box.store.finish_attempt(rollout, "succeeded")).rollout_id
-
-
-async def test_wait_returns_once_enough_are_decided_in_the_order_asked(box: Box) -> None:
+async def test_a_poll_ends_with_its_worker_though_nothing_waits(box: Box) -> None:
     async with within():
-        ids = await box.enqueue(4)
-        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids[::-1], at_least=2))
-        all_of_them = await begun(box.store.wait_for_rollouts(rollout_ids=ids, timeout=60))
-        await decide(box)
-        assert not waiting.done()
-        await decide(box)
-        assert [rollout.rollout_id for rollout in await waiting] == [ids[1], ids[0]]
-        await box.store.cancel_rollout(ids[3])
-        assert not all_of_them.done()
-        await decide(box)
-        assert [rollout.status for rollout in await all_of_them] == ["succeeded"] * 3 + ["cancelled"]
-
-
-@pytest.mark.parametrize("timeout", [0, 0.01, -1.0])
-async def test_wait_gives_what_is_decided_when_the_time_is_over(box: Box, timeout: float) -> None:
-    async with within():
+        outliving = [await begun(box.store.dequeue_rollout("dead", timeout=60)) for _ in range(2)]
+        living = await begun(box.store.dequeue_rollout("living", timeout=60))
+        nobody = await begun(box.store.dequeue_rollout(None, timeout=60))
+        await box.store.release_worker("dead", "killed")
+        for poll in outliving:
+            with pytest.raises(WorkerGoneError):
+                await poll
         ids = await box.enqueue(2)
-        assert await box.store.wait_for_rollouts(rollout_ids=ids, timeout=timeout) == []
-        await decide(box)
-        (found,) = await box.store.wait_for_rollouts(rollout_ids=ids, timeout=timeout)
-        assert found == await box.store.get_rollout_by_id(ids[0])
-
-
-@pytest.mark.parametrize("timeout", [None, 60, 1e9, float("inf")])
-async def test_wait_with_any_timeout(box: Box, timeout: float | None) -> None:
-    async with within():
-        ids = await box.enqueue()
-        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids, timeout=timeout))
-        await decide(box)
-        assert len(await waiting) == 1
-
-
-@pytest.mark.parametrize(("ids", "at_least"), [([], None), ([], 3), (["a"], 0), (["a"], -1), (["b"], 99), (["b", "b"], 2)])
-async def test_wait_for_nothing_or_for_more_than_there_are_does_not_hang(box: Box, ids: list[str], at_least: int | None) -> None:
-    await box.store.enqueue_rollout(1, rollout_id="b")
-    await decide(box)
-    await box.store.enqueue_rollout(1, rollout_id="a")
-    async with within(1):
-        found = await box.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least)
-    assert [rollout.rollout_id for rollout in found] == [i for i in dict.fromkeys(ids) if i == "b"]
-
-
-async def test_waiting_for_the_same_rollout_twice_does_not_hang(box: Box) -> None:
-    ids = await box.enqueue()
-    waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids * 3))
-    await box.store.cancel_rollouts(ids)
-    async with within(1):
-        assert [rollout.status for rollout in await waiting] == ["cancelled"]
-
-
-async def test_a_rollout_that_is_tried_again_is_not_decided(box: Box) -> None:
-    async with within():
-        first = await box.take(max_attempts=2, retry_condition={"failed"})
-        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=[first.rollout_id]))
-        await box.store.finish_attempt(first, "failed", BROKEN)
-        assert await box.store.wait_for_rollouts(rollout_ids=[first.rollout_id], timeout=0) == []
-        assert not waiting.done()
-        await box.store.finish_attempt(await box.again(), "failed", BROKEN)
-        assert [rollout.status for rollout in await waiting] == ["failed"]
-
-
-async def test_a_decision_that_is_taken_back_is_waited_for_again(box: Box) -> None:
-    async with within():
-        ids = await box.enqueue(2)
-        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids))
-        await decide(box)
-        await box.store.update_rollout(ids[0], status="requeuing")
-        await decide(box)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not waiting.done()
-        await decide(box)
-        assert [rollout.rollout_id for rollout in await waiting] == ids
-
-
-async def test_an_unknown_rollout_is_not_waited_for(box: Box) -> None:
-    with pytest.raises(UnknownIdError, match="ro-none"):
-        await box.store.wait_for_rollouts(rollout_ids=[*await box.enqueue(), "ro-none"])
-
-
-async def test_many_wait_and_those_who_go_leave_nothing_behind(box: Box) -> None:
-    async with within():
-        ids = await box.enqueue(5)
-        waiting = [await begun(box.store.wait_for_rollouts(rollout_ids=ids[i % 5 :], at_least=1)) for i in range(50)]
-        gone = [await begun(box.store.wait_for_rollouts(rollout_ids=ids)) for _ in range(5)]
-        for task in gone:
-            task.cancel()
-        await asyncio.wait(gone)
-        assert await box.store.wait_for_rollouts(rollout_ids=ids, timeout=0.01) == []
-        assert sum(len(waiters) for waiters in box.service._waiters.values()) == sum(5 - i % 5 for i in range(50))
-        for _ in ids:
-            await decide(box)
-        assert all(len(found) >= 1 for found in await asyncio.gather(*waiting))
-        assert box.service._waiters == {}
+        assert [(await poll).rollout_id for poll in (living, nobody)] == ids
 
 
 # backpressure
@@ -342,7 +250,13 @@ async def test_whoever_waits_when_the_store_is_closed_hears_of_it() -> None:
         for task in waiting:
             with pytest.raises(StoreError, match="closed"):
                 await task
-        for work in (box.store.statistics(), box.store.query_rollouts(), box.store.enqueue_rollout(1), box.store.dequeue_rollout()):
+        for work in (
+            box.store.lease_seconds(),
+            box.store.statistics(),
+            box.store.query_rollouts(),
+            box.store.enqueue_rollout(1),
+            box.store.dequeue_rollout(),
+        ):
             with pytest.raises(StoreError, match="is closed"):
                 await work
         await box.service.close()

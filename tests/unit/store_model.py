@@ -1,0 +1,78 @@
+"""What the state machine's model of the store knows of rollouts and attempts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from store_helpers import LEASE_S
+
+from raylight.types import Rollout, RolloutConfig
+
+FINAL = ("succeeded", "failed", "timeout")
+OVER = ("succeeded", "failed", "cancelled")
+LIVE = ("preparing", "running")
+CONFIGS = [
+    RolloutConfig(),
+    RolloutConfig(timeout_seconds=100, max_attempts=2, retry_condition={"timeout", "failed"}),
+    RolloutConfig(unresponsive_seconds=30, max_attempts=3, retry_condition={"unresponsive"}, infrastructure_retries=0),
+    RolloutConfig(timeout_seconds=50, unresponsive_seconds=20, infrastructure_retries=1),
+]
+
+
+@dataclass(eq=False)
+class Try:
+    """What the model knows of an attempt."""
+
+    rollout: Known
+    taken: Rollout
+    worker: str | None
+    leased: bool
+    start: float
+    status: str = "preparing"
+    heard: float = 0.0
+    """When its worker or itself was last heard of."""
+    spoke: float = 0.0
+    """When its last span came."""
+    lost: bool = False
+    spans: list[str] = field(default_factory=list)
+    reward: float | None = None
+    open: set[str] = field(default_factory=set)
+    recorded: list[str] = field(default_factory=list)
+
+    def end(self) -> tuple[float, str, bool] | None:
+        """When time ends it, how, and whether that is the infrastructure's fault."""
+        config, ends = self.rollout.config, []
+        if self.status in FINAL:
+            return None
+        if config.timeout_seconds:
+            ends.append((self.start + config.timeout_seconds, 0, "timeout", False))
+        if self.status != "unresponsive":
+            if config.unresponsive_seconds:
+                ends.append((self.spoke + config.unresponsive_seconds, 1, "unresponsive", False))
+            if self.leased:
+                ends.append((self.heard + LEASE_S, 2, "unresponsive", True))
+        if not ends:
+            return None
+        when, _, how, infrastructure = min(ends)
+        return when, how, infrastructure
+
+
+@dataclass(eq=False)
+class Known:
+    """What the model knows of a rollout."""
+
+    config: RolloutConfig
+    status: str = "queuing"
+    tries: list[Try] = field(default_factory=list)
+    lost: int = 0
+    charged: int = 0
+    """Of those that were lost."""
+    suspect: bool = False
+
+    def verdict(self, status: str, infrastructure: bool) -> str:
+        """What follows from its latest attempt's failure."""
+        if infrastructure and self.charged <= self.config.infrastructure_retries:
+            return "requeuing"
+        innocent = self.lost - self.charged
+        counted = len(self.tries) - innocent - min(self.charged, self.config.infrastructure_retries)
+        return "requeuing" if status in self.config.retry_condition and counted < self.config.max_attempts else "failed"
