@@ -47,7 +47,7 @@ def agents() -> dict[str, Callable[..., Any]]:
     ("name", "error", "message"),
     [
         ("raises_always", errors.RolloutsFailedError, "all 32 rollouts failed, 32 of them with ValueError: my tool broke"),
-        ("returns_a_string", errors.RewardError, "of type str as a reward; return a float"),
+        ("returns_a_string", errors.RewardError, "of type str; give a float"),
         ("returns_none", errors.RolloutsFailedError, "the agent returns None; return a float"),
         ("never_calls", errors.EmptyTraceError, "the agent must use llm.endpoint"),
     ],
@@ -162,7 +162,8 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
         (lambda path: fit(adder, path, algorithm={"model": "no/such"}), errors.ModelNotFoundError, "hf download no/such"),
         (lambda path: fit(adder, path, algorithm={"lrr": 1}), errors.ConfigError, "no setting 'lrr'; it has: lr"),
         (lambda path: fit(adder, path, engine={"port": 0}), errors.ConfigError, "EngineConfig.port"),
-        (lambda path: fit("agent", path), errors.ConfigError, "decorated with @rollout"),
+        (lambda path: fit("agent", path), errors.ConfigError, "no dotted name"),
+        (lambda path: fit(5, path), errors.ConfigError, "decorated with @rollout"),
         (lambda path: fit(lambda task, tools: 1.0, path), errors.AgentSignatureError, "'tools', which nothing fills"),
     ],
 )
