@@ -297,9 +297,10 @@ class Attempts:
         by = infrastructure - (revived and attempt.lost)  # what goes on after all was not lost
         if by:
             losses = Losses(max(losses.lost + by, 0), max(losses.charged + by * charged, 0))
-            self._rollouts.set_losses(attempt.rollout_id, losses)
         after = decide(status, attempt.sequence_id, infrastructure, losses, config)
         if after in ROLLOUT_TRANSITIONS[before]:
+            if by:
+                self._rollouts.set_losses(attempt.rollout_id, losses)
             self._rollouts.set_status(attempt.rollout_id, before, after)
 
     def _give_up_calls(self, attempt_id: str) -> None:
@@ -318,14 +319,15 @@ class Attempts:
         """A worker is gone for good: all that it had is lost to the infrastructure. Returns how many attempts that were.
 
         One of these may have brought it down. As long as nobody knows which, none is charged for it and all are suspected; suspects
-        are then leased one to a worker, and the next death charges that one alone.
+        are then leased one to a worker, and the next death charges that one alone. Whatever else the worker had then is suspected
+        from now on: if it was one of these after all, it pays for the next death, and not another suspect.
         """
         self._workers.dismiss(worker_id)
         held = self._workers.held_by(worker_id)
         to_blame = [attempt for attempt in held if attempt.suspect] or held
         lost = Failure(kind="infrastructure", error=f"RunnerLost: {why}")
         for attempt in held:
-            self._rollouts.suspect(attempt.rollout_id, attempt in to_blame)
+            self._rollouts.suspect(attempt.rollout_id, True)
             self.set_status(attempt, "failed", lost, charged=to_blame == [attempt])
         self._rollouts.changes.queued = True  # its polls are to end
         return len(held)

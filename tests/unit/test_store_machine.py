@@ -267,7 +267,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.deaths[slot] += 1
         for attempt in held:
             self.late["calls_lost"] += len(attempt.open)
-            attempt.rollout.suspect = attempt in to_blame
+            attempt.rollout.suspect = True
             self.become(attempt, "failed", infrastructure=True, charged=to_blame == [attempt])
 
     @rule(seconds=st.sampled_from([1, 10, 25, LEASE_S]))

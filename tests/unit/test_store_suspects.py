@@ -88,7 +88,7 @@ async def test_a_death_charges_the_only_suspect(box: Box) -> None:
     clean = await box.enqueue(2)
     assert names(await box.store.dequeue_many_rollouts(limit=9, worker_id="w")) == [first, *clean]
     assert await box.store.release_worker("w", "died") == 3
-    assert [of(box, i) for i in (first, second, *clean)] == [(2, 1, 1), (1, 0, 1), (1, 0, 0), (1, 0, 0)]
+    assert [of(box, i) for i in (first, second, *clean)] == [(2, 1, 1), (1, 0, 1), (1, 0, 1), (1, 0, 1)]
 
 
 async def test_of_several_suspects_none_is_charged(box: Box) -> None:
@@ -99,7 +99,7 @@ async def test_of_several_suspects_none_is_charged(box: Box) -> None:
     await box.store.update_attempt(*ids_of(moved), worker_id="w")
     clean = await box.take("w")
     await box.store.release_worker("w", "died")
-    assert [of(box, i) for i in (first, second, clean)] == [(2, 0, 1), (2, 0, 1), (1, 0, 0)]
+    assert [of(box, i) for i in (first, second, clean)] == [(2, 0, 1), (2, 0, 1), (1, 0, 1)]
 
 
 async def test_a_lease_that_ended_and_was_taken_up_again_is_charged_to_nobody(box: Box) -> None:
@@ -229,6 +229,19 @@ async def test_a_poison_fails_and_its_neighbours_succeed(box: Box, slots: int, p
     assert (await box.status(ids[place]))[0] == "failed"
     assert (lost, charged) == (len(deaths), retries + 1)
     assert len(deaths) <= retries + 2, "all but the first, of many, are charged"
+
+
+@pytest.mark.parametrize("slots", [4, 21])
+async def test_suspects_do_not_pay_for_a_poison_that_nobody_suspects_yet(box: Box, slots: int) -> None:
+    """As where a machine went down with twenty healthy rollouts, and a poison waits in the queue."""
+    ids = await suspects(box, 20)
+    (poison,) = await box.enqueue()
+    deaths = 0
+    while await work(box, f"w{deaths}", slots, {poison}):
+        deaths += 1
+    assert [(await box.status(rollout_id))[0] for rollout_id in ids] == ["succeeded"] * 20
+    assert (await box.status(poison))[0] == "failed"
+    assert (deaths, max(of(box, rollout_id)[1] for rollout_id in ids), of(box, poison)[1]) == (4, 1, 3)
 
 
 async def test_a_poison_among_runners_that_work_side_by_side(box: Box) -> None:
