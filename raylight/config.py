@@ -91,8 +91,8 @@ class RunnerConfig(Config):
     """Runners that may die, and are replaced, without a rollout succeeding meanwhile; with one more the run ends."""
     max_rollouts: int | None = Field(default=None, ge=1)
     """Rollouts after which a runner ends; None for no limit."""
-    stuck_after_s: float = Field(default=60.0, gt=0)
-    """A runner whose event loop does not turn for so long is killed and replaced."""
+    stuck_after_s: float = Field(default=45.0, gt=0)
+    """A runner whose event loop does not turn for so long is killed and replaced; sooner than its leases expire."""
     start_timeout_s: float = Field(default=60.0, gt=0)
 
 

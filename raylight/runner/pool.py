@@ -25,7 +25,7 @@ from raylight.types import Failure
 logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
-PROBE_S = 20.0
+PROBE_S = 10.0
 """How often, at least, each runner is asked whether its event loop still turns."""
 
 
