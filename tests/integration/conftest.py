@@ -59,6 +59,8 @@ def kill(processes: list[psutil.Process]) -> list[psutil.Process]:
 class Cluster:
     address: str
     dashboard: str
+    mark: dict[str, str]
+    """In the environment of all its processes."""
 
     def leftovers(self) -> list[str]:
         """What runs on the cluster and belongs to some run of raylight. Needs a connection to the cluster."""
@@ -85,6 +87,16 @@ class Cluster:
                 eventually(clean, 20, "cleaning up")
             except AssertionError as error:
                 raise AssertionError(f"left on the cluster: {seen}") from error
+        if "haproxy" not in allowed:
+            eventually(lambda: not self._proxies(), 20, "the end of HAProxy, whose ports the next one needs")
+
+    def _proxies(self) -> list[psutil.Process]:
+        found = []
+        for process in marked(self.mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "haproxy" in process.name():
+                    found.append(process)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +105,7 @@ def cluster() -> Iterator[Cluster]:
     port, dashboard = free_port(), free_port()
     command = [
         str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", f"--dashboard-port={dashboard}",
-        "--include-dashboard=true", "--disable-usage-stats",
+        "--include-dashboard=true", "--disable-usage-stats", f"--dashboard-agent-listen-port={free_port()}",
     ]  # fmt: skip
     subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], check=True, capture_output=True)
     mark = {"RAYLIGHT_TEST_CLUSTER": str(port)}
@@ -107,7 +119,7 @@ def cluster() -> Iterator[Cluster]:
         if "--block" in line:
             break
     assert "--block" in output, output
-    found = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+    found = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", mark)
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = found.address
     try:
