@@ -12,9 +12,9 @@ from typing import Any
 import raylight
 from raylight.agent.attributes import message_of
 from raylight.errors import RewardError
-from raylight.semconv import ANNOTATION, PRIMARY, reward_attributes
+from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.rows import span_row
-from raylight.traces.rewards import as_reward
+from raylight.traces.rewards import named_rewards
 from raylight.types import AttemptStatus, Failure, FailureKind, Rollout, Span, SpanCoreFields
 
 OUR_FRAMES = tuple(os.path.join(os.path.dirname(os.path.abspath(raylight.__file__)), room, "") for room in ("runner", "agent"))
@@ -48,22 +48,9 @@ def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
         return []
     if isinstance(returned, list | tuple) and not (returned and isinstance(returned[0], Real)):
         return [_as_span(item) for item in returned]
-    rewards = read_rewards(returned)
+    rewards = named_rewards(returned)
     now = clock()
     return [Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes(rewards)), start_time=now, end_time=now)]
-
-
-def read_rewards(returned: Any) -> dict[str, float]:
-    """Named rewards, the primary one first.
-
-    Raises:
-        RewardError: it is neither a finite number nor a dict of such.
-    """
-    if isinstance(returned, dict):
-        if not returned:
-            raise RewardError("the agent returned an empty dict; return a number, named rewards, or None")
-        return {str(name): as_reward(value, str(name)) for name, value in returned.items()}
-    return {PRIMARY: as_reward(returned)}
 
 
 def _as_span(item: Any) -> Span:

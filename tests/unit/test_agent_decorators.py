@@ -266,7 +266,7 @@ def test_settings_travel_with_the_function() -> None:
 def test_a_function_of_the_main_script_travels_to_a_process_that_does_not_have_it(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, cloudpickle, raylight.agent as agl\n"
+        "import sys, cloudpickle, raylight as agl\n"
         "BONUS = 2\n"
         "@agl.rollout(model=agl.LLM(name='m'))\n"
         "def agent(task, model): return len(model.name) + task + BONUS\n"

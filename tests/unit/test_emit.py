@@ -310,7 +310,7 @@ def test_threads_emit_to_the_attempt_whose_context_they_have() -> None:
 
 def test_emitters_are_light() -> None:
     code = (
-        "import sys, raylight.agent as a; a.emit_reward(1.0)\n"
+        "import sys, raylight as a; a.emit_reward(1.0)\n"
         "from raylight.traces.context import AttemptTrace, tracing\n"
         "with tracing(AttemptTrace('r', 'a')), a.operation(name='x'): a.emit_message('m')\n"
         "heavy = {'torch', 'transformers', 'ray', 'vllm', 'verl', 'jinja2', 'opentelemetry', 'numpy'} & set(sys.modules)\n"

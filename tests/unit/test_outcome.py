@@ -19,9 +19,9 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 from unit_helpers import make_rollout
 
 from raylight.errors import RewardError, SpanError
-from raylight.runner.outcome import OUR_FRAMES, classify, describe, one_line, read_result, read_rewards
+from raylight.runner.outcome import OUR_FRAMES, classify, describe, one_line, read_result
 from raylight.semconv import ANNOTATION
-from raylight.traces.rewards import find_final_reward, get_rewards_from_span
+from raylight.traces.rewards import find_final_reward, get_rewards_from_span, named_rewards
 from raylight.types import Failure, Rollout, Span, SpanCoreFields
 
 REQUEST = httpx.Request("POST", "http://engine/v1/chat/completions")
@@ -46,7 +46,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("returned", "expected"), NUMBERS)
 def test_a_number_is_a_reward(returned: Any, expected: float) -> None:
-    rewards = read_rewards(returned)
+    rewards = named_rewards(returned)
     assert rewards == {"primary": expected}
     assert type(rewards["primary"]) is float
 
@@ -59,7 +59,7 @@ def test_a_reward_becomes_an_annotation_at_the_injected_time(returned: Any, expe
 
 
 def test_named_rewards_keep_their_order() -> None:
-    named = read_rewards({"main": 1, "style": np.float32(0.5)})
+    named = named_rewards({"main": 1, "style": np.float32(0.5)})
     assert list(named.items()) == [("main", 1.0), ("style", 0.5)]
     (span,) = read(collections.OrderedDict(style=2, main=1))
     assert [(reward.name, reward.value) for reward in get_rewards_from_span(span)] == [("style", 2.0), ("main", 1.0)]
@@ -82,9 +82,9 @@ def test_what_is_no_reward_is_refused(returned: Any) -> None:
 
 def test_a_refused_reward_is_named_with_its_type() -> None:
     with pytest.raises(RewardError, match=r"'great'.*str"):
-        read_rewards("great")
+        named_rewards("great")
     with pytest.raises(RewardError, match="'style' is nan"):
-        read_rewards({"main": 1.0, "style": float("nan")})
+        named_rewards({"main": 1.0, "style": float("nan")})
 
 
 # spans and rollouts
