@@ -1,10 +1,11 @@
-"""The command line: `raylight quickstart` and `raylight doctor`."""
+"""The command line: `raylight quickstart`, `raylight serve` and `raylight doctor`."""
 
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +19,23 @@ app = typer.Typer(
 )
 
 
+class Dtype(StrEnum):
+    """Values of `--dtype`."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class EngineName(StrEnum):
+    """Values of `--engine`."""
+
+    auto = "auto"
+    transformers = "transformers"
+    vllm = "vllm"
+    upstream = "upstream"
+
+
 @app.command()
 def quickstart(
     output_dir: Annotated[Path, typer.Option(help="Where the run's files go.")] = Path("outputs/quickstart"),
@@ -27,6 +45,7 @@ def quickstart(
     runners: Annotated[int, typer.Option(min=1, help="Runner actors that execute the agent.")] = 2,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="HTTP port of the model; a free one by default.")] = None,
     model: Annotated[str | None, typer.Option(help="Another model folder than the starter model.")] = None,
+    engine: Annotated[EngineName, typer.Option(help="What samples.")] = EngineName.auto,
 ) -> None:
     """Watch a small model learn to add: offline, on a CPU, in about a minute."""
     import raylight as rl
@@ -39,9 +58,51 @@ def quickstart(
         model=model or STARTER_MODEL, n_steps=steps, lr=2e-4, kl_coef=1e-3, val_every=5, val_samples=2
     )  # fmt: skip
     trainer = rl.Trainer(
-        algorithm=algorithm, n_runners=runners, n_learners=learners, port=port, output_dir=output_dir, seed=seed
+        algorithm=algorithm, n_runners=runners, n_learners=learners, port=port, output_dir=output_dir, seed=seed,
+        engine={"kind": engine.value},
     )  # fmt: skip
     trainer.fit(adder, train, val_dataset=val)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="Model folder, its name in the local Hugging Face cache, or the upstream's name.")],
+    engine: Annotated[EngineName, typer.Option(help="What samples; auto picks by what is there.")] = EngineName.auto,
+    name: Annotated[str | None, typer.Option(help="Name under which clients ask for the model.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a key.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="8000, or a free one, by default.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="RAYLIGHT_API_KEY", help="What clients must send.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of the engine.")] = 1,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="Add copies under load up to this number.")] = None,
+    num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of a replica.")] = 1.0,
+    num_gpus: Annotated[float, typer.Option(min=0, help="GPUs of a replica.")] = 0.0,
+    dtype: Annotated[Dtype, typer.Option(help="Precision of the model.")] = Dtype.float32,
+    max_model_len: Annotated[int, typer.Option(min=8, help="Longest prompt plus response, in tokens.")] = 2048,
+    url: Annotated[str | None, typer.Option(help="Base URL of an upstream model, which is passed on.")] = None,
+    upstream_key: Annotated[str | None, typer.Option(envvar="RAYLIGHT_UPSTREAM_KEY", help="Its key.")] = None,
+    arg: Annotated[list[str] | None, typer.Option(help="An argument of the engine itself, name=value; may be repeated.")] = None,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds that starting may take.")] = 600.0,
+) -> None:
+    """Serve a model: OpenAI's and Anthropic's APIs, until Ctrl-C."""
+    from raylight.config import EngineConfig
+    from raylight.trainer.serve import serve_model
+
+    config = EngineConfig.parse(
+        {}, kind=engine.value, host=host, port=port, replicas=replicas, max_replicas=max_replicas, num_cpus=num_cpus,
+        num_gpus=num_gpus, dtype=dtype.value, max_model_len=max_model_len, url=url, api_key=upstream_key,
+        args=dict(_argument(text) for text in arg or ()), start_timeout_s=start_timeout,
+    )  # fmt: skip
+    serve_model(model, config, name=name, api_key=api_key)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """An argument and its value, which is read as YAML: 0.9, true, {a: 1}, or a word."""
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"--arg takes name=value, not {text!r}")
+    return name.strip().lstrip("-").replace("-", "_"), yaml.safe_load(value)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from raylight.errors import ConfigError
 
@@ -61,8 +61,19 @@ def explain(cls: type[BaseModel], error: ValidationError) -> str:
 class EngineConfig(Config):
     """The serving deployment."""
 
-    kind: Literal["auto", "transformers"] = "auto"
+    kind: Literal["auto", "transformers", "vllm", "upstream"] = "auto"
+    """auto: vllm where it is installed and replicas have a GPU, else transformers; upstream where a `url` is given."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """What the engine itself takes beside: any engine argument of vLLM, or `tool_parser` and `reasoning` of transformers."""
+    url: str | None = None
+    """Base URL of an OpenAI-compatible upstream, such as https://api.example.com/v1."""
+    api_key: SecretStr | None = None
+    """The upstream's key; agents never see it."""
+    upstream_model: str | None = None
+    """The upstream's name of the model; None: the name under which it is served here."""
     replicas: int = Field(default=1, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1)
+    """Serve adds replicas up to this number while there is load, and takes them away again. None: always `replicas`."""
     num_cpus: float = Field(default=0.5, ge=0)
     """In the synchronous loop engines and learners never compute at once, so that on a CPU each claims half a core."""
     num_gpus: float = Field(default=0, ge=0)
@@ -73,11 +84,32 @@ class EngineConfig(Config):
     """Sequences that a replica decodes at once."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests that wait for a place before the replica answers 503."""
+    max_adapters: int = Field(default=0, ge=0)
+    """LoRA adapters that are served at once beside the model itself."""
+    update_mode: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight when new weights come go on with them (each token tells its version), hold them up, or end."""
+    token_in: bool = True
+    """A conversation's next prompt is made of the tokens that were sampled so far and the new turns, so that rendering it anew
+    cannot change the past."""
+    sleep_while_learning: bool = False
+    """Free the device's memory while the learners compute; for engines and learners on the same GPU."""
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Longest body of a request."""
     host: str | None = None
     """Address that HTTP listens on. None: loopback on a cluster of one node, all interfaces on more."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """HTTP port. None: 8000, or any free port if that is taken."""
     start_timeout_s: float = Field(default=180.0, gt=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}")
+        if self.kind == "upstream" and self.url is None:
+            raise ValueError("an upstream engine needs a url")
+        if self.kind not in ("auto", "upstream") and self.url is not None:
+            raise ValueError(f"url is for an upstream engine, and kind is {self.kind!r}")
+        return self
 
 
 class RunnerConfig(Config):

@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from raylight import __version__
-from raylight.serving.choose import ENGINES, choose_engine
+from raylight.config import EngineConfig
+from raylight.serving.deploy.choose import ENGINES, choose_engine
 from raylight.trainer.cluster import answers, running_cluster
 
 GIB = 2**30
@@ -134,7 +135,7 @@ def describe_cluster() -> Cluster:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
-    from raylight.serving.deploy import SERVE_FLAGS, serve_http_options
+    from raylight.serving.deploy.ingress import SERVE_FLAGS, serve_http_options
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     ask = ray.remote(num_cpus=0, max_retries=0)(tell)
@@ -201,7 +202,7 @@ def render(machine: Machine, packages: Packages, cluster: Cluster | None, proble
     versions = {**packages, "vllm (optional)": vllm}
     section(console, "packages", {wanted: version or "-" for wanted, version in versions.items()})
     section(console, "Ray cluster", describe(cluster))
-    engine = choose_engine("auto")
+    engine = choose_engine(EngineConfig(num_gpus=min(gpus, 1)))
     why = f"of {', '.join(ENGINES)}; vLLM {vllm or 'absent'}, {gpus:g} GPUs"
     section(console, "engine", {"auto": f"{engine} ({why})"})
     section(console, "missing", {} if problems else {"nothing": ""})

@@ -85,7 +85,15 @@ class InvalidTransitionError(RaylightError):
 
 
 class WeightSyncError(RaylightError):
-    """New weights did not reach every engine within the deadline, or did not fit it."""
+    """New weights, or another order, did not reach every engine within the deadline, or did not fit it."""
+
+
+class BoardUnavailableError(WeightSyncError):
+    """The engines' board did not answer; it may do so when asked again."""
+
+
+class BoardLostError(WeightSyncError):
+    """The engines' board died, and with it what they are to do."""
 
 
 class MismatchError(RaylightError):

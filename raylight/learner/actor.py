@@ -66,6 +66,11 @@ class LearnerActor:
         metrics = self._policy.update(batch)
         return metrics | {"learner/update_s": time.perf_counter() - start}
 
+    def logprobs(self, ids: list[int]) -> list[float] | None:
+        """On rank 0: the policy's log-probs of `ids[1:]`; None elsewhere, though every rank computes."""
+        logprobs = self._policy.logprobs(ids)
+        return logprobs if self._rank == 0 else None
+
     def export(self) -> tuple[int, list[Any]] | None:
         """On rank 0: the version and a box with the reference to its weights in the object store; None elsewhere."""
         arrays = self._policy.export()

@@ -52,6 +52,8 @@ class BatchReport:
     """Groups in which all rewards are equal, so that no rollout is better than another."""
     other_agents: int = 0
     """Calls of agents that are not trained, in all scored rollouts."""
+    aborted: int = 0
+    """Calls whose response was cut off, of trained agents, in all scored rollouts; they are not trained."""
     calls: int = 0
     """Calls that are trained. The counts below say how they relate to the calls before them (`traces.trajectory.Relation`); the
     first call of each rollout is in none of them."""
@@ -81,10 +83,11 @@ def build_batch(
             on all calls of a rollout that marked none.
 
     Raises:
-        EmptyTraceError: rollouts were scored, but none called the model being trained, or none by an agent that is trained.
+        EmptyTraceError: rollouts were scored, but none called the model being trained, or none by an agent that is trained, or none
+            to the end of a response.
     """
     kept: list[tuple[str, float, Trajectories]] = []
-    failed = unscored = empty = other_agents = 0
+    failed = unscored = empty = other_agents = aborted = 0
     for item in finished:
         reward = scored(item, failure_reward)
         if reward is None:
@@ -93,11 +96,17 @@ def build_batch(
             continue
         generations = filter_generations(item, trained_agents)
         other_agents += len(item.generations) - len(generations)
+        aborted += sum(call.finish_reason == "aborted" for call in generations)
         trajectories = build_trajectories(generations)
         if not trajectories.rows:
             empty += 1
             continue
         kept.append((item.rollout.group_id or item.rollout.rollout_id, reward, trajectories))
+    if not kept and empty and aborted:
+        raise EmptyTraceError(
+            f"{empty} rollouts were scored, but all {aborted} calls that could be trained were cut off: agents, or what is between "
+            "them and the engine, closed the connections; raise their timeouts, and look into the log of serving"
+        )
     if not kept and empty and other_agents:
         raise EmptyTraceError(
             f"{empty} rollouts were scored, but all their {other_agents} calls are of agents that are not trained, or of agents "
@@ -118,7 +127,8 @@ def build_batch(
     report = BatchReport(
         trained=len(rewards), failed=failed, unscored=unscored, empty=empty, alone=len(kept) - len(compared),
         groups=len(set(groups)), groups_without_signal=_groups_without_signal(rewards, groups),
-        other_agents=other_agents, calls=related.total(), **{COUNTED_AS[r]: n for r, n in related.items() if r in COUNTED_AS},
+        other_agents=other_agents, aborted=aborted, calls=related.total(),
+        **{COUNTED_AS[r]: n for r, n in related.items() if r in COUNTED_AS},
     )  # fmt: skip
     return TrainBatch(rewards, groups, rows, owners), report
 

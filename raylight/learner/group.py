@@ -65,6 +65,10 @@ class LearnerGroup:
         """One update of the policy; returns metrics."""
         return (await self._all("update", ray.put(batch)))[0]
 
+    async def logprobs(self, ids: list[int]) -> list[float]:
+        """The policy's log-probs at temperature 1 of `ids[1:]`, to be compared with the engines'."""
+        return (await self._all("logprobs", ids))[0]
+
     async def export(self) -> tuple[int, list[Any]]:
         """The current version and a box with the object reference of its weights."""
         return (await self._all("export"))[0]

@@ -63,6 +63,15 @@ class Policy:
         self.version += 1
         return metrics | {"learner/advantage_abs_mean": float(np.mean(np.abs(advantages)))}
 
+    def logprobs(self, ids: list[int]) -> list[float]:
+        """Log-probs at temperature 1 of `ids[1:]`, each given those before it; `ids` are the same on all ranks."""
+        tokens, length = torch.tensor(ids), len(ids) - 1
+        row = Row(
+            prompt=tokens[:1], response=tokens[1:], mask=torch.ones(length, dtype=torch.long), engine_logprobs=torch.zeros(length),
+            versions=torch.zeros(length, dtype=torch.long), advantage=0.0, temperature=1.0,
+        )  # fmt: skip
+        return self._infer(self._engine, [row])[0].tolist()
+
     def export(self) -> dict[str, np.ndarray] | None:
         """The whole model as float32 arrays by Hugging Face name, on rank 0; None elsewhere."""
         params, _ = self._engine.get_per_tensor_param()
@@ -87,11 +96,15 @@ class Policy:
         for engine, name in ((self._engine, "old_logprobs"), (self._reference, "ref_logprobs")):
             if engine is None:
                 continue
-            data = to_tensordict(rows, self._config, global_rows=len(rows), entropy=False)
-            with engine.eval_mode():
-                output = engine.infer_batch(data)["model_output"]["log_probs"]
-            for row, logprobs in zip(rows, verl.response_from_nested(output, data["response_mask"]).unbind(), strict=True):
-                setattr(row, name, logprobs.float().cpu())
+            for row, logprobs in zip(rows, self._infer(engine, rows), strict=True):
+                setattr(row, name, logprobs)
+
+    def _infer(self, engine: Any, rows: list[Row]) -> list[torch.Tensor]:
+        """Log-probs of each row's response."""
+        data = to_tensordict(rows, self._config, global_rows=len(rows), entropy=False)
+        with engine.eval_mode():
+            output = engine.infer_batch(data)["model_output"]["log_probs"]
+        return [logprobs.float().cpu() for logprobs in verl.response_from_nested(output, data["response_mask"]).unbind()]
 
     def _mismatch(self, rows: list[Row]) -> dict[str, float]:
         """How far the engine's log-probs are from this model's, over tokens of the current version, on all ranks."""

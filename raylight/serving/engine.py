@@ -1,16 +1,29 @@
-"""What every engine offers: tokens in, tokens out, each with its log-probability and the weight version that produced it."""
+"""What every engine offers, whatever computes behind it: an OpenAI-compatible application, weights, log-probs, sleep.
+
+An engine lives in one replica. Its application answers `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/tokenize` and
+`/detokenize`, streaming or not; what else agents speak is translated into these before it comes here. While it samples for an
+agent it tells the current `Exchange` the tokens (see `exchange.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
-from raylight.types import GREEDY_BELOW, FinishReason
+from starlette.types import ASGIApp
+
+UpdateMode = Literal["keep", "wait", "abort"]
+"""What becomes of requests in flight when new weights come: they go on with them (and their tokens' versions tell), the weights
+wait for their end, or they end at once with the finish reason "abort"."""
+
+PROMPT_IDS = "prompt_token_ids"
+"""Key in a chat request's `kv_transfer_params` under which the gateway hands over a prompt as tokens, as in vLLM: the engine then
+samples from exactly these, and renders no template."""
 
 
 class RequestError(Exception):
-    """A request that the engine refuses; becomes an HTTP answer in the dialect's own error shape."""
+    """A request that is refused; becomes an HTTP answer in the dialect's own error shape."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -19,56 +32,72 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How to sample one response."""
+class Adapter:
+    """A LoRA adapter as peft saves it.
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 for no limit."""
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
+    Attributes:
+        config: the content of `adapter_config.json`.
+        weights: name to array, as in `adapter_model.safetensors`.
+    """
 
-    @property
-    def greedy(self) -> bool:
-        """Always the most probable token."""
-        return self.temperature < GREEDY_BELOW
-
-
-@dataclass
-class Sampled:
-    """One response as it was sampled; lists have one entry per token, in the order of sampling."""
-
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason = "aborted"
+    config: Mapping[str, Any]
+    weights: Mapping[str, Any]
 
 
 class Engine(Protocol):
-    """A model that samples. One engine lives in one replica."""
+    """A model that samples."""
 
+    kind: str
+    """The name under which it is chosen: "transformers", "vllm" or "upstream"."""
     model: str
+    """The name under which the model is served."""
     tokenizer: Any
-    max_model_len: int
+    """A Hugging Face tokenizer; None where tokens are not known (an upstream model)."""
+    max_model_len: int | None
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Sampled:
-        """Sample one response; cancelling the call frees its place.
+    async def app(self) -> ASGIApp:
+        """The application; called once, when the engine is ready."""
+        ...
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
+        """Take new weights: name to array in full precision, tied output layers included.
 
         Raises:
-            RequestError: the prompt does not fit, or too many requests wait.
+            WeightSyncError: a tensor is missing, unknown or of another shape; the engine has no weights of its own.
         """
         ...
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any]) -> None:
-        """Take new weights (name to array in full precision); requests in flight go on with them.
+    async def load_adapter(self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep") -> None:
+        """Serve an adapter as the model `name`, in place of its last version if it had one. Requests in flight end with the version
+        that they began with under "keep"; a version is never loaded twice.
 
         Raises:
-            WeightSyncError: a tensor is missing, unknown or of another shape.
+            WeightSyncError: the adapter does not fit the model, or the engine has no adapters.
         """
+        ...
+
+    async def drop_adapter(self, name: str) -> None:
+        """Serve the model `name` no longer; unknown names are ignored."""
+        ...
+
+    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+        """Log-probabilities at temperature 1 of `ids[1:]`, each given those before it, with the current weights.
+
+        Raises:
+            WeightSyncError: the engine cannot tell.
+        """
+        ...
+
+    async def sleep(self, level: int = 1) -> str | None:
+        """Free the device's memory until `wake`; requests wait meanwhile. Returns why nothing was freed, where that is so."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def check_health(self) -> None:
+        """Raises if the engine can serve no more."""
         ...
 
     def close(self) -> None:
-        """Stop computing; requests in flight, and any that come later, end with a RequestError of status 503."""
+        """Stop computing; requests in flight, and any that come later, end with status 503."""
         ...

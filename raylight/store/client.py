@@ -242,10 +242,19 @@ class StoreClient(StoreReader):
         return await self._channel.call("next_sequence_ids", [tuple(ids) for ids in rollout_attempt_ids])
 
     async def capture(
-        self, opened: Sequence[tuple[CallKey, float]], closed: Sequence[tuple[CallKey, Generation | None, Span | None]]
-    ) -> None:
-        """Record that calls to the engine began (each with its time) and ended (each with what it sampled, and its span)."""
-        began = [(key.rollout_id, key.attempt_id, key.call_id, start) for key, start in opened]
+        self,
+        opened: Sequence[tuple[CallKey, float]],
+        closed: Sequence[tuple[CallKey, Generation | None, Span | None]],
+        recorder: str = "",
+    ) -> list[CallKey]:
+        """Record that calls to the engine began (each with its time) and ended (each with what it sampled, and its span).
+
+        Returns those that could not begin, because their attempt is decided, or unknown.
+
+        Args:
+            recorder: who will tell of the ends of those that begin; see `lose_recorder`.
+        """
+        began = [(key.rollout_id, key.attempt_id, key.call_id, start, recorder, key.request) for key, start in opened]
         ended = [
             (
                 key.rollout_id, key.attempt_id, key.call_id, generation_bytes(generation) if generation else None,
@@ -253,7 +262,13 @@ class StoreClient(StoreReader):
             )
             for key, generation, span in closed
         ]  # fmt: skip
-        await self._channel.call("capture", began, ended)
+        return [CallKey(*ids) for ids in await self._channel.call("capture", began, ended)]
+
+    async def lose_recorder(self, recorder: str) -> None:
+        """A recorder is gone and will tell nothing any more. An attempt with calls of which it did not tell the end cannot succeed,
+        and is not kept waiting, unless the same was asked again: then the first answer was not used.
+        """
+        await self._channel.call("lose_recorder", recorder)
 
     # resources and workers
 

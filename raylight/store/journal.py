@@ -17,7 +17,7 @@ from typing import Any
 
 from raylight.errors import StoreError
 
-VERSION = 2
+VERSION = 3
 """Of the schema; a file of another one, or of another program, is refused."""
 
 SCHEMA = """
@@ -89,6 +89,8 @@ CREATE TABLE calls (
     rollout_id TEXT NOT NULL,
     attempt_id TEXT NOT NULL,
     start_time REAL,
+    recorder TEXT NOT NULL,
+    request TEXT NOT NULL,
     generation BLOB,
     UNIQUE (attempt_id, call_id)
 );

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from raylight.errors import QueryError, UnknownIdError
-from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
+from raylight.semconv import (
+    CALL_ID,
+    DIALECT,
+    INPUT_MESSAGES,
+    OUTPUT_MESSAGES,
+    PROMPT_TOKEN_IDS,
+    REQUEST_PARAMETERS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_TOKEN_IDS,
+    TOOL_DEFINITIONS,
+    WEIGHT_VERSIONS,
+)
 from raylight.store.channel import Channel
 from raylight.store.queries import Page
 from raylight.store.rows import Row, attempt_of, generation_of, resources_of, rollout_of, span_of, worker_of
@@ -24,6 +36,18 @@ from raylight.types import (
 
 Logic = Literal["and", "or"]
 Order = Literal["asc", "desc"]
+
+
+class Turn(NamedTuple):
+    """A call in a chat."""
+
+    agent: str | None
+    request: dict[str, Any]
+    """As it went to the engine, without a prompt in tokens."""
+    answer: dict[str, Any]
+    """The message."""
+    tokens: list[int]
+    """Of the prompt and the answer."""
 
 
 class StoreReader:
@@ -93,6 +117,14 @@ class StoreReader:
             return spans
         calls = await self._channel.send("query", "calls", rollout_id, call_ids)
         return with_tokens(spans, [generation_of(*call) for call in calls])
+
+    async def history(self, rollout_id: str, attempt_id: str) -> list[Turn]:
+        """What was asked and answered in the chats of an attempt so far, in the order in which the calls began."""
+        rows = await self._channel.send("query", "spans", rollout_id, attempt_id, {}, {}, "and", Page())
+        spans = {call_id: span for span in map(span_of, rows) if (call_id := _call_id(span)) and _is_chat(span, call_id)}
+        calls = [generation_of(*call) for call in await self._channel.send("query", "calls", rollout_id, list(spans))]
+        whole = [call for call in calls if call.key.attempt_id == attempt_id and call.finish_reason != "aborted"]
+        return [_turn(spans[call.key.call_id], call) for call in sorted(whole, key=lambda call: call.start_time)]
 
     async def query_resources(
         self,
@@ -172,10 +204,12 @@ def _finished(rollout: Row, reward: float | None, calls: list[Row], spans: list[
 
 
 def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
-    """Spans of captured calls with the tokens of their generations, which are stored apart."""
+    """Spans of captured calls with the tokens of their generations, which are stored apart. A response that was cut off is shown
+    without, so that nobody trains on it."""
     by_id = {generation.key.call_id: generation for generation in generations}
     for span in spans:
-        if generation := by_id.get(_call_id(span)):
+        generation = by_id.get(_call_id(span))
+        if generation is not None and generation.finish_reason != "aborted":
             span.attributes |= {
                 PROMPT_TOKEN_IDS: generation.prompt_ids,
                 RESPONSE_TOKEN_IDS: generation.output_ids,
@@ -183,6 +217,19 @@ def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
                 WEIGHT_VERSIONS: generation.weight_versions,
             }
     return spans
+
+
+def _is_chat(span: Span, call_id: str) -> bool:
+    """Whether it is what serving recorded of a chat; agents may name calls in spans of their own."""
+    return span.span_id == call_id[:16] and span.attributes.get(DIALECT, "completions") != "completions"
+
+
+def _turn(span: Span, call: Generation) -> Turn:
+    asked = json.loads(span.attributes[REQUEST_PARAMETERS]) | {"messages": json.loads(span.attributes[INPUT_MESSAGES])}
+    if tools := span.attributes.get(TOOL_DEFINITIONS):
+        asked["tools"] = json.loads(tools)
+    (answer,) = json.loads(span.attributes[OUTPUT_MESSAGES])
+    return Turn(call.agent, asked, answer, call.prompt_ids + call.output_ids)
 
 
 def _call_id(span: Span) -> str:

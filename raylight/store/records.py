@@ -13,10 +13,12 @@ from raylight.store.rollouts import Rollouts
 from raylight.store.rows import SPAN, Row
 from raylight.types import ATTEMPT_FINISHED
 
-OpenedCall = tuple[str, str, str, float]
-"""`(rollout_id, attempt_id, call_id, start_time)`."""
+OpenedCall = tuple[str, str, str, float, str, str]
+"""`(rollout_id, attempt_id, call_id, start_time, recorder, request)`."""
 ClosedCall = tuple[str, str, str, bytes | None, Row | None]
-"""`(rollout_id, attempt_id, call_id, generation, span)`; None where nothing was sampled."""
+"""`(rollout_id, attempt_id, call_id, generation, span)`; None where nothing was sampled, or there is nothing to tell."""
+RefusedCall = tuple[str, str, str]
+"""`(rollout_id, attempt_id, call_id)`."""
 REWARD = SPAN.split(", ").index("reward")
 _ADD_SPAN = (
     f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT (attempt_id, span_id) DO NOTHING"
@@ -30,6 +32,8 @@ class Records:
         self._journal = journal
         self._rollouts = rollouts
         self._attempts = attempts
+        self._gone: set[str] = set()
+        """Recorders that will tell nothing any more. Not in the journal: after a restart, their calls run into the time limit."""
 
     # spans
 
@@ -79,21 +83,55 @@ class Records:
 
     # calls
 
-    def open_calls(self, calls: list[OpenedCall]) -> None:
-        """Calls to the engine have begun, which is a sign of life. One of a decided attempt is counted."""
-        for rollout_id, attempt_id, call_id, start in calls:
+    def open_calls(self, calls: list[OpenedCall]) -> list[RefusedCall]:
+        """Calls to the engine have begun, which is a sign of life. Those of a decided or unknown attempt are counted and returned.
+
+        One that is announced again is known already.
+        """
+        refused: list[RefusedCall] = []
+        for rollout_id, attempt_id, call_id, start, recorder, request in calls:
             attempt = self._if_undecided(rollout_id, attempt_id)
-            if attempt is None:
+            if attempt is None or recorder in self._gone:
                 self._journal.count("calls_late")
+                refused.append((rollout_id, attempt_id, call_id))
                 continue
             self._journal.execute(
-                "INSERT INTO calls (call_id, rollout_id, attempt_id, start_time) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (call_id, rollout_id, attempt_id, start),
+                "INSERT INTO calls (call_id, rollout_id, attempt_id, start_time, recorder, request) VALUES (?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT DO NOTHING",
+                (call_id, rollout_id, attempt_id, start, recorder, request),
             )
+            if self._gone:
+                self._forget_unanswered("calls.attempt_id = ?", (attempt_id,))
             self._attempts.sign_of_life(attempt)
+        return refused
+
+    def lose_recorder(self, recorder: str) -> None:
+        """A recorder will tell nothing any more; nobody waits for it."""
+        self._gone.add(recorder)
+        self._forget_unanswered("calls.recorder = ?", (recorder,))
+        self._rollouts.changes.closed = True
+
+    def count_awaited(self, attempt_id: str) -> int:
+        """Open calls of an attempt whose end may still be told."""
+        found = self._journal.execute("SELECT recorder FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,))
+        return sum(recorder not in self._gone for (recorder,) in found)
+
+    def _forget_unanswered(self, which: str, values: tuple[str, ...]) -> None:
+        """Forget open calls of recorders that are gone where another one was asked the same later: they were not answered."""
+        gone = sorted(self._gone)
+        forgotten = self._journal.execute(
+            f"DELETE FROM calls WHERE {which} AND generation IS NULL AND recorder IN ({', '.join('?' * len(gone))}) AND EXISTS ("
+            "SELECT 1 FROM calls AS again WHERE again.attempt_id = calls.attempt_id AND again.request = calls.request "
+            "AND again.request != '' AND again.recorder != calls.recorder AND again.start_time >= calls.start_time)",
+            (*values, *gone),
+        ).rowcount
+        self._journal.count("calls_repeated", by=forgotten)
 
     def close_calls(self, calls: list[ClosedCall]) -> None:
-        """Calls have ended, each with what it sampled. One that is not open (any more) is counted: no answer of it was used."""
+        """Calls have ended, each with what it sampled. One that is not open (any more) is counted: no answer of it was used.
+
+        A call without tokens may have a span all the same: it failed, or its model runs elsewhere.
+        """
         for _, attempt_id, call_id, generation, span in calls:
             key = (attempt_id, call_id)
             found = self._journal.one("SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key)

@@ -26,7 +26,7 @@ from raylight.errors import QueryError, RaylightError, StoreError
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal, JournalError
 from raylight.store.queries import Queries
-from raylight.store.records import Records
+from raylight.store.records import ClosedCall, OpenedCall, Records, RefusedCall
 from raylight.store.resources import Resources
 from raylight.store.rollouts import Changes, Rollouts
 from raylight.store.rows import Row
@@ -105,6 +105,7 @@ class StoreService:
             "add_spans": records.add_spans,
             "next_sequence_ids": records.next_sequence_ids,
             "capture": self._capture,
+            "lose_recorder": records.lose_recorder,
             "add_resources": resources.add_resources,
             "update_resources": resources.update_resources,
             "update_worker": self._update_worker,
@@ -182,9 +183,10 @@ class StoreService:
         self._records.add_spans(spans)
         return self._attempts.finish(rollout_id, attempt_id, values)
 
-    def _capture(self, opened: list[Any], closed: list[Any]) -> None:
-        self._records.open_calls(opened)
+    def _capture(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> list[RefusedCall]:
+        refused = self._records.open_calls(opened)
         self._records.close_calls(closed)
+        return refused
 
     # calls that wait
 
@@ -212,8 +214,9 @@ class StoreService:
             return self._attempts.dequeue(worker_id, limit, request_id)
 
     async def settle(self, attempt_id: str, timeout: float) -> bool:
-        """Wait until no call of the attempt is open; False if that did not happen in time."""
-        return await self._until(self._closed, lambda: self._attempts.count_open_calls(attempt_id) == 0, timeout)
+        """Wait until no call of the attempt is open; False if that did not happen in time, or can happen no more."""
+        await self._until(self._closed, lambda: self._records.count_awaited(attempt_id) == 0, timeout)
+        return self._attempts.count_open_calls(attempt_id) == 0
 
     async def _until(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:
         """Wait for a condition; raises when the store is closed meanwhile, or its timer fails."""

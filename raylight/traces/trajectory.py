@@ -4,8 +4,8 @@ A call whose prompt continues the tokens of an earlier call (its prompt and its 
 between is an observation and is masked. Any other call begins a branch of its own, in which what it shares with earlier calls is
 context; how it relates to them is told beside the rows.
 
-Laws: every sampled response is trained exactly once; the tokens of a trajectory equal `prompt_ids + output_ids` of its last call.
-No row depends on how a call is classified.
+Laws: every sampled response is trained exactly once, unless it was cut off; the tokens of a trajectory equal
+`prompt_ids + output_ids` of its last call. No row depends on how a call is classified.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Trajectories:
 
     rows: list[Trajectory]
     relations: list[Relation]
-    """One per call that sampled something, in the order of the calls."""
+    """One per call that is trained, in the order of the calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,14 +84,14 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
     """Trajectories of one attempt. Time and memory grow with the tokens of the tree, not with those of all prompts together.
 
     Args:
-        generations: of one attempt, in the order in which the calls began. Calls that sampled nothing or were aborted before
-            their first token are left out.
+        generations: of one attempt, in the order in which the calls began. Calls that sampled nothing or were aborted are left
+            out: nobody saw the whole response, if any of it.
     """
     placed: list[_Placed] = []
     rows: list[list[Generation]] = []
     relations: list[Relation] = []
     for call in generations:
-        if not call.output_ids:
+        if not call.output_ids or call.finish_reason == "aborted":
             continue
         ids = call.prompt_ids + call.output_ids
         tokens = np.array(ids, dtype=np.int64)

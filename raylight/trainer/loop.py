@@ -57,9 +57,10 @@ async def _step(session: PolicySession, algorithm: PolicyAlgorithm, tasks: list[
     if not content.has_signal:
         return metrics, False
     started = time.perf_counter()
-    metrics |= await session.learners.update(batch)
+    metrics |= await session.update(batch)
     updated = time.perf_counter()
-    metrics["weights/version"] = await session.publish_weights(algorithm.sync_timeout_s)
+    version, parity = await session.publish_weights(algorithm.sync_timeout_s)
+    metrics |= {"weights/version": float(version), "mismatch/probe_abs_mean": parity.mean_abs}
     metrics["time/update_s"] = updated - started
     metrics["time/sync_s"] = time.perf_counter() - updated
     return metrics, True
@@ -89,6 +90,7 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
         "train/empty": float(content.empty),
         "train/alone": float(content.alone),
         "train/groups_without_signal": float(content.groups_without_signal),
+        "train/aborted": float(content.aborted),
         "train/other_agents": float(content.other_agents),
         **{f"trace/{name}": float(getattr(content, name)) for name in ("calls", *COUNTED_AS.values())},
         "time/rollout_s": seconds,

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
 from raylight.agent.resources import LLM
 from raylight.aio import together
 from raylight.errors import StoreLostError, WeightSyncError
+from raylight.learner.batch import TrainBatch
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.settings import PolicySettings
-from raylight.serving.deploy import Deployment
-from raylight.serving.replica import ReplicaSpec
-from raylight.serving.weights import start_weights
+from raylight.serving.deploy.deployment import Deployment
+from raylight.serving.deploy.replica import ReplicaSpec
+from raylight.serving.fleet.board import start_board
+from raylight.serving.fleet.client import Fleet
+from raylight.serving.fleet.parity import START_TOKENS, SYNC_TOKENS, Parity, ParityWatch, probe_ids, vocabulary_of
 from raylight.trainer.cluster import place
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_policy
 from raylight.trainer.session import Session
@@ -31,16 +33,19 @@ class PolicySession(Session):
     """A Session with learners and engines."""
 
     def __init__(self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool) -> None:
-        super().__init__(plan, say)
+        super().__init__(plan, say, cluster_ends)
         self.plan = plan
-        self._cluster_ends = cluster_ends
+        self._vocabulary = vocabulary_of(plan.model_path)
+        self._parity = ParityWatch(plan.algorithm.max_logprob_mismatch)
+        self._told_of_sleep = False
 
     async def _start(self) -> None:
         plan = self.plan
         placement = await self._place()
         self._start_store()
-        self._weights = start_weights(plan.name)
-        self._stack.callback(ray.kill, self._weights)
+        self._board = start_board(plan.name, self.store)
+        self._stack.callback(ray.kill, self._board)
+        self.fleet = Fleet(self._board)
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
         deployment = self._deployment()
@@ -51,7 +56,9 @@ class PolicySession(Session):
         url, _, _ = await together(
             deployment.start(), self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed), pool.start()
         )
-        await self.store.add_resources(with_policy(plan.resources, LLM(endpoint=url, model=MODEL_NAME, traced=True)))
+        await self._compare(0, START_TOKENS, plan.algorithm.sync_timeout_s)
+        await self._serve_upstreams()  # when Serve is there, and not two at once start it
+        await self.store.add_resources(with_policy(self.resources, LLM(endpoint=url, model=MODEL_NAME, traced=True)))
         self._say(f"the model answers at {url}")
 
     async def _place(self) -> Any:
@@ -64,7 +71,7 @@ class PolicySession(Session):
         plan = self.plan
         spec = ReplicaSpec(
             app_name=plan.name, model_path=plan.model_path, model=MODEL_NAME, config=plan.engine, secret=plan.cargo.secret,
-            seed=plan.seed, store=self.store, weights=self._weights,
+            seed=plan.seed, store=self.store, board=self._board,
         )  # fmt: skip
         return Deployment(spec, self._cluster_ends)
 
@@ -103,13 +110,39 @@ class PolicySession(Session):
         with_spans = {item.rollout.rollout_id: item for item in await self.store.collect(chosen, with_spans=True)}
         return [with_spans.get(item.rollout.rollout_id, item) for item in finished]
 
-    async def publish_weights(self, timeout: float) -> int:
-        """Bring the learners' weights to every engine; returns their version, which is then what agents sample from."""
-        version, box = await self.learners.export()
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One update of the learners, while the engines sleep if they share a device with them."""
+        config = self.plan.engine
+        if not config.sleep_while_learning:
+            return await self.learners.update(batch)
+        timeout = self.plan.algorithm.sync_timeout_s
+        for replica, why_not in (await self.fleet.sleep(timeout)).items():
+            if why_not and not self._told_of_sleep:
+                self._say(f"engine {replica} does not sleep: {why_not}")
+                self._told_of_sleep = True
         try:
-            await self._weights.publish.remote(version, box, timeout)
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayActorError as error:
-            raise WeightSyncError(f"the weights actor is gone: {error}") from None
-        return version
+            return await self.learners.update(batch)
+        finally:
+            await self.fleet.wake(timeout)
+
+    async def publish_weights(self, timeout: float) -> tuple[int, Parity]:
+        """Bring the learners' weights to every engine; returns their version, which is then what agents sample from, and how far
+        the engines' log-probs are from the learners'.
+
+        Raises:
+            WeightSyncError: they did not reach every engine in time.
+            MismatchError: an engine computes something else than the learners.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                version, box = await self.learners.export()
+        except TimeoutError:
+            raise WeightSyncError(f"the learners did not give their weights within {timeout:g} s") from None
+        await self.fleet.publish(version, box, timeout, self.plan.engine.update_mode)
+        return version, await self._compare(version, SYNC_TOKENS, timeout)
+
+    async def _compare(self, version: int, tokens: int, timeout: float) -> Parity:
+        """Compare the log-probs of all engines and the learners on a probe."""
+        ids = probe_ids(self._vocabulary, tokens, self.plan.seed)
+        engines, learner = await together(self.fleet.probe(ids, timeout), self.learners.logprobs(ids))
+        return self._parity.check(version, engines, learner)

@@ -17,7 +17,7 @@ from raylight.config import StoreConfig
 from raylight.errors import ConfigError
 from raylight.runner.pool import Cargo
 from raylight.runner.threads import AgentThreads
-from raylight.serving.choose import choose_engine
+from raylight.serving.deploy.choose import choose_engine
 from raylight.traces.agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
@@ -94,7 +94,7 @@ class PolicyRun(Run):
             **self._common,
             model_path=resolve_model(algorithm.model),
             algorithm=algorithm.model_copy(update={"max_logprob_mismatch": _max_mismatch(trainer, algorithm)}),
-            engine=trainer.engine.model_copy(update={"kind": choose_engine(trainer.engine.kind)}),
+            engine=trainer.engine.model_copy(update={"kind": _trainable_engine(trainer)}),
             learner=trainer.learner,
             seed=trainer.seed,
             total_steps=algorithm.steps(len(self.train_tasks)),
@@ -133,9 +133,7 @@ class AlgorithmRun(Run):
 
     async def work(self) -> dict[str, Any]:
         report = self.report
-        async with Session(self.plan, report.stage) as session:
-            if self.plan.resources:
-                await session.store.add_resources(self.plan.resources)
+        async with Session(self.plan, report.stage, self._cluster_ends) as session:
             await self._noting(session.watched(self._algorithm(session)))
             summary = report.finish_plain(await session.counts())
             report.stage("stopping")
@@ -146,7 +144,7 @@ class AlgorithmRun(Run):
         algorithm.set_trainer(trainer)
         algorithm.set_store(session.store)
         algorithm.set_adapter(trainer.adapter or TracerTraceToTriplet())
-        algorithm.set_initial_resources(self.plan.resources)
+        algorithm.set_initial_resources(session.resources)
         if trainer.llm_proxy is not None:
             algorithm.set_llm_proxy(trainer.llm_proxy)
         work = {f"{name}_dataset": dataset for name, dataset in self._datasets.items()}
@@ -169,6 +167,21 @@ def _must_fit(trainer: Trainer) -> None:
             f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a learner takes at once "
             f"(learner.max_tokens_per_micro_batch = {trainer.learner.max_tokens_per_micro_batch}); lower one or raise the other"
         )
+
+
+def _trainable_engine(trainer: Trainer) -> str:
+    """The engine that samples from the policy.
+
+    Raises:
+        ConfigError: it takes no weights, or is not installed.
+    """
+    kind = choose_engine(trainer.engine)
+    if kind == "upstream":
+        raise ConfigError(
+            "an upstream model cannot be trained, because its weights are elsewhere; leave engine.url out, and give a fixed model "
+            "to the agent as a resource: LLM(endpoint=..., traced=True)"
+        )
+    return kind
 
 
 def _max_mismatch(trainer: Trainer, algorithm: PolicyAlgorithm) -> float:

@@ -13,12 +13,14 @@ from typing import Any, Self, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from raylight.agent.resources import NamedResources
 from raylight.errors import ConfigError, reason_of
 from raylight.runner.pool import RunnerPool
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
 from raylight.trainer.plan import RunPlan
+from raylight.trainer.upstreams import is_traced_upstream, serve_upstreams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,10 +43,13 @@ class Session:
 
     store: StoreClient
     pool: RunnerPool
+    resources: NamedResources
+    """Those of the plan, with the addresses of what is served here."""
 
-    def __init__(self, plan: RunPlan, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: RunPlan, say: Callable[[str], None], cluster_ends: bool) -> None:
         self.run = plan
         self._say = say
+        self._cluster_ends = cluster_ends
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -64,6 +69,9 @@ class Session:
     async def _start(self) -> None:
         self._say("starting the store and the runners")
         self._start_store()
+        await self._serve_upstreams()
+        if self.resources:
+            await self.store.add_resources(self.resources)
         await self._make_pool().start()
         self._say(f"{self.run.runner.n} runner(s) wait for rollouts")
 
@@ -83,6 +91,13 @@ class Session:
         actor = start_store(plan.name, plan.store_path, plan.store)
         self._stack.push_async_callback(_close_store, actor)
         self.store = StoreClient(actor)
+
+    async def _serve_upstreams(self) -> None:
+        self.resources = self.run.resources
+        if any(map(is_traced_upstream, self.resources.values())):
+            self.resources = await serve_upstreams(
+                self.resources, self.run.name, self.run.cargo.secret, self.store, self._cluster_ends, self._stack
+            )
 
     def _make_pool(self) -> RunnerPool:
         self.pool = RunnerPool(self.run.name, self.run.runner, self.store, self.run.cargo)

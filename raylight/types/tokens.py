@@ -21,6 +21,8 @@ class CallKey:
     rollout_id: str
     attempt_id: str
     call_id: str
+    request: str = field(default="", compare=False, repr=False)
+    """A digest of what was asked. Where the replica that was asked died, the same request again tells that it had not answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import BIN, eventually
 
-from raylight.serving.deploy import PROXY_PORTS
+from raylight.serving.deploy.ingress import PROXY_PORTS
 
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 

@@ -37,6 +37,16 @@ def plain_logprobs(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
+PROBE = [90, 84, 82, 68, 81, 20, 31, 77]
+
+
+def plain_probe(model: torch.nn.Module) -> list[float]:
+    """Log-probs of PROBE[1:] by plain transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([PROBE])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0].tolist()
+
+
 def main(rank: int, ranks: int, file: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -58,9 +68,12 @@ def main(rank: int, ranks: int, file: str) -> None:
         with torch.no_grad():
             box = [[logprobs.tolist() for logprobs in plain_logprobs(plain)]]
     dist.broadcast_object_list(box)
+    probe = policy.logprobs(PROBE)
+    probes = {f"probe/{i}": logprob for i, logprob in enumerate(probe)}
     second = policy.update(make_batch(box[0], version=1))
     if rank == 0:
-        print(json.dumps([first, second]))
+        difference = max(abs(a - b) for a, b in zip(probe, plain_probe(plain), strict=True))
+        print(json.dumps([first, second | probes | {"probe/difference": difference}]))
     dist.destroy_process_group()
 
 

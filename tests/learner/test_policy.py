@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import make_batch, plain_logprobs
+from ranks import PROBE, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
@@ -111,8 +111,29 @@ def test_two_ranks_measure_what_one_measures(tmp_path: Path):
         assert together["mismatch/logprob_abs_max"] < 1e-4
         for name in ("learner/grad_norm", "learner/pg_loss", "learner/kl", "learner/entropy"):
             assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
+    probes = [name for name in one[1] if name.startswith("probe/")]
+    assert [two[1][name] for name in probes] == pytest.approx([one[1][name] for name in probes], abs=1e-3)
+    assert two[1]["probe/difference"] < 1e-4
     assert one[0]["learner/kl"] == pytest.approx(0, abs=1e-6)
     assert one[1]["learner/kl"] > 1e-4
+
+
+def test_a_probe_tells_the_plain_models_logprobs_and_changes_nothing(plain, exact):
+    policy = make_policy()
+    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+    assert len(policy.logprobs(PROBE)) == len(PROBE) - 1
+    assert policy.update(make_batch(exact)) == pytest.approx(make_policy().update(make_batch(exact)), rel=1e-4)
+    moved = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    moved.load_state_dict({name: torch.from_numpy(array) for name, array in policy.export().items()})
+    after = policy.logprobs(PROBE)
+    assert after == pytest.approx(plain_probe(moved), abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(after, plain_probe(plain), strict=True)) > 1e-3
+
+
+def test_what_is_exported_has_the_tied_output_layer_too(plain):
+    assert plain.config.tie_word_embeddings
+    weights = make_policy().export()
+    assert (weights["lm_head.weight"] == weights["model.embed_tokens.weight"]).all()
 
 
 def test_the_policy_moves_towards_what_was_rewarded(exact):

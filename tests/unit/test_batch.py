@@ -169,6 +169,24 @@ def test_only_the_calls_of_trained_agents_are_trained() -> None:
     assert build_batch([item], None)[1].calls == 3
 
 
+def cut_off(prompt: list[int], output: list[int]) -> Generation:
+    return dataclasses.replace(make_generation(prompt, output), finish_reason="aborted")
+
+
+def test_calls_that_were_cut_off_are_counted_and_not_trained() -> None:
+    item = finished_with(make_generation([1], [2]), cut_off([1], [2]), cut_off([1, 2], []), make_generation([1, 2], [3]))
+    batch, report = build_batch([item], None)
+    assert [row.token_ids for row in batch.rows] == [[1, 2, 3]]
+    assert (report.calls, report.extensions, report.forks, report.aborted) == (2, 1, 0, 2)
+
+
+def test_a_rollout_whose_calls_were_all_cut_off_is_empty_and_a_batch_of_them_says_so() -> None:
+    _, report = build_batch([make_finished(1.0), finished_with(cut_off([1], [2]))], None)
+    assert (report.trained, report.empty, report.aborted) == (1, 1, 1)
+    with pytest.raises(EmptyTraceError, match=r"1 rollouts were scored, but all 2 calls .* were cut off"):
+        build_batch([finished_with(cut_off([1], [2]), cut_off([3], [4]))], None)
+
+
 def test_an_agent_that_the_rollout_marked_is_trained() -> None:
     item = finished_with(of_agent("writer", [1], [2]), of_agent("critic", [3], [4]), marked=("critic",))
     batch, report = build_batch([item], None)

@@ -14,7 +14,7 @@ import ray.autoscaler
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from raylight.serving.deploy import SERVE_FLAGS
+from raylight.serving.deploy.ingress import SERVE_FLAGS
 
 FILE = Path(__file__).parents[2] / "cluster.yaml"
 

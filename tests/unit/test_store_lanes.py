@@ -111,7 +111,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
     rollout = await box.store.get_rollout_by_id(taken[0])
     key = call_of(rollout)
     made = make_generation([1], [2], key=key)
-    opened = (*ids_of(rollout), key.call_id, 0.0)
+    opened = (*ids_of(rollout), key.call_id, 0.0, "recorder", "request")
     closed = (*ids_of(rollout), key.call_id, generation_bytes(made), span_row(span_of(rollout)))
     resources_id = new_id("rs")
     messages: list[list[Any]] = [
@@ -120,6 +120,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
         ["add_resources", resources_id, packed({"a": 1})],
         ["update_resources", resources_id, packed({"a": 2})],
         ["capture", [opened], [closed]],
+        ["lose_recorder", "another"],
         ["add_spans", [span_row(span_of(rollout))]],
         ["next_sequence_ids", [ids_of(rollout)]],
         ["update_attempt", *ids_of(rollout), {"worker_id": "v"}],

@@ -53,6 +53,7 @@ async def use_everything(box: Box) -> None:
     await store.get_worker_by_id("w")
     await store.statistics()
     await store.lease_seconds()
+    await store.history(*ids_of(first))
     box.service._attempts.recover()
     await query_everything(box, first.rollout_id)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +45,15 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
         temperature = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
         calls.append(make_generation(prompt, output, temperature=temperature, logprobs=logprobs, versions=versions))
     return calls
+
+
+@given(conversations(), st.data())
+def test_calls_that_were_cut_off_change_nothing(calls: list[Generation], data: st.DataObject) -> None:
+    """The others become what they would have become without them."""
+    cut = [data.draw(st.booleans()) for _ in calls]
+    with_cut = [replace(call, finish_reason="aborted") if c else call for call, c in zip(calls, cut, strict=True)]
+    without = [call for call, c in zip(calls, cut, strict=True) if not c]
+    assert build_trajectories(with_cut) == build_trajectories(without)
 
 
 def trained_of(trajectory: Trajectory) -> list[tuple[int, float, int]]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers_helpers import GREEDY, Brake, MakeEngine, check_greedy, generate_all, logprobs_of, open_exchange
 from unit_helpers import within
 
-from raylight.errors import WeightSyncError
-from raylight.serving.engine import RequestError, Sampled, SamplingParams
-from raylight.serving.transformers_engine import TransformersEngine
-
-MakeEngine = Callable[..., TransformersEngine]
-GREEDY = SamplingParams(12, temperature=0.0)
+from raylight.serving.engine import RequestError
+from raylight.serving.engines.transformers.params import SamplingParams
 
 
 @pytest.fixture(scope="session")
@@ -26,47 +21,9 @@ def plain(tied_model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
-def logprobs_of(module: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
-    logits = module(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
-
-
 def prompts(count: int, longest: int = 300, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(256) for _ in range(draw.choice([1, 2, 7, 40, longest]))] for _ in range(count)]
-
-
-async def generate_all(engine: TransformersEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[Sampled]:
-    async with within(30):
-        return await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in requests))
-
-
-async def check_greedy(engine: TransformersEngine, module: Any, prompt: list[int]) -> None:
-    """The engine's most probable tokens are those of a plain module, with its log-probabilities."""
-    (sampled,) = await generate_all(engine, [(prompt, GREEDY)])
-    assert sampled.logprobs == pytest.approx(logprobs_of(module, prompt, sampled.output_ids), abs=1e-4)
-    with torch.inference_mode():
-        best = module(torch.tensor([prompt + sampled.output_ids])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
-    assert sampled.output_ids == best
-
-
-class Brake:
-    """Holds the engine's thread in its nth forward pass until it is let go."""
-
-    def __init__(self, engine: TransformersEngine, at: int) -> None:
-        self.passes, self._at = 0, at
-        self._loop, self.reached, self._go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-        engine._module.register_forward_hook(self._count)
-
-    def _count(self, *args: Any) -> None:
-        self.passes += 1
-        if self.passes == self._at:
-            self._loop.call_soon_threadsafe(self.reached.set)
-            self._go.wait(10)
-
-    def let_go(self) -> None:
-        self._go.set()
 
 
 @pytest.mark.parametrize("slots", [40, 7], ids=["all at once", "more requests than slots"])
@@ -191,85 +148,121 @@ async def test_cancelling_a_waiting_call_takes_it_out_of_the_queue(make_engine: 
 
 async def test_a_pass_that_fails_is_an_error_of_its_callers_and_the_engine_goes_on(make_engine: MakeEngine, plain: Any) -> None:
     engine = make_engine()
+
+    def fail(*args: Any) -> None:
+        raise IndexError("broken")
+
+    hook = engine._decoder.module.register_forward_pre_hook(fail)
     async with within(1):
-        with pytest.raises(IndexError):
-            await engine.generate([99_999], GREEDY)  # no such token, so the forward pass fails
+        with pytest.raises(RequestError, match="IndexError: broken") as caught:
+            await engine.generate([1], GREEDY)
+    assert caught.value.status == 500
+    hook.remove()
     await check_greedy(engine, plain, [1, 2, 3])
 
 
-# weights
+@pytest.mark.parametrize("wrong", [320, 10**30, -1])
+async def test_tokens_that_there_are_not_are_refused(make_engine: MakeEngine, wrong: int) -> None:
+    with pytest.raises(RequestError, match="between 0 and 319"):
+        await make_engine().generate([1, wrong], GREEDY)
 
 
-def other_weights(path: str, seed: int = 9) -> tuple[dict[str, Any], Any]:
-    """Weights unlike the model's, and a plain module that has them."""
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return {name: tensor.numpy() for name, tensor in module.state_dict().items()}, module
+async def test_min_tokens_and_ignore_eos_hold_off_the_end(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=40)
+    end = engine.tokenizer.eos_token_id
+    late = await generate_all(engine, [([i], SamplingParams(40, temperature=2.0, min_tokens=15)) for i in range(60)])
+    assert min(len(r.output_ids) for r in late) >= 15
+    assert {r.finish_reason for r in late} == {"stop", "length"}
+    never = await generate_all(engine, [([i], SamplingParams(40, temperature=2.0, ignore_eos=True)) for i in range(60)])
+    assert {len(r.output_ids) for r in never} == {40}
+    assert any(end in r.output_ids for r in never)
 
 
-@pytest.mark.parametrize("model", ["tied_model", "untied_model"])
-async def test_after_loading_the_engine_computes_with_the_new_weights(
-    make_engine: MakeEngine, request: pytest.FixtureRequest, model: str
-) -> None:
-    path = request.getfixturevalue(model)
-    weights, module = other_weights(path)
-    engine = make_engine(path)
-    await engine.load_weights(3, weights)
-    await check_greedy(engine, module, [1, 2, 3])
-    (sampled,) = await generate_all(engine, [([1], GREEDY)])
-    assert set(sampled.weight_versions) == {3}
+# what is told to the exchange
 
 
-async def test_a_tied_output_layer_need_not_be_sent(make_engine: MakeEngine, tied_model: str) -> None:
-    weights, module = other_weights(tied_model)
-    del weights["lm_head.weight"]
+async def test_the_samples_of_a_request_are_those_of_its_exchange(make_engine: MakeEngine) -> None:
+    exchange = open_exchange()
     engine = make_engine()
-    await engine.load_weights(1, weights)
-    await check_greedy(engine, module, [4, 5, 6])
+    params = SamplingParams(5, temperature=0.5, top_p=0.9, seed=3, stop=("zz",))
+    with engine.begin([[1, 2], [3]], [params, params]) as choices:
+        await choices.end()
+    assert [s.sample for s in choices.sequences] == [exchange.samples[0], exchange.samples[1]]
+    assert exchange.samples[1].prompt_ids == [3]
+    told = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["zz"]}
+    assert exchange.samples[0].sampling == told
+    for sample in exchange.samples.values():
+        assert len(sample.output_ids) == len(sample.logprobs) == len(sample.weight_versions) > 0
+        assert sample.finish_reason in ("stop", "length")
 
 
-async def test_weights_loaded_in_flight_change_the_version_between_two_tokens(make_engine: MakeEngine, tied_model: str) -> None:
-    weights, module = other_weights(tied_model)
-    engine = make_engine()
-    brake = Brake(engine, at=10)
+async def test_a_cancelled_request_leaves_its_tokens_as_aborted(make_engine: MakeEngine) -> None:
+    exchange, engine = open_exchange(), make_engine()
+    brake = Brake(engine, at=4)
     async with within():
-        running = [asyncio.create_task(engine.generate([i], SamplingParams(30, temperature=0.0))) for i in range(1, 9)]
+        call = asyncio.create_task(engine.generate([5], SamplingParams(1000, ignore_eos=True)))
         await brake.reached.wait()
-        loading = asyncio.create_task(engine.load_weights(1, weights))
+        call.cancel()
+        await asyncio.wait([call])
+        brake.let_go()
+        await engine.check_health()
+    sample = exchange.samples[0]
+    assert sample.finish_reason == "aborted"
+    assert len(sample.output_ids) == len(sample.weight_versions) == 3
+
+
+async def test_a_sample_is_whole_once_it_is_cancelled(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    brake = Brake(engine, at=4)
+    async with within():
+        with engine.begin([[5]], [SamplingParams(1000, ignore_eos=True)]) as choices:
+            await brake.reached.wait()
+        (sequence,) = choices.sequences
+        seen = list(sequence.sample.output_ids)
+        brake.let_go()
+        await engine.generate([6], GREEDY)  # by then the step that was under way is over
+    assert sequence.sample.output_ids == seen
+    assert len(seen) == 3
+
+
+async def test_the_log_probabilities_of_given_tokens(make_engine: MakeEngine, plain: Any) -> None:
+    ids = prompts(1, seed=3)[0] + [7, 8]
+    async with within():
+        told = await make_engine().logprobs(ids)
+    assert told == pytest.approx(logprobs_of(plain, ids[:1], ids[1:]), abs=1e-4)
+
+
+async def test_sleep_on_a_cpu_says_that_it_does_nothing(make_engine: MakeEngine, plain: Any) -> None:
+    engine = make_engine()
+    assert "only on a GPU" in (await engine.sleep() or "")
+    await check_greedy(engine, plain, [1, 2, 3])
+
+
+async def test_requests_wait_while_the_engine_sleeps(make_engine: MakeEngine, plain: Any) -> None:
+    engine = make_engine()
+    brake = Brake(engine, at=3)
+
+    def sleep() -> None:
+        engine._worker.recompute()
+        engine._decoder.leave()
+        engine._worker.asleep = True
+
+    async with within():
+        running = asyncio.create_task(engine.generate([5], GREEDY))
+        await brake.reached.wait()
+        sleeping = asyncio.create_task(engine._update(sleep))
         await asyncio.sleep(0)
         brake.let_go()
-        await loading
-        results = await asyncio.gather(*running)
-    assert any(set(r.weight_versions) == {0, 1} for r in results)
-    for result in results:
-        assert result.weight_versions == sorted(result.weight_versions)
-        assert len(result.weight_versions) == len(result.output_ids)
-        assert result.weight_versions.count(0) <= 10
-    await check_greedy(engine, module, [1, 2, 3])
-
-
-def change(weights: dict[str, Any], how: str) -> dict[str, Any]:
-    last = list(weights)[-2]  # so that others come before it
-    if how == "missing":
-        return {name: array for name, array in weights.items() if name != last}
-    if how == "unknown":
-        return {**weights, "model.nowhere.weight": weights[last]}
-    return {**weights, last: weights[last][..., :-1]}
-
-
-@pytest.mark.parametrize("how", ["missing", "unknown", "another shape"])
-async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
-    make_engine: MakeEngine, tied_model: str, plain: Any, how: str
-) -> None:
-    weights, _ = other_weights(tied_model)
-    engine = make_engine()
-    with pytest.raises(WeightSyncError):
-        await engine.load_weights(1, change(weights, how))
-    assert engine.version == 0
-    await check_greedy(engine, plain, [1, 2, 3])
+        await sleeping
+        later = asyncio.create_task(engine.generate([6], GREEDY))
+        await engine._update(lambda: None)  # the later request has been taken up
+        assert not running.done()
+        assert not later.done()
+        assert brake.passes == 3
+        await engine.wake()
+        found = [await running, await later]
+    for prompt, sample in zip(([5], [6]), found, strict=True):
+        assert sample.logprobs == pytest.approx(logprobs_of(plain, prompt, sample.output_ids), abs=1e-4)
 
 
 # the end
@@ -295,9 +288,9 @@ async def test_a_closed_engine_refuses_instead_of_hanging(make_engine: MakeEngin
             await engine.generate([1], GREEDY)
 
 
-async def test_weights_for_a_closed_engine_are_refused_instead_of_hanging(make_engine: MakeEngine, tied_model: str) -> None:
+async def test_a_closed_engine_is_not_healthy(make_engine: MakeEngine) -> None:
     engine = make_engine()
+    await engine.check_health()
     engine.close()
-    async with within(1):
-        with pytest.raises((WeightSyncError, RequestError)):
-            await engine.load_weights(1, other_weights(tied_model)[0])
+    with pytest.raises(RequestError):
+        await engine.check_health()

@@ -15,7 +15,6 @@ from raylight.runner.execute import Workbench, execute
 from raylight.runner.outcome import Outcome
 from raylight.runner.runner import Runner
 from raylight.runner.threads import AgentThreads
-from raylight.serving.engine import Sampled, SamplingParams
 from raylight.store.client import StoreClient
 from raylight.traces.tracer import DummyTracer, Tracer
 from raylight.types import (
@@ -95,49 +94,6 @@ def make_finished(
     rollout = rollout.model_copy(update={"attempt": attempt})
     generations = [make_generation([1, 2], [3 + i], key=make_key(rollout_id)) for i in range(calls)]
     return FinishedRollout(rollout, reward, generations)
-
-
-class LetterTokenizer:
-    """A token is a character's code point."""
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **settings: Any) -> list[int]:
-        return [ord(letter) for message in messages for letter in message["content"]] or [1]
-
-    def decode(self, ids: list[int], **settings: Any) -> str:
-        return "".join(chr(i) for i in ids)
-
-
-class FakeEngine:
-    """Answers every request with the same text; `gate` holds answers back, `calls` and `cancelled` tell what happened."""
-
-    model = "policy"
-    max_model_len = 64
-
-    def __init__(self, answer: str = "hello") -> None:
-        self.tokenizer = LetterTokenizer()
-        self.answer = answer
-        self.calls: list[tuple[list[int], SamplingParams]] = []
-        self.cancelled = 0
-        self.called = asyncio.Event()
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.error: Exception | None = None
-
-    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Sampled:
-        self.calls.append((prompt_ids, params))
-        self.called.set()
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        if self.error:
-            raise self.error
-        ids = [ord(letter) for letter in self.answer]
-        return Sampled(ids, [-0.5] * len(ids), [3] * len(ids), "stop")
-
-    def close(self) -> None:
-        pass
 
 
 # running agents

@@ -1,0 +1,1 @@
+"""Conversations as tokens: multi-turn exactness."""

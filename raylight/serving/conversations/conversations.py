@@ -1,0 +1,190 @@
+"""Conversations as tokens: tokens in, tokens out.
+
+After an answer, a conversation is known under its messages. A request whose messages go on from there gets a prompt made of the
+very tokens that were prompted and sampled, and of its new turns, rendered: no template can change the past. Law: such a prompt
+begins with the tokens of the conversation that it continues.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raylight.serving.conversations.canonical import NotCanonical, message_keys, root_key
+from raylight.serving.conversations.rendering import Renderer, TemplateRefusal
+from raylight.serving.exchange import Scope
+
+logger = logging.getLogger(__name__)
+
+SPECIAL = (
+    "add_special_tokens", "chat_template", "continue_final_message", "documents", "echo", "kv_transfer_params",
+    "mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens",
+)  # fmt: skip
+"""Fields by which a request asks for a prompt that is not simply its messages, rendered."""
+OVERHEAD = 64
+"""What a conversation takes besides its tokens, in tokens."""
+
+
+@dataclass
+class SpliceCounts:
+    """What became of the requests' prompts."""
+
+    spliced: int = 0
+    rendered: int = 0
+    """Nothing was known of the conversation, or the request is not one to splice."""
+    refused_by_template: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turns:
+    """A conversation up to an answer, stored from where it leaves an earlier one."""
+
+    base: _Turns | None
+    rest: NDArray[np.uint32]
+    total: int
+    """Number of tokens, those of `base` included."""
+
+    def tokens(self) -> list[int]:
+        parts, turns = [], self
+        while True:
+            parts.append(turns.rest)
+            if turns.base is None:
+                return np.concatenate(parts[::-1]).tolist()
+            turns = turns.base
+
+    def begins(self, tokens: NDArray[np.uint32]) -> bool:
+        """Whether the other tokens begin with these."""
+        turns: _Turns | None = self
+        while turns is not None:
+            if not np.array_equal(turns.rest, tokens[turns.total - len(turns.rest) : turns.total]):
+                return False
+            turns = turns.base
+        return True
+
+
+@dataclass
+class _Attempt:
+    known: dict[bytes, _Turns] = field(default_factory=dict)
+    size: int = 0
+
+
+class Conversations:
+    """The conversations of attempts, for one event loop.
+
+    Every answer's end is kept, so that an agent may go back to an earlier turn and go on differently. The agents of an attempt
+    do not share conversations: each is trained on its own.
+
+    Args:
+        tokenizer: of Hugging Face; its chat template is the one that the engine renders with.
+        capacity_tokens: how many tokens are kept, of all attempts; the attempt that was not used for longest is forgotten first.
+        template_kwargs: the engine's own defaults for `chat_template_kwargs`.
+    """
+
+    def __init__(self, tokenizer: Any, capacity_tokens: int = 20_000_000, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.counts = SpliceCounts()
+        self._renderer = Renderer(tokenizer)
+        self._capacity = capacity_tokens
+        self._defaults = dict(template_kwargs or {})
+        self._attempts: OrderedDict[tuple[str, str], _Attempt] = OrderedDict()
+        self._size = 0
+        self._reasons: set[str] = set()
+
+    def splice(self, scope: Scope, body: Mapping[str, Any]) -> list[int] | None:
+        """The prompt of a chat request that continues a conversation of its attempt; None: let the engine render it."""
+        try:
+            prompt = self._spliced(scope, body)
+        except TemplateRefusal as refusal:
+            self.counts.refused_by_template += 1
+            self._tell(str(refusal))
+            return None
+        if prompt is None:
+            self.counts.rendered += 1
+        else:
+            self.counts.spliced += 1
+        return prompt
+
+    def remember(self, scope: Scope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]) -> None:
+        """Know a conversation by the messages of a request and the answer's; of equal ones the latest counts.
+
+        Args:
+            tokens: prompt and output, as they were sampled from and sampled.
+        """
+        if not tokens or _is_special(body):
+            return
+        try:
+            keys = message_keys(self._root(scope, body), [*body["messages"], message])
+        except NotCanonical as error:
+            logger.debug("a conversation is not remembered: %s", error)
+            return
+        attempt = self._attempts.setdefault(_name(scope), _Attempt())
+        self._attempts.move_to_end(_name(scope))
+        all_tokens = np.array(tokens, dtype=np.uint32)
+        base = next((known for key in reversed(keys) if (known := attempt.known.get(key)) and known.begins(all_tokens)), None)
+        if base is not None and base.total == len(tokens) and attempt.known.get(keys[-1]) is base:
+            return
+        turns = _Turns(base, all_tokens[base.total if base else 0 :].copy(), len(tokens))
+        attempt.known[keys[-1]] = turns
+        attempt.size += len(turns.rest) + OVERHEAD
+        self._size += len(turns.rest) + OVERHEAD
+        while self._size > self._capacity:
+            self._size -= self._attempts.popitem(last=False)[1].size
+
+    def forget(self, scope: Scope) -> None:
+        """Forget all conversations of the attempt, whichever agent's."""
+        attempt = self._attempts.pop(_name(scope), None)
+        self._size -= attempt.size if attempt else 0
+
+    def knows(self, scope: Scope) -> bool:
+        """Whether there is a conversation of the attempt, whichever agent's."""
+        return _name(scope) in self._attempts
+
+    def _spliced(self, scope: Scope, body: Mapping[str, Any]) -> list[int] | None:
+        attempt = self._attempts.get(_name(scope))
+        if attempt is None or _is_special(body):
+            return None
+        self._attempts.move_to_end(_name(scope))
+        messages = body["messages"]
+        try:
+            keys = message_keys(self._root(scope, body), messages)
+        except NotCanonical as error:
+            logger.debug("a prompt is rendered: %s", error)
+            return None
+        for answered in reversed(range(len(messages) - 1)):
+            if turns := attempt.known.get(keys[answered]):
+                return self._renderer.extend(turns.tokens(), messages, answered, body.get("tools"), self._kwargs(body))
+        return None
+
+    def _root(self, scope: Scope, body: Mapping[str, Any]) -> bytes:
+        return root_key(scope.agent, body.get("tools"), self._kwargs(body))
+
+    def _kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables of the template, as vLLM sets them."""
+        kwargs, asked, effort = self._defaults, body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
+        if effort is None:
+            return kwargs | asked
+        return kwargs | {"enable_thinking": effort != "none"} | asked | {"reasoning_effort": effort}
+
+    def _tell(self, reason: str) -> None:
+        """Each reason once: it is the template's, and comes again with every turn."""
+        if reason not in self._reasons and len(self._reasons) < 10:
+            self._reasons.add(reason)
+            logger.warning("a conversation was rendered anew, as the chat template lets none be continued in tokens: %s", reason)
+
+
+def _name(scope: Scope) -> tuple[str, str]:
+    return scope.rollout_id, scope.attempt_id
+
+
+def _is_special(body: Mapping[str, Any]) -> bool:
+    return (
+        any(body.get(name) for name in SPECIAL)
+        or body.get("add_generation_prompt") is False
+        or not isinstance(body.get("messages"), list)
+        or not isinstance(body.get("chat_template_kwargs"), dict | None)
+    )

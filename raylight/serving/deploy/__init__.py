@@ -1,0 +1,1 @@
+"""The engines on Ray Serve: replicas, applications, ingress."""

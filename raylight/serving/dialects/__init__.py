@@ -1,0 +1,1 @@
+"""What agents speak: OpenAI chat completions, completions and responses, and Anthropic messages."""

@@ -1,0 +1,1 @@
+"""A small engine on plain transformers, for a CPU or one small GPU."""

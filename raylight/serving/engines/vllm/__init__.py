@@ -1,0 +1,1 @@
+"""vLLM behind the `Engine` protocol, on GPUs and CPUs."""

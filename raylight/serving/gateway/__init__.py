@@ -1,0 +1,1 @@
+"""The outermost layers of a replica: keys, routes, limits, errors, metrics."""

@@ -1,0 +1,185 @@
+"""What capture costs: an engine that answers at once, bare and behind raylight's gateway, in turn, through Ray Serve.
+
+    python tests/benchmarks/capture.py [--count 3000] [--default-ingress] [--peer-url URL]
+
+Prints p50 at 1 concurrent and requests per second at 32, each three times in turn. With `--peer-url`, a peer's proxy in front of
+such an engine is loaded in the same way, and the ratios are printed. `--default-ingress` takes Serve's own HTTP proxy in place
+of HAProxy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+TOKENS = 32
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi " * 100}], "max_tokens": TOKENS, "temperature": 1.0}
+CONCURRENT = 32
+
+
+async def load(url: str, key: str, count: int, concurrency: int) -> None:
+    """Load a URL from a process of its own; prints requests per second and p50 in milliseconds."""
+    import aiohttp
+
+    latencies: list[float] = []
+    headers = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency), headers=headers) as session:
+
+        async def worker(number: int) -> None:
+            for _ in range(number):
+                start = time.perf_counter()
+                async with session.post(url, json=BODY) as response:
+                    body = await response.read()
+                    assert response.status == 200, (response.status, body[:300])
+                latencies.append(time.perf_counter() - start)
+
+        await asyncio.gather(*(worker(5) for _ in range(concurrency)))
+        latencies.clear()
+        start = time.perf_counter()
+        await asyncio.gather(*(worker(count // concurrency) for _ in range(concurrency)))
+        seconds = time.perf_counter() - start
+    print(len(latencies) / seconds, 1e3 * statistics.median(latencies))
+
+
+def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, float]:
+    command = [sys.executable, __file__, "--load", url, "--key", key, "--count", str(count), "--concurrency", str(concurrency)]
+    rate, p50 = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(rate), float(p50)
+
+
+class MockEngine:
+    """Answers every chat request at once, with 32 tokens."""
+
+    kind, model, tokenizer, max_model_len = "mock", "m", None, None
+
+    async def app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        from raylight.serving.exchange import CURRENT
+
+        async def chat(request: Request) -> JSONResponse:
+            body = await request.json()
+            exchange = CURRENT.get()
+            if exchange is not None:
+                sample = exchange.sample(0, list(range(200)), {"temperature": 1.0})
+                sample.output_ids, sample.logprobs, sample.weight_versions = [1] * TOKENS, [-0.5] * TOKENS, [0] * TOKENS
+                sample.finish_reason = "stop"
+            message = {"role": "assistant", "content": "hello world " * 8}
+            return JSONResponse({
+                "id": f"chatcmpl-{time.time_ns()}", "object": "chat.completion", "created": int(time.time()),
+                "model": body["model"], "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+                "usage": {"prompt_tokens": 200, "completion_tokens": TOKENS, "total_tokens": 200 + TOKENS},
+            })  # fmt: skip
+
+        return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
+
+
+def deploy(store: Any, secret: str) -> tuple[str, str]:
+    """Serve the engine bare and captured; returns their base URLs."""
+    from ray import serve
+
+    from raylight.serving.capture.recorder import Recorder
+    from raylight.serving.deploy import ingress
+    from raylight.serving.gateway.gateway import build_gateway
+
+    @serve.ingress()
+    class Mock:
+        def __init__(self, captured: bool) -> None:
+            self._captured = captured
+
+        async def __serve_build_asgi_app__(self) -> Any:
+            engine = MockEngine()
+            if not self._captured:
+                return await engine.app()
+            return build_gateway(await engine.app(), engine, secret, Recorder(store.capture), None)
+
+    host, port = ingress.start_serve(None, None)
+    for name in ("bare", "captured"):
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": ingress.SERVE_FLAGS}}
+        app = serve.deployment(name=name, ray_actor_options=options, max_ongoing_requests=1000)(Mock).bind(name == "captured")
+        serve.run(app, name=name, route_prefix=f"/{name}")
+    if "RAY_SERVE_ENABLE_HA_PROXY" in ingress.SERVE_FLAGS:
+        for name in ("bare", "captured"):
+            ingress.wait_for_route(f"http://{host}:{port}/{name}/v1/chat/completions")
+    return f"http://{host}:{port}/bare/v1", f"http://{host}:{port}/captured"
+
+
+async def attempt_of(store: Any) -> tuple[str, str]:
+    from raylight.types import EnqueueRolloutRequest
+
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")])
+    (rollout,) = await store.dequeue_many_rollouts(limit=1, worker_id="benchmark")
+    return rollout.rollout_id, rollout.attempt.attempt_id
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--key", default="unused", help=argparse.SUPPRESS)
+    parser.add_argument("--peer-url", help="chat-completions URL of a peer's proxy in front of a mock engine")
+    parser.add_argument("--default-ingress", action="store_true")
+    options = parser.parse_args()
+    if options.load:
+        asyncio.run(load(options.load, options.key, options.count, options.concurrency))
+        return
+    if options.default_ingress:
+        os.environ |= {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    from raylight.serving.deploy import ingress
+
+    if options.default_ingress:
+        for flag in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_ENABLE_DIRECT_INGRESS"):
+            del ingress.SERVE_FLAGS[flag]
+    compare(options.count, options.peer_url)
+
+
+def compare(count: int, peer_url: str | None) -> None:
+    import ray
+
+    from raylight.agent.keys import attempt_path, scoped_key
+    from raylight.config import StoreConfig
+    from raylight.store.actor import start_store
+    from raylight.store.client import StoreClient
+
+    with tempfile.TemporaryDirectory() as folder:
+        ray.init(address="local", log_to_driver=False, logging_level="ERROR")
+        store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
+        bare, captured = deploy(store, "secret")
+        ids = asyncio.run(attempt_of(store))
+        targets = {
+            "bare": (f"{bare}/chat/completions", "unused"),
+            "captured": (f"{captured}{attempt_path(*ids)}/v1/chat/completions", scoped_key("secret", *ids)),
+        } | ({"peer": (peer_url, "unused")} if peer_url else {})
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in targets}
+        for _ in range(3):
+            for name, (url, key) in targets.items():
+                few = count if name != "peer" else count // 20
+                p50 = measure(url, key, few // 3, 1)[1]
+                rate = measure(url, key, few, CONCURRENT)[0]
+                found[name].append((p50, rate))
+                print(f"{name:9} p50 {p50:6.2f} ms at 1    {rate:7.0f} requests/s at {CONCURRENT}", flush=True)
+        best = {name: (min(p for p, _ in runs), max(r for _, r in runs)) for name, runs in found.items()}
+        print(
+            f"\ncapture adds {best['captured'][0] - best['bare'][0]:.2f} ms at p50; {best['captured'][1]:.0f} requests/s captured"
+        )
+        if peer_url:
+            peer = best["peer"]
+            print(
+                f"against the peer: {peer[0] / best['captured'][0]:.1f} x lower p50, {best['captured'][1] / peer[1]:.1f} x the rate"
+            )
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A rollout that talks in turns through two SDKs, streamed and not, and asks a traced judge elsewhere: one trajectory, all recorded."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+import raylight as rl
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.semconv import INPUT_MESSAGES, PROMPT_SOURCE
+from raylight.traces.trajectory import build_trajectories
+
+TRAIN, _ = additions(0)
+TURNS = 4
+
+
+async def judge_app(request: Request) -> JSONResponse:
+    assert request.headers["authorization"] == "Bearer the judge's key"
+    body = await request.json()
+    answer = {"role": "assistant", "content": "fine"}
+    return JSONResponse(
+        {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": body["model"],
+         "choices": [{"index": 0, "message": answer, "finish_reason": "stop"}]}
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[str]:
+    """A model elsewhere; answers under its own key only."""
+    app = Starlette(routes=[Route("/v1/chat/completions", judge_app, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    started = threading.Event()
+    begin = server.startup
+
+    async def startup(sockets: Any = None) -> None:
+        await begin(sockets)
+        started.set()
+
+    server.startup = startup  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert started.wait(20)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    server.should_exit = True
+    thread.join(20)
+
+
+@rl.rollout
+async def talker(task: dict[str, int], llm: rl.LLM, judge: rl.LLM) -> float:
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
+    from raylight.quickstart.additions import question
+
+    messages: list[Any] = [{"role": "user", "content": question(task)}]
+    base = llm.endpoint.removesuffix("/v1")
+    async with (
+        AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as gpt,
+        AsyncAnthropic(base_url=base, api_key=llm.api_key) as claude,
+    ):
+        for turn in range(TURNS):
+            if turn % 2:
+                reply = await claude.messages.create(
+                    model=llm.model, messages=messages, max_tokens=6, extra_body={"temperature": 1.0}
+                )
+                text = reply.content[0].text if reply.content else ""
+            else:
+                stream = await gpt.chat.completions.create(
+                    model=llm.model, messages=messages, max_tokens=6, temperature=1.0, stream=True
+                )
+                text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+            messages += [{"role": "assistant", "content": f" {text.strip()} \n"}, {"role": "user", "content": "and once more?"}]
+    async with AsyncOpenAI(base_url=judge.endpoint, api_key=judge.api_key) as client:
+        verdict = await client.chat.completions.create(model=judge.model, messages=[{"role": "user", "content": "is it good?"}])
+    assert verdict.choices[0].message.content == "fine"
+    return float(task["a"] % 2)
+
+
+@pytest.fixture(scope="module")
+def folder(judge: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1, tasks_per_step=4, group_size=2, lr=2e-4)
+    fixed = rl.LLM(endpoint=judge, model="judge-1", api_key="the judge's key", traced=True)
+    trainer = rl.Trainer(
+        algorithm=algorithm, n_runners=1, output_dir=folder, progress=False, address="local", initial_resources={"judge": fixed}
+    )
+    trainer.fit(talker, TRAIN)
+    return folder
+
+
+async def test_a_conversation_in_two_dialects_is_one_trajectory(folder: Path) -> None:
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert row["train/failed"] == 0
+    assert row["trace/extensions"] == 8 * (TURNS - 1)
+    assert row["trace/drifts_response"] == row["trace/forks"] == row["train/aborted"] == 0
+    service = rl.StoreService(folder / "store.db", read_only=True)
+    store = rl.StoreClient(service)
+    try:
+        for rollout in await store.query_rollouts():
+            (item,) = await store.collect([rollout.rollout_id], with_spans=True)
+            assert len(build_trajectories(item.generations).rows) == 1
+            calls = [span for span in item.spans if PROMPT_SOURCE in span.attributes]
+            sources = [span.attributes[PROMPT_SOURCE] for span in calls if span.attributes["gen_ai.request.model"] == "policy"]
+            assert sorted(sources) == ["rendered", *["spliced"] * (TURNS - 1)]
+            (asked,) = [span for span in calls if span.attributes["gen_ai.request.model"] == "judge-1"]
+            assert "is it good?" in asked.attributes[INPUT_MESSAGES]
+    finally:
+        await service.close()

@@ -1,0 +1,147 @@
+"""Two replicas of the engine on a real cluster: rollouts stick to one, and move on when it is killed in mid-stream."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import ray
+from conftest import Cluster
+from ray.util.state import list_actors
+
+from raylight.agent.keys import attempt_path, scoped_key
+from raylight.config import EngineConfig, StoreConfig
+from raylight.quickstart import STARTER_MODEL
+from raylight.semconv import PROMPT_SOURCE
+from raylight.serving.deploy.deployment import Deployment
+from raylight.serving.deploy.replica import ReplicaSpec
+from raylight.serving.fleet.board import start_board
+from raylight.store.actor import start_store
+from raylight.store.client import StoreClient
+from raylight.types import EnqueueRolloutRequest, Rollout
+
+SECRET = "the run's secret"
+NAME = "replicas-test"
+HI = [{"role": "user", "content": "12+30="}]
+DEADLINE_S = 150
+
+
+@dataclass
+class Served:
+    store: StoreClient
+    board: Any
+    url: str
+
+    def client(self, rollout: Rollout, retries: int = 0, key_of: Rollout | None = None) -> openai.AsyncOpenAI:
+        base = f"{self.url}{attempt_path(*ids(rollout))}/v1"
+        key = scoped_key(SECRET, *ids(key_of or rollout))
+        return openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=retries, timeout=60)
+
+    async def rollouts(self, count: int) -> list[Rollout]:
+        await self.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i, mode="train") for i in range(count)])
+        return await self.store.dequeue_many_rollouts(limit=count, worker_id="test")
+
+
+def ids(rollout: Rollout) -> tuple[str, str]:
+    return rollout.rollout_id, rollout.attempt.attempt_id
+
+
+@asynccontextmanager
+async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
+    """A store, a board and the engine's replicas, without runners and learners."""
+    actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_seconds=600))
+    store = StoreClient(actor)
+    board = start_board(NAME, store)
+    spec = ReplicaSpec(
+        app_name=NAME, model_path=STARTER_MODEL, model="policy", config=EngineConfig(kind="transformers", **config), secret=SECRET,
+        seed=0, store=store, board=board,
+    )  # fmt: skip
+    deployment = Deployment(spec, cluster_ends=False)
+    try:
+        yield Served(store, board, await deployment.start())
+    finally:
+        await deployment.stop()
+        ray.kill(board)
+        await actor.close.remote()
+        ray.kill(actor)
+
+
+async def ask(client: openai.AsyncOpenAI, messages: list[Any] = HI, **settings: Any) -> tuple[str, Any]:
+    """One call; returns the replica that answered, and the answer."""
+    given = {"model": "policy", "max_tokens": 4} | settings
+    raw = await client.chat.completions.with_raw_response.create(messages=messages, **given)
+    return raw.headers["x-raylight-replica"], raw.parse()
+
+
+def pid_of(replica: str) -> int:
+    (found,) = [a for a in list_actors(filters=[("state", "=", "ALIVE")], detail=True, limit=1000) if replica in (a.name or "")]
+    return found.pid
+
+
+@pytest.fixture
+def connected(cluster: Cluster) -> Any:
+    with ray.init(address=cluster.address, log_to_driver=False):
+        yield
+    cluster.assert_clean()
+
+
+@pytest.mark.usefixtures("connected")
+async def test_a_replica_dies_in_mid_stream(tmp_path: Path) -> None:
+    async with asyncio.timeout(DEADLINE_S), served(tmp_path, replicas=2, num_cpus=0.5) as model:
+        rollouts = await model.rollouts(12)
+        homes = [(await ask(model.client(rollout)))[0] for rollout in rollouts]
+        assert len(set(homes)) == 2, "one replica has all rollouts"
+        again = await asyncio.gather(*(ask(model.client(rollout)) for rollout in rollouts for _ in range(3)))
+        moved = sum(home != homes[i // 3] for i, (home, _) in enumerate(again))
+        assert moved <= len(again) // 4, "rollouts do not stick to their replica"
+
+        victim = rollouts[0]
+        home, first = await ask(model.client(victim))
+        stream = await model.client(victim).chat.completions.create(
+            model="policy", messages=HI, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(stream))
+        os.kill(pid_of(home), signal.SIGKILL)
+        with pytest.raises((openai.APIError, Exception), match=r".+"):
+            async for _ in stream:
+                pass
+
+        # one retryable error, and on it goes: in tokens, on a replica that never saw this conversation
+        turns = [*HI, {"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "1+1="}]
+        other, _ = await ask(model.client(victim, retries=8), turns)
+        assert other != home
+        await asyncio.gather(*(ask(model.client(rollout, retries=8)) for rollout in rollouts[1:]))
+        await ask(model.client(victim), max_tokens=1500, extra_body={"ignore_eos": True})  # what broke off, once more
+
+        done = await model.store.finish_attempt(victim, "succeeded")
+        assert done.status == "succeeded", "the dead replica's call holds the rollout up"
+        (finished,) = await model.store.collect([victim.rollout_id], with_spans=True)
+        kept = [call for call in finished.generations if call.finish_reason != "aborted"]
+        assert len(kept) == 1 + 3 + 1 + 1 + 1
+        spliced = [span for span in finished.spans if span.attributes.get(PROMPT_SOURCE) == "spliced"]
+        assert len(spliced) == 1
+        before = next(call for call in kept if call.prompt_ids and call.output_ids and call.key.call_id in first.id)
+        after = next(call for call in kept if call.key.call_id == spliced[0].trace_id)
+        assert after.prompt_ids[: len(before.prompt_ids + before.output_ids)] == before.prompt_ids + before.output_ids
+        assert (await model.store.statistics())["calls_repeated"] == 1
+
+
+@pytest.mark.usefixtures("connected")
+async def test_the_key_of_an_attempt_dies_with_it(tmp_path: Path) -> None:
+    async with asyncio.timeout(DEADLINE_S), served(tmp_path) as model:
+        one, other = await model.rollouts(2)
+        await ask(model.client(one))
+        with pytest.raises(openai.AuthenticationError):
+            await ask(model.client(one, key_of=other))
+        await model.store.finish_attempt(one, "succeeded")
+        with pytest.raises(openai.AuthenticationError, match="over"):
+            await ask(model.client(one))
+        await ask(model.client(other))

@@ -1,0 +1,151 @@
+"""`raylight serve`, as a user runs it: a fresh process, a fresh local Ray, real SDKs as clients."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import anthropic
+import httpx
+import openai
+import pytest
+from conftest import BIN
+
+from raylight.quickstart import STARTER_MODEL
+
+LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
+HI = [{"role": "user", "content": "12+30="}]
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    """Without `/v1`."""
+    said: str
+
+
+@contextlib.contextmanager
+def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """`raylight serve` until the block ends; then Ctrl-C, after which it must end by itself."""
+    command = [str(BIN / "raylight"), "serve", *args]
+    process = subprocess.Popen(
+        command, env=LOCAL | (env or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout
+    said = ""
+    try:
+        for line in process.stdout:
+            said += line
+            if " answers at " in line:
+                break
+        assert " answers at " in said, said
+        yield Server(process, said.rpartition(" answers at ")[2].split("/v1")[0], said)
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[0]
+        assert "Traceback" not in rest, rest
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--model", STARTER_MODEL, "--name", "tiny") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="anything", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="anything", max_retries=0) as client:
+        yield client
+
+
+def test_every_dialect_answers(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    settings = {"model": "tiny", "temperature": 0.0}
+    chat = client.chat.completions.create(messages=HI, max_tokens=4, **settings).choices[0].message.content
+    streamed = client.chat.completions.create(messages=HI, max_tokens=4, stream=True, **settings)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == chat
+    assert client.responses.create(input=HI, max_output_tokens=16, **settings).output_text.startswith(chat or "")
+    greedy = {"model": "tiny", "messages": HI, "max_tokens": 4, "extra_body": {"temperature": 0.0}}
+    message = claude.messages.create(**greedy)
+    assert message.content[0].text == chat
+    with claude.messages.stream(**greedy) as stream:
+        assert "".join(stream.text_stream) == chat
+    assert client.completions.create(prompt="12+30=", max_tokens=4, **settings).usage.completion_tokens > 0
+
+
+def test_models_and_tokens(client: openai.OpenAI, claude: anthropic.Anthropic, server: Server) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    counted = claude.messages.count_tokens(model="tiny", messages=HI).input_tokens
+    tokens = httpx.post(f"{server.url}/tokenize", json={"model": "tiny", "messages": HI}).json()
+    assert counted == tokens["count"] == len(tokens["tokens"])
+    back = httpx.post(f"{server.url}/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]}).json()
+    assert "12+30=" in back["prompt"]
+
+
+def test_errors_have_the_sdk_s_types(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    with pytest.raises(openai.NotFoundError, match="absent"):
+        client.chat.completions.create(model="absent", messages=HI)
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="tiny", messages=[])
+    with pytest.raises(anthropic.NotFoundError, match="absent"):
+        claude.messages.create(model="absent", messages=HI, max_tokens=4)
+    with pytest.raises(anthropic.BadRequestError):
+        claude.messages.create(model="tiny", messages=HI, max_tokens=-1)
+
+
+def test_health_metrics_and_nothing_else(server: Server, client: openai.OpenAI) -> None:
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+    client.chat.completions.create(model="tiny", messages=HI, max_tokens=2)
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'route="chat"' in metrics
+    for path in ("/docs", "/openapi.json", "/v1/load_lora_adapter", "/pause", "/sleep", "/collective_rpc"):
+        for method in ("GET", "POST"):
+            answer = httpx.request(method, f"{server.url}{path}")
+            assert answer.status_code == 404, path
+            assert json.loads(answer.text)["error"]["message"]
+
+
+def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(server: Server, no_processes_left: None) -> None:
+    """A second server in front of the first one."""
+    args = ("--url", f"{server.url}/v1", "--model", "tiny", "--name", "passed-on", "--api-key", "sesame", "--num-cpus", "0")
+    with serve(*args) as front:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{front.url}/v1", api_key="wrong", max_retries=0).models.list()
+        with openai.OpenAI(base_url=f"{front.url}/v1", api_key="sesame", max_retries=0) as client:
+            settings = {"model": "passed-on", "messages": HI, "temperature": 0.0, "max_tokens": 4}
+            reply = client.chat.completions.create(**settings)
+            streamed = client.chat.completions.create(stream=True, **settings)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
+        assert text == reply.choices[0].message.content
+        with anthropic.Anthropic(base_url=front.url, api_key="sesame", max_retries=0) as claude:
+            message = claude.messages.create(model="passed-on", messages=HI, max_tokens=4, extra_body={"temperature": 0.0})
+        assert message.content[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--model", "/no/such/model"), "ModelNotFoundError"),
+        (("--model", STARTER_MODEL, "--arg", "no_such_argument=1"), "no_such_argument"),
+        (("--model", STARTER_MODEL, "--engine", "upstream"), "url"),
+        (("--model", STARTER_MODEL, "--arg", "nothing"), "name=value"),
+    ],
+)
+def test_what_does_not_fit_is_said(args: tuple[str, ...], says: str, no_processes_left: None) -> None:
+    done = subprocess.run([str(BIN / "raylight"), "serve", *args], env=LOCAL, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

@@ -1,0 +1,146 @@
+"""A stand-in for an engine's chat application that says what it is told to, and clients of the real SDKs in front of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from raylight.serving.dialects.translate import Translate
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def call(call_id: str, arguments: str, name: str = "weather") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@dataclass
+class Say:
+    """One answer."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+    """By default what fits."""
+    stop_word: str | None = None
+    status: int = 200
+    error: Any = None
+    """Of an answer with another status its body; of a stream an event in its middle."""
+    named: str = "reasoning"
+    """The engine's word for reasoning."""
+    usage: dict[str, Any] = field(
+        default_factory=lambda: {"prompt_tokens": 11, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
+    )
+
+    @property
+    def finish_reason(self) -> str:
+        return self.finish or ("tool_calls" if self.calls else "stop")
+
+    def answer(self, number: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": self.content, self.named: self.reasoning, "tool_calls": self.calls}
+        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason, "stop_reason": self.stop_word}
+        return _head(number, "chat.completion") | {"choices": [choice], "usage": self.usage}
+
+    def chunks(self, number: int) -> Iterator[dict[str, Any]]:
+        """Texts come letter by letter, arguments in threes."""
+        yield _chunk(number, {"role": "assistant", "content": ""})
+        for letter in self.reasoning or "":
+            yield _chunk(number, {self.named: letter})
+        for letter in self.content or "":
+            yield _chunk(number, {"content": letter})
+        for index, made in enumerate(self.calls):
+            named = {"name": made["function"]["name"], "arguments": ""}
+            yield _chunk(number, {"tool_calls": [{"index": index, "id": made["id"], "type": "function", "function": named}]})
+            arguments = made["function"]["arguments"]
+            for at in range(0, len(arguments), 3):
+                piece = {"index": index, "function": {"arguments": arguments[at : at + 3]}}
+                yield _chunk(number, {"tool_calls": [piece]})
+        if self.error is not None:
+            yield {"error": self.error}
+            return
+        yield _chunk(number, {}, self.finish_reason, self.stop_word)
+        yield _head(number, "chat.completion.chunk") | {"choices": [], "usage": self.usage}
+
+
+def _head(number: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{number}", "object": kind, "created": 1700000000, "model": "policy"}
+
+
+def _chunk(number: int, delta: dict[str, Any], finish: str | None = None, stop_word: str | None = None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop_word}
+    return _head(number, "chat.completion.chunk") | {"choices": [choice]}
+
+
+class FakeChat:
+    """Answers with what is next in `says`; `asked` has the requests, `scopes` how they came."""
+
+    def __init__(self, *says: Say) -> None:
+        self.says = list(says)
+        self.asked: list[dict[str, Any]] = []
+        self.scopes: list[Scope] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        self.scopes.append(scope)
+        self.asked.append(json.loads(body))
+        if scope["path"] == "/tokenize":
+            await _send_json(send, 200, {"count": 5, "max_model_len": 64, "tokens": [1, 2, 3, 4, 5]})
+            return
+        number, say = len(self.asked), self.says.pop(0)
+        if say.status != 200:
+            await _send_json(send, say.status, say.error)
+        elif not self.asked[-1].get("stream"):
+            await _send_json(send, 200, say.answer(number))
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+            for chunk in say.chunks(number):
+                await send({"type": "http.response.body", "body": b"data: %s\n\n" % json.dumps(chunk).encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _send_json(send: Send, status: int, answer: Any) -> None:
+    body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+    kind = b"text/plain" if isinstance(answer, str) else b"application/json"
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def anthropic_client(app: ASGIApp) -> anthropic.AsyncAnthropic:
+    client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
+    return anthropic.AsyncAnthropic(api_key="key", base_url="http://engine", http_client=client, max_retries=0)
+
+
+def openai_client(app: ASGIApp) -> openai.AsyncOpenAI:
+    client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
+    return openai.AsyncOpenAI(api_key="key", base_url="http://engine/v1", http_client=client, max_retries=0)
+
+
+def translated(*says: Say) -> tuple[FakeChat, ASGIApp]:
+    fake = FakeChat(*says)
+    return fake, Translate(fake)
+
+
+@contextmanager
+def listening(app: ASGIApp) -> Iterator[str]:
+    """Serve an application on a free port; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)

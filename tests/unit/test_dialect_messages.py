@@ -1,0 +1,299 @@
+"""Anthropic's messages through the real SDK, in front of an application that knows chat only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+from dialect_helpers import WEATHER, Say, anthropic_client, call, listening, translated
+
+ASK = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
+
+
+async def ask(*says: Say, **fields: Any) -> tuple[list[dict[str, Any]], anthropic.types.Message]:
+    """The chat requests made for one message, and the answer."""
+    fake, app = translated(*says)
+    answer = await anthropic_client(app).messages.create(**ASK | fields)
+    return fake.asked, answer
+
+
+async def said(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """The chat messages that a conversation becomes."""
+    asked, _ = await ask(Say("ok"), messages=list(messages), **fields)
+    return asked[0]["messages"]
+
+
+async def test_a_plain_question_and_answer() -> None:
+    fake, app = translated(Say("hello"))
+    answer = await anthropic_client(app).messages.create(**ASK)
+    assert fake.asked == [{"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}]
+    assert fake.scopes[0]["path"] == "/v1/chat/completions"
+    assert fake.scopes[0]["raylight.dialect"] == "messages"
+    assert answer.to_dict() == {
+        "id": "msg_1", "type": "message", "role": "assistant", "model": "policy", "content": [{"type": "text", "text": "hello"}],
+        "stop_reason": "end_turn", "stop_sequence": None,
+        "usage": {"input_tokens": 7, "cache_read_input_tokens": 4, "output_tokens": 7},
+    }  # fmt: skip
+
+
+async def test_every_setting_reaches_the_engine() -> None:
+    asked, _ = await ask(
+        Say("ok"), extra_body={"temperature": 0, "top_p": 0.5, "top_k": 3}, stop_sequences=["END"], metadata={"user_id": "u"},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": WEATHER}},
+    )  # fmt: skip
+    asked[0].pop("messages")
+    assert asked[0] == {
+        "model": "policy", "max_completion_tokens": 9, "temperature": 0, "top_p": 0.5, "top_k": 3, "stop": ["END"],
+        "chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 1024, "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": WEATHER}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("choice", "chat"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required", "parallel_tool_calls": False}),
+        ({"type": "tool", "name": "weather"}, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+    ],
+)
+async def test_choices_of_tools(choice: dict[str, Any], chat: dict[str, Any]) -> None:
+    asked, _ = await ask(Say("ok"), tools=[TOOL], tool_choice=choice)
+    assert {k: v for k, v in asked[0].items() if k in ("tool_choice", "parallel_tool_calls")} == chat
+    assert asked[0]["tools"] == [
+        {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}}
+    ]
+
+
+async def test_the_system_and_texts_of_several_blocks() -> None:
+    blocks = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    assert await said({"role": "user", "content": blocks}, system=blocks) == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "user", "content": "a\nb"},
+    ]
+
+
+async def test_images_keep_their_place() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
+    linked = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+    [message] = await said({"role": "user", "content": [image, {"type": "text", "text": "what?"}, linked]})
+    assert message["content"] == [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
+        {"type": "text", "text": "what?"},
+        {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+    ]
+
+
+async def test_results_of_parallel_tools() -> None:
+    uses = [{"type": "tool_use", "id": f"t{i}", "name": "weather", "input": {"city": "Zürich"}} for i in (1, 2)]
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    results = [
+        {
+            "type": "tool_result",
+            "tool_use_id": "t1",
+            "content": [{"type": "text", "text": "sun"}, {"type": "text", "text": "warm"}],
+        },
+        {"type": "tool_result", "tool_use_id": "t2", "content": "no such city", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "t3"},
+        {"type": "text", "text": "go on"},
+    ]
+    messages = await said(
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "let me see"}, *uses]},
+        {"role": "user", "content": results},
+    )
+    assert messages[1:] == [
+        {"role": "assistant", "content": "let me see", "reasoning_content": "hm",
+         "tool_calls": [call("t1", '{"city": "Zürich"}'), call("t2", '{"city": "Zürich"}')]},
+        {"role": "tool", "tool_call_id": "t1", "content": "sun\nwarm"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: no such city"},
+        {"role": "tool", "tool_call_id": "t3", "content": ""},
+        {"role": "user", "content": "go on"},
+    ]  # fmt: skip
+
+
+async def test_an_image_from_a_tool_follows_as_the_users() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+    messages = await said({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}]})
+    assert messages[0] == {"role": "tool", "tool_call_id": "t", "content": ""}
+    assert messages[1]["role"] == "user"
+    assert messages[1]["content"][0]["type"] == "image_url"
+
+
+SAYS = {
+    "text": Say("hello"),
+    "reasoning and text": Say("hello", reasoning="hm"),
+    "deepseek's word for reasoning": Say("hello", reasoning="hm", named="reasoning_content"),
+    "parallel calls": Say("let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]),
+    "a call without arguments": Say(calls=[call("t1", "")]),
+    "cut off": Say("hel", finish="length"),
+    "a stop word": Say("hello", stop_word="END"),
+    "a named tool whose end is a stop": Say(calls=[call("t1", '{"city": "Bern"}')], finish="stop"),
+    "nothing": Say(""),
+}
+REASONS = {"parallel calls": "tool_use", "a call without arguments": "tool_use", "cut off": "max_tokens",
+           "a stop word": "stop_sequence", "a named tool whose end is a stop": "tool_use"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAYS)
+async def test_a_stream_ends_as_the_same_message_as_an_answer_in_one_piece(name: str) -> None:
+    say = SAYS[name]
+    _, app = translated(say, say)
+    client = anthropic_client(app)
+    whole = await client.messages.create(**ASK)
+    async with client.messages.stream(**ASK) as stream:
+        streamed = await stream.get_final_message()
+    assert whole.stop_reason == REASONS.get(name, "end_turn")
+    assert whole.stop_sequence == say.stop_word
+    kinds = (["thinking"] if say.reasoning else []) + (["text"] if say.content else []) + ["tool_use"] * len(say.calls)
+    assert [block.type for block in whole.content] == kinds
+    plain = {"id": "", "parsed_output": None}
+    assert _plain(streamed) | plain == _plain(whole) | plain
+
+
+def _plain(message: anthropic.types.Message) -> dict[str, Any]:
+    content = [{k: v for k, v in block.to_dict().items() if k != "parsed_output"} for block in message.content]
+    return {name: value for name, value in message.to_dict().items() if name != "stop_details"} | {"content": content}
+
+
+async def test_the_events_of_a_stream_in_their_order() -> None:
+    fake, app = translated(Say("ab", reasoning="c", calls=[call("t1", "{}"), call("t2", '{"city": 1}')]))
+    events = [event async for event in await anthropic_client(app).messages.create(**ASK, stream=True)]
+    told = [(event.type, getattr(event, "index", None)) for event in events]
+    start, delta, stop = "content_block_start", "content_block_delta", "content_block_stop"
+    assert told == [
+        ("message_start", None),
+        (start, 0), (delta, 0), (stop, 0),
+        (start, 1), (delta, 1), (delta, 1), (stop, 1),
+        (start, 2), (delta, 2), (stop, 2),
+        (start, 3), *[(delta, 3)] * 4, (stop, 3),
+        ("message_delta", None), ("message_stop", None),
+    ]  # fmt: skip
+    assert fake.asked[0]["stream_options"] == {"include_usage": True}
+    assert [e.delta.type for e in events if e.type == delta] == [
+        "thinking_delta",
+        "text_delta",
+        "text_delta",
+        *["input_json_delta"] * 5,
+    ]
+    assert events[-2].delta.stop_reason == "tool_use"
+    assert events[-2].usage.output_tokens == 7
+    assert events[-2].usage.input_tokens == 7
+
+
+async def test_a_loop_of_tools_gives_back_what_the_engine_said() -> None:
+    calls = [call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]
+    fake, app = translated(Say("let me see", reasoning="hm", calls=calls), Say("sun"))
+    client = anthropic_client(app)
+    messages: list[Any] = [{"role": "user", "content": "weather?"}]
+    async with client.messages.stream(**ASK | {"messages": messages}, tools=[TOOL]) as stream:
+        first = await stream.get_final_message()
+    results = [
+        {"type": "tool_result", "tool_use_id": b.id, "content": b.input["city"]} for b in first.content if b.type == "tool_use"
+    ]
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    await client.messages.create(**ASK | {"messages": messages}, tools=[TOOL])
+    assert fake.asked[1]["messages"][1:] == [
+        {"role": "assistant", "content": "let me see", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "t1", "content": "Bern"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Zürich"},
+    ]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ber', "[1]", "not JSON"])
+async def test_arguments_that_are_no_object_survive_the_loop(arguments: str) -> None:
+    fake, app = translated(Say(calls=[call("t1", arguments)], finish="length"), Say("ok"))
+    client = anthropic_client(app)
+    first = await client.messages.create(**ASK)
+    assert first.content[0].input == {"INVALID_JSON": arguments}
+    more = [{"role": "assistant", "content": first.content}, {"role": "user", "content": "go on"}]
+    await client.messages.create(**ASK | {"messages": ASK["messages"] + more})
+    assert fake.asked[1]["messages"][1]["tool_calls"] == [call("t1", arguments)]
+
+
+async def test_counting_tokens() -> None:
+    fake, app = translated()
+    counted = await anthropic_client(app).messages.count_tokens(
+        model="policy", messages=ASK["messages"], tools=[TOOL], system="be brief"
+    )
+    assert counted.input_tokens == 5
+    assert fake.scopes[0]["path"] == "/tokenize"
+    assert [m["role"] for m in fake.asked[0]["messages"]] == ["system", "user"]
+    assert fake.asked[0]["tools"][0]["function"]["name"] == "weather"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"no_such_field": 1}, "no_such_field: this field is not supported"),
+        ({"max_tokens": "9"}, "max_tokens: "),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"temperature": True}, "temperature: "),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: "),
+        ({"service_tier": "standard_only"}, "service_tier: "),
+        ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "'role' 'robot' is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'type' 'document' is not supported"),
+        ({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]},
+         "the last message is the assistant's"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "t"}]}]},
+         "tool_result blocks come first"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+    fake, app = translated()
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        await anthropic_client(app).messages.create(**{**ASK, "extra_body": fields})
+    assert refused.value.body["type"] == "error"
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    assert told in refused.value.body["error"]["message"]
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind", "shape"),
+    [
+        (400, {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, anthropic.BadRequestError,
+         "invalid_request_error"),
+        (401, {"error": {"message": "too long", "type": "x"}}, anthropic.AuthenticationError, "authentication_error"),
+        (404, {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404}, anthropic.NotFoundError,
+         "not_found_error"),
+        (429, "too long", anthropic.RateLimitError, "rate_limit_error"),
+        (500, {"detail": "too long"}, anthropic.InternalServerError, "api_error"),
+        (503, {"error": "too long"}, anthropic.InternalServerError, "overloaded_error"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_of_the_engine_become_the_sdks_own(status: int, error: Any, kind: type, shape: str, stream: bool) -> None:
+    _, app = translated(Say(status=status, error=error))
+    with pytest.raises(kind) as refused:
+        await anthropic_client(app).messages.create(**ASK, stream=stream)
+    assert refused.value.body == {"type": "error", "error": {"type": shape, "message": "too long"}}
+
+
+@pytest.mark.parametrize("say", [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")])
+async def test_a_stream_that_breaks_off_is_an_error(say: Say) -> None:
+    _, app = translated(say)
+    with pytest.raises(anthropic.APIStatusError, match=r"lost|broke off"):
+        async with anthropic_client(app).messages.stream(**ASK) as stream:
+            await stream.get_final_message()
+
+
+async def test_an_aborted_answer_is_an_error_that_may_be_tried_again() -> None:
+    with pytest.raises(anthropic.InternalServerError, match=r"broke off.*abort") as refused:
+        await ask(Say("hel", finish="abort"))
+    assert refused.value.status_code == 503
+
+
+def test_the_synchronous_sdk_over_a_socket() -> None:
+    _, app = translated(Say("hello"), Say(calls=[call("t1", '{"city": "Bern"}')]))
+    with listening(app) as address, anthropic.Anthropic(api_key="key", base_url=address, max_retries=0) as client:
+        assert client.messages.create(**ASK).content[0].text == "hello"
+        with client.messages.stream(**ASK, tools=[TOOL]) as stream:
+            pieces = [event.partial_json for event in stream if event.type == "input_json"]
+            assert json.loads("".join(pieces)) == stream.get_final_message().content[0].input == {"city": "Bern"}

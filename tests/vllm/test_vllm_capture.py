@@ -1,0 +1,232 @@
+"""What agents ask of vLLM's own application, and what is captured of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from vllm_helpers import HI, TOLERANCE, difference, until, within
+
+TOKENS = {"return_token_ids": True}
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def test_chat_is_captured_token_for_token(bench: Any) -> None:
+    answer = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24)
+    sample = bench.sample
+    assert sample.prompt_ids == bench.engine.tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_dict=False)
+    assert len(sample.output_ids) == answer.usage.completion_tokens
+    assert sample.finish_reason == answer.choices[0].finish_reason
+    assert sample.sampling["temperature"] == 1.0
+    assert difference(bench.reference(), sample).max() < TOLERANCE
+    assert answer.choices[0].logprobs is None, "asked for by the capture, not by the agent"
+
+
+async def test_logprobs_are_of_the_distribution_sampled_from(bench: Any) -> None:
+    await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, temperature=0.5)
+    assert bench.sample.sampling["temperature"] == 0.5
+    assert difference(bench.reference(), bench.sample, temperature=0.5).max() < TOLERANCE
+
+
+async def test_logprobs_that_the_agent_asked_for_are_answered_as_captured(bench: Any) -> None:
+    answer = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=8, logprobs=True, top_logprobs=3)
+    told = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in told] == pytest.approx(bench.sample.logprobs, abs=1e-5)
+    assert {len(entry.top_logprobs) for entry in told} == {3}
+
+
+async def test_a_stream_is_captured(bench: Any) -> None:
+    stream = await bench.openai.chat.completions.create(
+        model="policy", messages=HI, max_tokens=24, stream=True, seed=3, extra_body=TOKENS
+    )
+    chunks = [chunk async for chunk in stream]
+    assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []] == bench.sample.output_ids
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert difference(bench.reference(), bench.sample).max() < TOLERANCE
+    whole = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, seed=3)
+    assert whole.choices[0].message.content == text
+    assert bench.exchanges[-2].samples[0].output_ids == bench.sample.output_ids
+    assert bench.sample.sampling["seed"] == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_of_n_choices_is_captured(bench: Any, stream: bool) -> None:
+    answer = await bench.openai.chat.completions.create(
+        model="policy", messages=HI, max_tokens=12, n=3, stream=stream, extra_body=TOKENS
+    )
+    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for part in [part async for part in answer] if stream else [answer]:
+        for choice in part.choices:
+            told[choice.index] += getattr(choice, "token_ids", None) or []
+    samples = bench.exchange.samples
+    assert {index: sample.output_ids for index, sample in samples.items()} == told
+    assert len({tuple(sample.output_ids) for sample in samples.values()}) == 3
+    for sample in samples.values():
+        assert difference(bench.reference(), sample).max() < TOLERANCE
+
+
+async def test_each_prompt_of_completions_is_captured(bench: Any) -> None:
+    answer = await bench.openai.completions.create(
+        model="policy", prompt=["one", "two", "three"], max_tokens=4, n=2, extra_body=TOKENS
+    )
+    samples = bench.exchange.samples
+    assert sorted(samples) == list(range(6))
+    decode = bench.engine.tokenizer.decode
+    for choice in answer.choices:
+        sample = samples[choice.index]
+        assert decode(sample.prompt_ids) == ["one", "two", "three"][choice.index // 2]
+        assert sample.output_ids == choice.token_ids
+
+
+async def test_temperature_0_takes_the_likeliest(bench: Any) -> None:
+    for _ in range(2):
+        await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=12, temperature=0)
+    assert bench.exchanges[-1].samples[0].output_ids == bench.exchanges[-2].samples[0].output_ids
+    assert difference(bench.reference(), bench.sample).max() < TOLERANCE, "at temperature 1"
+
+
+async def test_a_stop_string_ends_the_answer_with_all_its_tokens_captured(bench: Any) -> None:
+    whole = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, temperature=0)
+    ids = bench.sample.output_ids
+    stop = next(letter for letter in whole.choices[0].message.content[3:] if letter.isascii() and letter.isprintable())
+    cut = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, temperature=0, stop=[stop])
+    assert cut.choices[0].message.content == whole.choices[0].message.content.split(stop)[0]
+    assert cut.choices[0].finish_reason == bench.sample.finish_reason == "stop"
+    count = len(bench.sample.output_ids)
+    assert count < len(ids)
+    assert bench.sample.output_ids == ids[:count]
+    assert stop in bench.engine.tokenizer.decode(ids[:count])
+
+
+def no_blanks(bench: Any) -> dict[str, int]:
+    """A random model takes to the white space that JSON allows everywhere."""
+    return {str(token): -100 for token in bench.engine.tokenizer.encode(" \t\n\r")}
+
+
+async def test_a_tool_is_called(bench: Any) -> None:
+    answer = await bench.openai.chat.completions.create(
+        model="policy",
+        messages=HI,
+        tools=[TOOL],
+        max_tokens=100,
+        logit_bias=no_blanks(bench),
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+    assert '"Paris"' in bench.engine.tokenizer.decode(bench.sample.output_ids)
+    assert max(bench.sample.logprobs) <= 0
+
+
+async def test_an_answer_follows_a_json_schema(bench: Any) -> None:
+    schema = {"name": "answer", "strict": True, "schema": TOOL["function"]["parameters"]}
+    answer = await bench.openai.chat.completions.create(
+        model="policy",
+        messages=HI,
+        max_tokens=100,
+        logit_bias=no_blanks(bench),
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    assert json.loads(answer.choices[0].message.content) == {"city": "Paris"}
+    assert bench.sample.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_in_tokens_is_sampled_from_as_it_is(bench: Any, stream: bool) -> None:
+    prompt = [300, 301, *b"spliced"]
+    body = {
+        "model": "policy",
+        "messages": HI,
+        "max_tokens": 4,
+        "stream": stream,
+        "kv_transfer_params": {"prompt_token_ids": prompt},
+    }
+    answer = await bench.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert bench.sample.prompt_ids == prompt
+    assert difference(bench.reference(), bench.sample).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_sampled_before_the_client_left_is_captured(bench: Any, stream: bool) -> None:
+    body = {"model": "policy", "messages": HI, "max_tokens": 400, "stream": stream, "ignore_eos": True}
+    left = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            sent.append(True)
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None: ...
+
+    sent: list[bool] = []
+    path = "/v1/chat/completions"
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "",
+        "scheme": "http", "query_string": b"", "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1),
+        "server": ("engine", 80), "state": {},
+    }  # fmt: skip
+    before = len(bench.exchanges)
+    asked = asyncio.create_task(bench.captured(scope, receive, send))
+    await until(lambda: len(bench.exchanges) > before and bool(bench.exchange.samples) and len(bench.sample.output_ids) > 5)
+    left.set()
+    async with within():
+        await asked
+    await until(lambda: not bench.engine._client.output_processor.request_states)
+    sample = bench.sample
+    assert sample.finish_reason == "aborted"
+    assert 5 < len(sample.output_ids) < 400
+    assert difference(bench.reference(), sample).max() < TOLERANCE
+
+
+async def test_beam_search_is_refused(bench: Any) -> None:
+    body = {"model": "policy", "messages": HI, "max_tokens": 4, "use_beam_search": True, "n": 2}
+    answer = await bench.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "cannot be recorded" in answer.text
+
+
+async def test_outside_of_an_exchange_nothing_is_recorded(bench: Any) -> None:
+    import httpx
+
+    before = len(bench.exchanges)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(bench.bare), base_url="http://engine") as client:
+        answer = await client.post("/v1/chat/completions", json={"model": "policy", "messages": HI, "max_tokens": 2})
+    assert answer.status_code == 200
+    assert len(bench.exchanges) == before
+
+
+async def test_models_can_be_listed_and_looked_up(bench: Any) -> None:
+    assert [card.id async for card in bench.openai.models.list()] == ["policy"]
+    assert (await bench.openai.models.retrieve("policy")).id == "policy"
+    assert (await bench.http.get("/v1/models/other")).status_code == 404
+
+
+async def test_log_probs_of_given_tokens(bench: Any) -> None:
+    from vllm_helpers import expected_logprobs
+
+    ids = [300, *b"some text"]
+    found = await bench.engine.logprobs(ids)
+    assert found == pytest.approx(expected_logprobs(bench.reference(), ids[:1], ids[1:]).tolist(), abs=TOLERANCE)
+
+
+async def test_sleep_says_why_it_does_nothing_on_a_cpu(bench: Any) -> None:
+    assert "CPU" in await bench.engine.sleep()
+    await bench.engine.wake()
+    await bench.engine.check_health()

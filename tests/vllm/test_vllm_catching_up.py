@@ -1,0 +1,72 @@
+"""New weights wait until every token of the old ones is recorded; on a stand-in for vLLM's client, to choose the order."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_helpers import within
+
+from raylight.serving.engines.vllm.capture import Capture
+
+
+class Core:
+    """The link to the engine core."""
+
+    def __init__(self) -> None:
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def get_output_async(self) -> Any:
+        output = await self.outputs_queue.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+def make_capture() -> tuple[Core, Capture]:
+    core = Core()
+    processor = SimpleNamespace(request_states={}, add_request=None)
+    return core, Capture(SimpleNamespace(output_processor=processor, engine_core=core))
+
+
+async def handle(core: Core, done: list[Any], turns: int = 3) -> None:
+    """What vLLM does with outputs, slowly."""
+    while True:
+        output = await core.get_output_async()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        done.append(output)
+
+
+async def test_it_has_caught_up_when_all_that_came_is_dealt_with() -> None:
+    core, capture = make_capture()
+    done: list[Any] = []
+    handler = asyncio.create_task(handle(core, done))
+    async with within():
+        await capture.caught_up()  # nothing ever came
+        for count in (1, 3):
+            for _ in range(count):
+                core.outputs_queue.put_nowait("output")
+            before = len(done)
+            await capture.caught_up()
+            assert len(done) == before + count
+        core.outputs_queue.put_nowait("output")
+        await asyncio.sleep(0)
+        assert core.outputs_queue.empty()  # taken, but not yet dealt with
+        await capture.caught_up()
+        assert len(done) == 5
+    handler.cancel()
+
+
+async def test_it_does_not_wait_for_ever_where_vllm_died() -> None:
+    core, capture = make_capture()
+    handler = asyncio.create_task(handle(core, []))
+    core.outputs_queue.put_nowait(RuntimeError("dead"))
+    core.outputs_queue.put_nowait("never taken")
+    async with within():
+        await capture.caught_up()
+        await capture.caught_up()
+        with pytest.raises(RuntimeError, match="dead"):
+            await handler

@@ -1,0 +1,34 @@
+"""The end of the engine of all these tests; run last (see conftest)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai import APIStatusError
+from vllm_helpers import DEADLINE_S, ask, in_flight, within
+
+from raylight.errors import WeightSyncError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(DEADLINE_S)]
+
+
+async def test_an_engine_that_may_be_half_loaded_samples_no_more(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, exchanges = await in_flight(bench, 2, 400)
+
+    async def fail(*args: Any, **named: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench.engine._client, "collective_rpc", fail)
+    async with within():
+        with pytest.raises(WeightSyncError, match="started anew: out of memory"):
+            await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())
+        answers = await asyncio.gather(*tasks, ask(bench, 4), return_exceptions=True)
+    assert [answer.status_code for answer in answers if isinstance(answer, APIStatusError)] == [503] * 3
+    assert {exchange.samples[0].finish_reason for exchange in exchanges} == {"aborted"}
+    with pytest.raises(WeightSyncError, match="started anew"):
+        await bench.engine.check_health()
+    with pytest.raises(WeightSyncError, match="started anew"):
+        await bench.engine.load_weights(next(bench.versions), {})
+    bench.engine.close()

@@ -1,0 +1,152 @@
+"""New weights in a live vLLM: every token has the version that sampled it, and nothing of the old ones stays."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from vllm_helpers import TOLERANCE, ask, change, difference, in_flight, until, within
+
+from raylight.errors import WeightSyncError
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+
+async def test_new_weights_sample_alone(bench: Any, learner: Any) -> None:
+    version = next(bench.versions)
+    await bench.engine.load_weights(version, change(learner, 1))
+    await ask(bench, 24)
+    assert set(bench.sample.weight_versions) == {version}
+    assert difference(learner, bench.sample).max() < TOLERANCE
+    assert difference(bench.reference(), bench.sample).max() > 0.1, "the old weights would be told from the new ones"
+
+
+async def test_the_tied_output_layer_is_sent(bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it vLLM on a CPU goes on with the old one, and nothing tells."""
+    from raylight.serving.engines.vllm import engine as module
+
+    state = change(learner, 2)
+    assert "lm_head.weight" not in state
+    real = module.shared_file
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "shared_file", lambda tensors: real({k: v for k, v in tensors.items() if k != "lm_head.weight"}))
+        await bench.engine.load_weights(next(bench.versions), state)
+    await ask(bench, 24)
+    assert difference(learner, bench.sample).max() > 0.1, "the trap is no more: vLLM no longer needs lm_head.weight"
+    await bench.engine.load_weights(next(bench.versions), state)
+    await ask(bench, 24)
+    assert difference(learner, bench.sample).max() < TOLERANCE
+
+
+async def test_numpy_arrays_do(bench: Any, learner: Any) -> None:
+    await bench.engine.load_weights(next(bench.versions), {name: t.numpy() for name, t in change(learner, 3).items()})
+    await ask(bench, 8)
+    assert difference(learner, bench.sample).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_in_flight_go_on_with_the_new_weights_under_keep(bench: Any, learner: Any, stream: bool) -> None:
+    old, new = bench.engine.version, next(bench.versions)
+    tasks, exchanges = await in_flight(bench, 8, 300, stream=stream)
+    await bench.engine.load_weights(new, change(learner, 4))
+    async with within():
+        for answer in await asyncio.gather(*tasks):
+            if stream:
+                assert [chunk async for chunk in answer]
+    reference = bench.reference()
+    boundaries = set()
+    for exchange in exchanges:
+        sample = exchange.samples[0]
+        boundary = sample.weight_versions.count(old)
+        boundaries.add(boundary)
+        assert len(sample.output_ids) == 300
+        assert sample.weight_versions == [old] * boundary + [new] * (300 - boundary)
+        assert 3 < boundary < 300
+        by_old, by_new = difference(reference, sample), difference(learner, sample)
+        assert by_old[:boundary].max() < TOLERANCE
+        assert by_new[boundary:].max() < TOLERANCE, "the cache of the old weights was used"
+        assert by_new[boundary - 1] > TOLERANCE
+        assert by_old[boundary] > TOLERANCE
+
+
+async def test_the_weights_wait_for_requests_in_flight(bench: Any, learner: Any) -> None:
+    old, new = bench.engine.version, next(bench.versions)
+    tasks, exchanges = await in_flight(bench, 4, 200)
+    await bench.engine.load_weights(new, change(learner, 5), "wait")
+    await asyncio.gather(*tasks)
+    assert [set(e.samples[0].weight_versions) for e in exchanges] == [{old}] * 4
+    assert {len(e.samples[0].output_ids) for e in exchanges} == {200}
+    await ask(bench, 4)
+    assert set(bench.sample.weight_versions) == {new}
+
+
+async def test_requests_in_flight_are_aborted(bench: Any, learner: Any) -> None:
+    old, new = bench.engine.version, next(bench.versions)
+    tasks, exchanges = await in_flight(bench, 4, 400)
+    await bench.engine.load_weights(new, change(learner, 6), "abort")
+    async with within():
+        answers = await asyncio.gather(*tasks)
+    assert [a.choices[0].finish_reason for a in answers] == ["abort"] * 4
+    for exchange in exchanges:
+        sample = exchange.samples[0]
+        assert (sample.finish_reason, set(sample.weight_versions)) == ("aborted", {old})
+        assert 3 < len(sample.output_ids) < 400
+
+
+async def test_a_request_that_comes_meanwhile_gets_the_new_weights(
+    bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, state = next(bench.versions), change(learner, 7)
+    load, tasks = bench.engine._load, []
+
+    async def load_with_a_request_before(path: str) -> None:
+        tasks.append(ask(bench, 8))
+        await until(lambda: len(bench.engine._client.output_processor.request_states) == 1)
+        await load(path)
+
+    monkeypatch.setattr(bench.engine, "_load", load_with_a_request_before)
+    await bench.engine.load_weights(new, state)
+    await asyncio.gather(*tasks)
+    assert bench.sample.weight_versions == [new] * 8
+    assert difference(learner, bench.sample).max() < TOLERANCE
+
+
+async def test_what_was_cached_of_a_prompt_is_computed_anew(bench: Any, learner: Any) -> None:
+    prompt = [{"role": "user", "content": "the same long prompt " * 10}]
+    await bench.openai.chat.completions.create(model="policy", messages=prompt, max_tokens=4)
+    await bench.engine.load_weights(next(bench.versions), change(learner, 8))
+    await bench.openai.chat.completions.create(model="policy", messages=prompt, max_tokens=4)
+    assert difference(learner, bench.sample).max() < TOLERANCE
+
+
+async def test_weights_that_do_not_fit_change_nothing(bench: Any, learner: Any) -> None:
+    version, state = bench.engine.version, change(learner, 9)
+    name = "model.norm.weight"
+    wrong = {
+        "missing.*norm": {k: v for k, v in state.items() if k != name},
+        "unknown.*other": state | {"other": torch.zeros(2)},
+        r"has shape \(3,\)": state | {name: torch.zeros(3)},
+        "missing.*embed": {},
+    }
+    for message, weights in wrong.items():
+        with pytest.raises(WeightSyncError, match=message):
+            await bench.engine.load_weights(version + 100, weights)
+    await ask(bench, 8)
+    assert set(bench.sample.weight_versions) == {version}
+    assert difference(bench.reference(), bench.sample).max() < TOLERANCE
+    await bench.engine.check_health()
+
+
+async def test_a_cancelled_wait_lets_the_engine_go_on(bench: Any, learner: Any) -> None:
+    version = bench.engine.version
+    tasks, exchanges = await in_flight(bench, 2, 400)
+    waiting = asyncio.create_task(bench.engine.load_weights(next(bench.versions), change(learner, 10), "wait"))
+    await until(lambda: bench.engine._changing.locked())
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    async with within():
+        await asyncio.gather(*tasks, ask(bench, 4))
+    assert {v for e in exchanges for v in e.samples[0].weight_versions} == {version}
