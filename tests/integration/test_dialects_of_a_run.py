@@ -1,4 +1,4 @@
-"""A rollout that talks in turns through two SDKs, streamed and not, and asks a traced judge elsewhere: one trajectory, all recorded."""
+"""A rollout that talks in turns through two SDKs, and asks a traced judge elsewhere: one trajectory, all recorded."""
 
 import json
 import threading

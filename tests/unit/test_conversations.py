@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_helpers import ADD, call_of, make_tokenizer, result, says, template, user
 
+from raylight.serving.conversations.canonical import NotCanonical, message_keys
 from raylight.serving.conversations.conversations import OVERHEAD, Conversations
 from raylight.serving.exchange import Scope
 from raylight.traces.trajectory import build_trajectories
@@ -444,3 +445,9 @@ def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> Non
     assert found.splice(SCOPE, then(says("A"))) is not None
     assert vars(found.counts) == {"spliced": 1, "rendered": 1, "refused_by_template": 3}
     assert caplog.text.count("roles must alternate") == 1
+
+
+@pytest.mark.parametrize("part", [{"type": [], "text": "a"}, {"type": {}, "text": "a"}, {"text": "a"}, 1, None])
+def test_a_part_of_no_known_type_is_left_to_the_engine(part: Any) -> None:
+    with pytest.raises(NotCanonical):
+        message_keys(b"", [{"role": "user", "content": [part]}])

@@ -30,6 +30,8 @@ Sink: TypeAlias = Callable[[list[Opened], list[Closed]], Awaitable[Sequence[Call
 
 MAX_BATCH = 1000
 """Announcements and closings in one message."""
+LINGER_S = 0.003
+"""How long closings wait for an announcement to travel with. A client's next call follows at once, and would wait behind them."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between two tries to reach the store; each is twice as long as the one before."""
 UNFIT = (ValueError, TypeError, OverflowError)
@@ -110,6 +112,9 @@ class Recorder:
         self._room = Signal()
         self._queue: deque[_Item] = deque()
         self._awake = asyncio.Event()
+        self._announcements = 0
+        """In the queue."""
+        self._pressing = Signal()
         self._empty = Signal()
         self._hurry = Signal()
         self._one_by_one = 0
@@ -149,6 +154,7 @@ class Recorder:
         """Take no more calls, and send what there is; returns how many announcements and closings were lost."""
         self._closing = True
         self._hurry.fire()
+        self._pressing.fire()
         self._room.fire()
         if not await self._empty.until(lambda: not self._queue, timeout):
             lost = self.stats.unsent
@@ -174,7 +180,10 @@ class Recorder:
     def _put(self, *items: _Item) -> None:
         self._queue.extend(items)
         self.stats.unsent += sum(map(_size, items))
+        self._announcements += sum(isinstance(item, _Opening) for item in items)
         self._awake.set()
+        if self._is_pressing():
+            self._pressing.fire()
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send_forever())
 
@@ -182,6 +191,8 @@ class Recorder:
         pause = FIRST_PAUSE_S
         while True:
             await self._awake.wait()
+            if not self._is_pressing():
+                await self._pressing.until(self._is_pressing, LINGER_S)
             batch = self._next()
             try:
                 await self._send(batch)
@@ -199,6 +210,10 @@ class Recorder:
             if not self._queue:
                 self._awake.clear()
                 self._empty.fire()
+
+    def _is_pressing(self) -> bool:
+        """Whether what is in the queue should leave at once."""
+        return self._announcements > 0 or len(self._queue) >= MAX_BATCH or self._closing
 
     def _next(self) -> list[_Item]:
         """The oldest items; they stay in the queue until they are sent."""
@@ -235,6 +250,7 @@ class Recorder:
         self._one_by_one = max(self._one_by_one - len(batch), 0)
         for item in batch:
             self._queue.popleft()
+            self._announcements -= isinstance(item, _Opening)
             self.stats.unsent -= _size(item)
             self._used -= not isinstance(item, _Opening)
         self._room.fire()

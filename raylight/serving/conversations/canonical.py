@@ -112,6 +112,8 @@ def _text_of_part(part: Any) -> str | None:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise NotCanonical("a part of content without a type")
     if kind in REASONING_PARTS:
         return None
     if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):

@@ -23,6 +23,8 @@ from raylight.serving.engines.vllm.capture import Capture
 from raylight.serving.engines.vllm.weights import Checkpoint, shared_file
 
 CLOSED = "the engine is shutting down"
+NOT_NEEDED = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
+"""Layers of vLLM's application that raylight's gateway stands in for; the second looks through all routes for each request."""
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 CLOSE_S = 1.0
 """How long vLLM's processes have to end by themselves."""
@@ -64,6 +66,8 @@ class VllmEngine:
         app = await self._build_app()
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served
+        app.user_middleware = [layer for layer in app.user_middleware if layer.cls.__name__ not in NOT_NEEDED]
+        app.middleware_stack = None  # was built already; Starlette builds it anew
 
         @app.get("/v1/models/{name:path}")
         async def retrieve_model(name: str) -> Any:

@@ -1,0 +1,154 @@
+"""An engine behind the whole gateway, served on a port of its own by a thread, with a store in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from argparse import Namespace
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from raylight.config import StoreConfig
+from raylight.serving.capture.recorder import Recorder
+from raylight.serving.engine import Engine
+from raylight.serving.gateway.gateway import build_gateway
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+
+T = TypeVar("T")
+ENGINES = ("transformers", "upstream", "vllm")
+MODEL, SECRET = "policy", "run-secret"
+MAX_MODEL_LEN = 2048
+DEADLINE_S = 60.0
+START_S = 240.0
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_tiny(folder: Path) -> str:
+    """A Qwen3 of two layers that says every character of ASCII about as often, and a template that knows tools."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    letters = ["Ċ", "Ġ", *map(chr, range(33, 127))]
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = TEMPLATE
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False,
+        initializer_range=0.05, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Site:
+    """A replica's whole application.
+
+    Attributes:
+        kind: of its engine.
+        port: on which it is served.
+        tokenizer: of the model; None where the engine does not tell its tokens.
+    """
+
+    def __init__(self, kind: str, model_path: str) -> None:
+        self.kind = kind
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._stack = contextlib.AsyncExitStack()
+        self.call(self._start(model_path), START_S)
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float = DEADLINE_S) -> T:
+        """Do something where the site lives."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    async def _start(self, model_path: str) -> None:
+        self._service = StoreService(None, StoreConfig(lease_seconds=600))
+        self._stack.push_async_callback(self._service.close)
+        self.store = StoreClient(self._service)
+        engine = await self._engine(model_path)
+        self._stack.callback(engine.close)
+        self.tokenizer = engine.tokenizer
+        recorder = Recorder(self.store.capture)
+        self._stack.push_async_callback(recorder.aclose)
+        self.port = await self._serve(build_gateway(await engine.app(), engine, SECRET, recorder, None))
+
+    async def _engine(self, path: str) -> Engine:
+        if self.kind == "transformers":
+            return small_engine(path)
+        if self.kind == "vllm":
+            return vllm_engine(path)
+        from raylight.serving.engines.upstream import UpstreamEngine
+
+        behind = small_engine(path)
+        self._stack.callback(behind.close)
+        return UpstreamEngine(f"http://127.0.0.1:{await self._serve(await behind.app())}/v1", "up-key", MODEL)
+
+    async def _serve(self, app: ASGIApp) -> int:
+        """Serve an application until the site closes; returns its port."""
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup()
+        self._stack.push_async_callback(server.shutdown)
+        return server.servers[0].sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        self.call(self._stack.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(DEADLINE_S)
+        self._loop.close()
+
+
+def small_engine(path: str) -> Engine:
+    from raylight.serving.engines.transformers.engine import TransformersEngine
+
+    return TransformersEngine(path, MODEL, slots=16, max_model_len=MAX_MODEL_LEN)
+
+
+def vllm_engine(path: str) -> Engine:
+    """vLLM as a replica has it, without Ray."""
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from raylight.serving.engines.vllm.args import vllm_args
+    from raylight.serving.engines.vllm.engine import VllmEngine
+
+    given = vllm_args(
+        path, {}, dtype="float32", max_model_len=MAX_MODEL_LEN, max_concurrent=16, max_waiting=100, seed=0, gpus=0, lora=False
+    )
+    frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
+    engine_args = AsyncEngineArgs(path, served_model_name=[MODEL], **given)
+    args = Namespace(**vars(FrontendArgs(**frontend)) | vars(engine_args))
+    client = AsyncLLM.from_engine_args(engine_args)
+
+    async def native_app() -> Any:
+        tasks = await client.get_supported_tasks()
+        app = build_app(args, tasks, client.model_config)
+        await init_app_state(client, app.state, args, tasks)
+        return app
+
+    return VllmEngine(client, native_app, MODEL, path)

@@ -1,0 +1,257 @@
+"""The dialects, each through its SDK: what a test asks for in a dialect's words, and what came back in one shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import anthropic
+import openai
+
+MODEL = "policy"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a tool; `arguments` is JSON text, or what the SDK made of it."""
+
+    id: str
+    name: str
+    arguments: Any
+
+
+@dataclass
+class Said:
+    """An answer."""
+
+    texts: list[str]
+    """Of each choice."""
+    prompt_tokens: int
+    tokens: int
+    end: str | None
+    """Why it ended, in the dialect's own word."""
+    calls: list[Call] = field(default_factory=list)
+    turn: list[Any] = field(default_factory=list)
+    """The answer, as it is sent back with the next request."""
+    logprobs: list[float] | None = None
+    pieces: int = 0
+    """How many events of a stream told something."""
+    id: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.texts[0]
+
+
+class Dialect:
+    """What the dialects of OpenAI share. Names of settings in `ask`: max_tokens, temperature, seed, stop, n, logprobs, tools,
+    tool_choice ("required" or a tool's name), parallel, schema, system, image, previous.
+    """
+
+    name: str
+    truncated = "length"
+    sync_client: Any = openai.OpenAI
+    async_client: Any = openai.AsyncOpenAI
+
+    def base(self, url: str) -> str:
+        return f"{url}/v1"
+
+    def method(self, client: Any) -> Any:
+        raise NotImplementedError
+
+    def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
+        """The SDK's arguments."""
+        raise NotImplementedError
+
+    def read(self, answer: Any) -> Said:
+        raise NotImplementedError
+
+    def read_stream(self, events: list[Any]) -> Said:
+        raise NotImplementedError
+
+    def results(self, *results: tuple[Call, str]) -> list[Any]:
+        """The turns that give a model its tools' results."""
+        raise NotImplementedError
+
+    def ask(self, client: Any, turns: list[Any], stream: bool = False, **asked: Any) -> Said:
+        request = {"model": MODEL} | self.request(turns, **asked)
+        if stream:
+            return self.read_stream(list(self.method(client)(**request, **self.streaming)))
+        return self.read(self.method(client)(**request))
+
+    async def ask_async(self, client: Any, turns: list[Any], stream: bool = False, **asked: Any) -> Said:
+        request = {"model": MODEL} | self.request(turns, **asked)
+        if stream:
+            return self.read_stream([event async for event in await self.method(client)(**request, **self.streaming)])
+        return self.read(await self.method(client)(**request))
+
+    streaming: Any = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def renamed(asked: dict[str, Any], **names: str) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in asked.items()}
+
+
+class Chat(Dialect):
+    name = "chat"
+
+    def method(self, client: Any) -> Any:
+        return client.chat.completions.create
+
+    def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
+        if system := asked.pop("system", None):
+            turns = [{"role": "system", "content": system}, *turns]
+        if image := asked.pop("image", None):
+            turns = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]}]
+        if tools := asked.pop("tools", None):
+            asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        if asked.get("tool_choice", "required") != "required":
+            asked["tool_choice"] = {"type": "function", "function": {"name": asked["tool_choice"]}}
+        if schema := asked.pop("schema", None):
+            asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        if "logprobs" in asked:
+            asked |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
+        return {"messages": turns, **renamed(asked, parallel="parallel_tool_calls")}
+
+    def read(self, answer: Any) -> Said:
+        messages = [choice.message for choice in answer.choices]
+        calls = [Call(c.id, c.function.name, c.function.arguments) for m in messages for c in m.tool_calls or []]
+        first, usage = answer.choices[0], answer.usage
+        logprobs = [token.logprob for token in first.logprobs.content] if first.logprobs else None
+        texts = [message.content or "" for message in messages]
+        return Said(texts, usage.prompt_tokens, usage.completion_tokens, first.finish_reason, calls, [first.message], logprobs)
+
+    def read_stream(self, events: list[Any]) -> Said:
+        text, pieces, end, calls = "", 0, None, {}
+        for choice in (choice for event in events for choice in event.choices):
+            text += choice.delta.content or ""
+            pieces += bool(choice.delta.content or choice.delta.tool_calls)
+            end = choice.finish_reason or end
+            for piece in choice.delta.tool_calls or []:
+                known = calls.get(piece.index) or Call(piece.id, piece.function.name, "")
+                calls[piece.index] = Call(known.id, known.name, known.arguments + (piece.function.arguments or ""))
+        usage = events[-1].usage
+        return Said([text], usage.prompt_tokens, usage.completion_tokens, end, [*calls.values()], pieces=pieces)
+
+    def results(self, *results: tuple[Call, str]) -> list[Any]:
+        return [{"role": "tool", "tool_call_id": call.id, "content": result} for call, result in results]
+
+
+class Completions(Dialect):
+    name = "completions"
+
+    def method(self, client: Any) -> Any:
+        return client.completions.create
+
+    def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
+        return {"prompt": turns[0]["content"], **asked}
+
+    def read(self, answer: Any) -> Said:
+        first, usage = answer.choices[0], answer.usage
+        logprobs = first.logprobs.token_logprobs if first.logprobs else None
+        texts = [choice.text for choice in answer.choices]
+        return Said(texts, usage.prompt_tokens, usage.completion_tokens, first.finish_reason, logprobs=logprobs)
+
+    def read_stream(self, events: list[Any]) -> Said:
+        choices = [choice for event in events for choice in event.choices]
+        text, usage = "".join(choice.text for choice in choices), events[-1].usage
+        end, pieces = choices[-1].finish_reason, sum(bool(choice.text) for choice in choices)
+        return Said([text], usage.prompt_tokens, usage.completion_tokens, end, pieces=pieces)
+
+
+class Responses(Dialect):
+    name = "responses"
+    truncated = "max_output_tokens"
+    streaming = {"stream": True}
+
+    def method(self, client: Any) -> Any:
+        return client.responses.create
+
+    def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
+        if image := asked.pop("image", None):
+            turns = [{"role": "user", "content": [{"type": "input_image", "image_url": image, "detail": "auto"}]}]
+        if tools := asked.pop("tools", None):
+            asked["tools"] = [{"type": "function", "strict": True, **tool} for tool in tools]
+        if asked.get("tool_choice", "required") != "required":
+            asked["tool_choice"] = {"type": "function", "name": asked["tool_choice"]}
+        if schema := asked.pop("schema", None):
+            asked["text"] = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
+        names = {"max_tokens": "max_output_tokens", "parallel": "parallel_tool_calls", "system": "instructions"}
+        return {"input": turns, **renamed(asked, **names, previous="previous_response_id")}
+
+    def read(self, answer: Any) -> Said:
+        calls = [Call(item.call_id, item.name, item.arguments) for item in answer.output if item.type == "function_call"]
+        end = answer.incomplete_details.reason if answer.status == "incomplete" else answer.status
+        texts, usage = [answer.output_text], answer.usage
+        return Said(texts, usage.input_tokens, usage.output_tokens, end, calls, answer.output, id=answer.id)
+
+    def read_stream(self, events: list[Any]) -> Said:
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+        arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        said = self.read(events[-1].response)
+        assert (said.text, "".join(call.arguments for call in said.calls)) == ("".join(texts), "".join(arguments))
+        said.pieces = len(texts) + len(arguments)
+        return said
+
+    def results(self, *results: tuple[Call, str]) -> list[Any]:
+        return [{"type": "function_call_output", "call_id": call.id, "output": result} for call, result in results]
+
+
+class Messages(Dialect):
+    name = "messages"
+    truncated = "max_tokens"
+    streaming = {"stream": True}
+    sync_client: Any = anthropic.Anthropic
+    async_client: Any = anthropic.AsyncAnthropic
+
+    def base(self, url: str) -> str:
+        return url
+
+    def method(self, client: Any) -> Any:
+        return client.messages.create
+
+    def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
+        if image := asked.pop("image", None):
+            source = {"type": "base64", "media_type": "image/png", "data": image.partition(",")[2]}
+            turns = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        if tools := asked.pop("tools", None):
+            asked["tools"] = [renamed(tool, parameters="input_schema") for tool in tools]
+        if choice := asked.pop("tool_choice", None):
+            asked["tool_choice"] = {"type": "any"} if choice == "required" else {"type": "tool", "name": choice}
+            asked["tool_choice"]["disable_parallel_tool_use"] = not asked.pop("parallel", True)
+        if schema := asked.pop("schema", None):
+            asked["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+        if "temperature" in asked:  # the SDK has no such argument any more
+            asked["extra_body"] = {"temperature": asked.pop("temperature")}
+        return {"messages": turns, "max_tokens": 16, **renamed(asked, stop="stop_sequences")}
+
+    def read(self, answer: Any) -> Said:
+        calls = [Call(block.id, block.name, block.input) for block in answer.content if block.type == "tool_use"]
+        text = "".join(block.text for block in answer.content if block.type == "text")
+        turn = [{"role": "assistant", "content": answer.content}]
+        return Said([text], answer.usage.input_tokens, answer.usage.output_tokens, answer.stop_reason, calls, turn)
+
+    def read_stream(self, events: list[Any]) -> Said:
+        text, arguments, blocks, pieces = "", {}, {}, 0
+        for event in events:
+            if event.type == "content_block_start" and event.content_block.type == "tool_use":
+                blocks[event.index], arguments[event.index] = event.content_block, ""
+            elif event.type == "content_block_delta":
+                pieces += 1
+                if event.delta.type == "text_delta":
+                    text += event.delta.text
+                else:
+                    arguments[event.index] += event.delta.partial_json
+        (start,) = [event.message for event in events if event.type == "message_start"]
+        (end,) = [event for event in events if event.type == "message_delta"]
+        calls = [Call(block.id, block.name, arguments[index]) for index, block in blocks.items()]
+        prompt_tokens = end.usage.input_tokens or start.usage.input_tokens
+        return Said([text], prompt_tokens, end.usage.output_tokens, end.delta.stop_reason, calls, pieces=pieces)
+
+    def results(self, *results: tuple[Call, str]) -> list[Any]:
+        blocks = [{"type": "tool_result", "tool_use_id": call.id, "content": result} for call, result in results]
+        return [{"role": "user", "content": blocks}]
+
+
+DIALECTS: dict[str, type[Dialect]] = {dialect.name: dialect for dialect in (Chat, Completions, Responses, Messages)}

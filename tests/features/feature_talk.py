@@ -1,0 +1,93 @@
+"""What a test does at a site: it asks in one dialect, for an attempt of its own, and reads what the store has of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+from feature_site import SECRET, Site
+from feature_speakers import Dialect, Said
+
+from raylight.agent.keys import attempt_path, scoped_key
+from raylight.semconv import DIALECT, PROMPT_SOURCE
+from raylight.types import FinishedRollout
+
+REFUSALS = (openai.BadRequestError, anthropic.BadRequestError)
+
+
+class Talk:
+    """An attempt and its clients.
+
+    Attributes:
+        refused: whether the engine was to refuse, and did.
+        said: the answers so far.
+    """
+
+    def __init__(self, site: Site, dialect: Dialect, feature: str) -> None:
+        self.site, self.dialect, self.feature = site, dialect, feature
+        self.refused = False
+        self.said: list[Said] = []
+        self._rollout = site.call(site.store.start_rollout("task"))
+        assert self._rollout.attempt is not None
+        ids = self._rollout.rollout_id, self._rollout.attempt.attempt_id
+        base = f"http://127.0.0.1:{site.port}{attempt_path(*ids)}"
+        self._given: dict[str, Any] = {"base_url": dialect.base(base), "api_key": scoped_key(SECRET, *ids), "max_retries": 0}
+        self.client = dialect.sync_client(**self._given)
+
+    def ask(self, *turns: Any, **asked: Any) -> Said:
+        """Ask the model to go on with a conversation, and note its answer."""
+        self.said.append(self.dialect.ask(self.client, [*turns], **asked))
+        return self.said[-1]
+
+    def ask_together(self, texts: list[str], **asked: Any) -> list[Said]:
+        """Ask several questions at once with the asynchronous client."""
+
+        async def ask_all() -> list[Said]:
+            async with self.dialect.async_client(**self._given) as client:
+                return await asyncio.gather(*(self.dialect.ask_async(client, [user(text)], **asked) for text in texts))
+
+        self.said += asyncio.run(ask_all())
+        return self.said
+
+    def recorded(self) -> FinishedRollout:
+        """End the attempt; what the store has of it, in the order of time. Of every answer it has the calls, and their tokens."""
+        self.site.call(self.site.store.finish_attempt(self._rollout, "succeeded"))
+        (found,) = self.site.call(self.site.store.collect([self._rollout.rollout_id], with_spans=True))
+        assert found.rollout.status == "succeeded"
+        found.generations.sort(key=lambda generation: generation.start_time)
+        found.spans.sort(key=lambda span: span.start_time or 0)
+        lengths = [len(generation.output_ids) for generation in found.generations]
+        spans = [span.attributes[DIALECT] for span in found.spans if PROMPT_SOURCE in span.attributes]
+        calls = sum(len(said.texts) for said in self.said)
+        assert spans.count(self.dialect.name) == calls
+        assert len(lengths) == (calls if self.site.tokenizer else 0)
+        if self.site.tokenizer:
+            assert sum(lengths) == sum(said.tokens for said in self.said)
+            assert calls > len(self.said) or sorted(lengths) == sorted(said.tokens for said in self.said)
+        return found
+
+    @contextlib.contextmanager
+    def refusal(self) -> Iterator[None]:
+        """The engine says within this block that it cannot do it, and why."""
+        try:
+            yield
+        except REFUSALS as error:
+            self.refused = True
+            assert error.status_code == 400
+            body: Any = error.body
+            message = body["error"]["message"] if "error" in body else body["message"]
+            assert len(message) > 15
+            assert "Traceback" not in message
+        else:
+            raise AssertionError(f"{self.site.kind} did not refuse: {self.feature}")
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}

@@ -1,0 +1,30 @@
+"""`raylight quickstart --engine vllm`: a model learns through real vLLM on a CPU, in Ray Serve."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.mark.timeout(400)
+def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
+    command = [str(BIN / "raylight"), "quickstart", "--engine", "vllm", "--output-dir", str(tmp_path), "--steps", "15"]
+    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reward_before"] <= 0.6
+    assert summary["reward_after"] >= 0.85
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    learned = [row for row in rows if "learner/grad_norm" in row]
+    assert len(learned) >= 12
+    for row in learned:
+        assert row["mismatch/logprob_abs_max"] < 1e-3
+        assert row["mismatch/probe_abs_mean"] < 1e-3
+    assert learned[-1]["weights/version"] == len(learned)
+    assert sum(row["train/aborted"] for row in learned) == 0
