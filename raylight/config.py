@@ -85,7 +85,7 @@ class EngineConfig(Config):
     max_waiting: int = Field(default=4096, ge=1)
     """Requests that wait for a place before the replica answers 503."""
     max_adapters: int = Field(default=0, ge=0)
-    """LoRA adapters that are served at once beside the model itself."""
+    """LoRA adapters that vLLM has room for beside the model itself; the transformers engine takes any number."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight when new weights come go on with them (each token tells its version), hold them up, or end."""
     token_in: bool = True

@@ -56,7 +56,7 @@ REQUEST_PARAMETERS = "raylight.request.parameters"
 DIALECT = "raylight.dialect"
 """What the agent spoke: "chat", "completions", "responses" or "messages"."""
 PROMPT_SOURCE = "raylight.prompt_source"
-"""Whether the engine rendered the messages ("rendered"), or was given the conversation's own tokens ("spliced")."""
+"""Whence the tokens of a prompt: the engine's rendering ("rendered"), the conversation itself ("spliced"), or both ("partly")."""
 AGENT_NAME = "gen_ai.agent.name"
 
 

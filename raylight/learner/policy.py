@@ -122,8 +122,8 @@ class Policy:
         if not float(worst) <= limit:  # also when it is NaN
             raise MismatchError(
                 f"log-probs of engine and learner differ by up to {float(worst):.2g} for weight version {self.version}, more than "
-                f"{limit:g}. Either the agent samples with top_p or top_k, or the engine does not have these weights; "
-                "max_logprob_mismatch sets the limit"
+                f"{limit:g}. Either the agent samples with top_p, top_k or a grammar (JSON schema, required tools), or the engine "
+                "lacks these weights; max_logprob_mismatch sets the limit"
             )
         return {"mismatch/logprob_abs_max": float(worst), "mismatch/logprob_abs_mean": float(sums[0] / sums[1].clamp(min=1))}
 

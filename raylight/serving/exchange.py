@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from raylight.types import CallKey, FinishReason
 
+CONSTRAINED = "constrained"
+"""In a sample's `sampling`: a grammar or a list of tokens cut the distribution."""
 Dialect = Literal["chat", "completions", "responses", "messages"]
 
 
@@ -59,8 +61,9 @@ class Exchange:
     start_time: float
     keys: list[CallKey]
     """One per choice that was asked for, in the order of their indices."""
-    prompt: Literal["rendered", "spliced"] = "rendered"
-    """Whether the engine rendered the messages itself, or was given the conversation's own tokens and the new turns."""
+    prompt: Literal["rendered", "spliced", "partly"] = "rendered"
+    """Whether the engine rendered the messages itself, or was given the conversation's own tokens and the new turns; "partly": its
+    own tokens only up to an earlier answer, and later ones rendered."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """By index."""
 

@@ -23,6 +23,7 @@ from raylight.store.channel import Channel
 from raylight.store.queries import Page
 from raylight.store.rows import Row, attempt_of, generation_of, resources_of, rollout_of, span_of, worker_of
 from raylight.types import (
+    ATTEMPT_FINISHED,
     Attempt,
     FinishedRollout,
     Generation,
@@ -159,6 +160,14 @@ class StoreReader:
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout:
         return rollout_of(await self._channel.send("query", "rollout", rollout_id))
+
+    async def attempt_is_over(self, rollout_id: str, attempt_id: str) -> bool:
+        """Whether nothing can be recorded for an attempt any more: it is decided, or there is none."""
+        try:
+            attempts = await self.query_attempts(rollout_id)
+        except UnknownIdError:
+            return True
+        return all(attempt.status in ATTEMPT_FINISHED for attempt in attempts if attempt.attempt_id == attempt_id)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """A rollout's latest attempt; None if it has had none."""

@@ -116,11 +116,11 @@ class PolicySession(Session):
         if not config.sleep_while_learning:
             return await self.learners.update(batch)
         timeout = self.plan.algorithm.sync_timeout_s
-        for replica, why_not in (await self.fleet.sleep(timeout)).items():
-            if why_not and not self._told_of_sleep:
-                self._say(f"engine {replica} does not sleep: {why_not}")
-                self._told_of_sleep = True
         try:
+            for replica, why_not in (await self.fleet.sleep(timeout)).items():
+                if why_not and not self._told_of_sleep:
+                    self._say(f"engine {replica} does not sleep: {why_not}")
+                    self._told_of_sleep = True
             return await self.learners.update(batch)
         finally:
             await self.fleet.wake(timeout)

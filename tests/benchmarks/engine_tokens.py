@@ -79,7 +79,7 @@ async def vllm_engine(concurrent: int) -> AsyncIterator[tuple[Any, dict[str, Cal
 
     given = vllm_args(
         STARTER_MODEL, {}, dtype="float32", max_model_len=512, max_concurrent=concurrent, max_waiting=1000, seed=0, gpus=0,
-        lora=False,
+        max_adapters=0,
     )  # fmt: skip
     frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
     args = AsyncEngineArgs(model=STARTER_MODEL, served_model_name=["policy"], **given)

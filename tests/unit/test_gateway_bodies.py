@@ -12,6 +12,9 @@ from gateway_helpers import BODY, CHAT, MINE, POSTED, SECRET, Site, asgi_scope, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raylight.serving.gateway import bodies
+from raylight.serving.gateway.bodies import MAX_VALUES
+
 BAD = {
     "nothing": b"", "cut off": b"{", "not UTF-8": b'{"a": "\xff"}', "UTF-16": '{"a": 1}'.encode("utf-16"), "python": b"{'a': 1}",
     "more after": b'{"a": 1} x', "two": b"{}{}", "deep lists": b'{"a": ' + b"[" * 100_000, "deep objects": b'{"a":' * 100_000,
@@ -44,6 +47,42 @@ async def test_a_sound_body_goes_on_as_it_came(content: bytes) -> None:
     site = Site()
     assert (await site.post(content=content)).status_code == 200
     assert site.inner.seen[0][2] == content
+
+
+MANY = {
+    "numbers": b"[" + b"1," * MAX_VALUES + b"1]", "objects": b"[" + b"{}," * MAX_VALUES + b"{}]",
+    "fields": b"{" + b",".join(b'"%d":1' % i for i in range(MAX_VALUES)) + b"}", "texts": b"[" + b'"\\"",' * MAX_VALUES + b'""]',
+    "nested": b"[" + b'[[{"a":[1]}]],' * (MAX_VALUES // 4) + b"1]",
+    "after a text": b'["' + b"," * MAX_VALUES + b'"' + b",1" * MAX_VALUES + b"]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", MANY.values(), ids=MANY)
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site()
+    monkeypatch.setattr(bodies, "from_json", None)
+    answer = await site.post(content=b'{"a":' + value + b"}")
+    assert (answer.status_code, is_refusal(answer, CHAT)) == (400, True)
+    assert "too many values" in answer.text
+    assert site.inner.seen == []
+
+
+MUCH_TEXT = {
+    "commas": b"," * MAX_VALUES * 2, "escaped quotes": b'\\",' * MAX_VALUES * 2, "escaped backslashes": b"[\\\\{" * MAX_VALUES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MUCH_TEXT.values(), ids=MUCH_TEXT)
+async def test_marks_within_texts_are_no_values(text: bytes) -> None:
+    content = b'{"a":"' + text + b'","b":[{"c":"' + text + b'"}]}'
+    site = Site()
+    assert (await site.post(content=content)).status_code == 200
+    assert site.inner.seen[0][2] == content
+
+
+async def test_a_long_prompt_in_tokens_is_taken() -> None:
+    content = b'{"prompt":[' + b"151643," * (MAX_VALUES - 10) + b"1]}"
+    assert (await Site().post(content=content)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -241,15 +241,30 @@ async def test_closing_says_how_much_was_lost(caplog: pytest.LogCaptureFixture) 
     assert "3 announcements and records of calls never reached the store" in caplog.text
 
 
-async def test_closing_ends_those_who_wait_for_room() -> None:
+async def test_closing_ends_those_who_wait_for_room(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(Sink(), capacity=1)
     async with within():
         await opened(recorder, make_key())
         waiting = asyncio.create_task(recorder.open([make_key()], 1.0))
         await settle()
-        await recorder.aclose()
+        closing = asyncio.create_task(recorder.aclose(timeout=0.01))
         with pytest.raises(Overloaded):
             await waiting
+        await closing
+    assert "1 calls were still open" in caplog.text
+
+
+async def test_closing_waits_for_the_calls_that_are_open() -> None:
+    sink, key = Sink(), make_key()
+    recorder = Recorder(sink)
+    async with within():
+        await opened(recorder, key)
+        closing = asyncio.create_task(recorder.aclose(timeout=60))
+        await settle()
+        assert not closing.done()
+        recorder.close([(key, None, None)])
+        assert await closing == 0
+    assert len(sink.closed) == 1
 
 
 async def test_aborted_calls_are_counted() -> None:
@@ -320,11 +335,14 @@ def test_nothing_is_lost_doubled_or_disordered_whatever_fails(steps: list[str]) 
                 case _:
                     await settle()
         sink.down = sink.loses_answers = False
+        for key in keys[len(closed) :]:
+            closed.append(key)
+            recorder.close([(key, None, None)])
         assert await recorder.aclose() == 0
         assert list(sink.opened) == keys
         assert sink.order == closed
         assert all(future.done() and future.exception() is None for future in known)
         assert recorder.stats.unsent == 0
-        assert recorder._used == len(keys) - len(closed)
+        assert recorder._used == 0
 
     asyncio.run(run())

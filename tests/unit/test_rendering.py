@@ -203,3 +203,13 @@ def test_messages_and_tokenizer_are_left_as_they_are() -> None:
     tokenizer.chat_template = "{{ raise_exception('changed') }}"
     assert "3" in renderer.after(messages, 1)
     assert repr(messages) == before
+
+
+def test_a_developers_message_is_taken_where_it_is_a_systems_in_all_but_name() -> None:
+    """Engines differ in whether they rename the role, and the new turns must be what the engine would render."""
+    told = [user("U1"), says("A1"), {"role": "developer", "content": "D2"}]
+    with pytest.raises(TemplateRefusal, match="developer's message otherwise"):
+        after(TURNS, told)
+    alike = TURNS.replace("m.role +", "('system' if m.role == 'developer' else m.role) +")
+    assert after(alike, told) == after(TURNS, [*told[:2], {"role": "system", "content": "D2"}])
+    assert after(TURNS, [{"role": "developer", "content": "D0"}, *ASKED], 2) == after(TURNS, ASKED), "a past one is in tokens"

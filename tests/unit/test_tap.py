@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from capture_helpers import ASKED, ENGINE, INSIDE, Call, FakeApp, Sink, send_event, settle
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
+from template_helpers import make_tokenizer, template
 from unit_helpers import within
 
 from raylight.errors import StoreLostError
@@ -29,14 +31,19 @@ from raylight.semconv import (
     TOOL_DEFINITIONS,
 )
 from raylight.serving.capture import passage, recorder
+from raylight.serving.capture import recall as recall_module
+from raylight.serving.capture.recall import REMEMBERED, Recall
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.capture.tap import MAX_CHOICES, Tap, count_choices
+from raylight.serving.conversations.conversations import Conversations, Splice
+from raylight.serving.engine import RequestError
 from raylight.serving.exchange import CURRENT, Scope
 from raylight.store.client import StoreClient
 from raylight.store.reading import Turn
 from raylight.store.service import StoreService
 from raylight.traces.attributes import call_key_of
 from raylight.traces.messages import read_call
+from raylight.traces.trajectory import build_trajectories
 
 STREAMED = ASKED | {"stream": True}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -47,11 +54,17 @@ class Known:
 
     def __init__(self, spliced: list[int] | None = None) -> None:
         self.spliced = spliced
+        self.whole = True
         self.remembered: list[tuple[Scope, Any, Any, list[int]]] = []
         self.forgotten: list[Scope] = []
 
-    def splice(self, scope: Scope, body: Any) -> list[int] | None:
-        return self.spliced
+    def splice(self, scope: Scope, body: Any) -> Splice | None:
+        return Splice(self.spliced, self.whole) if self.spliced else None
+
+    def missing(self, scope: Scope, body: Any) -> bytes | None:
+        """Answers are told apart by their text alone."""
+        answers = [m["content"] for m in body["messages"] if m["role"] == "assistant"]
+        return answers[-1].encode() if answers and not self.knows(scope, body, {"content": answers[-1]}) else None
 
     def remember(self, scope: Scope, body: Any, message: Any, tokens: list[int]) -> None:
         self.remembered.append((scope, body, message, tokens))
@@ -59,8 +72,8 @@ class Known:
     def forget(self, scope: Scope) -> None:
         self.forgotten.append(scope)
 
-    def knows(self, scope: Scope) -> bool:
-        return any(known == scope for known, *_ in self.remembered)
+    def knows(self, scope: Scope, body: Any, message: Any) -> bool:
+        return any(known == scope and said["content"] == message["content"] for known, _, said, _ in self.remembered)
 
 
 class Bench:
@@ -160,7 +173,7 @@ async def test_completions_are_recorded_too(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("body", "chat", "expected"),
     [
-        ({}, True, 1), ({"n": 4}, True, 4), ({"n": "4"}, True, 1), ({"n": True}, True, 1), ({"n": -3}, True, 1),
+        ({}, True, 1), ({"n": 4}, True, 4), ({"n": 1}, True, 1),
         ({"n": None}, True, 1),
         ({"prompt": "a", "n": 2}, False, 2), ({"prompt": ["a", "b"], "n": 2}, False, 4), ({"prompt": [1, 2, 3]}, False, 1),
         ({"prompt": [[1], [2, 3], [4]]}, False, 3), ({"prompt": []}, False, 1), ({"prompt": ["a", "b"]}, True, 1),
@@ -427,6 +440,13 @@ async def test_it_can_be_switched_off_by_request() -> None:
     assert (await bench.call(x_raylight_token_in="perhaps").answered()).status == 400
 
 
+async def test_a_conversation_of_which_only_the_beginning_is_known_says_so() -> None:
+    known = Known([7])
+    known.whole = False
+    _, _, span = await Bench(known).record()
+    assert span.attributes[PROMPT_SOURCE] == "partly"
+
+
 async def test_completions_are_never_spliced() -> None:
     known = Known([7])
     bench = Bench(known)
@@ -510,7 +530,106 @@ async def test_a_history_that_cannot_be_had_is_asked_for_again(caplog: pytest.Lo
     assert "are not known, and are rendered: gone" in caplog.text
 
 
+async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, asked = Known(), 0
+
+    async def history(rollout_id: str, attempt_id: str) -> list[Turn]:
+        nonlocal asked
+        asked += 1
+        return [Turn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1])]
+
+    recall: Any = Recall(known, history)  # type: ignore[arg-type]
+    for _ in range(3):
+        await recall(INSIDE, b"edited")
+    assert (asked, len(known.remembered)) == (1, 1)
+    await recall(INSIDE, b"edited further")
+    assert (asked, len(known.remembered)) == (2, 1), "what is known is not remembered again"
+    await recall(Scope("ro-1", "at-2"), b"edited")
+    assert asked == 3
+    monkeypatch.setattr(recall_module, "REMEMBERED", 3)
+    await recall(INSIDE, b"edited")
+    await recall(INSIDE, b"one more")
+    assert len(recall._asked) == 3 < REMEMBERED
+    await recall(INSIDE, b"edited")
+    assert asked == 4, "the one that was not asked for longest is forgotten first"
+
+
 # with the store
+
+
+class Replicas:
+    """Replicas of one policy with a store behind them, and an agent that talks with one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.store, self.asked = StoreClient(StoreService()), 0
+        tokenizer = make_tokenizer(template("chatml"))
+        self.conversations = [Conversations(tokenizer) for _ in range(count)]
+        self.apps = [FakeApp() for _ in range(count)]
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+
+    async def history(self, rollout_id: str, attempt_id: str) -> list[Turn]:
+        self.asked += 1
+        return await self.store.history(rollout_id, attempt_id)
+
+    async def talk(self, inside: Scope, *order: int, edit: str = "") -> None:
+        """Each answer is told to the store before the agent goes on; what an app samples is the letters' numbers."""
+        for turn, replica in enumerate(order):
+            self.apps[replica].answer = f"answer {len(self.messages)}"
+            recorder = Recorder(self.store.capture)
+            now = float(len(self.messages))
+            tap = Tap(self.apps[replica], ENGINE, recorder, self.conversations[replica], self.history, clock=lambda now=now: now)
+            call = await Call(tap, ASKED | {"messages": self.messages}, inside=inside).answered()
+            assert await recorder.aclose() == 0
+            answer = call.json["choices"][0]["message"]
+            shown = answer if turn + 1 < len(order) or not edit else {**answer, "content": edit}
+            self.messages = [*self.messages, shown, {"role": "user", "content": f"more {turn}"}]
+
+    async def sources(self) -> list[str]:
+        spans = sorted(await self.store.query_spans("ro-1"), key=lambda span: span.start_time)
+        return [span.attributes[PROMPT_SOURCE] for span in spans]
+
+    async def trajectories(self) -> int:
+        (left,) = await self.store.collect(["ro-1"])
+        return len(build_trajectories(left.generations).rows)
+
+
+async def started(replicas: Replicas) -> Scope:
+    rollout = await replicas.store.start_rollout("task", rollout_id="ro-1")
+    return Scope("ro-1", rollout.attempt.attempt_id)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1, 0, 2, 0)])
+async def test_a_conversation_that_changes_replicas_stays_exact(order: tuple[int, ...]) -> None:
+    replicas = Replicas(max(order) + 1)
+    await replicas.talk(await started(replicas), *order)
+    assert await replicas.sources() == ["rendered"] + ["spliced"] * (len(order) - 1)
+    assert await replicas.trajectories() == 1
+    assert replicas.asked == sum(before != after for before, after in pairwise(order))
+
+
+async def test_an_answer_that_the_agent_edited_is_rendered_after_what_is_exact() -> None:
+    replicas = Replicas(2)
+    inside = await started(replicas)
+    await replicas.talk(inside, 0, 1, edit="what it never said")
+    await replicas.talk(inside, 1, 1)
+    assert await replicas.sources() == ["rendered", "spliced", "partly", "spliced"]
+    assert replicas.asked == 2, "for what the other one said, and in vain for the edited answer"
+    assert await replicas.trajectories() == 2
+
+
+async def test_an_answer_that_comes_late_to_the_store_is_found_by_the_next_call_that_needs_it() -> None:
+    replicas = Replicas(2)
+    inside = await started(replicas)
+    await replicas.talk(inside, 0)
+    late, replicas.history = replicas.history, nothing  # type: ignore[method-assign]
+    await replicas.talk(inside, 1)
+    replicas.history = late  # type: ignore[method-assign]
+    await replicas.talk(inside, 0, 1)
+    assert await replicas.sources() == ["rendered", "rendered", "spliced", "spliced"]
+
+
+async def nothing(rollout_id: str, attempt_id: str) -> list[Turn]:
+    return []
 
 
 async def test_another_replica_gets_from_the_store_what_the_first_one_remembered() -> None:
@@ -578,3 +697,9 @@ async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
 
     await Call(Tap(odd, ENGINE, bench.recorder, known), STREAMED).answered()
     assert known.remembered[0][2]["content"] == "data: [DONE] more"
+
+
+@pytest.mark.parametrize("n", ["2", 2.0, True, 0, -3, [2]])
+def test_a_number_of_choices_that_is_none_is_refused(n: Any) -> None:
+    with pytest.raises(RequestError, match="n: a whole number"):
+        count_choices({"n": n}, True)

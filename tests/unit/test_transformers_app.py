@@ -253,6 +253,46 @@ async def test_a_client_that_goes_away_frees_its_places(make_engine: MakeEngine,
     assert len(exchange.samples[0].output_ids) < 10
 
 
+HUGE = {
+    "tools": {"tools": [{}] * 90_000}, "messages": {"messages": [{"role": "user", "content": ""}] * 60_000},
+    "parts": {"messages": [{"role": "user", "content": [{}] * 90_000}]}, "stop words": {"stop": ["a"] * 100_000},
+    "one stop word too many": {"stop": ["a"] * 65}, "a long stop word": {"stop": "a" * 1_001},
+    "biases": {"logit_bias": dict.fromkeys(map(str, range(90_000)), "x")}, "fields": dict.fromkeys(map(str, range(90_000))),
+    "some fields": dict.fromkeys(map(str, range(1_000))), "a long name": {"x" * 100_000: 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", HUGE.values(), ids=HUGE)
+async def test_a_great_many_problems_are_told_in_short(make_engine: MakeEngine, wrong: dict[str, Any]) -> None:
+    answer = await post(make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **wrong})
+    assert answer.status_code == 400
+    assert len(answer.text) < 5_000
+    assert "does not support the request" in answer.text
+
+
+async def test_the_first_problems_are_named(make_engine: MakeEngine) -> None:
+    answer = await post(make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **HUGE["some fields"]})
+    assert [f" {i}: this field is not supported" in answer.text for i in (0, 9, 10)] == [True, True, False]
+    assert "and 990 more" in answer.text
+
+
+LONG = {
+    "many messages": {"messages": [{"role": "user", "content": ""}] * 9_000},
+    "a field that the template shows": {"messages": [{"role": "user", "content": "", "note": "a" * 100_000}]},
+    "tools": {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "description": "a" * 100_000}}]},
+}
+
+
+@pytest.mark.parametrize("long", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_what_cannot_fit_is_never_tokenized(make_engine: MakeEngine, path: str, long: dict[str, Any]) -> None:
+    engine = make_engine()
+    restyle(engine, HERMES + "{{ messages | tojson }}")
+    answer = await post(engine, path, {"model": "policy", **long})
+    assert answer.status_code == 400
+    assert "characters; this model takes at most 1023 tokens" in answer.text
+
+
 # completions
 
 

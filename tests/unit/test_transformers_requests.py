@@ -56,6 +56,6 @@ def test_choices_of_a_seeded_request_have_seeds_of_their_own() -> None:
 
 
 def test_a_record_shows_the_temperature_and_what_was_asked_for() -> None:
-    assert SamplingParams(5, grammar=object()).record() == {"max_tokens": 5, "temperature": 1.0}
+    assert SamplingParams(5, grammar=object()).record() == {"max_tokens": 5, "temperature": 1.0, "constrained": True}
     told = SamplingParams(5, top_k=3, stop=("a",), logit_bias=((1, 2.0),)).record()
     assert told == {"max_tokens": 5, "temperature": 1.0, "top_k": 3, "stop": ["a"], "logit_bias": [(1, 2.0)]}

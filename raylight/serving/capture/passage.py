@@ -139,6 +139,8 @@ class Passage:
 
     def _begin(self, message: Message) -> None:
         """The start of an answer is held back until there is a first byte, so that no sampling waits for the store."""
+        if self._hung_up.is_set() and not self._began:
+            return  # what the application says to nobody is no answer
         self._start, self._status = message, message["status"]
         content_type = next((v for k, v in message.get("headers", []) if k.lower() == b"content-type"), b"").decode("latin-1")
         self._streams = content_type.startswith("text/event-stream")

@@ -151,15 +151,23 @@ class Recorder:
         self._put(*records)
 
     async def aclose(self, timeout: float = 10.0) -> int:
-        """Take no more calls, and send what there is; returns how many announcements and closings were lost."""
+        """Take no more calls, wait for the ends of the open ones, and send what there is.
+
+        Returns how many announcements and closings were lost.
+        """
         self._closing = True
         self._hurry.fire()
         self._pressing.fire()
         self._room.fire()
-        if not await self._empty.until(lambda: not self._queue, timeout):
+        if not await self._empty.until(lambda: not self._queue and self._used == 0, timeout):
             lost = self.stats.unsent
             self.stats.lost += lost
-            logger.error("%d announcements and records of calls never reached the store: it was gone for %g s", lost, timeout)
+            if lost:
+                logger.error("%d announcements and records of calls never reached the store: it was gone for %g s", lost, timeout)
+            if still_open := self._used - sum(not isinstance(item, _Opening) for item in self._queue):
+                logger.error(
+                    "%d calls were still open %g s after the last was let in; what they sample is lost", still_open, timeout
+                )
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.serving.asgi import read_whole
+from raylight.serving.capture.over import Over
 from raylight.serving.capture.passage import Passage
 from raylight.serving.capture.recall import History, Recall
 from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
@@ -37,8 +37,6 @@ REQUEST_ID = b"x-request-id"
 """Engines make the answer's id of it, so that it names the call."""
 DIALECT = "raylight.dialect"
 """In an ASGI scope: what the agent spoke, where it was translated."""
-REMEMBERED = 10_000
-"""Attempts of which it is known that they are over."""
 
 
 class Tap:
@@ -49,11 +47,12 @@ class Tap:
         conversations: None has every prompt rendered from its messages.
         history: brings back the conversations of an attempt that another replica served until now.
         clock: seconds since the epoch.
+        over: the attempts that are over, shared with the gateway.
     """
 
     def __init__(
         self, app: ASGIApp, engine: Engine, recorder: Recorder, conversations: Conversations | None,
-        history: History | None = None, clock: Callable[[], float] = time.time,
+        history: History | None = None, clock: Callable[[], float] = time.time, over: Over | None = None,
     ) -> None:  # fmt: skip
         self._app = app
         self._engine = engine
@@ -61,7 +60,7 @@ class Tap:
         self._conversations = conversations
         self._recall = Recall(conversations, history) if conversations is not None and history is not None else None
         self._clock = clock
-        self._over: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._over = over or Over()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         inside = SCOPE.get()
@@ -84,7 +83,7 @@ class Tap:
         Raises:
             RequestError: it was refused, and nothing has been sent yet.
         """
-        if (inside.rollout_id, inside.attempt_id) in self._over:
+        if inside in self._over:
             raise AttemptOver
         headers = dict(scope["headers"])
         exchange = self._exchange(inside, scope, sent)
@@ -92,13 +91,14 @@ class Tap:
         passage = Passage(exchange, known, send, self._clock, self._conversations)
         try:
             if scope["path"] == CHAT and (tokens := await self._prompt(exchange, headers)) is not None:
-                exchange.prompt = "spliced"
                 sent = json.dumps({**exchange.body, PROMPT: {PROMPT_IDS: tokens}}).encode()
             given = [(b"content-length", str(len(sent)).encode()), (REQUEST_ID, exchange.keys[0].call_id.encode())]
             kept = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", REQUEST_ID)]
             await passage.run(self._app, {**scope, "headers": kept + given}, sent, receive)
         except AttemptOver:
-            self._remember_over(inside)
+            self._over.add(inside)
+            if self._conversations is not None:
+                self._conversations.forget(inside)
             raise
         finally:
             self._recorder.close(passage.records(self._engine.model))
@@ -126,7 +126,8 @@ class Tap:
         return Exchange(inside, scope.get(DIALECT) or ("chat" if chat else "completions"), body, self._clock(), keys)
 
     async def _prompt(self, exchange: Exchange, headers: dict[bytes, bytes]) -> list[int] | None:
-        """The prompt in tokens, where the request continues a conversation; None: the engine is to render it.
+        """The prompt in tokens, where the request continues a conversation, as `exchange.prompt` then says; None: the engine is to
+        render it.
 
         Raises:
             RequestError: the header that switches this has a value that says nothing.
@@ -136,37 +137,30 @@ class Tap:
             raise RequestError(f"{TOKEN_IN.decode()} is on or off, not {wish.decode('latin-1')[:80]!r}")
         if self._conversations is None or wish == b"off":
             return None
-        if self._recall is not None and _has_past(exchange.body) and not self._conversations.knows(exchange.scope):
-            await self._recall(exchange.scope)
-        return self._conversations.splice(exchange.scope, exchange.body)
-
-    def _remember_over(self, inside: Scope) -> None:
-        """The attempt's next call is refused at once."""
-        self._over[inside.rollout_id, inside.attempt_id] = None
-        if len(self._over) > REMEMBERED:
-            self._over.popitem(last=False)
-        if self._conversations is not None:
-            self._conversations.forget(inside)
+        if self._recall is not None and (missing := self._conversations.missing(exchange.scope, exchange.body)):
+            await self._recall(exchange.scope, missing)
+        splice = self._conversations.splice(exchange.scope, exchange.body)
+        if splice is None:
+            return None
+        exchange.prompt = "spliced" if splice.whole else "partly"
+        return splice.tokens
 
 
 def count_choices(body: dict[str, Any], chat: bool) -> int:
-    """How many choices a request asks for; for nonsense 1, as the engine will refuse it.
+    """How many choices a request asks for.
 
     Raises:
-        RequestError: more than anybody may have.
+        RequestError: no number of choices, or more than anybody may have.
     """
     n, prompt = body.get("n"), body.get("prompt")
-    count = n if type(n) is int and n > 0 else 1
+    if n is not None and (type(n) is not int or n < 1):  # engines would take "3", and sample what nobody announced
+        raise RequestError(f"n: a whole number of choices from 1 on, not {n!r:.50}")
+    count = n or 1
     if not chat and isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         count *= len(prompt)
     if count > MAX_CHOICES:
         raise RequestError(f"a request has at most {MAX_CHOICES} choices; this one asks for {count}")
     return count
-
-
-def _has_past(body: dict[str, Any]) -> bool:
-    messages = body.get("messages")
-    return isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -36,9 +36,20 @@ class SpliceCounts:
     """What became of the requests' prompts."""
 
     spliced: int = 0
+    partly: int = 0
+    """Spliced, but with answers after the tokens that were known; these were rendered."""
     rendered: int = 0
     """Nothing was known of the conversation, or the request is not one to splice."""
     refused_by_template: int = 0
+
+
+@dataclass(frozen=True)
+class Splice:
+    """A prompt that begins with the tokens of a conversation."""
+
+    tokens: list[int]
+    whole: bool
+    """Whether no answer had to be rendered; otherwise there are some after the last one that is known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +106,7 @@ class Conversations:
         self._size = 0
         self._reasons: set[str] = set()
 
-    def splice(self, scope: Scope, body: Mapping[str, Any]) -> list[int] | None:
+    def splice(self, scope: Scope, body: Mapping[str, Any]) -> Splice | None:
         """The prompt of a chat request that continues a conversation of its attempt; None: let the engine render it."""
         try:
             prompt = self._spliced(scope, body)
@@ -105,9 +116,18 @@ class Conversations:
             return None
         if prompt is None:
             self.counts.rendered += 1
-        else:
+        elif prompt.whole:
             self.counts.spliced += 1
+        else:
+            self.counts.partly += 1
         return prompt
+
+    def missing(self, scope: Scope, body: Mapping[str, Any]) -> bytes | None:
+        """The last answer in a request, if it could be continued in tokens but is not known here: a key that stands for it and
+        for all before it. Another replica may have sampled it."""
+        keys = self._keys(scope, body)
+        answers = [key for key, message in zip(keys[:-1], body["messages"], strict=False) if _is_answer(message)] if keys else []
+        return answers[-1] if answers and not self._has(scope, answers[-1]) else None
 
     def remember(self, scope: Scope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]) -> None:
         """Know a conversation by the messages of a request and the answer's; of equal ones the latest counts.
@@ -115,12 +135,8 @@ class Conversations:
         Args:
             tokens: prompt and output, as they were sampled from and sampled.
         """
-        if not tokens or _is_special(body):
-            return
-        try:
-            keys = message_keys(self._root(scope, body), [*body["messages"], message])
-        except NotCanonical as error:
-            logger.debug("a conversation is not remembered: %s", error)
+        keys = self._keys(scope, body, message)
+        if not tokens or not keys:
             return
         attempt = self._attempts.setdefault(_name(scope), _Attempt())
         self._attempts.move_to_end(_name(scope))
@@ -140,28 +156,38 @@ class Conversations:
         attempt = self._attempts.pop(_name(scope), None)
         self._size -= attempt.size if attempt else 0
 
-    def knows(self, scope: Scope) -> bool:
-        """Whether there is a conversation of the attempt, whichever agent's."""
-        return _name(scope) in self._attempts
+    def knows(self, scope: Scope, body: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+        """Whether the conversation is known that the messages of a request and the answer's make."""
+        keys = self._keys(scope, body, message)
+        return bool(keys) and self._has(scope, keys[-1])
 
-    def _spliced(self, scope: Scope, body: Mapping[str, Any]) -> list[int] | None:
+    def _spliced(self, scope: Scope, body: Mapping[str, Any]) -> Splice | None:
         attempt = self._attempts.get(_name(scope))
-        if attempt is None or _is_special(body):
+        if attempt is None:
             return None
         self._attempts.move_to_end(_name(scope))
-        messages = body["messages"]
-        try:
-            keys = message_keys(self._root(scope, body), messages)
-        except NotCanonical as error:
-            logger.debug("a prompt is rendered: %s", error)
-            return None
-        for answered in reversed(range(len(messages) - 1)):
+        keys = self._keys(scope, body)
+        for answered in reversed(range(len(keys) - 1)):
             if turns := attempt.known.get(keys[answered]):
-                return self._renderer.extend(turns.tokens(), messages, answered, body.get("tools"), self._kwargs(body))
+                messages = body["messages"]
+                tokens = self._renderer.extend(turns.tokens(), messages, answered, body.get("tools"), self._kwargs(body))
+                return Splice(tokens, whole=not any(map(_is_answer, messages[answered + 1 :])))
         return None
 
-    def _root(self, scope: Scope, body: Mapping[str, Any]) -> bytes:
-        return root_key(scope.agent, body.get("tools"), self._kwargs(body))
+    def _has(self, scope: Scope, key: bytes) -> bool:
+        attempt = self._attempts.get(_name(scope))
+        return attempt is not None and key in attempt.known
+
+    def _keys(self, scope: Scope, body: Mapping[str, Any], *answer: Mapping[str, Any]) -> list[bytes]:
+        """Of the messages of a request, and the answer's; none where they cannot be told, or are not all there is to the prompt."""
+        if _is_special(body):
+            return []
+        try:
+            root = root_key(scope.agent, body.get("tools"), self._kwargs(body))
+            return message_keys(root, [*body["messages"], *answer])
+        except NotCanonical as error:
+            logger.debug("a conversation is left to the engine: %s", error)
+            return []
 
     def _kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Variables of the template, as vLLM sets them."""
@@ -179,6 +205,10 @@ class Conversations:
 
 def _name(scope: Scope) -> tuple[str, str]:
     return scope.rollout_id, scope.attempt_id
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant"
 
 
 def _is_special(body: Mapping[str, Any]) -> bool:

@@ -169,6 +169,9 @@ class Renderer:
     def _try_out(self, way: _Way, ending: _Ending) -> None:
         if self._after(way, ending, FIRST) != self._after(way, ending, SECOND):
             raise TemplateRefusal("what it shows after an answer depends on the answer")
+        renamed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in ending.new]
+        if renamed != ending.new and self._after(way, replace(ending, new=renamed), FIRST) != self._after(way, ending, FIRST):
+            raise TemplateRefusal("it shows a developer's message otherwise than a system's, and engines differ in which they take")
         sent = [(m, _Mark()) for m in ending.new]
         probe = replace(ending, new=[{**m, "content": self._content(m["role"], mark.content)} for m, mark in sent])
         text = self._after(way, probe, FIRST)

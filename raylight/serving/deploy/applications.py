@@ -42,7 +42,7 @@ def _vllm(spec: ReplicaSpec, env: dict[str, str]) -> serve.Application:
     args = vllm_args(
         spec.model_path, config.args, dtype=config.dtype, max_model_len=config.max_model_len,
         max_concurrent=config.max_concurrent, max_waiting=config.max_waiting, seed=spec.seed, gpus=config.num_gpus,
-        lora=config.max_adapters > 0,
+        max_adapters=config.max_adapters,
     )  # fmt: skip
     llm = llm_config(
         spec.model_path, spec.model, args, server=VllmReplica, num_cpus=config.num_cpus, gpus=config.num_gpus, env=env,

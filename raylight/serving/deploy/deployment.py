@@ -83,6 +83,8 @@ class Deployment:
             config, running = self._spec.config, ingress.serve_http_options()
             host, port = running or ingress.start_serve(config.host, config.port)
             self._started_serve = running is None
+            if self._spec.secret is None and host not in ingress.LOOPBACK:
+                raise EngineStartError(f"Ray Serve already listens on {host}, where everybody would be let in; give an API key")
             wanted = config.port
             if wanted not in (None, port):
                 raise PortInUseError(f"Ray Serve already runs on port {port} of this cluster; port {wanted} cannot be had")

@@ -85,7 +85,7 @@ class Shell:
         gateway = build_gateway(
             await engine.app(), engine, spec.secret, self._recorder, self._add_spans if store is not None else None,
             max_body=config.max_body_bytes, token_in=config.token_in, history=store.history if store is not None else None,
-            metrics=Metrics(extra),
+            metrics=Metrics(extra), is_over=store.attempt_is_over if store is not None else None,
         )  # fmt: skip
         return naming(gateway, self._name)
 
@@ -95,13 +95,13 @@ class Shell:
             self._follower.check_health()
 
     async def close(self) -> None:
-        """Leave the fleet, hand the last records to the store, and stop computing."""
-        if self._follower is not None:
-            await self._follower.close()
-        if self._recorder is not None:
-            await self._recorder.aclose(FLUSH_TIMEOUT_S)
+        """Stop computing, hand the last records to the store, and leave the fleet; the store then waits for no other."""
         if self._engine is not None:
             self._engine.close()
+        if self._recorder is not None:
+            await self._recorder.aclose(FLUSH_TIMEOUT_S)
+        if self._follower is not None:
+            await self._follower.close()
 
     async def _add_spans(self, spans: list[Span]) -> None:
         assert self._spec.store is not None

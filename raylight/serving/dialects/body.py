@@ -9,6 +9,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from raylight.serving.engine import RequestError
 
+MAX_ENTRIES = 10_000
+"""Of a list in a body, such as its messages."""
+TOLD_PROBLEMS = 10
+MANY_PROBLEMS = 1_000
+PROBLEM_CHARS = 400
+
 
 class Asked(BaseModel):
     """A part of a request. A field that is null is one that is not there, as in the SDKs; an unknown one is refused."""
@@ -25,13 +31,25 @@ class Asked(BaseModel):
         """Check a decoded body.
 
         Raises:
-            RequestError: 400, with every field that does not fit.
+            RequestError: 400, with the fields that do not fit.
         """
+        for name, value in body.items() if isinstance(body, dict) else ():
+            if isinstance(value, list) and len(value) > MAX_ENTRIES:
+                raise RequestError(f"{name:.100}: at most {MAX_ENTRIES} entries, not {len(value)}")
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            problems = (_problem(item) for item in error.errors(include_url=False, include_input=False))
-            raise RequestError("this endpoint does not support the request: " + "; ".join(problems)) from None
+            raise RequestError(f"this endpoint does not support the request: {problems(error)}") from None
+
+
+def problems(error: ValidationError) -> str:
+    """The first things that do not fit, and how many there are. Of a great many none is named: to list them takes seconds."""
+    count = error.error_count()
+    if count > MANY_PROBLEMS:
+        return f"{count} things in it do not fit"
+    found = error.errors(include_url=False, include_input=False)
+    told = [_problem(item)[:PROBLEM_CHARS] for item in found[:TOLD_PROBLEMS]]
+    return "; ".join(told) + (f"; and {count - len(told)} more" if count > len(told) else "")
 
 
 def _problem(item: Any) -> str:

@@ -59,11 +59,11 @@ class FleetBoard:
     """Who has carried out what.
 
     Args:
-        on_death: is told the name of each replica that died.
+        on_leave: is told the name of each replica that left or died.
     """
 
-    def __init__(self, on_death: Callable[[str], Awaitable[None]] | None = None) -> None:
-        self._on_death = on_death
+    def __init__(self, on_leave: Callable[[str], Awaitable[None]] | None = None) -> None:
+        self._on_leave = on_leave
         self._number = 0
         self._version = 0
         self._standing: dict[str, Order] = {}
@@ -131,6 +131,8 @@ class FleetBoard:
             if member.mourner:
                 member.mourner.cancel()
             self._settle()
+            if self._on_leave is not None:
+                await self._on_leave(replica)
 
     async def cannot_start(self, why: str) -> None:
         """A replica failed before it could subscribe."""
@@ -296,15 +298,15 @@ class FleetBoard:
         if self._members.get(replica) is member:
             del self._members[replica]
             self._settle()
-        if self._on_death is not None:
-            await self._on_death(replica)
+        if self._on_leave is not None:
+            await self._on_leave(replica)
 
 
 class BoardActor(FleetBoard):
     """The board as a Ray actor.
 
     Args:
-        store: is told of replicas that died, so that it waits for none of their records.
+        store: is told of replicas that are gone, so that it waits for none of their records.
     """
 
     def __init__(self, store: StoreClient | None) -> None:

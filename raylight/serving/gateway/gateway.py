@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.agent.keys import key_opens
+from raylight.serving.capture.over import Ask, Over
 from raylight.serving.capture.recall import History
-from raylight.serving.capture.recorder import Overloaded, Recorder
+from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
 from raylight.serving.capture.replay import RETRY_COUNT, Replay
 from raylight.serving.capture.tap import Tap
 from raylight.serving.conversations.conversations import Conversations
@@ -29,6 +30,8 @@ from raylight.traces.otlp import Sink, traces_route
 
 logger = logging.getLogger(__name__)
 
+CALLS = frozenset({"chat", "completions", "responses", "messages"})
+"""Routes whose requests are announced to the store."""
 SECRETS = (b"authorization", b"x-api-key", b"cookie", b"proxy-authorization")
 """Headers that no inner layer is shown."""
 
@@ -42,20 +45,22 @@ class Gateway:
 
     Args:
         secret: None: no key is needed, and no attempt has an address. For a server of its own on loopback.
+        over: the attempts that are over, whose keys open nothing any more.
         traces: takes what is sent to `/v1/traces`; None: there is no such route.
         attempts: whether attempts have addresses; without a recorder their calls would be lost.
         max_body: bytes of a request's body.
     """
 
     def __init__(
-        self, app: ASGIApp, engine: Engine, secret: str | None, traces: ASGIApp | None, metrics: Metrics, *, attempts: bool = True,
-        max_body: int = MAX_BODY,
+        self, app: ASGIApp, engine: Engine, secret: str | None, traces: ASGIApp | None, metrics: Metrics,
+        over: Over | None = None, *, attempts: bool = True, max_body: int = MAX_BODY,
     ) -> None:  # fmt: skip
         self._app = app
         self._engine = engine
         self._secret = secret
         self._traces = traces
         self._metrics = metrics
+        self._over = over or Over()
         self._attempts = attempts and secret is not None
         self._max_body = max_body
 
@@ -79,6 +84,8 @@ class Gateway:
                 self._check_key(dict(scope["headers"]), inside)
             route = find_route(scope, path)
             watch.route = route.name
+            if inside is not None:
+                await self._check_alive(inside, route, dict(scope["headers"]))
             await self._serve(route, inside, scope, receive, shaped)
         except RequestError as error:
             if shaped.started:
@@ -105,6 +112,16 @@ class Gateway:
         if self._secret is not None and not any(self._opens(key, self._secret, inside) for key in _keys(headers)):
             self._metrics.refused_keys.inc()
             raise RequestError("this API key does not open this address", 401, "authentication_error")
+
+    async def _check_alive(self, inside: Scope, route: Route, headers: dict[bytes, bytes]) -> None:
+        """See that an attempt is not over. Calls that are sampled are told so by the store when they are announced; others ask.
+
+        Raises:
+            AttemptOver: it is.
+        """
+        announced = route.name in CALLS and headers.get(RETRY_COUNT, b"0") == b"0"
+        if inside in self._over or (not announced and await self._over.asked(inside)):
+            raise AttemptOver
 
     def _opens(self, key: str, secret: str, inside: Scope | None) -> bool:
         if inside is not None:
@@ -181,6 +198,7 @@ class Gateway:
 def build_gateway(
     engine_app: ASGIApp, engine: Engine, secret: str | None, recorder: Recorder | None, spans: Sink | None, *,
     max_body: int = MAX_BODY, metrics: Metrics | None = None, token_in: bool = True, history: History | None = None,
+    is_over: Ask | None = None,
 ) -> ASGIApp:  # fmt: skip
     """The whole application of one replica, from the outermost layer to the engine's own.
 
@@ -189,19 +207,21 @@ def build_gateway(
         recorder: takes the calls of attempts; None: attempts have no addresses.
         spans: stores spans that other processes send to `/v1/traces`; None: there is no such route.
         token_in: build a conversation's next prompt from the tokens that it had, where the engine has a tokenizer.
+        is_over: tells whether an attempt is over, for requests that open no call; normally `StoreClient.attempt_is_over`.
         history: brings back the conversations of an attempt that another replica served until now; normally `StoreClient.history`.
     """
     metrics = metrics or Metrics()
+    over = Over(is_over)
     app = metrics.counting_samples(engine_app)
     if recorder is not None:
         conversations = Conversations(engine.tokenizer) if token_in and engine.tokenizer is not None else None
         _show_calls(recorder, conversations, metrics)
-        app = Tap(app, engine, recorder, conversations, history)
+        app = Tap(app, engine, recorder, conversations, history, over=over)
     app = metrics.marking_passed(Translate(app))
     if recorder is not None:
         app = Replay(app)
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
-    return Gateway(app, engine, secret, traces, metrics, attempts=recorder is not None, max_body=max_body)
+    return Gateway(app, engine, secret, traces, metrics, over, attempts=recorder is not None, max_body=max_body)
 
 
 def _show_calls(recorder: Recorder, conversations: Conversations | None, metrics: Metrics) -> None:
@@ -215,6 +235,7 @@ def _show_calls(recorder: Recorder, conversations: Conversations | None, metrics
     if conversations is not None:
         counts = conversations.counts
         metrics.gauge("prompts_spliced", "Prompts made of the tokens of their conversation", lambda: counts.spliced)
+        metrics.gauge("prompts_partly", "Prompts of which only the earlier turns were known in tokens", lambda: counts.partly)
         metrics.gauge("prompts_rendered", "Prompts of attempts that the engine rendered", lambda: counts.rendered)
         refused = "Prompts that the chat template did not let continue"
         metrics.gauge("prompts_refused_by_template", refused, lambda: counts.refused_by_template)

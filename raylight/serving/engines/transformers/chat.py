@@ -126,8 +126,8 @@ class _Choice:
             message["tool_calls"] = self.calls
         return message
 
-    def reason(self, grown: Grown) -> str | None:
-        return "tool_calls" if grown.reason == "stop" and self.calls else grown.reason
+    def end(self, grown: Grown) -> dict[str, str | None]:
+        return grown.end | ({"finish_reason": "tool_calls"} if grown.reason == "stop" and self.calls else {})
 
 
 class ChatReply:
@@ -158,7 +158,7 @@ class ChatReply:
         choice.delta(grown, self._parallel)
         return {
             "index": index, "message": choice.message(), "logprobs": self._logprobs(choice, grown),
-            "finish_reason": choice.reason(grown), **self._ids(grown),
+            **choice.end(grown), **self._ids(grown),
         }  # fmt: skip
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -182,7 +182,7 @@ class ChatReply:
         if not delta and grown.reason is None and not self._request.logprobs and not self._request.return_token_ids:
             return None
         logprobs = self._logprobs(choice, grown)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.reason(grown), **self._ids(grown)}
+        return {"index": index, "delta": delta, "logprobs": logprobs, **choice.end(grown), **self._ids(grown)}
 
     def _ids(self, grown: Grown) -> dict[str, Any]:
         return {"token_ids": grown.ids} if self._request.return_token_ids else {}

@@ -75,7 +75,7 @@ class CompletionReply:
         asked = self._request.return_token_ids
         if grown is None or not (grown.text or grown.reason or asked or self._request.logprobs is not None):
             return None
-        part = {"index": index, "text": grown.text, "logprobs": self._logprobs(index, reader, grown), "finish_reason": grown.reason}
+        part: dict[str, Any] = {"index": index, "text": grown.text, "logprobs": self._logprobs(index, reader, grown), **grown.end}
         if asked:
             part["token_ids"] = grown.ids
             part["prompt_token_ids"] = None if grown.first else reader.sequence.sample.prompt_ids

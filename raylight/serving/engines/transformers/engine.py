@@ -159,6 +159,8 @@ class TransformersEngine:
         """Take new weights. Under "keep" the cache of the sequences in flight is computed again, so that each later token is
         sampled from exactly the new weights.
         """
+        if version <= self.version:
+            raise WeightSyncError(f"version {version} is not newer than {self.version}; versions are never reused")
 
         def load() -> None:
             self._decoder.load(weights)

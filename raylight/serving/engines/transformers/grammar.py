@@ -31,10 +31,6 @@ class Grammars:
     def available(self) -> bool:
         return importlib.util.find_spec("xgrammar") is not None
 
-    async def any_json(self) -> Any:
-        """A grammar of any JSON object."""
-        return await self.schema({"type": "object"})
-
     async def schema(self, schema: dict[str, Any]) -> Any:
         """A grammar of the JSON that fits a schema.
 

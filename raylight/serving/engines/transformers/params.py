@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from raylight.serving.exchange import CONSTRAINED
 from raylight.types import GREEDY_BELOW
 
 
@@ -51,4 +52,5 @@ class SamplingParams:
         shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grammar"}
         plain = vars(SamplingParams(self.max_tokens))
         kept = {name: value for name, value in shown.items() if name in ("temperature", "max_tokens") or value != plain[name]}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+        listed = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+        return listed | ({CONSTRAINED: True} if self.grammar is not None else {})

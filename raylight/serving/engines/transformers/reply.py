@@ -44,12 +44,19 @@ class Grown:
         first: number of its first new token.
         text: what is certain of the new text.
         reason: why it ended, as it goes over the wire; None if it has not.
+        stop_word: the stop word that ended it.
     """
 
     first: int
     ids: list[int]
     text: str
     reason: str | None
+    stop_word: str | None
+
+    @property
+    def end(self) -> dict[str, str | None]:
+        """As vLLM tells it too."""
+        return {"finish_reason": self.reason, "stop_reason": self.stop_word}
 
 
 class Reader:
@@ -71,7 +78,7 @@ class Reader:
         ids = sample.output_ids[first:count]
         text = self._stream.feed(ids) + (self._stream.finish() if ended else "")
         reason = "abort" if sample.finish_reason == "aborted" else sample.finish_reason
-        return Grown(first, ids, text, reason if ended else None)
+        return Grown(first, ids, text, reason if ended else None, self._stream.stop_word if ended else None)
 
 
 class Head:

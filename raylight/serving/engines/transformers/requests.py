@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from raylight.serving.dialects.body import problems
 from raylight.serving.engine import RequestError
 from raylight.serving.engines.transformers.params import SamplingParams
 
-StopWord = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1_000
+MAX_STOP_WORDS = 64
+StopWord = Annotated[str, Field(min_length=1, max_length=1_000)]
+StopWords = Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
+"""Each is looked for after each token, on the thread that samples."""
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63 - 4096)]
 """Room for each choice's own seed."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -28,13 +36,12 @@ class Body(BaseModel):
         """Check a decoded JSON body.
 
         Raises:
-            RequestError: with every field that does not fit.
+            RequestError: with the fields that do not fit.
         """
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors())
-            raise RequestError("this engine does not support the request: " + "; ".join(problems)) from None
+            raise RequestError(f"this engine does not support the request: {problems(error)}") from None
 
 
 class StreamOptions(Body):
@@ -73,7 +80,7 @@ class Sampling(Body):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     logit_bias: dict[str, Bias] | None = None
-    stop: StopWord | list[StopWord] | None = None
+    stop: StopWord | StopWords | None = None
     seed: Seed | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     min_tokens: int | None = Field(default=None, ge=0)
@@ -146,12 +153,20 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[HistoryCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     audio: None = None
     function_call: None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_of_text(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+                raise ValueError(f"this model takes text only, no {kind!r:.50}")
+        return content
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
@@ -184,8 +199,8 @@ class NamedTool(Body):
 class Prompted(Body):
     """How messages become a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -231,7 +246,7 @@ class ChatRequest(Sampling, Prompted):
 
 
 class CompletionRequest(Sampling):
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: str | TokenIds | Texts | TokenLists
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
     add_special_tokens: bool = True

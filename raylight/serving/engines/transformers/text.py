@@ -31,7 +31,12 @@ class TextStream:
         self._tokens = 0
         self._held = ""
         """Text that may still turn out to be part of a stop word."""
-        self.stopped = False
+        self.stop_word: str | None = None
+        """What ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_word is not None
 
     def feed(self, ids: list[int]) -> str:
         """Take more tokens; returns what text they add for certain."""
@@ -72,10 +77,10 @@ class TextStream:
 
     def _take(self) -> str:
         """Cut the held text at the first stop word, or give all of it that cannot be part of one."""
-        found = [place for word in self._stop if (place := self._held.find(word)) >= 0]
+        found = [(place, word) for word in self._stop if (place := self._held.find(word)) >= 0]
         if found:
-            self.stopped = True
-            return self._held[: min(found)]
+            place, self.stop_word = min(found)
+            return self._held[:place]
         keep = max((overlap(self._held, word) for word in self._stop), default=0)
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(text) :]

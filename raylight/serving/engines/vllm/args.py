@@ -27,8 +27,7 @@ NOT_OURS = {
 """Arguments of vLLM's own HTTP server, which does not run here: Ray Serve and raylight's gateway do."""
 TOOL_PARSERS = {"<function=": "qwen3_coder", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 """What a chat template writes around a tool call -> vLLM's parser for it; the first that fits."""
-LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64, "max_loras": 4}
-"""Two versions of an adapter may be in use at once."""
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
 
 
 def known_args() -> frozenset[str]:
@@ -70,7 +69,7 @@ def vllm_args(
     max_waiting: int,
     seed: int,
     gpus: float,
-    lora: bool,
+    max_adapters: int,
 ) -> dict[str, Any]:
     """Arguments of vLLM's engine and frontend, without the model and its name.
 
@@ -94,8 +93,8 @@ def vllm_args(
     }
     if gpus == 0:
         defaults["enforce_eager"] = True  # compiling takes minutes on a CPU
-    if lora:
-        defaults |= LORA
+    if max_adapters:
+        defaults |= LORA | {"max_loras": 2 * max_adapters}  # two versions of each may be in use at once
     if parser := tool_parser(template):
         defaults |= {"tool_call_parser": parser, "enable_auto_tool_choice": True}
     return defaults | FIXED | dict(args)

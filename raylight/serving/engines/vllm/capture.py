@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from raylight.serving.exchange import CURRENT, Exchange, Sample
+from raylight.serving.exchange import CONSTRAINED, CURRENT, Exchange, Sample
 from raylight.types import FinishReason as Finish
 
 FINISH: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.REPETITION: "stop", FinishReason.LENGTH: "length"}
@@ -137,4 +137,6 @@ def prompt_index(exchange: Exchange, request_id: str) -> int:
 def sampling_of(params: SamplingParams) -> Mapping[str, Any]:
     """What the distribution was shaped by."""
     told = {name: getattr(params, name) for name in ALWAYS_TOLD}
+    if params.structured_outputs is not None or params.allowed_token_ids:
+        told[CONSTRAINED] = True
     return told | {name: value for name in TOLD_IF_SET if (value := getattr(params, name)) != getattr(DEFAULTS, name)}

@@ -43,14 +43,14 @@ def llm_config(
         "accelerator_config": {"kind": "cpu"} if gpus == 0 else None,
         "placement_group_config": {"bundles": bundles},
         "engine_kwargs": dict(args),
-        "runtime_env": {"env_vars": environment(path, num_cpus, gpus) | dict(env or {})},
+        "runtime_env": {"env_vars": environment(path, num_cpus, gpus, args.get("enforce_eager", False)) | dict(env or {})},
         "deployment_config": {"ray_actor_options": {"num_cpus": 0}, **(options or {})},
         "server_cls": server,
     }
     return LLMConfig(**settings)
 
 
-def environment(path: str, num_cpus: float, gpus: float) -> dict[str, str]:
+def environment(path: str, num_cpus: float, gpus: float, eager: bool) -> dict[str, str]:
     """Variables that vLLM reads when it starts; those of vLLM's own that are set already stay as they are."""
     found = {"VLLM_NO_USAGE_STATS": "1"}
     if Path(path).is_dir():
@@ -58,5 +58,7 @@ def environment(path: str, num_cpus: float, gpus: float) -> dict[str, str]:
     if gpus == 0:
         # left alone, vLLM binds every replica of a machine to the same cores
         found |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if eager:  # it would compile its sampler all the same, at the first request, for most of a minute
+            found["TORCHDYNAMO_DISABLE"] = "1"
     found = {name: os.environ.get(name, value) for name, value in found.items()}
     return found | ({"OMP_NUM_THREADS": str(max(1, int(num_cpus)))} if gpus == 0 else {})

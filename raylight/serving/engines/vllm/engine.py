@@ -20,6 +20,7 @@ from raylight.errors import WeightSyncError
 from raylight.serving.engine import Adapter, UpdateMode
 from raylight.serving.engines.vllm.adapters import Adapters
 from raylight.serving.engines.vllm.capture import Capture
+from raylight.serving.engines.vllm.fields import KnownFields
 from raylight.serving.engines.vllm.weights import Checkpoint, shared_file
 
 CLOSED = "the engine is shutting down"
@@ -66,7 +67,7 @@ class VllmEngine:
         app = await self._build_app()
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served
-        app.user_middleware = [layer for layer in app.user_middleware if layer.cls.__name__ not in NOT_NEEDED]
+        app.user_middleware = [layer for layer in app.user_middleware if getattr(layer.cls, "__name__", "") not in NOT_NEEDED]
         app.middleware_stack = None  # was built already; Starlette builds it anew
 
         @app.get("/v1/models/{name:path}")
@@ -76,12 +77,14 @@ class VllmEngine:
                     return card
             raise HTTPException(404, f"there is no model {name!r}")
 
+        checked = KnownFields(app, self._client.vllm_config.scheduler_config.max_num_queued_reqs)
+
         async def open_app(scope: Scope, receive: Receive, send: Send) -> None:
             if self._closed and scope["type"] == "http":
                 body = {"error": {"message": CLOSED, "type": "overloaded_error", "param": None, "code": UNAVAILABLE}}
                 await JSONResponse(body, UNAVAILABLE)(scope, receive, send)
             else:
-                await app(scope, receive, send)
+                await checked(scope, receive, send)
 
         return open_app
 

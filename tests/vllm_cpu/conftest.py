@@ -135,7 +135,7 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
         max_waiting=100,
         seed=0,
         gpus=0,
-        lora=True,
+        max_adapters=2,
     )
     frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
     engine_args = AsyncEngineArgs(model_path, served_model_name=[MODEL], **given)

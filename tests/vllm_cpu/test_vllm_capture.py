@@ -202,6 +202,41 @@ async def test_beam_search_is_refused(bench: Any) -> None:
     assert "cannot be recorded" in answer.text
 
 
+@pytest.mark.parametrize(("path", "wrong", "named"), [
+    ("chat/completions", {"unheard": 1, "of": None}, "unknown fields: of, unheard"), ("completions", {"best_of": 3}, "best_of"),
+    ("chat/completions", {"prompt": "a"}, "prompt"), ("chat/completions", {"functions": []}, "functions"),
+    ("chat/completions", {"store": True}, "store: True"), ("chat/completions", {"service_tier": "flex"}, "service_tier: 'flex'"),
+    ("chat/completions", {"stop": ["a"] * 65}, "stop: at most 64"),
+    ("chat/completions", {"messages": HI * 10_001}, "messages: at most"),
+    ("chat/completions", {str(i): 1 for i in range(10_000)}, "unknown fields: 0, 1, 10"), ("completions", {"n": 100_000}, "n: "),
+    ("completions", {"n": 500, "prompt": ["a"] * 500}, "250000"),
+])  # fmt: skip
+async def test_what_vllm_would_ignore_or_never_serve_is_refused(bench: Any, path: str, wrong: dict[str, Any], named: str) -> None:
+    base = {"messages": HI} if path == "chat/completions" else {"prompt": "a"}
+    answer = await bench.http.post(f"/v1/{path}", json={"model": "policy", "max_tokens": 2, **base, **wrong})
+    assert answer.status_code == 400, answer.text
+    assert named in answer.json()["error"]["message"]
+    assert len(answer.text) < 5_000
+    assert not bench.exchange.samples
+
+
+LABELS = {
+    "user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto",
+    "safety_identifier": "s", "prompt_cache_key": "k",
+}  # fmt: skip
+
+
+async def test_labels_that_change_nothing_are_taken(bench: Any) -> None:
+    answer = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=2, **LABELS)
+    assert len(bench.sample.output_ids) == answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"", b'{"model": "policy"}'])
+async def test_vllm_itself_refuses_what_is_no_request(bench: Any, content: bytes) -> None:
+    answer = await bench.http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500
+
+
 async def test_outside_of_an_exchange_nothing_is_recorded(bench: Any) -> None:
     import httpx
 

@@ -14,7 +14,7 @@ from raylight.serving.engines.vllm.deployment import llm_config
 
 def args_of(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     defaults = {
-        "dtype": "float32", "max_model_len": 512, "max_concurrent": 8, "max_waiting": 4, "seed": 5, "gpus": 0, "lora": False
+        "dtype": "float32", "max_model_len": 512, "max_concurrent": 8, "max_waiting": 4, "seed": 5, "gpus": 0, "max_adapters": 0,
     }  # fmt: skip
     return vllm_args(path, args or {}, **defaults | settings)
 
@@ -53,7 +53,7 @@ def test_what_follows_from_the_model_and_the_settings(model_path: str) -> None:
     assert args_of(model_path)["enforce_eager"]
     assert "enforce_eager" not in args_of(model_path, gpus=1)
     assert "enable_lora" not in args_of(model_path)
-    assert args_of(model_path, {"max_lora_rank": 8}, lora=True)["max_lora_rank"] == 8
+    assert args_of(model_path, {"max_lora_rank": 8}, max_adapters=2)["max_lora_rank"] == 8
     assert args_of(model_path)["tool_call_parser"] == "hermes"
     assert args_of(model_path, {"tool_call_parser": "xlam"})["tool_call_parser"] == "xlam"
 
