@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm_helpers import within
 
-from raylight.serving.engines.vllm.capture import Capture
+if TYPE_CHECKING:
+    from raylight.serving.engines.vllm.capture import Capture
 
 
 class Core:
@@ -26,6 +27,8 @@ class Core:
 
 
 def make_capture() -> tuple[Core, Capture]:
+    from raylight.serving.engines.vllm.capture import Capture
+
     core = Core()
     processor = SimpleNamespace(request_states={}, add_request=None)
     return core, Capture(SimpleNamespace(output_processor=processor, engine_core=core))
