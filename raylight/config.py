@@ -139,6 +139,17 @@ class StoreConfig(Config):
     """The store's file, on a local disk of the driver's machine. None: `store.db` in the run directory."""
 
 
+class LoraConfig(Config):
+    """A LoRA adapter, https://arxiv.org/abs/2106.09685."""
+
+    rank: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: str | list[str] = "all-linear"
+    """Names of the modules that are adapted; "all-linear" is all but the output layer."""
+    exclude_modules: str | list[str] | None = None
+
+
 class LearnerConfig(Config):
     """The group of LearnerActors."""
 
@@ -148,6 +159,48 @@ class LearnerConfig(Config):
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     placement_timeout_s: float = Field(default=60.0, gt=0)
     start_timeout_s: float = Field(default=300.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of every call to the ranks; past it their stacks are dumped into the log, and the gang is restarted."""
+    max_restarts: int = Field(default=2, ge=0)
+    """How often the ranks are started anew, all together, after one of them died, hung or ran out of memory."""
     dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of computation; parameters and optimizer are held in float32 where they are trained."""
+    lora: LoraConfig | None = None
+    """Train an adapter of these settings instead of the whole model."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
     """Tokens of one forward and backward pass; a larger batch is split, never dropped."""
+    max_row_tokens: int | None = Field(default=None, ge=2)
+    """Longest trajectory that is trained. None: `max_tokens_per_micro_batch`."""
+    long_rows: Literal["error", "drop", "truncate"] = "error"
+    """What becomes of a longer one: an error, left out, or its tokens past the limit are. Either is counted in the metrics."""
+    packed: bool = False
+    """Rows of a micro-batch one after the other instead of padded to the longest."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    param_offload: bool = False
+    """Keep parameters in the host's memory while the learners rest."""
+    optimizer_offload: bool = False
+    """The same for the optimizer's state."""
+    torch_compile: bool = False
+    ulysses: int = Field(default=1, ge=1)
+    """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509); needs `packed`, a GPU and
+    flash attention."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """auto: flash_attention_2 where it is installed and there is a GPU, else sdpa."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.ulysses > 1 and not (self.packed and self.num_gpus and self.attention in ("auto", "flash_attention_2")):
+            raise ValueError("ulysses > 1 is silently wrong without packed rows, a GPU and flash_attention_2")
+        if self.n % self.ulysses:
+            raise ValueError(f"n={self.n} ranks cannot be divided into sequence-parallel groups of ulysses={self.ulysses}")
+        if self.max_row_tokens is not None and self.max_row_tokens > self.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"max_row_tokens={self.max_row_tokens} is more than max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"
+            )
+        return self
+
+    @property
+    def row_limit(self) -> int:
+        """Tokens of the longest trajectory that is trained."""
+        return self.max_row_tokens or self.max_tokens_per_micro_batch

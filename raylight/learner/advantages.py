@@ -1,5 +1,8 @@
 """Advantages of rollouts, by verl's estimators. Statistics are over rollouts, never over rows, so that a rollout of several rows
-counts once."""
+counts once.
+
+A rollout stands before an estimator as one sequence: all its sampled tokens, row after row. Its reward is on the last of them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,25 @@ import torch
 
 from raylight.learner import verl_api
 from raylight.learner.batch import TrainBatch
+from raylight.learner.rows import Row
 from raylight.learner.settings import PolicySettings
 
 
-def rollout_advantages(batch: TrainBatch, settings: PolicySettings) -> list[float]:
-    """One advantage per rollout.
+class KlController:
+    """The weight of the KL divergence in the reward."""
 
-    Each rollout stands before the estimator as a response of a single token, so that an outcome estimator of verl (GRPO:
-    https://arxiv.org/abs/2402.03300) sees exactly one score for each.
+    def __init__(self, settings: PolicySettings) -> None:
+        self.coef = settings.kl_reward_coef
+
+
+def add_advantages(
+    batch: TrainBatch, rows: list[Row], mine: list[Row], settings: PolicySettings, kl: KlController
+) -> dict[str, float]:
+    """Set the rows' `advantages` and `returns`; returns metrics, the same on all ranks. A collective.
+
+    Args:
+        rows: all of the batch.
+        mine: this rank's; these have what was computed of them. Some may be copies that train nothing.
     """
     estimator = verl_api.get_adv_estimator_fn(settings.adv_estimator)
     rewards = torch.tensor(batch.rewards, dtype=torch.float32)[:, None]
@@ -26,4 +40,6 @@ def rollout_advantages(batch: TrainBatch, settings: PolicySettings) -> list[floa
         norm_adv_by_std_in_grpo=settings.norm_adv_by_std,
         config=verl_api.AlgoConfig(),
     )
-    return advantages[:, 0].tolist()
+    for row in [*rows, *mine]:
+        row.advantages = torch.full((len(row.response),), float(advantages[row.rollout, 0]))
+    return {"learner/advantage_abs_mean": float(advantages.abs().mean())}

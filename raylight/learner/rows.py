@@ -1,8 +1,9 @@
-"""Rows of a batch as tensors, dealt to ranks by tokens."""
+"""Rows of a batch as tensors: dealt to mini-batches by rollouts, to ranks by tokens."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,49 +16,73 @@ from raylight.learner.batch import TrainBatch
 _nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One trajectory as tensors, split where its first trained token is.
 
-    `mask`, `engine_logprobs`, `versions`, `old_logprobs` and `ref_logprobs` have one entry per token of `response`, which also
-    holds observations (mask 0).
+    All tensors but `prompt` have one entry per token of `response`, which also holds observations (mask 0).
     """
 
+    index: int
+    """Its place in the batch."""
+    rollout: int
+    """The rollout that it is of."""
     prompt: torch.Tensor
     response: torch.Tensor
     mask: torch.Tensor
     engine_logprobs: torch.Tensor
     versions: torch.Tensor
-    advantage: float
     temperature: float
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    """What the critic learns to tell."""
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    """Importance weights."""
 
     @property
     def tokens(self) -> int:
         return len(self.prompt) + len(self.response)
 
-    def mismatch(self, version: int) -> torch.Tensor:
-        """Absolute log-prob differences of this row's sampled tokens of `version`."""
-        assert self.old_logprobs is not None
-        chosen = (self.mask == 1) & (self.versions == version)
-        return (self.old_logprobs - self.engine_logprobs)[chosen].abs()
+
+TENSORS = {
+    "old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "advantages": "advantages", "returns": "returns",
+    "values": "values", "weights": "rollout_is_weights", "engine_logprobs": "rollout_log_probs",
+}  # fmt: skip
+"""Fields of a row -> verl's names for them. verl is given those that all rows have."""
 
 
-def rows_of(batch: TrainBatch, advantages: list[float]) -> list[Row]:
-    """Tensors of every trajectory of the batch, each with its rollout's advantage."""
+def rows_of(batch: TrainBatch) -> list[Row]:
+    """Tensors of every trajectory of the batch."""
     rows = []
-    for trajectory, owner in zip(batch.rows, batch.owners, strict=True):
+    for index, (trajectory, owner) in enumerate(zip(batch.rows, batch.owners, strict=True)):
         cut = trajectory.prompt_length
         tokens = torch.tensor(trajectory.token_ids)
         rows.append(
             Row(
-                prompt=tokens[:cut], response=tokens[cut:], mask=torch.tensor(trajectory.mask[cut:]),
+                index=index, rollout=owner, prompt=tokens[:cut], response=tokens[cut:], mask=torch.tensor(trajectory.mask[cut:]),
                 engine_logprobs=torch.tensor(trajectory.logprobs[cut:]), versions=torch.tensor(trajectory.weight_versions[cut:]),
-                advantage=advantages[owner], temperature=trajectory.temperature,
+                temperature=trajectory.temperature,
             )
         )  # fmt: skip
     return rows
+
+
+def probe_row(ids: Sequence[int]) -> Row:
+    """A row whose response is all but the first token, at temperature 1."""
+    tokens, length = torch.tensor(ids), len(ids) - 1
+    ones, zeros = torch.ones(length, dtype=torch.long), torch.zeros(length)
+    return Row(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
+
+
+def deal(rows: list[Row], parts: int) -> list[list[Row]]:
+    """Mini-batches of nearly equally many rollouts, all rows of a rollout in the same; fewer when there are fewer rollouts."""
+    rollouts = sorted({row.rollout for row in rows})
+    parts = min(parts, len(rollouts))
+    part_of = {rollout: i % parts for i, rollout in enumerate(rollouts)}
+    return [[row for row in rows if part_of[row.rollout] == part] for part in range(parts)]
 
 
 def share_of_rank(rows: list[Row], rank: int, ranks: int) -> list[Row]:
@@ -70,11 +95,11 @@ def share_of_rank(rows: list[Row], rank: int, ranks: int) -> list[Row]:
     return [rows[i] for i in chosen]
 
 
-def to_tensordict(rows: list[Row], config: LearnerConfig, *, global_rows: int, entropy: bool) -> Any:
+def to_tensordict(rows: list[Row], config: LearnerConfig, *, global_rollouts: int, entropy: bool) -> Any:
     """verl's input for `infer_batch` and `train_batch`; nested tensors of shape (rows, tokens of the row).
 
     Args:
-        global_rows: rows of the mini-batch on all ranks together.
+        global_rollouts: rollouts of the mini-batch on all ranks together, over which means of sequences are taken.
         entropy: whether to compute the policy's entropy too.
     """
     tensors: dict[str, Any] = {
@@ -84,14 +109,14 @@ def to_tensordict(rows: list[Row], config: LearnerConfig, *, global_rows: int, e
         "responses": _nested([row.response for row in rows]),
         "response_mask": _nested([row.mask for row in rows]),
         "loss_mask": _nested([torch.cat([torch.zeros_like(row.prompt), row.mask]) for row in rows]),
-        "advantages": _nested([torch.full((len(row.response),), row.advantage) for row in rows]),
         "temperature": torch.tensor([row.temperature for row in rows]),
+        "row": torch.arange(len(rows)),
     }
-    for name, key in (("old_logprobs", "old_log_probs"), ("ref_logprobs", "ref_log_prob")):
+    for name, key in TENSORS.items():
         if all(getattr(row, name) is not None for row in rows):
             tensors[key] = _nested([getattr(row, name) for row in rows])
     plain = {
-        "use_remove_padding": False, "use_dynamic_bsz": True, "max_token_len_per_gpu": config.max_tokens_per_micro_batch,
-        "global_batch_size": global_rows, "calculate_entropy": entropy, "pad_token_id": 0,
+        "use_remove_padding": config.packed, "use_dynamic_bsz": True, "max_token_len_per_gpu": config.max_tokens_per_micro_batch,
+        "global_batch_size": global_rollouts, "calculate_entropy": entropy, "pad_token_id": 0,
     }  # fmt: skip
     return verl.tensordict_utils.get_tensordict(tensors, non_tensor_dict=plain)

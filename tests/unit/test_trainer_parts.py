@@ -20,7 +20,8 @@ from raylight.errors import DatasetError, EmptyTraceError, ModelNotFoundError, R
 from raylight.learner.batch import build_batch
 from raylight.trainer.display import LiveDisplay, PlainDisplay, SilentDisplay, print_run, print_summary
 from raylight.trainer.inputs import as_dataset, as_tasks, resolve_model
-from raylight.trainer.loop import _batches, describe, raise_if_hopeless
+from raylight.trainer.loop import _batches
+from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.plot import plot_rewards
 from raylight.trainer.report import SHOWN_ERRORS, Report
 from raylight.types import Failure

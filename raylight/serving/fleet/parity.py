@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raylight.errors import MismatchError
+from raylight.errors import EngineStartError, MismatchError
 
 START_TOKENS = 32
 SYNC_TOKENS = 16
@@ -41,9 +41,18 @@ class Parity:
 
 
 def vocabulary_of(model_path: str) -> int:
-    """Number of tokens that a Hugging Face model in a folder knows."""
+    """Number of tokens that a Hugging Face model in a folder knows.
+
+    Raises:
+        EngineStartError: its configuration does not tell.
+    """
     config = json.loads(Path(model_path, "config.json").read_text())
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise EngineStartError(
+            f"{model_path}/config.json is not that of a language model: it has no vocab_size, so serving would fail"
+        )
+    return size
 
 
 def probe_ids(vocabulary: int, length: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,42 @@
+"""Metrics of all ranks together, under raylight's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raylight.learner import verl_api as verl
+
+NAMES = {
+    "grad_norm": "learner/grad_norm", "actor/pg_loss": "learner/pg_loss", "actor/entropy_loss": "learner/entropy",
+    "actor/ppo_kl": "learner/ppo_kl", "actor/pg_clipfrac": "learner/clip_fraction", "kl_loss": "learner/kl",
+}  # fmt: skip
+
+
+def named(metrics: Mapping[str, float], names: Mapping[str, str] = NAMES) -> dict[str, float]:
+    """verl's metrics under our names; the others are not shown."""
+    return {ours: metrics[theirs] for theirs, ours in names.items() if theirs in metrics}
+
+
+def over_ranks(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """verl's metrics as numbers: what a Metric says of itself, the mean of a list, averaged over ranks."""
+    local = {}
+    for name, value in metrics.items():
+        if isinstance(value, verl.Metric):
+            value = value.aggregate()
+        elif isinstance(value, Iterable) and not isinstance(value, torch.Tensor):
+            value = float(np.mean([float(v) for v in value]))
+        local[name] = float(value)
+    names = sorted(local)
+    values = torch.tensor([local[name] for name in names], dtype=torch.float64)
+    torch.distributed.all_reduce(values)
+    return dict(zip(names, (values / torch.distributed.get_world_size()).tolist(), strict=True))
+
+
+def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the parts that have it."""
+    names = {name for part in parts for name in part}
+    return {name: float(np.mean([part[name] for part in parts if name in part])) for name in sorted(names)}

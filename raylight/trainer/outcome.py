@@ -1,0 +1,64 @@
+"""What a batch of rollouts came to."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
+from raylight.learner.batch import COUNTED_AS, BatchReport, scored
+from raylight.trainer.report import Metrics
+from raylight.types import FinishedRollout
+
+
+def describe(finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
+    """What a batch of rollouts was like."""
+    rewards = [reward for item in finished if (reward := scored(item, None)) is not None]
+    lengths = [len(call.output_ids) for item in finished for call in item.generations]
+    metrics = {
+        "train/rollouts": float(len(finished)),
+        "train/trained": float(content.trained),
+        "train/failed": float(content.failed),
+        "train/unscored": float(content.unscored),
+        "train/empty": float(content.empty),
+        "train/alone": float(content.alone),
+        "train/groups_without_signal": float(content.groups_without_signal),
+        "train/aborted": float(content.aborted),
+        "train/other_agents": float(content.other_agents),
+        **{f"trace/{name}": float(getattr(content, name)) for name in ("calls", *COUNTED_AS.values())},
+        "time/rollout_s": seconds,
+        "train/tokens_per_s": sum(lengths) / seconds,
+    }
+    if rewards:
+        metrics |= {"train/reward": statistics.fmean(rewards), "train/reward_std": statistics.pstdev(rewards)}
+    if lengths:
+        metrics |= {"train/response_tokens": statistics.fmean(lengths), "train/calls": len(lengths) / len(finished)}
+    return metrics
+
+
+def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | None) -> None:
+    """Raise when no rollout of a batch gave a reward.
+
+    Raises:
+        RewardError: the agent returns something that is no reward.
+        RolloutsFailedError: all failed, or none was scored; the message has the most frequent reason.
+        EmptyTraceError: all failures have a reward, but no rollout called the model.
+    """
+    if any(scored(item, None) is not None for item in finished):
+        return
+    failures = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
+    if not failures:
+        raise RolloutsFailedError(
+            f"none of {len(finished)} rollouts was scored: the agent returns None; return a float, or a dict of floats"
+        )
+    error, count = Counter(failure.error for failure in failures).most_common(1)[0]
+    example = next(failure for failure in failures if failure.error == error)
+    if example.kind == "reward":
+        raise RewardError(error.removeprefix("RewardError: "))
+    if failure_reward is not None and example.kind not in ("infrastructure", "cancelled"):
+        if not any(item.generations for item in finished):
+            raise EmptyTraceError(f"all {len(finished)} rollouts failed before they called the model: {error}\n{example.trace}")
+        return
+    raise RolloutsFailedError(
+        f"all {len(finished)} rollouts failed, {count} of them with {error}\n{example.trace}".rstrip()
+    )  # fmt: skip
