@@ -14,8 +14,14 @@ SERVE_FLAGS = {
 }
 """HAProxy hands requests straight to the replica: eight times the requests per second of Serve's Python proxy. The flags must be in
 the environment before Serve is imported, and in that of its controller and replicas. A run's replicas have nothing to drain."""
-PROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
-"""HAProxy listens on these too, and does not start when another Serve on the machine has them."""
+PROXY_PORTS = {
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
+}
+"""HAProxy, and the proxy that it turns to while it knows of no replica, listen on these too. HAProxy does not start where another
+Serve on the machine has them; the fallback would share its port, and answer for the other Serve's applications."""
 STICKY = """uri depth 4
     hash-type consistent sdbm avalanche
     hash-balance-factor 150"""
