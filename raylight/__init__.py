@@ -28,9 +28,29 @@ if TYPE_CHECKING:
     from raylight.algorithms.base import Algorithm, FastAlgorithm
     from raylight.algorithms.baseline import Baseline
     from raylight.algorithms.decorator import algo
-    from raylight.algorithms.policy import GRPO
+    from raylight.algorithms.family import (
+        CISPO,
+        DAPO,
+        GMPO,
+        GPG,
+        GSPO,
+        OPO,
+        PPO,
+        RLOO,
+        SAPO,
+        ClipCov,
+        DrGRPO,
+        KLCov,
+        ReinforcePlusPlus,
+        ReinforcePlusPlusBaseline,
+        ReMax,
+    )
+    from raylight.algorithms.minigrpo.algorithm import MiniGRPO
+    from raylight.algorithms.policy import GRPO, PolicyAlgorithm
+    from raylight.algorithms.verl import VERL
     from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
     from raylight.errors import RaylightError
+    from raylight.learner.custom import advantage_estimator, policy_loss
     from raylight.log import setup_logging
     from raylight.store.client import StoreClient
     from raylight.store.service import StoreService
@@ -72,9 +92,16 @@ _ROOMS = {
     "algorithms.base": ("Algorithm", "FastAlgorithm"),
     "algorithms.baseline": ("Baseline",),
     "algorithms.decorator": ("algo",),
-    "algorithms.policy": ("GRPO",),
+    "algorithms.minigrpo.algorithm": ("MiniGRPO",),
+    "algorithms.family": (
+        "CISPO", "DAPO", "GMPO", "GPG", "GSPO", "OPO", "PPO", "RLOO", "SAPO", "ClipCov", "DrGRPO", "KLCov", "ReMax",
+        "ReinforcePlusPlus", "ReinforcePlusPlusBaseline",
+    ),
+    "algorithms.policy": ("GRPO", "PolicyAlgorithm"),
+    "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
+    "learner.custom": ("advantage_estimator", "policy_loss"),
     "log": ("setup_logging",),
     "store.client": ("StoreClient",),
     "store.service": ("StoreService",),
@@ -95,25 +122,43 @@ _HOMES = {name: f"raylight.{room}" for room, names in _ROOMS.items() for name in
 
 __version__ = "0.1.0"
 __all__ = [
+    "CISPO",
+    "DAPO",
+    "GMPO",
+    "GPG",
     "GRPO",
+    "GSPO",
     "LLM",
+    "OPO",
+    "PPO",
+    "RLOO",
+    "SAPO",
+    "VERL",
     "Algorithm",
     "Attempt",
     "Baseline",
+    "ClipCov",
+    "DrGRPO",
     "DummyTracer",
     "EngineConfig",
     "EnqueueRolloutRequest",
     "FastAlgorithm",
     "Hook",
+    "KLCov",
     "LearnerConfig",
     "LitAgent",
     "LlmProxyTraceToTriplet",
     "LoggingHook",
+    "MiniGRPO",
     "NamedResources",
     "OtelTracer",
+    "PolicyAlgorithm",
     "PromptTemplate",
     "ProxyLLM",
     "RaylightError",
+    "ReMax",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
     "ResourcesUpdate",
     "Rollout",
     "RolloutConfig",
@@ -131,6 +176,7 @@ __all__ = [
     "Trainer",
     "Triplet",
     "Worker",
+    "advantage_estimator",
     "algo",
     "emit_annotation",
     "emit_exception",
@@ -148,6 +194,7 @@ __all__ = [
     "make_link_attributes",
     "make_tag_attributes",
     "operation",
+    "policy_loss",
     "prompt_rollout",
     "rollout",
     "setup_logging",

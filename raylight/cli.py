@@ -1,8 +1,9 @@
-"""The command line: `raylight quickstart`, `raylight serve` and `raylight doctor`."""
+"""The command line: `raylight quickstart`, `raylight eval`, `raylight serve` and `raylight doctor`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,6 +63,62 @@ def quickstart(
         engine={"kind": engine.value},
     )  # fmt: skip
     trainer.fit(adder, train, val_dataset=val)
+
+
+@app.command("eval")
+def evaluate(
+    agent: Annotated[str, typer.Argument(help="The agent's dotted name, package.module:agent.", metavar="AGENT")],
+    model: Annotated[str, typer.Option(help="Model folder, its name in the local Hugging Face cache, or the upstream's name.")],
+    data: Annotated[Path, typer.Option(help="Tasks: a .jsonl, .json or .parquet file.")],
+    adapter: Annotated[str | None, typer.Option(help="Folder of a LoRA adapter (peft) to serve the model with.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="In llm.sampling_parameters; the agent's own otherwise.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="The same.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The same.")] = None,
+    failure_reward: Annotated[float | None, typer.Option(help="Reward where the agent failed; left out by default.")] = None,
+    pass_reward: Annotated[float, typer.Option(help="Reward from which a rollout passes, for pass@k.")] = 1.0,
+    engine: Annotated[EngineName, typer.Option(help="What samples.")] = EngineName.auto,
+    n_runners: Annotated[int, typer.Option(min=1, help="Runner actors that execute the agent.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Where the eval.* files go; a new folder by default.")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="engine.NAME=VALUE, runner.NAME=VALUE, store.NAME=VALUE or rollout.NAME=VALUE; repeatable."),
+    ] = None,
+) -> None:
+    """Score a model with an agent on tasks: mean and error of each reward, pass@k. Trains nothing."""
+    import raylight as rl
+    from raylight.trainer.data_files import read_tasks
+
+    tasks = read_tasks(data, limit)
+    groups: dict[str, dict[str, Any]] = {"engine": {}, "runner": {}, "store": {}, "rollout": {}}
+    for text in setting or ():
+        group, name, value = _setting(text, groups)
+        groups[group][name] = value
+    if engine is not EngineName.auto:
+        groups["engine"].setdefault("kind", engine.value)
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    rollout = {"rollout": {"timeout_seconds": 600.0} | groups["rollout"]} if groups["rollout"] else {}
+    sys.path.insert(0, "")  # an agent beside which this is called
+    trainer = rl.Trainer(
+        engine=groups["engine"], runner=groups["runner"] | {"n": n_runners}, store=groups["store"], output_dir=output, seed=seed
+    )
+    trainer.evaluate(
+        agent, tasks, model=model, adapter=adapter, samples=samples, failure_reward=failure_reward, pass_reward=pass_reward,
+        sampling={name: value for name, value in sampling.items() if value is not None}, **rollout,
+    )  # fmt: skip
+
+
+def _setting(text: str, groups: Iterable[str]) -> tuple[str, str, Any]:
+    """Group, name and value of `group.name=value`; the value is read as YAML."""
+    import yaml
+
+    dotted, equals, value = text.partition("=")
+    group, _, name = dotted.strip().partition(".")
+    if not equals or not name or group not in groups:
+        raise typer.BadParameter(f"--set takes {', '.join(f'{group}.name=value' for group in groups)}, not {text!r}")
+    return group, name, yaml.safe_load(value)
 
 
 @app.command()

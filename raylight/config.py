@@ -162,7 +162,7 @@ class LearnerConfig(Config):
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of every call to the ranks; past it their stacks are dumped into the log, and the gang is restarted."""
     max_restarts: int = Field(default=2, ge=0)
-    """How often the ranks are started anew, all together, after one of them died, hung or ran out of memory."""
+    """How often the ranks are started anew, all together, after one of them died or hung."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of computation; parameters and optimizer are held in float32 where they are trained."""
     lora: LoraConfig | None = None
@@ -192,6 +192,11 @@ class LearnerConfig(Config):
     def _fits(self) -> Self:
         if self.ulysses > 1 and not (self.packed and self.num_gpus and self.attention in ("auto", "flash_attention_2")):
             raise ValueError("ulysses > 1 is silently wrong without packed rows, a GPU and flash_attention_2")
+        if self.num_gpus > 1 or (self.n > 1 and 0 < self.num_gpus <= 0.5):
+            raise ValueError(
+                f"num_gpus={self.num_gpus:g} for each of n={self.n}: a rank computes on one GPU, and shares it with no other rank "
+                "(more than half of one leaves room for an engine only)"
+            )
         if self.n % self.ulysses:
             raise ValueError(f"n={self.n} ranks cannot be divided into sequence-parallel groups of ulysses={self.ulysses}")
         if self.max_row_tokens is not None and self.max_row_tokens > self.max_tokens_per_micro_batch:
@@ -204,3 +209,15 @@ class LearnerConfig(Config):
     def row_limit(self) -> int:
         """Tokens of the longest trajectory that is trained."""
         return self.max_row_tokens or self.max_tokens_per_micro_batch
+
+
+class CheckpointConfig(Config):
+    """Training states, from which a run that was killed goes on: model, optimizer, schedule, random numbers, place in the data."""
+
+    every: int = Field(default=10, ge=0)
+    """Steps between two states; 0 saves one at the end only. The steps since the last are taken again from the store's rollouts."""
+    keep: int = Field(default=2, ge=1)
+    """States that are kept; older ones are removed."""
+    path: str | None = None
+    """A folder that the first learner and the driver can reach, or a URL of fsspec (s3://..., gs://...). None: `state` in the run
+    directory."""

@@ -36,6 +36,14 @@ class EmptyTraceError(RaylightError):
     """A rollout to be trained on made no call to the model being trained."""
 
 
+class RowTooLongError(RaylightError):
+    """A trajectory is longer than a learner takes, and no rule says what becomes of it."""
+
+
+class GreedyError(RaylightError):
+    """A rollout that should have taken the most probable tokens sampled others."""
+
+
 class RolloutsFailedError(RaylightError):
     """Every rollout of a batch failed, so that there is nothing to learn from."""
 
@@ -105,7 +113,23 @@ class NonFiniteGradientError(RaylightError):
 
 
 class LearnerError(RaylightError):
-    """A learner rank died or failed."""
+    """A learner rank failed; ranks that are started anew would fail alike."""
+
+
+class LearnerLostError(LearnerError):
+    """A learner rank died, hung, or lost the others; the ranks can be started anew, all together, and go on."""
+
+
+class LearnerMemoryError(LearnerError):
+    """A learner rank ran out of memory, and would do so again with the same settings."""
+
+
+class DeviceMemoryError(RaylightError):
+    """The device has less memory than a run needs."""
+
+
+class CheckpointError(RaylightError):
+    """A training state cannot be written, read, or put into this model."""
 
 
 class PromptError(RaylightError):

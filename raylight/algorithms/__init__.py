@@ -1,5 +1,40 @@
 """Algorithms: what turns rollouts into a better agent."""
 
+from raylight.algorithms.family import (
+    CISPO,
+    DAPO,
+    GMPO,
+    GPG,
+    GSPO,
+    OPO,
+    PPO,
+    RLOO,
+    SAPO,
+    ClipCov,
+    DrGRPO,
+    KLCov,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
 
-__all__ = ["GRPO", "PolicyAlgorithm"]
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "GMPO",
+    "GPG",
+    "GRPO",
+    "GSPO",
+    "OPO",
+    "PPO",
+    "RLOO",
+    "SAPO",
+    "ClipCov",
+    "DrGRPO",
+    "KLCov",
+    "PolicyAlgorithm",
+    "ReMax",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+]

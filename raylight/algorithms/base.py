@@ -5,12 +5,66 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Awaitable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
-from raylight.agent.resources import NamedResources
+from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import ConfigError
+from raylight.learner.batch import BatchReport
 from raylight.store.client import StoreClient
 from raylight.traces.adapters import TraceAdapter
+from raylight.types import FinishedRollout
+
+
+class RunSide(Protocol):
+    """What an algorithm that serves and trains a model itself is given of its run."""
+
+    @property
+    def secret(self) -> str:
+        """The run's, from which the keys of attempts derive."""
+        ...
+
+    @property
+    def trained_agents(self) -> str | None:
+        """Regular expression for the agents whose calls are trained; None for all."""
+        ...
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder for what was trained."""
+        ...
+
+    def model_path(self, model: str) -> str:
+        """The folder of a model, which may be a hub name in the local cache.
+
+        Raises:
+            ModelNotFoundError: there is none.
+        """
+        ...
+
+    def with_model(self, llm: LLM) -> NamedResources:
+        """The run's resources, in which every open model is the given one."""
+        ...
+
+    def look(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
+        """Tell of failed rollouts; raise when none gave a reward."""
+        ...
+
+    def describe(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> dict[str, float]:
+        """Metrics of a batch of rollouts."""
+        ...
+
+    def stage(self, text: str) -> None:
+        """What is going on now."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that a person should see."""
+        ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record one step; step 0 is the validation before training."""
+        ...
 
 
 class AnyAlgorithm:
@@ -25,11 +79,15 @@ class Algorithm(AnyAlgorithm):
     process, where it has all but its trainer.
     """
 
+    serves_model: ClassVar[bool] = False
+    """Whether `run` serves a model to the agents, so that an `LLM` among the resources needs no endpoint."""
+
     _trainer: weakref.ReferenceType[Any] | None = None
     _store: StoreClient | None = None
     _adapter: TraceAdapter[Any] | None = None
     _llm_proxy: Any = None
     _initial_resources: NamedResources | None = None
+    _run_side: RunSide | None = None
 
     def run(self, train_dataset: Any = None, val_dataset: Any = None) -> Awaitable[None] | None:
         """Carry out the algorithm.
@@ -110,9 +168,31 @@ class Algorithm(AnyAlgorithm):
         """The named resources that agents begin with; None if the user gave none."""
         return self._initial_resources
 
+    def set_run_side(self, side: RunSide) -> None:
+        """What an algorithm that serves and trains a model itself needs of its run."""
+        self._run_side = side
+
+    def get_run_side(self) -> RunSide:
+        """What this needs of its run.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._run_side is None:
+            raise self._lacks("run_side")
+        return self._run_side
+
+    def total_steps(self, n_train: int) -> int:
+        """Steps of the whole run for a training set of `n_train` tasks; 0 where only `run` knows."""
+        return 0
+
+    def resolved(self) -> dict[str, Any]:
+        """Its settings, for the run directory's `config.yaml`."""
+        return {}
+
     def __getstate__(self) -> dict[str, Any]:
-        """All but the trainer, which stays in its own process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_trainer"}
+        """All but the trainer and its run, which stay in their own process."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_run_side")}
 
     @property
     def _title(self) -> str:

@@ -1,61 +1,136 @@
-"""verl's engines, as raylight builds them: the policy, its frozen reference, and the critic."""
+"""The engines of a rank: the policy, its frozen reference, and the critic, by our settings."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
+
 from raylight.config import LearnerConfig
+from raylight.errors import ConfigError
 from raylight.learner import verl_api as verl
+from raylight.learner.fsdp import RaylightEngine, ValueEngine
+from raylight.learner.rows import probe_row, to_tensordict
 from raylight.learner.settings import CriticSettings, OptimizerSettings, PolicySettings
 
+logger = logging.getLogger(__name__)
 
-def build_policy(model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int) -> Any:
-    """The model that is trained: all of it, or an adapter of it."""
-    return _build("language_model", model_path, config, settings, total_steps)
+MIXED = {"fp32": 1e-4, "bf16": 2e-2}
+"""Mean change of what is computed of a row, relative to the largest, from which another row beside it must be the reason."""
 
 
-def build_reference(model_path: str, config: LearnerConfig) -> Any:
+def build_policy(model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int) -> RaylightEngine:
+    """The model that is trained: all of it, or an adapter of it.
+
+    Raises:
+        ConfigError: the settings do not fit the model or the machine.
+    """
+    _say_what_does_nothing(config)
+    return _build(RaylightEngine, model_path, config, settings, total_steps)
+
+
+def build_reference(model_path: str, config: LearnerConfig) -> RaylightEngine:
     """The model as it was, which is never trained."""
-    return _build("language_model", model_path, config, OptimizerSettings(), 1, forward_only=True)
+    return _build(RaylightEngine, model_path, config, OptimizerSettings(), 1, forward_only=True)
 
 
-def build_critic(model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int) -> Any:
-    """A model of values, one for each token."""
-    return _build("value_model", model_path, config, settings, total_steps)
+def build_critic(model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int) -> ValueEngine:
+    """A model of values, one for each token: trained whole, or with `lora` an adapter of the same settings and its head."""
+    return _build(ValueEngine, model_path, config, settings, total_steps)
 
 
 def _build(
-    kind: str, model_path: str, config: LearnerConfig, settings: OptimizerSettings, total_steps: int, forward_only: bool = False
+    cls: type, model_path: str, config: LearnerConfig, settings: OptimizerSettings, total_steps: int, forward_only: bool = False
 ) -> Any:
-    engine = verl.EngineRegistry.new(
-        model_type=kind,
-        backend="fsdp2",
+    on_gpu = torch.cuda.is_available()
+    lora = None if forward_only else config.lora
+    parts = ["model"] if forward_only else ["model", "optimizer", "extra"]
+    engine = cls(
+        config,
         model_config=verl.HFModelConfig(
             path=model_path,
-            use_remove_padding=False,
-            override_config={"attn_implementation": "sdpa"},
-            enable_gradient_checkpointing=False,
+            model_type="value_model" if cls is ValueEngine else "language_model",
+            use_remove_padding=config.packed,
+            override_config={"attn_implementation": attention_of(config, on_gpu)},
+            enable_gradient_checkpointing=config.gradient_checkpointing and not forward_only,
+            lora_rank=lora.rank if lora else 0,
         ),
         engine_config=verl.FSDPEngineConfig(
             strategy="fsdp2",
             model_dtype="fp32",
-            use_torch_compile=False,
+            use_torch_compile=config.torch_compile,
             mixed_precision={"param_dtype": config.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             forward_only=forward_only,
+            param_offload=config.param_offload and on_gpu,
+            optimizer_offload=config.optimizer_offload and on_gpu,
+            ulysses_sequence_parallel_size=config.ulysses,
+            use_remove_padding=config.packed,
             use_dynamic_bsz=True,
             max_token_len_per_gpu=config.max_tokens_per_micro_batch,
             infer_max_token_len_per_gpu=config.max_tokens_per_micro_batch,
         ),
         optimizer_config=optimizer_config(settings, total_steps),
-        checkpoint_config=verl.CheckpointConfig(save_contents=["hf_model"], load_contents=["hf_model"]),
+        checkpoint_config=verl.CheckpointConfig(save_contents=parts, load_contents=parts),
     )
     engine.initialize()
+    if config.packed:
+        _check_packing(engine, config)
     return engine
 
 
 def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
     """verl's words for the optimizer's settings."""
     return verl.FSDPOptimizerConfig(
-        lr=settings.lr, lr_warmup_steps=settings.lr_warmup_steps, total_training_steps=max(total_steps, 1),
-        weight_decay=settings.weight_decay, clip_grad=settings.grad_clip,
+        lr=settings.lr, lr_scheduler_type=settings.lr_schedule, lr_warmup_steps=settings.lr_warmup_steps,
+        min_lr_ratio=settings.min_lr_ratio, total_training_steps=max(total_steps, 1), weight_decay=settings.weight_decay,
+        betas=settings.betas, clip_grad=settings.grad_clip,
     )  # fmt: skip
+
+
+def attention_of(config: LearnerConfig, on_gpu: bool) -> str:
+    """The implementation of attention.
+
+    Raises:
+        ConfigError: flash attention is asked for, or needed by `ulysses`, where it cannot be had.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    flash = on_gpu and is_flash_attn_2_available()
+    if not flash and (config.attention == "flash_attention_2" or config.ulysses > 1):
+        wanted = f"ulysses={config.ulysses}" if config.ulysses > 1 else "attention='flash_attention_2'"
+        raise ConfigError(f"{wanted} needs a GPU and the package flash-attn on every learner; leave it, or install that")
+    if config.attention != "auto":
+        return config.attention
+    return "flash_attention_2" if flash else "sdpa"
+
+
+def _say_what_does_nothing(config: LearnerConfig) -> None:
+    """Settings of a GPU's memory, on a CPU."""
+    idle = [name for name in ("param_offload", "optimizer_offload") if getattr(config, name)]
+    if idle and not torch.cuda.is_available() and torch.distributed.get_rank() == 0:
+        logger.warning("%s: there is no GPU to take it off; all is in the host's memory already", " and ".join(idle))
+
+
+def _check_packing(engine: RaylightEngine, config: LearnerConfig) -> None:
+    """Compute two short rows each alone, and packed together. A collective.
+
+    Raises:
+        ConfigError: a row changes with the one beside it.
+    """
+    rows = [probe_row(range(1, 14)), probe_row(range(3, 13))]
+
+    def computed(some: list[Any]) -> list[torch.Tensor]:
+        data = to_tensordict(some, config, global_rollouts=len(some), entropy=False)
+        with engine.eval_mode():
+            output = engine.infer_batch(data)["model_output"]
+        found = output["values" if isinstance(engine, ValueEngine) else "log_probs"]
+        return [row.float().cpu() for row in verl.response_from_nested(found, data["response_mask"]).unbind()]
+
+    alone, packed = [computed([row])[0] for row in rows], computed(rows)
+    for one, other in zip(alone, packed, strict=True):
+        if not float((one - other).abs().mean()) <= MIXED[config.dtype] * float(one.abs().max()):
+            raise ConfigError(
+                f"with attention {attention_of(config, torch.cuda.is_available())!r} this model mixes packed rows; "
+                "set packed=False, or use flash_attention_2"
+            )

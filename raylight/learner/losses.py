@@ -1,12 +1,15 @@
-"""The loss of the policy: verl's, by the names of the settings."""
+"""The loss of the policy: verl's or the user's, by the names of the settings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from raylight.errors import ConfigError
 from raylight.learner import verl_api as verl
+from raylight.learner.custom import taken
 from raylight.learner.engines import optimizer_config
 from raylight.learner.rows import Row
 from raylight.learner.settings import PolicySettings
@@ -15,7 +18,8 @@ from raylight.learner.settings import PolicySettings
 class PolicyLoss:
     """Called by the engine with each micro-batch.
 
-    Rows without log-probs of the old policy are given those of this very pass, which is right where a batch is passed once.
+    Without log-probs of the old policy those of this very pass take their place, which is right where a batch is passed once; where
+    nothing was computed before, the rows are told what it computed.
 
     Args:
         rows: that the engine is given, in their order.
@@ -23,15 +27,54 @@ class PolicyLoss:
 
     def __init__(self, settings: PolicySettings, rows: list[Row]) -> None:
         self._config = actor_config(settings)
+        self._means_micro_batches = settings.loss_mode == "geo_mean"
+        if settings.own_loss is not None:
+            verl.register_policy_loss(settings.loss_mode)(of_tokens(settings.own_loss))
         self._rows = rows
+        self._shows = not settings.needs_old_logprobs and any(row.seen_logprobs is None for row in rows)
 
     def __call__(self, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
-        if "old_log_probs" not in data:
+        if self._shows:
             found = verl.response_from_nested(model_output["log_probs"].detach(), data["response_mask"])
-            data["old_log_probs"] = found
+            if "old_log_probs" not in data:
+                data["old_log_probs"] = found
             for place, logprobs in zip(data["row"].tolist(), found.unbind(), strict=True):
-                self._rows[place].old_logprobs = logprobs.float().cpu()
+                self._rows[place].seen_logprobs = logprobs.float().cpu()
+        if self._means_micro_batches:  # it divides by rows of the micro-batch, where all others divide by rollouts of all ranks
+            data["advantages"] = data["advantages"] * (len(data["row"]) * data["dp_size"] / data["global_batch_size"])
         return verl.ppo_loss(self._config, model_output, data, dp_group)
+
+
+def of_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A policy loss as verl calls it, from a user's function that gives the loss of each token.
+
+    Raises:
+        ConfigError: it returned something that is not of the log-probs' shape.
+    """
+
+    def loss(
+        old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor,
+        loss_agg_mode: str, config: Any, rollout_is_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+        given = {
+            "old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages, "response_mask": response_mask,
+            "config": config,
+        }  # fmt: skip
+        losses = function(**taken(function, given))
+        if not isinstance(losses, torch.Tensor) or losses.shape != log_prob.shape:
+            raise ConfigError(
+                f"policy loss {config.policy_loss.loss_mode!r} returned {getattr(losses, 'shape', losses)!r:.80}; it must return "
+                f"the loss of each token, in the shape of log_prob, {tuple(log_prob.shape)}"
+            )
+        if rollout_is_weights is not None:
+            losses = losses * rollout_is_weights
+        total = verl.agg_loss(
+            loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+        )  # fmt: skip
+        moved = ((old_log_prob - log_prob) * response_mask).sum() / response_mask.sum().clamp(min=1)
+        return total, {"actor/ppo_kl": moved.detach().item()}
+
+    return loss
 
 
 def actor_config(settings: PolicySettings) -> Any:

@@ -14,6 +14,10 @@ NAMES = {
     "grad_norm": "learner/grad_norm", "actor/pg_loss": "learner/pg_loss", "actor/entropy_loss": "learner/entropy",
     "actor/ppo_kl": "learner/ppo_kl", "actor/pg_clipfrac": "learner/clip_fraction", "kl_loss": "learner/kl",
 }  # fmt: skip
+CRITIC_NAMES = {
+    "grad_norm": "critic/grad_norm", "critic/vf_loss": "critic/vf_loss", "critic/vf_clipfrac": "critic/vf_clipfrac",
+    "critic/vpred_mean": "critic/vpred_mean",
+}  # fmt: skip
 
 
 def named(metrics: Mapping[str, float], names: Mapping[str, str] = NAMES) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raylight.config import LearnerConfig
-from raylight.learner import correction
+from raylight.learner import correction, weights
 from raylight.learner import verl_api as verl
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.batch import TrainBatch
@@ -41,6 +41,7 @@ class Policy:
         self.critic = Critic(model_path, config, settings.critic, total_steps) if settings.critic else None
         self._kl = KlController(settings)
         self._gradients = GradientWatch()
+        self._drops_out = config.lora is not None and config.lora.dropout > 0
         self.version = 0
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -55,19 +56,22 @@ class Policy:
         parts = deal(rows, settings.mini_batches)
         shares = [self._share(part) for part in parts]
         mine = [row for share in shares for row in share]
-        self._look_back(mine)
+        trains = not settings.critic or self.version >= settings.critic.warmup_steps
+        # a pass that drops out would not tell what the policy says, and none tells it where the critic warms up
+        infers = settings.needs_old_logprobs or self._drops_out or not trains
+        self._look_back(mine, infers)
         metrics: dict[str, float] = {}
-        if settings.needs_old_logprobs:
+        if infers:
             metrics |= correction.measure(mine, self.version, settings)
-        if settings.corrects:
-            metrics |= correction.correct(mine, settings)
         metrics |= add_advantages(batch, rows, mine, settings, self._kl)
         if self.critic is not None:
             metrics |= self.critic.update(rows)
-        if not settings.critic or self.version >= settings.critic.warmup_steps:
+        if settings.corrects:  # only now: what is left out of the loss still is a sample to compare with, and to learn values from
+            metrics |= correction.correct(mine, settings)
+        if trains:
             metrics |= self._train(parts, shares)
-        if not settings.needs_old_logprobs:
-            metrics |= correction.measure(mine, self.version, settings)
+        if not infers:
+            metrics |= correction.measure(shares[0], self.version, settings)  # that were seen before the first step
         metrics["learner/lr"] = float(self.engine.lr_scheduler_step())
         self.version += 1
         return metrics
@@ -77,35 +81,38 @@ class Policy:
         return self._infer(self.engine, [probe_row(ids)])[0].tolist()
 
     def export(self) -> dict[str, np.ndarray] | None:
-        """The whole model as float32 arrays by Hugging Face name, on rank 0; None elsewhere."""
-        params, _ = self.engine.get_per_tensor_param()
-        arrays = {}
-        for name, tensor in params:
-            if torch.distributed.get_rank() == 0:
-                arrays[name] = tensor.detach().to("cpu", torch.float32).numpy().copy()
-        return arrays or None
+        """The whole model, an adapter merged into it, as float32 arrays by Hugging Face name, on rank 0; None elsewhere."""
+        tensors = weights.whole_model(self.engine)
+        return None if tensors is None else weights.as_arrays(tensors)
+
+    def export_adapter(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+        """With LoRA, on rank 0: the adapter's peft configuration and its float32 arrays by peft's names; None elsewhere."""
+        adapter = weights.adapter_alone(self.engine)
+        return None if adapter is None else (adapter[0], weights.as_arrays(adapter[1]))
 
     def save(self, folder: str) -> None:
-        """Write the model in Hugging Face format to `folder`, complete or not at all."""
+        """Write the model in Hugging Face format to `folder`, complete or not at all.
+
+        With LoRA the adapter is merged into it, and also is in the folder `adapter` of it in peft's format.
+        """
         partial = f"{folder}.partial"
-        self.engine.save_checkpoint(partial, global_step=self.version)
+        weights.write_model(self.engine, partial)
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-            os.replace(os.path.join(partial, "huggingface"), folder)
-            shutil.rmtree(partial)
+            os.replace(partial, folder)
         torch.distributed.barrier()
 
     def _share(self, rows: list[Row]) -> list[Row]:
         return share_of_rank(rows, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size())
 
-    def _look_back(self, mine: list[Row]) -> None:
-        """What the policy, its reference and the critic say of the rows, before anything changes."""
+    def _look_back(self, mine: list[Row], infers: bool) -> None:
+        """What the policy (if it `infers`), its reference and the critic say of the rows, before anything changes."""
         settings = self._settings
         if settings.bypass_mode:
             for row in mine:
                 row.old_logprobs = row.engine_logprobs
-        elif settings.needs_old_logprobs:
-            self._set(mine, "old_logprobs", self._infer(self.engine, mine))
+        if infers:
+            self._set(mine, "seen_logprobs" if settings.bypass_mode else "old_logprobs", self._infer(self.engine, mine))
         if settings.needs_reference:
             self._set(mine, "ref_logprobs", self._infer_reference(mine))
         if self.critic is not None:
@@ -130,7 +137,10 @@ class Policy:
 
     def _train(self, parts: list[list[Row]], shares: list[list[Row]]) -> dict[str, float]:
         """All optimizer steps over a batch; all mini-batches are compared with the same old policy."""
-        steps = list(zip(parts, shares, strict=True)) * self._settings.ppo_epochs
+        steps = list(zip(parts, shares, strict=True))
+        if self._settings.rollout_rs is not None:
+            steps = [step for step in steps if correction.any_left(step[1])]
+        steps *= self._settings.ppo_epochs
         return mean_of([self._step(share, len({row.rollout for row in part})) for part, share in steps])
 
     def _step(self, mine: list[Row], rollouts: int) -> dict[str, float]:

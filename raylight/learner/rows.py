@@ -37,6 +37,8 @@ class Row:
     returns: torch.Tensor | None = None
     """What the critic learns to tell."""
     old_logprobs: torch.Tensor | None = None
+    seen_logprobs: torch.Tensor | None = None
+    """What the pass that trained on it first computed, where nothing was computed before."""
     ref_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     weights: torch.Tensor | None = None

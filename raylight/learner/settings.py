@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Callable
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from raylight.config import Config
+from raylight.learner.custom import COMPARED, Compared, find_estimator, find_loss, takes_values
+from raylight.learner.thresholds import check_rejection, weight_bounds
 
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of the KL divergence, http://joschu.net/blog/kl-approx.html."""
@@ -25,6 +28,12 @@ class OptimizerSettings(Config):
     weight_decay: float = Field(default=0.01, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     grad_clip: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.min_lr_ratio and self.lr_schedule == "constant":
+            raise ValueError("min_lr_ratio is where a cosine ends, and lr_schedule is 'constant'")
+        return self
 
 
 class CriticSettings(OptimizerSettings):
@@ -50,10 +59,13 @@ class CorrectionSettings(Config):
     rollout_is_threshold: float | str = 2.0
     """A number truncates the weights (TIS); "lower_upper", as in "0.5_5.0", zeroes those outside (IcePop)."""
     rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch, so that only what they say of tokens against one another counts."""
     rollout_rs: str | None = None
     """Leave out tokens or rows whose ratio is too far from 1: `token_k1`, `seq_mean_k1` (geometric), `seq_max_k2`, ..., several
     by comma."""
     rollout_rs_threshold: float | str | None = None
+    """How far: for names in k1 bounds of the ratio of engine to learner, "lower_upper" or one number x for "1/x_x"; for those in k2
+    and k3 the largest divergence. One for all, or one for each by comma."""
     bypass_mode: bool = False
     """Take the engine's log-probs for those of the old policy, instead of computing them (two policies instead of three)."""
     warn_logprob_mismatch: float = Field(default=0.0, ge=0)
@@ -66,6 +78,24 @@ class CorrectionSettings(Config):
     def corrects(self) -> bool:
         """Whether it changes the update, rather than only being measured."""
         return self.rollout_is is not None or self.rollout_rs is not None
+
+    @property
+    def warns_from(self) -> float:
+        """The difference of log-probs above which a warning is given."""
+        return self.warn_logprob_mismatch or self.max_logprob_mismatch / 10
+
+    @model_validator(mode="after")
+    def _correction_fits(self) -> Self:
+        weight_bounds(self.rollout_is_threshold)
+        if self.rollout_is is None and (self.rollout_is_threshold != 2.0 or self.rollout_is_batch_normalize):
+            raise ValueError("rollout_is_threshold and rollout_is_batch_normalize do nothing without rollout_is")
+        if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
+            raise ValueError("rollout_rs and rollout_rs_threshold need each other")
+        if self.rollout_rs is not None and self.rollout_rs_threshold is not None:
+            check_rejection(self.rollout_rs, self.rollout_rs_threshold)
+        if 0 < self.max_logprob_mismatch < self.warn_logprob_mismatch:
+            raise ValueError("warn_logprob_mismatch is above max_logprob_mismatch, which is an error already")
+        return self
 
 
 class PolicySettings(OptimizerSettings, CorrectionSettings):
@@ -118,16 +148,36 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
 
+    _estimator: Callable[..., Any] | None = PrivateAttr(default=None)
+    _loss: Callable[..., Any] | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any) -> None:
+        """Take along the user's functions that are named: the ranks, in other processes, do not have them."""
+        self._estimator, self._loss = find_estimator(self.adv_estimator), find_loss(self.loss_mode)
+
+    @property
+    def own_estimator(self) -> Callable[..., Any] | None:
+        """The user's estimator; None for one of verl's."""
+        return self._estimator
+
+    @property
+    def own_loss(self) -> Callable[..., Any] | None:
+        """The user's loss; None for one of verl's."""
+        return self._loss
+
+    @property
+    def compared(self) -> Compared:
+        """With what the estimator compares a rollout."""
+        return COMPARED.get(self.adv_estimator, "nothing")
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if (self.adv_estimator == "gae") != (self.critic is not None):
-            raise ValueError("adv_estimator 'gae' and a critic need each other")
+        if takes_values(self.adv_estimator, self._estimator) != (self.critic is not None):
+            raise ValueError("adv_estimator 'gae' (or one of your own that takes values) and a critic need each other")
         if self.kl_target is not None and not self.kl_reward_coef:
             raise ValueError("kl_target steers kl_reward_coef, which is 0")
         if self.bypass_mode and self.corrects:
             raise ValueError("in bypass_mode the ratio of the loss is that to the engine already; leave rollout_is and rollout_rs")
-        if self.rollout_rs is not None and self.rollout_rs_threshold is None:
-            raise ValueError("rollout_rs needs a rollout_rs_threshold")
         return self
 
     @property

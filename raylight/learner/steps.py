@@ -14,7 +14,7 @@ class GradientWatch:
     """Counts steps whose gradient was not finite; verl skips them, and only prints."""
 
     def __init__(self) -> None:
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     def seen(self, norm: float) -> dict[str, float]:
         """Take note of a step's gradient norm; returns metrics.
@@ -23,8 +23,8 @@ class GradientWatch:
             NonFiniteGradientError: it was not finite `MAX_NON_FINITE` times in a row.
         """
         skipped = not math.isfinite(norm)
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row >= MAX_NON_FINITE:
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row >= MAX_NON_FINITE:
             raise NonFiniteGradientError(
                 f"the gradient was not finite {MAX_NON_FINITE} times in a row; lower lr or grad_clip, or train in fp32"
             )

@@ -6,7 +6,9 @@ A contract test holds what is relied on here.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from unittest import mock
 
 import torch
 
@@ -22,34 +24,67 @@ if not torch.cuda.is_available():
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.trainer.config import AlgoConfig, CheckpointConfig
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+    from verl.trainer.ppo.core_algos import (
+        ADV_ESTIMATOR_REGISTRY,
+        POLICY_LOSS_REGISTRY,
+        AdaptiveKLController,
+        FixedKLController,
+        agg_loss,
+        get_adv_estimator_fn,
+        kl_penalty,
+        register_policy_loss,
+    )
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
     from verl.utils import tensordict_utils
+    from verl.utils.device import get_device_id
+    from verl.utils.import_utils import is_trl_available
     from verl.utils.metric import Metric
+    from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-    from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.utils.transformers_compat import drop_tied_target_keys
+    from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.config.actor import PolicyLossConfig
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+    from verl.workers.engine.utils import postprocess_batch_func
+    from verl.workers.utils.losses import ppo_loss, value_loss
     from verl.workers.utils.padding import response_from_nested
 
-if not torch.cuda.is_available():
-    verl_cpu.register_engines()
+with mock.patch.dict(sys.modules, {"trl": None}):
+    is_trl_available()  # verl remembers the answer; where TRL is installed, it would look there for a class that newer ones lack
 
 logging.getLogger().handlers[:] = _handlers
 
 __all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
     "ActorConfig",
+    "AdaptiveKLController",
     "AlgoConfig",
     "CheckpointConfig",
-    "EngineRegistry",
+    "CriticConfig",
     "FSDPEngineConfig",
+    "FSDPEngineWithLMHead",
+    "FSDPEngineWithValueHead",
     "FSDPOptimizerConfig",
+    "FixedKLController",
     "HFModelConfig",
     "Metric",
     "PolicyLossConfig",
+    "agg_loss",
+    "compute_rollout_rejection_mask",
+    "convert_weight_keys",
+    "drop_tied_target_keys",
     "get_adv_estimator_fn",
+    "get_device_id",
+    "get_hf_auto_model_class",
     "get_seqlen_balanced_partitions",
+    "kl_penalty",
+    "postprocess_batch_func",
     "ppo_loss",
+    "register_policy_loss",
     "response_from_nested",
     "tensordict_utils",
+    "unfuse_moe_params",
+    "value_loss",
 ]

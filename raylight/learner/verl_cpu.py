@@ -1,10 +1,9 @@
-"""verl on a CPU, through verl's own plugin points: a platform and two engine registrations. Imported by verl_api only."""
+"""verl on a CPU, through verl's own plugin point for platforms. Imported by verl_api only."""
 
 from __future__ import annotations
 
 import contextlib
 import types
-import warnings
 from typing import Any
 
 import torch
@@ -70,24 +69,3 @@ def _platform_class() -> type:
 
 def _constant(value: Any) -> Any:
     return lambda self, *args, **kwargs: value
-
-
-def register_engines() -> None:
-    """Register verl's FSDP2 language-model engine for the CPU."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # verl warns of every engine whose package is not installed
-        from verl.workers.engine import EngineRegistry
-        from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    class CPUEngineWithLMHead(FSDPEngineWithLMHead):
-        """A forward-only engine asks for pinned memory, which needs an accelerator; on a CPU it is built like a trained one."""
-
-        def _build_fsdp_module(self, module: Any) -> Any:
-            forward_only = self.engine_config.forward_only
-            self.engine_config.forward_only = False
-            try:
-                return super()._build_fsdp_module(module)
-            finally:
-                self.engine_config.forward_only = forward_only
-
-    EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(CPUEngineWithLMHead)

@@ -9,6 +9,8 @@ from openai import AsyncOpenAI
 import raylight as rl
 from raylight.quickstart.additions import is_right, question
 
+SAMPLING = {"temperature": 1.0, "max_tokens": 8}
+
 
 @functools.cache
 def client() -> AsyncOpenAI:
@@ -23,7 +25,7 @@ async def adder(task: dict, llm: rl.LLM) -> float:
         await client()
         .with_options(base_url=llm.endpoint, api_key=llm.api_key)
         .chat.completions.create(
-            model=llm.model, messages=[{"role": "user", "content": question(task)}], temperature=1.0, max_tokens=8
+            model=llm.model, messages=[{"role": "user", "content": question(task)}], **SAMPLING | llm.sampling_parameters
         )
     )
     return 1.0 if is_right(task, reply.choices[0].message.content or "") else 0.0

@@ -121,17 +121,18 @@ class Queries:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return found[0]
 
-    def collect(self, rollout_ids: list[str], with_spans: bool) -> list[tuple[Row, float | None, list[Row], list[Row]]]:
-        """`(rollout, reward, calls, spans)` of each rollout's latest attempt: calls in the order in which they began."""
+    def collect(self, rollout_ids: list[str], with_spans: bool) -> list[tuple[Row, Row | None, list[Row], list[Row]]]:
+        """`(rollout, last span with a reward, calls, spans)` of each rollout's latest attempt: calls in the order in which they
+        began."""
         return [self._collect(rollout_id, with_spans) for rollout_id in rollout_ids]
 
-    def _collect(self, rollout_id: str, with_spans: bool) -> tuple[Row, float | None, list[Row], list[Row]]:
+    def _collect(self, rollout_id: str, with_spans: bool) -> tuple[Row, Row | None, list[Row], list[Row]]:
         rollout = self.rollout(rollout_id)
         attempt_id = self._all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
         if attempt_id is None:
             return rollout, None, [], []
-        reward = self._all(
-            "SELECT reward FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1", [attempt_id]
+        rewarded = self._all(
+            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1", [attempt_id]
         )
         calls = self._all(
             "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND generation IS NOT NULL"
@@ -142,7 +143,7 @@ class Queries:
         if with_spans:
             ordered = f"SELECT {SPAN} FROM spans WHERE rollout_id = ? AND attempt_id = ? ORDER BY sequence_id"
             spans = self._all(ordered, [rollout_id, attempt_id])
-        return rollout, reward[0][0] if reward else None, calls, spans
+        return rollout, rewarded[0] if rewarded else None, calls, spans
 
     def latest_resources(self) -> Row | None:
         found = self._all(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1", [])

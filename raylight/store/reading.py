@@ -22,6 +22,7 @@ from raylight.semconv import (
 from raylight.store.channel import Channel
 from raylight.store.queries import Page
 from raylight.store.rows import Row, attempt_of, generation_of, resources_of, rollout_of, span_of, worker_of
+from raylight.traces.rewards import get_rewards_from_span
 from raylight.types import (
     ATTEMPT_FINISHED,
     Attempt,
@@ -207,9 +208,13 @@ class StoreReader:
         return await self._channel.send("query", "statistics")
 
 
-def _finished(rollout: Row, reward: float | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
+def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
     generations = [generation_of(*call) for call in calls]
-    return FinishedRollout(rollout_of(rollout), reward, generations, with_tokens([span_of(span) for span in spans], generations))
+    named = {reward.name: reward.value for reward in get_rewards_from_span(span_of(rewarded))} if rewarded else {}
+    return FinishedRollout(
+        rollout_of(rollout), next(iter(named.values()), None), generations,
+        with_tokens([span_of(span) for span in spans], generations), named,
+    )  # fmt: skip
 
 
 def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:

@@ -43,12 +43,25 @@ LONGEST_HEADER = 16
 
 
 @dataclass(frozen=True, slots=True)
+class CallPlace:
+    """Where a call that is trained is."""
+
+    row: int
+    last: int
+    """Index of its last token in the row."""
+    end_time: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectories:
     """What the calls of one attempt became."""
 
     rows: list[Trajectory]
     relations: list[Relation]
     """One per call that is trained, in the order of the calls."""
+    places: list[CallPlace] = field(default_factory=list)
+    """The same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +122,9 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
         base = int(np.argmax(shared)) if shared else -1
         kept = shared[base] if shared else 0
         placed.append(_Placed(call, branch, base, kept, tokens[kept:]))
-    return Trajectories([_trajectory(branch) for branch in rows], relations)
+    row_of = {id(branch): row for row, branch in enumerate(rows)}
+    places = [CallPlace(row_of[id(p.branch)], p.total - 1, p.call.end_time) for p in placed]
+    return Trajectories([_trajectory(branch) for branch in rows], relations, places)
 
 
 def _shared_with(ids: list[int], tokens: Tokens, placed: list[_Placed]) -> list[int]:

@@ -103,10 +103,22 @@ async def place(name: str, bundles: list[dict[str, float]], strategy: str, timeo
         remove_placement_group(group)
         raise
     asked = f"{len(bundles)} x {_amounts(bundles[0])}"
+    has, free = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
     raise PlacementError(
-        f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s; it has {_amounts(ray.cluster_resources())}, free now "
-        f"{_amounts(ray.available_resources())}. Ask for fewer learners, or for less of each, or add nodes"
+        f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s{_demand(strategy)}; it has {has}, free now {free}. "
+        "Ask for fewer learners, or for less of each, or add nodes"
     )
+
+
+def _demand(strategy: str) -> str:
+    """What a strict strategy asks of nodes, and what they are."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if strategy == "STRICT_SPREAD":
+        return f", each on a node of its own, and there is {len(nodes)} node(s)"
+    if strategy == "STRICT_PACK":
+        largest = max(nodes, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+        return f", all on one node, and the largest has {_amounts(largest)}"
+    return ""
 
 
 def _amounts(resources: dict[str, Any]) -> str:

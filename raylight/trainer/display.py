@@ -126,13 +126,16 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
     console = Console()
     console.print(table)
+    if best := summary.get("best"):
+        console.print(f"best: {best['metric']} {best['value']:.3f} at step {best['step']}", highlight=False)
     lost = f" ({summary['rollouts_lost']} by the infrastructure)" if summary["rollouts_lost"] else ""
     failed = summary["rollouts_failed"]
     console.print(
         f"{summary['steps']} steps, {summary['rollouts']} rollouts{f', {failed} failed' if failed else ''}{lost}, "
         f"{summary['seconds']:.0f} s", highlight=False,
     )  # fmt: skip
-    _print_files(console, folder, "config.yaml", "metrics.jsonl", "summary.json", "reward.png", "checkpoint", "store.db")
+    kept = ("checkpoint", "best") if best else ("checkpoint",)
+    _print_files(console, folder, "config.yaml", "metrics.jsonl", "summary.json", "reward.png", *kept, "store.db")
 
 
 def print_run(summary: dict[str, Any], folder: str) -> None:
@@ -141,6 +144,33 @@ def print_run(summary: dict[str, Any], folder: str) -> None:
     by_status = ", ".join(f"{count} {status}" for status, count in summary["by_status"].items())
     console.print(f"{summary['rollouts']} rollouts ({by_status or 'none'}), {summary['seconds']:.0f} s", highlight=False)
     _print_files(console, folder, "config.yaml", "summary.json", "store.db")
+
+
+def print_scores(figures: dict[str, Any], folder: str) -> None:
+    """The figures of an evaluation, as in `eval.json`."""
+    table = Table(title=f"{figures['agent']} with {figures['model']}", title_style="bold")
+    for name in ("reward", "mean", "std", "± error", "95% interval", "rollouts"):
+        table.add_column(name, justify="left" if name == "reward" else "right")
+    for name, found in figures["rewards"].items():
+        shown = figures["primary"] if name == "reward" and figures["primary"] not in (None, "primary") else name
+        interval, error = found["interval_95"], found["standard_error"]
+        table.add_row(
+            escape(shown), f"{found['mean']:.4f}", f"{found['std']:.4f}", "-" if error is None else f"{error:.4f}",
+            "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}", str(found["rollouts"]),
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    for title, by_number in (("pass@", figures["pass_at"]), ("best of ", figures["best_of"])):
+        if figures["samples"] > 1 and by_number:
+            console.print("  ".join(f"{title}{k}: {value:.4f}" for k, value in by_number.items()), highlight=False)
+    lost = f" ({figures['lost']} by the infrastructure)" if figures["lost"] else ""
+    unscored = f", {figures['unscored']} without a reward" if figures["unscored"] else ""
+    console.print(
+        f"{figures['tasks']} tasks, {figures['rollouts']} rollouts, {figures['failed']} failed{lost}{unscored}; {figures['calls']} "
+        f"calls, {figures['tokens_per_rollout']:.1f} tokens a rollout; {figures['seconds']:.1f} s, {figures['tokens_per_s']:.0f} "
+        "tokens/s", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    _print_files(console, folder, "eval.json", "eval.jsonl", "eval.png", "eval.db")
 
 
 def _print_files(console: Console, folder: str, *names: str) -> None:

@@ -23,9 +23,13 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
         "train/empty": float(content.empty),
         "train/alone": float(content.alone),
         "train/groups_without_signal": float(content.groups_without_signal),
+        "train/equal": float(content.equal),
         "train/aborted": float(content.aborted),
         "train/other_agents": float(content.other_agents),
-        **{f"trace/{name}": float(getattr(content, name)) for name in ("calls", *COUNTED_AS.values())},
+        **{
+            f"trace/{name}": float(getattr(content, name))
+            for name in ("rows_dropped", "rows_truncated", "calls", *COUNTED_AS.values())
+        },
         "time/rollout_s": seconds,
         "train/tokens_per_s": sum(lengths) / seconds,
     }

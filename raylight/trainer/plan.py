@@ -10,10 +10,11 @@ from typing import Any
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.runner.pool import Cargo
 from raylight.store.client import StoreClient
+from raylight.types import RolloutConfig
 
 RESERVED = {"task", "rollout", "resources"}
 """Names that a rollout function's parameters have from raylight."""
@@ -47,17 +48,35 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class PolicyPlan(RunPlan):
-    """And those of a run that trains a policy."""
+class ServedPlan(RunPlan):
+    """And those of a run that serves a model to agents."""
 
     model_path: str
-    algorithm: PolicyAlgorithm
     engine: EngineConfig
-    learner: LearnerConfig
     seed: int
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """Limits and retries of each rollout."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PolicyPlan(ServedPlan):
+    """And those of a run that trains a policy."""
+
+    algorithm: PolicyAlgorithm
+    learner: LearnerConfig
+    checkpoint: CheckpointConfig
+    state_url: str
+    """Where training states are."""
     total_steps: int
     trained_agents: str | None
     """Regular expression for the agents whose calls are trained."""
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return self.algorithm.rollout
 
     def resolved(self) -> dict[str, Any]:
         algorithm = self.algorithm.model_dump(mode="json")
@@ -71,6 +90,7 @@ class PolicyPlan(RunPlan):
             "trained_agents": self.trained_agents,
             "engine": self.engine.model_dump(mode="json"),
             "learner": self.learner.model_dump(mode="json"),
+            "checkpoint": self.checkpoint.model_dump(mode="json"),
             **common,
         }
 
@@ -103,6 +123,16 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
     kept = ("sampling_parameters", "agent_id")
     filled = {name: llm.model_copy(update={field: getattr(resources[name], field) for field in kept}) for name in open_slots}
     return resources | filled if filled else {"main_llm": llm} | resources | {"llm": llm}
+
+
+def with_greedy(resources: NamedResources) -> NamedResources:
+    """Resources in which the model that is trained says to take the most probable tokens."""
+    return {
+        name: value.model_copy(update={"sampling_parameters": value.sampling_parameters | {"temperature": 0.0}})
+        if isinstance(value, LLM) and value.traced and value.model == MODEL_NAME
+        else value
+        for name, value in resources.items()
+    }
 
 
 def is_open(resource: Any) -> bool:

@@ -1,55 +1,71 @@
-"""The components of a run that trains a policy: beside store and runners, the learners and the serving deployment."""
+"""The components of a run that trains a policy: beside store and runners, the learners and the serving deployment.
+
+Its rollouts have names that tell their step, so that a step that is taken again finds in the store what it had.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-import ray
 from ray.util.placement_group import remove_placement_group
 
 from raylight.agent.resources import LLM
 from raylight.aio import together
-from raylight.errors import StoreLostError, WeightSyncError
+from raylight.config import StoreConfig
+from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
 from raylight.learner.batch import TrainBatch
+from raylight.learner.checkpoints import States
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.settings import PolicySettings
-from raylight.serving.deploy.deployment import Deployment
-from raylight.serving.deploy.replica import ReplicaSpec
-from raylight.serving.fleet.board import start_board
-from raylight.serving.fleet.client import Fleet
 from raylight.serving.fleet.parity import START_TOKENS, SYNC_TOKENS, Parity, ParityWatch, probe_ids, vocabulary_of
 from raylight.trainer.cluster import place
-from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_policy
-from raylight.trainer.session import Session
-from raylight.types import TRAINABLE_AGENTS, EnqueueRolloutRequest, FinishedRollout, RolloutMode
+from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_greedy
+from raylight.trainer.resume import Start, place_of, wait_for_store
+from raylight.trainer.served_session import ServedSession
+from raylight.types import FINISHED, GREEDY, TRAINABLE_AGENTS, EnqueueRolloutRequest, FinishedRollout, RolloutMode, RolloutStatus
 
-CANCEL_TIMEOUT_S = 5.0
 
+class PolicySession(ServedSession):
+    """A ServedSession with learners."""
 
-class PolicySession(Session):
-    """A Session with learners and engines."""
+    plan: PolicyPlan
 
-    def __init__(self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool) -> None:
+    def __init__(self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool, start: Start) -> None:
         super().__init__(plan, say, cluster_ends)
-        self.plan = plan
+        self.start = start
+        self._continues = start.own
+        self.replaying = not start.is_new
+        """Steps are taken again with rollouts of the store, and engines need no weights until something is sampled."""
+        self.restarts = 0
+        """Times that the learners were lost and started anew."""
+        self.version = start.version
+        """Of the learners' weights."""
+        self._published = 0
+        self._step = start.step
+        self._catching_up = asyncio.Lock()
+        self._taken_back: set[str] = set()
+        """Rollouts that the run before left undecided."""
         self._vocabulary = vocabulary_of(plan.model_path)
         self._parity = ParityWatch(plan.algorithm.max_logprob_mismatch)
         self._told_of_sleep = False
+        self._greedy_id: str | None = None
+        """Resources of rollouts that take the most probable tokens."""
 
     async def _start(self) -> None:
         plan = self.plan
         placement = await self._place()
+        if self._continues and isinstance(plan.store, StoreConfig):
+            await wait_for_store(Path(plan.store_path))
         self._start_store()
-        self._board = start_board(plan.name, self.store)
-        self._stack.callback(ray.kill, self._board)
-        self.fleet = Fleet(self._board)
+        if self._continues:
+            await self._take_back()
+        self._start_board()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
-        deployment = self._deployment()
-        self._stack.push_async_callback(deployment.stop)
+        deployment = self._make_deployment()
         pool = self._make_pool()
         self._say("starting the engine, the learners and the runners")
         settings = PolicySettings(**{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields})
@@ -57,9 +73,21 @@ class PolicySession(Session):
             deployment.start(), self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed), pool.start()
         )
         await self._compare(0, START_TOKENS, plan.algorithm.sync_timeout_s)
-        await self._serve_upstreams()  # when Serve is there, and not two at once start it
-        await self.store.add_resources(with_policy(self.resources, LLM(endpoint=url, model=MODEL_NAME, traced=True)))
-        self._say(f"the model answers at {url}")
+        llm = LLM(endpoint=url, model=MODEL_NAME, traced=True, sampling_parameters=plan.algorithm.sampling_parameters)
+        await self._offer(llm)
+        if plan.algorithm.samples_greedily:
+            self._greedy_id = await self._add_greedy_model()
+        if not self.start.is_new:
+            await self.learners.load_state(self.start.url, self.start.step, self.version)
+
+    async def _take_back(self) -> None:
+        """Take back what the run before left undecided: its model is not the engines', until the steps since are taken again."""
+        undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
+        for lineage in filter(None, (self.start.lineage, self.start.before)):
+            left = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
+            await self.store.cancel_rollouts([rollout.rollout_id for rollout in left])
+            cancelled = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=["cancelled"])
+            self._taken_back |= {rollout.rollout_id for rollout in cancelled}
 
     async def _place(self) -> Any:
         config = self.plan.learner
@@ -67,35 +95,84 @@ class PolicySession(Session):
         self._stack.callback(remove_placement_group, placement)
         return placement
 
-    def _deployment(self) -> Deployment:
-        plan = self.plan
-        spec = ReplicaSpec(
-            app_name=plan.name, model_path=plan.model_path, model=MODEL_NAME, config=plan.engine, secret=plan.cargo.secret,
-            seed=plan.seed, store=self.store, board=self._board,
-        )  # fmt: skip
-        return Deployment(spec, self._cluster_ends)
+    def at_step(self, step: int) -> None:
+        """What is rolled out from now on is of this step, unless it says otherwise."""
+        self._step = step
 
     async def rollout(
-        self, tasks: list[Any], mode: RolloutMode, samples: int, progress: Callable[[int, int], None]
+        self,
+        tasks: list[Any],
+        mode: RolloutMode,
+        samples: int,
+        progress: Callable[[int, int], None],
+        step: int | None = None,
+        part: int = 0,
     ) -> list[FinishedRollout]:
-        """Have every task rolled out `samples` times as one group, and wait until all are decided."""
-        requests = [
-            EnqueueRolloutRequest(input=task, mode=mode, group_id=f"{mode}-{index}", config=self.plan.algorithm.rollout)
+        """Have every task rolled out `samples` times as one group, and wait until all are decided. Those of this step and part that
+        the store has already are not rolled out again."""
+        requests = self._requests(tasks, mode, samples, self._step if step is None else step, part)
+        return await self._roll_out(requests, progress)
+
+    async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
+        """Have every task rolled out once for training, by a model that says to take the most probable tokens."""
+        requests = self._requests(
+            tasks, "train", 1, step, part, kind="greedy-", resources_id=self._greedy_id, metadata={GREEDY: True}
+        )  # fmt: skip
+        return await self._roll_out(requests, lambda done, total: None)
+
+    async def _add_greedy_model(self) -> str:
+        """Add resources that are not the latest."""
+        latest = await self.store.get_latest_resources()
+        assert latest is not None, "the engines' address is there"
+        added = await self.store.add_resources(with_greedy(latest.resources))
+        await self.store.update_resources(latest.resources_id, latest.resources)
+        return added.resources_id
+
+    def _requests(
+        self, tasks: list[Any], mode: RolloutMode, samples: int, step: int, part: int, kind: str = "", **more: Any
+    ) -> list[EnqueueRolloutRequest]:
+        """One for each rollout, named by its place.
+
+        Args:
+            kind: tells the names of these from others of the same place.
+        """
+        return [
+            EnqueueRolloutRequest(
+                input=task, mode=mode, config=self.plan.rollout, group_id=f"{mode}-{step}-{part}-{index}",
+                rollout_id=f"{self.start.lineage}-{mode}-{step}-{part}-{index}-{kind}{sample}", **more,
+            )
             for index, task in enumerate(tasks)
-            for _ in range(samples)
-        ]
-        ids = [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
-        done = 0
-        try:
-            while done < len(ids):
-                wanted = min(done + max(len(ids) // 20, 1), len(ids))
-                done = len(await self.store.wait_for_rollouts(rollout_ids=ids, at_least=wanted))
-                progress(done, len(ids))
-        except asyncio.CancelledError:
-            with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends anyway
-                await asyncio.wait_for(self.store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)
-            raise
-        return await self._collect(ids)
+            for sample in range(samples)
+        ]  # fmt: skip
+
+    async def _roll_out(
+        self, requests: list[EnqueueRolloutRequest], progress: Callable[[int, int], None]
+    ) -> list[FinishedRollout]:  # fmt: skip
+        async with self._catching_up:
+            await self._catch_up(requests)
+        return await self._collect(await self._finish(requests, progress))
+
+    async def _catch_up(self, requests: list[EnqueueRolloutRequest]) -> None:
+        """Before something is sampled, the engines get the weights. What was taken back is queued again."""
+        ids = [request.rollout_id for request in requests if request.rollout_id]
+        if self.replaying and not await self._all_decided(ids):
+            self.replaying = False
+            if self.version > self._published:
+                await self.publish_weights(self.plan.algorithm.sync_timeout_s)
+        for request in requests:
+            if request.rollout_id in self._taken_back:
+                resources_id = request.resources_id or await self._latest_resources_id()
+                await self.store.update_rollout(request.rollout_id, status="requeuing", resources_id=resources_id)
+                self._taken_back.discard(request.rollout_id)
+
+    async def _all_decided(self, ids: list[str]) -> bool:
+        found = await self.store.query_rollouts(rollout_id_in=ids)
+        return len(found) == len(ids) and all(rollout.status in ("succeeded", "failed") for rollout in found)
+
+    async def _latest_resources_id(self) -> str:
+        latest = await self.store.get_latest_resources()
+        assert latest is not None, "the engines' address is there"
+        return latest.resources_id
 
     async def _collect(self, ids: list[str]) -> list[FinishedRollout]:
         """What the rollouts left; with spans only where these tell which agent called."""
@@ -103,15 +180,46 @@ class PolicySession(Session):
         chosen = [
             item.rollout.rollout_id
             for item in finished
-            if self.plan.trained_agents is not None or item.rollout.metadata.get(TRAINABLE_AGENTS)
+            if self.plan.trained_agents is not None
+            or self.plan.algorithm.turn_rewards
+            or item.rollout.metadata.get(TRAINABLE_AGENTS)
         ]
         if not chosen:
             return finished
         with_spans = {item.rollout.rollout_id: item for item in await self.store.collect(chosen, with_spans=True)}
         return [with_spans.get(item.rollout.rollout_id, item) for item in finished]
 
+    async def recover(self, fault: LearnerLostError) -> Start:
+        """Start lost learners anew, from the last training state; returns where that is. The engines go on meanwhile.
+
+        Raises:
+            LearnerError: they were lost more often than `max_restarts` allows.
+        """
+        limit = self.plan.learner.max_restarts
+        if self.restarts >= limit:
+            raise LearnerError(
+                f"the learners were lost more often than max_restarts={limit} allows; the last time: {fault}"
+            ) from fault
+        self.restarts += 1
+        self._say("the learners start anew")
+        await self.learners.restart()
+        states = States(self.plan.state_url)
+        steps = await asyncio.to_thread(states.steps)
+        place = place_of(states, steps[-1])
+        await self.learners.load_state(states.url, place.step, place.version)
+        self.version, self.replaying = place.version, True
+        return place
+
+    async def counts(self) -> dict[str, int]:
+        return {**await super().counts(), "learner_restarts": self.restarts}
+
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """One update of the learners, while the engines sleep if they share a device with them."""
+        metrics = await self._update(batch)
+        self.version += 1
+        return metrics
+
+    async def _update(self, batch: TrainBatch) -> dict[str, float]:
         config = self.plan.engine
         if not config.sleep_while_learning:
             return await self.learners.update(batch)
@@ -138,7 +246,9 @@ class PolicySession(Session):
                 version, box = await self.learners.export()
         except TimeoutError:
             raise WeightSyncError(f"the learners did not give their weights within {timeout:g} s") from None
-        await self.fleet.publish(version, box, timeout, self.plan.engine.update_mode)
+        if version > self._published:  # else the engines have it, and learners that were lost have come to it again
+            await self.fleet.publish(version, box, timeout, self.plan.engine.update_mode)
+            self._published = version
         return version, await self._compare(version, SYNC_TOKENS, timeout)
 
     async def _compare(self, version: int, tokens: int, timeout: float) -> Parity:

@@ -6,8 +6,11 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import ray
 
 from raylight.agent.resources import LLM, NamedResources
 from raylight.algorithms.base import Algorithm
@@ -15,6 +18,7 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
+from raylight.learner.checkpoints import States
 from raylight.runner.pool import Cargo
 from raylight.runner.threads import AgentThreads
 from raylight.serving.deploy.choose import choose_engine
@@ -22,10 +26,12 @@ from raylight.traces.agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
 from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, resolve_model
-from raylight.trainer.loop import train
+from raylight.trainer.loop import Training
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
+from raylight.trainer.resume import Resume, describe_tasks, find_start, highest_version, new_start, prepare_states
+from raylight.trainer.run_side import RunSide
 from raylight.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -59,6 +65,27 @@ class Run:
         self.report = report
         self._cluster_ends = cluster_ends
 
+    def resume(self, resume: Resume) -> None:
+        """Whether, and from where, to go on with an earlier run.
+
+        Raises:
+            ConfigError: nothing of this run can go on.
+        """
+        if resume is not False:
+            raise ConfigError(f"nothing reads resume: {type(self.trainer.algorithm).__name__} leaves no training states")
+
+    @property
+    def after(self) -> int | None:
+        """The step after which the run in this folder goes on; None if it begins anew."""
+        return None
+
+    def settle(self) -> None:
+        """Choose what depends on the cluster, once there is a connection to it."""
+
+    def resolved(self) -> dict[str, Any]:
+        """The run's configuration, for config.yaml."""
+        return self.plan.resolved()
+
     async def work(self) -> dict[str, Any]:
         """Bring the components up, do the run's work, take them down; returns the summary."""
         raise NotImplementedError
@@ -87,6 +114,8 @@ class PolicyRun(Run):
         resources: NamedResources = self._common["resources"]
         self.train_tasks = as_tasks(inputs.train, "train_dataset", required=True)
         self.val_tasks = as_tasks(inputs.val, "val_dataset", required=False)
+        if algorithm.patience is not None and not self.val_tasks:
+            raise ConfigError("nothing reads patience: there are no validation tasks; give a val_dataset")
         modes = ("train", "val") if self.val_tasks else ("train",)
         inputs.agent.check(with_policy(resources, LLM(model=MODEL_NAME)), modes)
         _must_fit(trainer)
@@ -96,18 +125,56 @@ class PolicyRun(Run):
             algorithm=algorithm.model_copy(update={"max_logprob_mismatch": _max_mismatch(trainer, algorithm)}),
             engine=trainer.engine.model_copy(update={"kind": _trainable_engine(trainer)}),
             learner=trainer.learner,
+            checkpoint=trainer.checkpoint,
+            state_url=_state_url(trainer.checkpoint.path or str(folder / "state")),
             seed=trainer.seed,
             total_steps=algorithm.steps(len(self.train_tasks)),
             trained_agents=_trained_agents(trainer, inputs),
         )
         self.total_steps = self.plan.total_steps
+        self._notes = trainer.surroundings.notes
+        self._resume: Resume = False
+        self.start = new_start()
+
+    def resume(self, resume: Resume) -> None:
+        if resume in (True, "auto") and self.trainer.output_dir is None:
+            raise ConfigError("resume needs the output_dir of the run that is to go on")
+        self._resume = resume
+
+    @property
+    def after(self) -> int | None:
+        return self.start.after
+
+    @property
+    def _state_config(self) -> dict[str, Any]:
+        """What a training state tells of its run."""
+        return self.plan.resolved() | {"tasks": describe_tasks(self.train_tasks)}
+
+    def settle(self) -> None:
+        instead = self.trainer.surroundings.without_gpus
+        if instead is not None and not ray.cluster_resources().get("GPU"):
+            engine = instead.engine.model_copy(update={"kind": self.plan.engine.kind})
+            self.plan = replace(self.plan, engine=engine, learner=instead.learner)
+            self._notes = instead.notes
+        highest = highest_version(self.folder / "metrics.jsonl")
+        self.start = find_start(self._resume, self.plan.state_url, self._state_config, highest)
+        if not self.start.own and self.plan.checkpoint.path and States(self.plan.state_url).steps():
+            raise ConfigError(
+                f"there are training states of another run at {self.plan.state_url}; give checkpoint.path another folder, remove "
+                "them, or resume that run"
+            )
+
+    def begin(self, report: Report, cluster_ends: bool) -> None:
+        super().begin(report, cluster_ends)
+        for note in self._notes:
+            report.note(note)
+        prepare_states(self.start, self.plan.state_url, self._state_config)
 
     async def work(self) -> dict[str, Any]:
         plan, report = self.plan, self.report
-        async with PolicySession(plan, report.stage, self._cluster_ends) as session:
-            work = train(session, plan.algorithm, self.train_tasks, self.val_tasks, report)
-            await self._noting(session.watched(work))
-            await session.learners.save(str(report.checkpoint))
+        async with PolicySession(plan, report.stage, self._cluster_ends, self.start) as session:
+            training = Training(session, plan.algorithm, self.train_tasks, self.val_tasks, report, self._state_config)
+            await self._noting(session.watched(training.run()))
             summary = report.finish(await session.counts())
             report.stage("stopping")
         return summary
@@ -127,15 +194,22 @@ class AlgorithmRun(Run):
             raise ConfigError(f"nothing reads {', '.join(trainer.given_for_policy)}: {type(algorithm).__name__} serves no model")
         self.algorithm = algorithm
         self.plan = RunPlan(**self._common)
-        must_have_endpoints(self.plan.resources.items(), algorithm)
+        if not algorithm.serves_model:
+            must_have_endpoints(self.plan.resources.items(), algorithm)
         self._datasets = {name: as_dataset(getattr(inputs, name), f"{name}_dataset") for name in ("train", "val")}
+        self.total_steps = algorithm.total_steps(len(self._datasets["train"]) if self._datasets["train"] is not None else 0)
         inputs.agent.check(self.plan.resources, more_may_come=not isinstance(algorithm, Baseline))
+
+    def resolved(self) -> dict[str, Any]:
+        algorithm = {"name": type(self.algorithm).__name__, **self.algorithm.resolved()}
+        return {**super().resolved(), "algorithm": algorithm}
 
     async def work(self) -> dict[str, Any]:
         report = self.report
         async with Session(self.plan, report.stage, self._cluster_ends) as session:
             await self._noting(session.watched(self._algorithm(session)))
-            summary = report.finish_plain(await session.counts())
+            counts = await session.counts()
+            summary = report.finish(counts) if self.algorithm.serves_model else report.finish_plain(counts)
             report.stage("stopping")
         return summary
 
@@ -145,6 +219,7 @@ class AlgorithmRun(Run):
         algorithm.set_store(session.store)
         algorithm.set_adapter(trainer.adapter or TracerTraceToTriplet())
         algorithm.set_initial_resources(session.resources)
+        algorithm.set_run_side(RunSide(self.report, self.plan.cargo.secret, session.resources, self.inputs.agent.trained_agents))
         if trainer.llm_proxy is not None:
             algorithm.set_llm_proxy(trainer.llm_proxy)
         work = {f"{name}_dataset": dataset for name, dataset in self._datasets.items()}
@@ -157,8 +232,13 @@ class AlgorithmRun(Run):
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self.trainer.progress:
-            print_run(summary, str(self.folder))
+            (print_summary if self.algorithm.serves_model else print_run)(summary, str(self.folder))
         return summary
+
+
+def _state_url(path: str) -> str:
+    """A folder in full, or a URL as it is."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def _must_fit(trainer: Trainer) -> None:

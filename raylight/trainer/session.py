@@ -50,6 +50,8 @@ class Session:
         self.run = plan
         self._say = say
         self._cluster_ends = cluster_ends
+        self._continues = False
+        """The store in the run directory is of the run that goes on here."""
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -81,7 +83,9 @@ class Session:
         if isinstance(plan.store, StoreClient):
             self.store = plan.store
             return
-        if plan.store.path is None:
+        if self._continues:
+            self._say("the store goes on where it was")
+        elif plan.store.path is None:
             Journal.discard(Path(plan.store_path))  # of an earlier run in this folder, which begins anew as a whole
         elif os.path.exists(plan.store_path):
             raise ConfigError(

@@ -15,8 +15,9 @@ from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, AnyAlgorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.run_settings import RunSettings
 from raylight.components import build_component
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, RaylightError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -26,8 +27,11 @@ from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.display import make_display
-from raylight.trainer.inputs import Inputs, as_agent, is_agent
+from raylight.trainer.eval_run import EvalRun
+from raylight.trainer.eval_session import EvalSettings
+from raylight.trainer.inputs import Inputs, as_agent, as_tasks, is_agent
 from raylight.trainer.report import Report
+from raylight.trainer.resume import Resume
 from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
 
 Trains = PolicyAlgorithm | Algorithm
@@ -51,6 +55,7 @@ class Trainer:
         n_learners: learner ranks; short for `learner={"n": ...}`.
         port: HTTP port of the model; short for `engine={"port": ...}`.
         engine, runner, learner: settings of the components, as a dict or as EngineConfig, RunnerConfig, LearnerConfig.
+        checkpoint: when and where training states are kept, from which `fit(resume=...)` goes on; a dict or a CheckpointConfig.
         store: settings of the run's store (dict or StoreConfig), or the client of one that is there already.
         tracer: catches spans inside the agent; an OtelTracer if None.
         adapter: makes training data of spans for an `Algorithm`; a TracerTraceToTriplet if None or a dict without a `type`. To GRPO
@@ -86,6 +91,7 @@ class Trainer:
         engine: EngineConfig | dict[str, Any] | None = None,
         runner: RunnerConfig | dict[str, Any] | None = None,
         learner: LearnerConfig | dict[str, Any] | None = None,
+        checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         store: StoreConfig | StoreClient | dict[str, Any] | None = None,
         tracer: Any = None,
         adapter: Any = None,
@@ -100,7 +106,6 @@ class Trainer:
         self.algorithm: Trains | None = _algorithm(algorithm, num_epochs)
         self.agent = agent
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.output_dir = output_dir
         self.initial_resources = _named(one_of("initial_resources", initial_resources, "resources", resources))
         self.runner = RunnerConfig.parse(
             runner, n=one_of("n_runners", n_runners, "n_workers", n_workers), max_rollouts=max_rollouts
@@ -112,18 +117,34 @@ class Trainer:
         )
         self.llm_proxy = None if llm_proxy is None else build_component(llm_proxy, object, "llm_proxy")
         self.hooks = _hooks(hooks)
-        self.engine = EngineConfig.parse(engine, port=port)
-        self.learner = LearnerConfig.parse(learner, n=n_learners)
-        self.seed = seed or 0
+        given = RunSettings(
+            EngineConfig.parse(engine, port=port), LearnerConfig.parse(learner, n=n_learners), CheckpointConfig.parse(checkpoint),
+            seed, output_dir,
+        )  # fmt: skip
+        self.surroundings = self.algorithm.around(given) if isinstance(self.algorithm, PolicyAlgorithm) else given
+        """What the arguments and the algorithm make of engine, learners and run directory."""
+        self.engine, self.learner = self.surroundings.engine, self.surroundings.learner
+        self.checkpoint = self.surroundings.checkpoint
+        self.seed, self.output_dir = self.surroundings.seed or 0, self.surroundings.output_dir
         self._dev = dev
         self._address = address
         self.progress = progress
         self._log_to_driver = log_to_driver
-        only_policy = {"engine": engine, "learner": learner, "n_learners": n_learners, "port": port, "seed": seed}
+        only_policy = {
+            "engine": engine, "learner": learner, "checkpoint": checkpoint, "n_learners": n_learners, "port": port, "seed": seed,
+        }  # fmt: skip
         self.given_for_policy = sorted(name for name, value in only_policy.items() if value is not None)
         """Arguments that only an algorithm that trains a policy would read."""
 
-    def fit(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None) -> dict[str, Any]:
+    def fit(
+        self,
+        agent: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        *,
+        val_data: Any = None,
+        resume: Resume = False,
+    ) -> dict[str, Any]:
         """Train the agent; returns the summary that is also in `summary.json`.
 
         Works in a script, in a notebook cell and in a Ray job. Whatever happens, no actor, deployment or placement group of the
@@ -134,20 +155,30 @@ class Trainer:
                 first instead.
             train_dataset: tasks, each given to the agent as it is; anything picklable.
             val_dataset, val_data: tasks on which progress is measured; never trained on. Two words for the same.
+            resume: "auto" goes on with the run in `output_dir` if it left a training state, and begins anew if not; with True there
+                must be one. A path names the state, or the run, to go on from. No rollout is trained twice, and none that was
+                finished is lost: the steps since the state are taken again with those that the store has. Settings may differ, but
+                not the model, the algorithm or the adapter.
 
         Raises:
             RaylightError: one of `raylight.errors`, which names what to do.
         """
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
-        return self._blocking(self._chosen_algorithm(), agent, train_dataset, val)
+        return self._blocking(self._chosen_algorithm(), agent, train_dataset, val, resume)
 
     async def train(
-        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None
+        self,
+        agent: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        *,
+        val_data: Any = None,
+        resume: Resume = False,
     ) -> dict[str, Any]:
         """`fit` for a caller that is asynchronous itself; cancelling it stops the run and cleans up."""
         algorithm = self._chosen_algorithm()
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
-        with self._run(algorithm, agent, train_dataset, val) as run:
+        with self._run(algorithm, agent, train_dataset, val, resume) as run:
             return run.finish(await run.work())
 
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None) -> dict[str, Any]:
@@ -158,6 +189,41 @@ class Trainer:
         """
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
         return self._blocking(self._fast_algorithm(), agent, train_dataset, val)
+
+    def evaluate(
+        self,
+        agent: Any = None,
+        dataset: Any = None,
+        *,
+        model: str | None = None,
+        adapter: str | None = None,
+        samples: int = 1,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """Score a model on tasks; returns the figures that are also in `eval.json`. Nothing is trained: there are no learners.
+
+        Args:
+            agent: as for `fit`.
+            dataset: tasks; the Trainer's `val_dataset` if None.
+            model: folder or name; the algorithm's if None.
+            adapter: folder of a LoRA adapter in peft's format.
+            samples: rollouts of each task.
+            settings: others of `raylight.trainer.eval_session.EvalSettings`, such as `sampling={"temperature": 0.0}`.
+
+        Raises:
+            RaylightError: one of `raylight.errors`, which names what to do.
+        """
+        model = model or getattr(self.algorithm, "model", None)
+        if model is None:
+            raise ConfigError("there is no model to score: give model=...")
+        tasks = as_tasks(dataset if dataset is not None else self.val_dataset, "dataset", required=True)
+        chosen = EvalSettings(model=model, adapter=adapter, samples=samples, **settings)
+        folder = Path(self.output_dir or f"outputs/eval-{_stamp()}").expanduser().absolute()
+        try:
+            run = EvalRun(self, as_agent(agent if agent is not None else self.agent), tasks, chosen, folder)
+            return run.run(self._address, self._log_to_driver)
+        except RaylightError as error:
+            raise error.with_traceback(None) from None
 
     def _chosen_algorithm(self) -> Trains:
         if self._dev:
@@ -172,15 +238,17 @@ class Trainer:
             raise TypeError(f"dev() needs a FastAlgorithm, such as Baseline, and not {type(algorithm).__name__}")
         return algorithm
 
-    def _blocking(self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any) -> dict[str, Any]:
+    def _blocking(
+        self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume = False
+    ) -> dict[str, Any]:
         try:
-            with self._run(algorithm, agent, train_dataset, val_dataset) as run:
+            with self._run(algorithm, agent, train_dataset, val_dataset, resume) as run:
                 return run.finish(run_blocking(run.work()))
         except RaylightError as error:
             raise error.with_traceback(None) from None  # our own frames would hide the message
 
     @contextlib.contextmanager
-    def _run(self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any) -> Iterator[Run]:
+    def _run(self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume) -> Iterator[Run]:
         """A run that is checked and planned, with a connection to Ray and a display."""
         started = time.perf_counter()
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
@@ -190,16 +258,22 @@ class Trainer:
             train_dataset if train_dataset is not None else self.train_dataset,
             val_dataset if val_dataset is not None else self.val_dataset,
         )
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        name = f"raylight-{stamp}-{secrets.token_hex(2)}"
-        folder = Path(self.output_dir or f"outputs/{name}").expanduser().absolute()
+        name = f"raylight-{_stamp()}"
+        folder = Path(self.output_dir or f"{self.surroundings.outputs}/{name}").expanduser().absolute()
         kind = PolicyRun if isinstance(algorithm, PolicyAlgorithm) else AlgorithmRun
         run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
+        run.resume(resume)
         display = make_display(self.progress, run.total_steps)
         with ray_session(self._address, self._log_to_driver) as ray, display as shown:
-            run.begin(Report(folder, shown, run.plan.resolved(), started), ray.local)
+            run.settle()
+            run.begin(Report(folder, shown, run.resolved(), started, run.after), ray.local)
             run.report.stage(f"run {name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
             yield run
+
+
+def _stamp() -> str:
+    """Tells runs apart."""
+    return f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
@@ -264,6 +338,6 @@ def _algorithm(given: Any, num_epochs: int | None) -> Trains | None:
     if isinstance(algorithm, PolicyAlgorithm):
         if algorithm.n_steps is not None:
             raise ConfigError("num_epochs and the algorithm's n_steps both say how long to train; give one of them")
-        return type(algorithm)(**algorithm.model_dump() | {"n_epochs": num_epochs})
+        return algorithm.with_epochs(num_epochs)
     algorithm.n_epochs = num_epochs
     return algorithm

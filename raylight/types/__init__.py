@@ -5,6 +5,7 @@ engine, token for token; a *span* is anything that happened; a *trajectory* is t
 """
 
 from raylight.types.rollouts import (
+    GREEDY,
     TRAINABLE_AGENTS,
     Attempt,
     EnqueueRolloutRequest,
@@ -46,6 +47,7 @@ __all__ = [
     "ATTEMPT_FINISHED",
     "ATTEMPT_TRANSITIONS",
     "FINISHED",
+    "GREEDY",
     "GREEDY_BELOW",
     "LIVE",
     "RETRIED",

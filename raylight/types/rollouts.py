@@ -12,6 +12,8 @@ from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, Wor
 FailureKind = Literal["agent", "reward", "hook", "timeout", "unresponsive", "cancelled", "infrastructure"]
 TRAINABLE_AGENTS = "trainable_agents"
 """Key of a rollout's metadata: the agents that the rollout itself marked as trainable."""
+GREEDY = "greedy"
+"""Key of a rollout's metadata: it is to take the most probable tokens, and others are compared with it."""
 
 
 class Noun(BaseModel):

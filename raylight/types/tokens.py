@@ -96,3 +96,5 @@ class FinishedRollout:
     """In the order in which the calls began."""
     spans: list[Span] = field(default_factory=list)
     """In the order of their sequence ids; empty where only tokens were asked for."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """All rewards that were given together with `reward`, by name, that one first; empty without a reward."""

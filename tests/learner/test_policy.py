@@ -59,7 +59,6 @@ def test_the_verl_that_is_installed_has_what_we_rely_on():
 
     for name in verl_api.__all__:
         assert getattr(verl_api, name) is not None
-    assert verl_api.EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__.endswith("EngineWithLMHead")
     assert callable(verl_api.get_adv_estimator_fn("grpo"))
 
 

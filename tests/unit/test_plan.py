@@ -13,7 +13,7 @@ from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import LLM, ProxyLLM
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import GRPO
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import AgentSignatureError, ConfigError
 from raylight.runner.pool import Cargo
 from raylight.store.client import StoreClient
@@ -110,7 +110,8 @@ def test_a_plan_is_written_as_yaml_without_secrets() -> None:
 def test_the_plan_of_a_policy_is_written_whole() -> None:
     algorithm = GRPO(model="m", rollout={"retry_condition": {"timeout", "failed"}})
     plan = PolicyPlan(
-        **common(), model_path="/models/m", algorithm=algorithm, engine=EngineConfig(), learner=LearnerConfig(), seed=4,
+        **common(), model_path="/models/m", algorithm=algorithm, engine=EngineConfig(), learner=LearnerConfig(),
+        checkpoint=CheckpointConfig(), state_url="state", seed=4,
         total_steps=7, trained_agents="plan.*",
     )  # fmt: skip
     resolved = plan.resolved()

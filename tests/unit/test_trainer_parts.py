@@ -17,13 +17,13 @@ from rich.console import Console
 from unit_helpers import make_finished
 
 from raylight.errors import DatasetError, EmptyTraceError, ModelNotFoundError, RewardError, RolloutsFailedError
-from raylight.learner.batch import build_batch
+from raylight.learner.batch import BatchRules, build_batch
 from raylight.trainer.display import LiveDisplay, PlainDisplay, SilentDisplay, print_run, print_summary
 from raylight.trainer.inputs import as_dataset, as_tasks, resolve_model
-from raylight.trainer.loop import _batches
 from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.plot import plot_rewards
 from raylight.trainer.report import SHOWN_ERRORS, Report
+from raylight.trainer.tasks import Batches
 from raylight.types import Failure
 
 BROKEN = Failure(kind="agent", error="ValueError: no tool", trace="  File agent.py, line 3")
@@ -139,7 +139,7 @@ def test_a_lost_infrastructure_is_never_learned_from() -> None:
 
 def test_a_step_is_described_by_its_rollouts() -> None:
     finished = [make_finished(1.0, calls=2), make_finished(0.0), make_finished(failure=BROKEN, calls=0)]
-    metrics = describe(finished, build_batch(finished, None)[1], seconds=2.0)
+    metrics = describe(finished, build_batch(finished, BatchRules())[1], seconds=2.0)
     assert metrics["train/rollouts"] == 3
     assert (metrics["train/trained"], metrics["train/failed"]) == (2, 1)
     assert (metrics["train/reward"], metrics["train/reward_std"]) == (0.5, 0.5)
@@ -148,24 +148,24 @@ def test_a_step_is_described_by_its_rollouts() -> None:
 
 def test_a_step_without_rewards_or_calls_says_nothing_about_them() -> None:
     finished = [make_finished(failure=LOST, calls=0)]
-    metrics = describe(finished, build_batch(finished, None)[1], seconds=1.0)
+    metrics = describe(finished, build_batch(finished, BatchRules())[1], seconds=1.0)
     assert not {"train/reward", "train/reward_std", "train/response_tokens", "train/calls"} & set(metrics)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
 def test_batches_are_full_and_every_pass_has_every_task_once(count: int, size: int, seed: int) -> None:
     tasks = list(range(count))
-    batches = list(itertools.islice(_batches(tasks, size, seed), 6))
+    batches = list(itertools.islice(Batches(tasks, size, seed), 6))
     assert {len(batch) for batch in batches} == {size}
     stream = [task for batch in batches for task in batch]
     for start in range(0, len(stream) - count + 1, count):
         assert sorted(stream[start : start + count]) == tasks
-    assert batches == list(itertools.islice(_batches(tasks, size, seed), 6))
+    assert batches == list(itertools.islice(Batches(tasks, size, seed), 6))
     assert tasks == list(range(count))
 
 
 def test_each_pass_is_shuffled_anew() -> None:
-    passes = list(itertools.islice(_batches(list(range(20)), 20, 0), 3))
+    passes = list(itertools.islice(Batches(list(range(20)), 20, 0), 3))
     assert passes[0] != passes[1] != passes[2]
 
 

@@ -363,3 +363,15 @@ def test_a_conversation_of_many_long_calls_is_one_row() -> None:
     assert [len(row.token_ids) for row in made.rows] == [len(context) - 1]
     changed = make_generation([*context[:5000], -5, *context[5001:]], [7])
     assert build_trajectories([*calls, changed]).relations[-1] == "drift_response"
+
+
+@given(conversations())
+def test_each_call_ends_where_its_place_says(calls: list[Generation]) -> None:
+    built = build_trajectories(calls)
+    kept = [call for call in calls if call.output_ids and call.finish_reason != "aborted"]
+    assert len(built.places) == len(built.relations) == len(kept)
+    for call, place in zip(kept, built.places, strict=True):
+        row = built.rows[place.row]
+        assert row.token_ids[: place.last + 1] == call.prompt_ids + call.output_ids
+        assert row.mask[place.last] == 1
+        assert place.end_time == call.end_time

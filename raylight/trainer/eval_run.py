@@ -1,0 +1,239 @@
+"""The run that scores a model: engines and runners, and nothing that learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raylight.agent.litagent import LitAgent
+from raylight.agent.resources import LLM
+from raylight.config import EngineConfig, StoreConfig
+from raylight.errors import ConfigError
+from raylight.runner.pool import Cargo
+from raylight.semconv import OUTPUT_MESSAGES
+from raylight.serving.deploy.choose import choose_engine
+from raylight.trainer.blocking import run_blocking
+from raylight.trainer.cluster import ray_session
+from raylight.trainer.display import make_display, print_scores
+from raylight.trainer.eval_session import EvalPlan, EvalSession, EvalSettings, find_adapter
+from raylight.trainer.inputs import resolve_model
+from raylight.trainer.outcome import raise_if_hopeless
+from raylight.trainer.plan import MODEL_NAME, merge_resources, with_policy
+from raylight.trainer.plot import plot_histogram
+from raylight.trainer.report import Narrator
+from raylight.trainer.scores import Scores, Spread, measure
+from raylight.types import FinishedRollout
+
+if TYPE_CHECKING:
+    from raylight.trainer.trainer import Trainer
+
+COLLECTED_AT_ONCE = 256
+"""Rollouts whose spans are in memory at the same time."""
+
+
+class EvalRun:
+    """Rolls every task out `samples` times and scores what came of it.
+
+    In `folder` it writes `eval.json` (all figures, and the configuration), `eval.jsonl` (a line a rollout), `eval.png` (the
+    rewards) and `eval.db` (the store); other files there are left alone, so that it may be a training's run directory.
+
+    Raises:
+        RaylightError: the agent, the model or the adapter is not there, or cannot be run.
+    """
+
+    def __init__(self, trainer: Trainer, agent: LitAgent, tasks: list[Any], settings: EvalSettings, folder: Path) -> None:
+        self.trainer = trainer
+        self.agent = agent
+        self.tasks = tasks
+        self.folder = folder
+        resources = merge_resources(agent, trainer.initial_resources)
+        agent.check(with_policy(resources, LLM(model=MODEL_NAME)), ("val",))
+        path, engine = _engine(trainer.engine, settings)
+        if settings.adapter is not None:
+            settings = settings.model_copy(update={"adapter": find_adapter(settings.adapter)})
+        self.plan = EvalPlan(
+            name=f"raylight-eval-{secrets.token_hex(4)}",
+            cargo=Cargo(agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
+            runner=trainer.runner,
+            store=trainer.store,
+            store_path=(isinstance(trainer.store, StoreConfig) and trainer.store.path) or str(folder / "eval.db"),
+            resources=resources,
+            model_path=path,
+            engine=engine,
+            seed=trainer.seed,
+            settings=settings,
+            n_tasks=len(tasks),
+        )
+
+    def run(self, address: str | None, log_to_driver: bool) -> dict[str, Any]:
+        """Do it; returns what is in `eval.json`.
+
+        Raises:
+            RaylightError: nothing could be served, or no rollout was scored.
+        """
+        self._clear()
+        show = self.trainer.progress
+        with ray_session(address, log_to_driver) as connection, make_display(show, 0) as shown:
+            narrator = Narrator(shown)
+            narrator.stage(f"run {self.plan.name}; Ray dashboard: {connection.dashboard or 'see the cluster'}")
+            figures = run_blocking(self._work(narrator, connection.local))
+        if show:
+            print_scores(figures, str(self.folder))
+        return figures
+
+    def _clear(self) -> None:
+        """What an earlier evaluation left in the folder would be taken for this one's."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in ("eval.json", "eval.png"):
+                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / "eval.jsonl").write_text("")
+        except OSError as error:
+            raise ConfigError(f"output_dir {self.folder} cannot be written: {error.strerror}") from None
+
+    async def _work(self, narrator: Narrator, cluster_ends: bool) -> dict[str, Any]:
+        settings = self.plan.settings
+        async with EvalSession(self.plan, narrator.stage, cluster_ends) as session:
+            started = time.perf_counter()
+            work = session.finish(self.tasks, "val", settings.samples, narrator.rolling("val"))
+            ids = await session.watched(work)
+            seconds = time.perf_counter() - started
+            finished = await self._collect(session, ids)
+            narrator.failures(finished)
+            narrator.stage("stopping")
+        raise_if_hopeless(finished, settings.failure_reward)
+        scores = measure(finished, settings.samples, settings.failure_reward, settings.pass_reward)
+        if note := ignored_sampling(finished, settings.sampling):
+            narrator.note(note)
+        figures = self._figures(scores, finished, seconds, note)
+        _write(self.folder / "eval.json", json.dumps(figures, indent=2) + "\n")
+        plot_histogram(rewards_by_name(finished), self.folder / "eval.png")
+        return figures
+
+    async def _collect(self, session: EvalSession, ids: list[str]) -> list[FinishedRollout]:
+        """What the rollouts left, without spans; writes a line for each."""
+        finished: list[FinishedRollout] = []
+        with (self.folder / "eval.jsonl").open("a") as file:
+            for start in range(0, len(ids), COLLECTED_AT_ONCE):
+                for item in await session.store.collect(ids[start : start + COLLECTED_AT_ONCE], with_spans=True):
+                    place = divmod(len(finished), self.plan.settings.samples)
+                    file.write(json.dumps(line_of(item, *place), default=repr) + "\n")
+                    finished.append(replace(item, spans=[]))
+        return finished
+
+    def _figures(self, scores: Scores, finished: list[FinishedRollout], seconds: float, note: str | None) -> dict[str, Any]:
+        primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
+        failures = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
+        return {
+            "agent": self.agent._title,
+            "model": self.plan.model_path or self.plan.settings.model,
+            "adapter": self.plan.settings.adapter,
+            "tasks": scores.tasks,
+            "samples": self.plan.settings.samples,
+            "rollouts": scores.rollouts,
+            "failed": scores.failed,
+            "lost": sum(failure.kind in ("infrastructure", "cancelled") for failure in failures),
+            "failures": {text: sum(f.error == text for f in failures) for text in sorted({f.error for f in failures})},
+            "unscored": scores.unscored,
+            "primary": primary,
+            "rewards": {name: _spread(found) for name, found in scores.rewards.items()},
+            "best_of": {str(k): value for k, value in scores.best_of.items()},
+            "pass_at": {str(k): value for k, value in scores.pass_at.items()},
+            "calls": scores.calls,
+            "tokens": scores.tokens,
+            "tokens_per_rollout": scores.tokens / scores.rollouts,
+            "seconds": round(seconds, 3),
+            "tokens_per_s": round(scores.tokens / seconds, 1),
+            "notes": [note] if note else [],
+            "config": self.plan.resolved(),
+        }
+
+
+def _engine(config: EngineConfig, settings: EvalSettings) -> tuple[str, EngineConfig]:
+    """The model's folder, empty where it is elsewhere, and the engine's settings with its kind."""
+    kind = choose_engine(config)
+    update: dict[str, Any] = {"kind": kind}
+    if kind == "upstream":
+        if settings.adapter is not None:
+            raise ConfigError("an upstream model is served elsewhere, and takes no adapter from here")
+        return "", config.model_copy(update=update | {"upstream_model": config.upstream_model or settings.model})
+    if settings.adapter is not None:
+        update["max_adapters"] = max(config.max_adapters, 1)
+    return resolve_model(settings.model), config.model_copy(update=update)
+
+
+def line_of(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
+    """A rollout as it is written into `eval.jsonl`.
+
+    Args:
+        task, sample: their places.
+    """
+    rollout, attempt = item.rollout, item.rollout.attempt
+    ended = attempt.end_time if attempt else None
+    texts = [span.attributes[OUTPUT_MESSAGES] for span in item.spans if OUTPUT_MESSAGES in span.attributes]
+    return {
+        "task": rollout.input,
+        "task_index": task,
+        "sample": sample,
+        "rollout_id": rollout.rollout_id,
+        "status": rollout.status,
+        "error": attempt.failure.error if attempt and attempt.failure else None,
+        "reward": item.reward,
+        "rewards": item.rewards,
+        "calls": len(texts),
+        "tokens": sum(len(call.output_ids) for call in item.generations),
+        "seconds": round(ended - attempt.start_time, 4) if attempt and ended is not None else None,
+        "text": _text(texts[-1]) if texts else None,
+    }
+
+
+def _text(messages: str) -> str | None:
+    """What the last of recorded messages says; None if it has no text, such as one that only calls tools."""
+    content = json.loads(messages)[-1].get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content
+
+
+def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]) -> str | None:
+    """What to say of sampling parameters that agents did not pass on; None if they did, as far as the recorded calls tell."""
+    calls = [call.sampling for item in finished for call in item.generations]
+    recorded = {"temperature": 1.0, "top_p": 1.0}
+    parts = []
+    for name in recorded.keys() & wanted.keys():
+        others = [value for sampling in calls if (value := sampling.get(name, recorded[name])) != wanted[name]]
+        if others:
+            parts.append(f"{len(others)} of {len(calls)} calls were sampled at {name} {others[0]:g}, not {wanted[name]:g}")
+    if not parts:
+        return None
+    return f"{'; '.join(sorted(parts))}: the agent chose itself. Have it pass llm.sampling_parameters on"
+
+
+def rewards_by_name(finished: Iterable[FinishedRollout]) -> dict[str, list[float]]:
+    """All rewards that were given by rollouts that succeeded."""
+    found: dict[str, list[float]] = {}
+    for item in finished:
+        if item.rollout.status == "succeeded":
+            for name, value in item.rewards.items():
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def _spread(found: Spread) -> dict[str, Any]:
+    interval = found.interval
+    return {
+        "mean": found.mean, "std": found.std, "standard_error": found.error,
+        "interval_95": list(interval) if interval else None, "rollouts": found.rollouts,
+    }  # fmt: skip
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)

@@ -1,0 +1,57 @@
+"""What a run hands to an algorithm that brings its own loop and serves a model of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from raylight.agent.resources import LLM, NamedResources
+from raylight.learner.batch import BatchReport
+from raylight.trainer.inputs import resolve_model
+from raylight.trainer.outcome import describe, raise_if_hopeless
+from raylight.trainer.plan import with_policy
+from raylight.trainer.report import Metrics, Report
+from raylight.types import FinishedRollout
+
+
+@dataclass(frozen=True)
+class RunSide:
+    """Implements `raylight.algorithms.base.RunSide`.
+
+    Attributes:
+        secret: of the run, from which the keys of attempts derive.
+        resources: those of the run, without the model that the algorithm is to serve.
+        trained_agents: regular expression for the agents whose calls are trained; None for all.
+    """
+
+    report: Report
+    secret: str
+    resources: NamedResources
+    trained_agents: str | None
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.report.checkpoint
+
+    def model_path(self, model: str) -> str:
+        return resolve_model(model)
+
+    def with_model(self, llm: LLM) -> NamedResources:
+        return with_policy(self.resources, llm)
+
+    def look(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
+        self.report.failures(finished)
+        raise_if_hopeless(finished, failure_reward)
+
+    def describe(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
+        self.report.drift(content)
+        return describe(finished, content, seconds)
+
+    def stage(self, text: str) -> None:
+        self.report.stage(text)
+
+    def note(self, text: str) -> None:
+        self.report.note(text)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self.report.step(step, metrics)

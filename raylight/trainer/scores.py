@@ -1,0 +1,118 @@
+"""What rollouts of known tasks were worth: means and their errors, best of k, pass@k. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from raylight.learner.batch import scored
+from raylight.types import FinishedRollout
+
+NORMAL_95 = 1.96
+"""Standard errors on either side of a mean that hold 95% of a normal distribution."""
+
+Groups = list[list[float]]
+"""Values of rollouts, by task."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a reward is spread over rollouts."""
+
+    mean: float
+    std: float
+    """Of the rollouts."""
+    error: float | None
+    """Standard error of the mean. Rollouts of a task are no independent draws, so that it is that of clusters
+    (https://arxiv.org/abs/2411.00640); None for a single task."""
+    rollouts: int
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where the mean is with 95% confidence."""
+        return None if self.error is None else (self.mean - NORMAL_95 * self.error, self.mean + NORMAL_95 * self.error)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What became of rollouts of several tasks."""
+
+    rewards: dict[str, Spread]
+    """The primary reward, as `reward`, then the others by their own names; empty where nothing was scored."""
+    best_of: dict[int, float]
+    """Expected best primary reward of k rollouts, mean over tasks."""
+    pass_at: dict[int, float]
+    """Chance that one of k rollouts passes, mean over tasks (https://arxiv.org/abs/2107.03374)."""
+    tasks: int
+    rollouts: int
+    failed: int
+    unscored: int
+    """Succeeded without a reward."""
+    calls: int
+    tokens: int
+    """Sampled, in all calls."""
+
+
+def measure(finished: list[FinishedRollout], samples: int, failure_reward: float | None, pass_reward: float) -> Scores:
+    """Score rollouts, which tell their task by their group.
+
+    A rollout that failed counts with `failure_reward`, or is left out; one that the infrastructure failed is always left out. Of
+    the rewards besides the primary one, only those that were given count. A task of which fewer than k rollouts are left
+    counts with these in best of k and pass@k.
+
+    Args:
+        samples: rollouts of each task; the highest k.
+        pass_reward: primary reward from which a rollout passes.
+    """
+    primary: dict[str, list[float]] = {}
+    others: dict[str, dict[str, list[float]]] = {}
+    for item in finished:
+        task = item.rollout.group_id or item.rollout.rollout_id
+        if (reward := scored(item, failure_reward)) is not None:
+            primary.setdefault(task, []).append(reward)
+        if item.rollout.status == "succeeded":
+            for name, value in list(item.rewards.items())[1:]:
+                others.setdefault(name, {}).setdefault(task, []).append(value)
+    groups = list(primary.values())
+    named = {"reward": groups} if groups else {}
+    named |= {name: list(by_task.values()) for name, by_task in others.items()}
+    lengths = [len(call.output_ids) for item in finished for call in item.generations]
+    return Scores(
+        rewards={name: spread(values) for name, values in named.items()},
+        best_of={k: _mean_best(groups, k) for k in numbers_to(samples) if groups},
+        pass_at={k: _mean_best([[float(r >= pass_reward) for r in g] for g in groups], k) for k in numbers_to(samples) if groups},
+        tasks=len({item.rollout.group_id or item.rollout.rollout_id for item in finished}),
+        rollouts=len(finished),
+        failed=sum(item.rollout.status != "succeeded" for item in finished),
+        unscored=sum(item.rollout.status == "succeeded" and item.reward is None for item in finished),
+        calls=len(lengths),
+        tokens=sum(lengths),
+    )
+
+
+def spread(groups: Groups) -> Spread:
+    """Mean, deviation and clustered error of values."""
+    values = [value for group in groups for value in group]
+    mean = statistics.fmean(values)
+    error = None
+    if len(groups) > 1:
+        residuals = [sum(group) - len(group) * mean for group in groups]
+        error = math.sqrt(sum(r * r for r in residuals) * len(groups) / (len(groups) - 1)) / len(values)
+    return Spread(mean, statistics.pstdev(values), error, len(values))
+
+
+def best_of(values: list[float], k: int) -> float:
+    """Expected largest of k values drawn from `values` without putting any back; of all of them where they are fewer."""
+    n = len(values)
+    k = min(k, n)
+    return sum(value * math.comb(place, k - 1) for place, value in enumerate(sorted(values))) / math.comb(n, k)
+
+
+def numbers_to(samples: int) -> list[int]:
+    """1, 2, 4, ... below `samples`, and `samples`."""
+    return [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
+
+
+def _mean_best(groups: Groups, k: int) -> float:
+    return statistics.fmean(best_of(group, k) for group in groups)

@@ -1,0 +1,204 @@
+"""Tokens per second of `Policy.update` against a bare torch loop on the same batch, in turn; peak memory; scaling over ranks.
+
+    python tests/benchmarks/learner_tokens.py [--rounds 9] [--shape tiny|small] [--ranks 2] [--packed] [--profile]
+
+Bare is plain transformers: a padded batch, one forward, the clipped loss, one backward, clipping and AdamW. The shapes are 128 rows
+of about 20 tokens on the quickstart's model, and 64 rows of 64-token answers on a random Qwen2 of 20 million parameters. With
+--ranks each rank has one thread, and the same batch is dealt to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raylight.config import LearnerConfig
+from raylight.learner.batch import TrainBatch
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+from raylight.types import Trajectory
+
+SHAPES = {"tiny": (128, 13, (4, 10)), "small": (64, 32, (64, 64))}
+"""Rows, tokens of a prompt, and the shortest and longest answer."""
+GROUP = 8
+
+
+def small_model(folder: Path) -> str:
+    """A random Qwen2 of 20 million parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=8192, hidden_size=384, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    for file in Path(STARTER_MODEL).glob("*token*"):  # verl reads a tokenizer
+        (folder / file.name).write_bytes(file.read_bytes())
+    return str(folder)
+
+
+def make_rows(shape: str, vocabulary: int) -> list[tuple[list[int], list[int]]]:
+    rows, prompt, (shortest, longest) = SHAPES[shape]
+    draw = random.Random(0)
+
+    def tokens(n: int) -> list[int]:
+        return [draw.randrange(vocabulary) for _ in range(n)]
+
+    return [(tokens(prompt), tokens(draw.randint(shortest, longest))) for _ in range(rows)]
+
+
+def as_batch(rows: list[tuple[list[int], list[int]]], version: int) -> TrainBatch:
+    trajectories = [
+        Trajectory(str(i), p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p) + [-1.0] * len(a), [-1] * len(p) + [version] * len(a))
+        for i, (p, a) in enumerate(rows)
+    ]  # fmt: skip
+    n = len(rows)
+    return TrainBatch([float(i % 3 == 0) for i in range(n)], [str(i // GROUP) for i in range(n)], trajectories, list(range(n)))
+
+
+def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Callable[[], None]:
+    """An update as one writes it by hand, from lists of tokens to new weights."""
+    from torch.nn.utils.rnn import pad_sequence
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01)
+    advantages = torch.tensor([1.0 if i % 3 == 0 else -0.5 for i in range(len(rows))])[:, None]
+
+    def step() -> None:
+        ids = pad_sequence([torch.tensor(p + a) for p, a in rows], batch_first=True)
+        lengths = torch.tensor([len(p) + len(a) for p, a in rows])[:, None]
+        starts = torch.tensor([len(p) for p, _ in rows])[:, None]
+        places = torch.arange(ids.shape[1])[None]
+        logits = model(ids, attention_mask=(places < lengths).long(), use_cache=False).logits[:, :-1]
+        logps = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+        mask = ((places >= starts) & (places < lengths))[:, 1:]
+        ratio = (logps - logps.detach()).exp()
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        loss = -(gain * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def learner_step(model_path: str, rows: list[tuple[list[int], list[int]]], args: argparse.Namespace) -> Callable[[], None]:
+    from raylight.learner.policy import Policy
+
+    settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6, calculate_entropy=args.entropy)
+    config = LearnerConfig(n=args.ranks, packed=args.packed)
+    policy = Policy(model_path, config, settings, total_steps=10_000)
+    batch = as_batch(rows, 0)
+
+    def step() -> None:
+        versioned = as_batch(rows, policy.version) if policy.version else batch
+        policy.update(versioned)
+
+    return step
+
+
+def seconds(step: Callable[[], None], clock: Callable[[], float]) -> float:
+    started = clock()
+    step()
+    return clock() - started
+
+
+def peak_mb() -> float:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """One rank; the first prints."""
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("gloo", store=dist.FileStore(args.meet, args.ranks), rank=args.rank, world_size=args.ranks)
+    model_path = args.model
+    vocabulary = 8192 if args.shape == "small" else 200
+    rows = make_rows(args.shape, vocabulary)
+    tokens = sum(len(p) + len(a) for p, a in rows)
+    steps: dict[str, Callable[[], None]] = {}
+    if args.side != "bare":
+        steps["learner"] = learner_step(model_path, rows, args)
+    if args.side != "learner":
+        steps["bare"] = bare_step(model_path, rows)
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    for _ in range(args.rounds):
+        for name, step in steps.items():
+            taken[name].append(seconds(step, clock))
+    if args.rank == 0:
+        _show(args, taken, tokens)
+    if args.profile and "learner" in steps:
+        profile = cProfile.Profile()
+        profile.runcall(lambda: [steps["learner"]() for _ in range(args.rounds)])
+        if args.rank == 0:
+            pstats.Stats(profile).sort_stats("cumulative").print_stats(70)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+    dist.destroy_process_group()
+
+
+def _show(args: argparse.Namespace, taken: dict[str, list[float]], tokens: int) -> None:
+    medians = {name: statistics.median(values) for name, values in taken.items()}
+    for name, value in medians.items():
+        print(f"{args.shape:5s} {name:7s} {args.ranks} ranks: {value * 1e3:8.1f} ms, {tokens / value:9.0f} tokens/s", flush=True)
+    if len(medians) == 2:
+        ratios = [bare / ours for bare, ours in zip(taken["bare"], taken["learner"], strict=True)]
+        overall = medians["bare"] / medians["learner"]
+        print(f"{args.shape:5s} learner/bare: {overall:.2f} of its speed (pairs {min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"{args.shape:5s} peak memory of the process: {peak_mb():.0f} MB", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--side", choices=["both", "learner", "bare"], default=None, help="one alone tells its peak memory")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="time of the process, where others are busy too")
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--entropy", action=argparse.BooleanOptionalAction, default=False, help="compute it for the metrics too")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meet", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        rank_main(args)
+        return
+    side = args.side or ("both" if args.ranks == 1 else "learner")
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in SHAPES if args.shape == "all" else [args.shape]:
+            model = small_model(Path(folder) / "small") if shape == "small" else str(STARTER_MODEL)
+            given: dict[str, Any] = {
+                "shape": shape, "rounds": args.rounds, "ranks": args.ranks, "threads": args.threads, "side": side, "model": model,
+                "clock": args.clock, "meet": f"{folder}/meet-{shape}",
+            }  # fmt: skip
+            flags = [f"--{name}={value}" for name, value in given.items()]
+            flags += ["--packed"] * args.packed + ["--profile"] * args.profile + ["--entropy"] * args.entropy
+            processes = [subprocess.Popen([sys.executable, __file__, *flags, f"--rank={rank}"]) for rank in range(args.ranks)]
+            if max(process.wait() for process in processes):
+                sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

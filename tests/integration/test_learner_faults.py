@@ -1,0 +1,204 @@
+"""Learners that die, hang or run out of memory, on a real cluster: a typed error soon, and a gang that comes back."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raylight.config import LearnerConfig
+from raylight.errors import LearnerError, LearnerLostError, LearnerMemoryError, PlacementError
+from raylight.learner.actor import LearnerActor
+from raylight.learner.batch import TrainBatch
+from raylight.learner.group import LearnerGroup, bundles
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+from raylight.trainer.cluster import place
+from raylight.types import Trajectory
+
+SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e9)
+LIMIT_S = 30.0
+
+
+def make_batch(answer: int = 4) -> TrainBatch:
+    """Four rollouts in two groups, with this many tokens in the answer."""
+    prompt = [258, 84, 82, 68]
+    rows = [
+        Trajectory(
+            str(i), prompt + [20 + i] * answer, [0] * 4 + [1] * answer, [0.0] * 4 + [-5.0] * answer, [-1] * 4 + [0] * answer
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    return TrainBatch([1.0, 0.0, 0.0, 1.0], ["a", "a", "b", "b"], rows, [0, 1, 2, 3])
+
+
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.endswith("_s")}
+
+
+@pytest.fixture
+def connected(cluster: Any) -> Iterator[None]:
+    import ray
+
+    with ray.init(address=cluster.address, log_to_driver=False):
+        yield
+    cluster.assert_clean()
+
+
+@contextlib.asynccontextmanager
+async def gang(config: LearnerConfig, actor: type = LearnerActor) -> AsyncIterator[LearnerGroup]:
+    from ray.util.placement_group import remove_placement_group
+
+    placement = await place("gang", bundles(config), config.strategy, 30)
+    group = LearnerGroup("gang", config, placement, actor)
+    try:
+        await group.setup(STARTER_MODEL, SETTINGS, 4, 0)
+        yield group
+    finally:
+        group.stop()
+        remove_placement_group(placement)
+
+
+async def ask(group: LearnerGroup, rank: int, question: Any) -> Any:
+    return await group._actors[rank].__ray_call__.remote(question)
+
+
+async def pids(group: LearnerGroup) -> list[int]:
+    return [await ask(group, rank, lambda actor: os.getpid()) for rank in group._ranks]
+
+
+async def waits_for_another(group: LearnerGroup, rank: int) -> None:
+    """Until the rank is inside a collective."""
+    end = time.monotonic() + LIMIT_S
+    while "torch/distributed" not in (stacks := await group._actors[rank].stacks.remote()).summary:
+        assert time.monotonic() < end, stacks.text
+        await asyncio.sleep(0.1)
+
+
+async def test_a_killed_rank_is_told_of_in_seconds_and_the_gang_comes_back_as_new(connected: None) -> None:
+    async with gang(LearnerConfig(n=2)) as group:
+        before = await pids(group)
+        fresh = await group.update(make_batch())
+        os.kill(before[1], signal.SIGSTOP)  # so that the other one surely waits for it
+        update = asyncio.create_task(group.update(make_batch()))
+        await waits_for_another(group, 0)
+        os.kill(before[1], signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(LearnerLostError, match=r"learner 1 died: .*See its log with `ray logs actor --id \w+"):
+            await update
+        assert time.monotonic() - killed < 10
+        with pytest.raises(LearnerLostError, match="have not been started anew since: learner 1 died"):
+            await group.update(make_batch())
+
+        for _ in range(2):  # the second time nobody was dead before
+            await group.restart()
+            assert untimed(await group.update(make_batch())) == pytest.approx(untimed(fresh), rel=1e-6)
+        after = await pids(group)
+        assert not set(before) & set(after)
+        assert not any(psutil.pid_exists(pid) for pid in before)
+
+
+async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
+    connected: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = tmp_path / "stuck"
+
+    class Sticking(LearnerActor):
+        def update(self, batch: TrainBatch) -> dict[str, float]:
+            import threading
+
+            if self._rank == 1 and stuck.exists():
+                threading.Event().wait()
+            return super().update(batch)
+
+    async with gang(LearnerConfig(n=2, collective_timeout_s=15), Sticking) as group:
+        await group.update(make_batch())
+        stuck.touch()
+        began = time.monotonic()
+        with caplog.at_level(logging.ERROR), pytest.raises(LearnerLostError, match="collective_timeout_s") as caught:
+            await group.update(make_batch())
+        assert 15 <= time.monotonic() - began < 30
+        for told in (
+            "2 of 2 learners were not done with update within 15 s",
+            "learner/policy.py",
+            "torch/distributed",
+            "threading.py",
+        ):
+            assert told in str(caught.value)
+        for logged in ("learner 0 after 15 s of update", "learner 1 after 15 s of update", "torch/distributed", "Event().wait()"):
+            assert logged in caplog.text
+
+        stuck.unlink()
+        await group.restart()
+        assert (await group.update(make_batch()))["learner/grad_norm"] > 0
+
+
+async def test_a_rank_that_cannot_even_tell_its_stacks_writes_them_into_its_log(connected: None) -> None:
+    class Selfish(LearnerActor):
+        def update(self, batch: TrainBatch) -> dict[str, float]:
+            import ctypes
+
+            ctypes.PyDLL(None).sleep(60)  # which keeps the interpreter's lock
+            return {}
+
+    async with gang(LearnerConfig(n=1, collective_timeout_s=2), Selfish) as group:
+        with pytest.raises(LearnerLostError, match=r"learner 0 says nothing .* see `ray logs actor"):
+            await group.update(make_batch())
+        from ray.util.state import get_log
+
+        log = "".join(get_log(actor_id=group._actors[0]._actor_id.hex(), suffix="err", tail=200))
+        assert "in update" in log
+
+
+async def test_too_little_memory_names_the_three_settings(connected: None) -> None:
+    def keep_within(actor: Any) -> None:
+        """Leave this process 300 MB more than it has."""
+        import resource
+
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, resource.RLIM_INFINITY))
+
+    async with gang(LearnerConfig(n=2)) as group:
+        await group.update(make_batch())
+        await ask(group, 1, keep_within)
+        with pytest.raises(LearnerMemoryError, match="learner 1 ran out of memory") as caught:
+            await group.update(make_batch(answer=12_000))
+        for setting in ("max_tokens_per_micro_batch (16384 now)", "gradient_checkpointing (False now)", "lora"):
+            assert setting in str(caught.value)
+        assert not isinstance(caught.value, LearnerLostError)
+        await group.restart()
+        assert (await group.update(make_batch()))["learner/grad_norm"] > 0
+
+
+async def test_an_error_of_code_is_no_reason_to_start_anew(connected: None) -> None:
+    class Broken(LearnerActor):
+        def update(self, batch: TrainBatch) -> dict[str, float]:
+            raise ZeroDivisionError("no more")
+
+    async with gang(LearnerConfig(n=1), Broken) as group:
+        with pytest.raises(LearnerError, match=r"learner 0 failed: ZeroDivisionError\('no more'\)") as caught:
+            await group.update(make_batch())
+        assert type(caught.value) is LearnerError
+
+
+@pytest.mark.parametrize(
+    ("learners", "cpus", "strategy", "message"),
+    [
+        (2, 0.5, "STRICT_SPREAD", r"2 x 0.5 CPU \(STRICT_SPREAD\).*each on a node of its own.*1 node"),
+        (3, 1, "STRICT_PACK", r"3 x 1 CPU \(STRICT_PACK\).*all on one node.*2 CPU"),
+        (3, 1, "SPREAD", r"3 x 1 CPU \(SPREAD\)"),
+    ],
+)
+def test_what_cannot_be_placed_is_told_with_the_reason(
+    connected: None, learners: int, cpus: float, strategy: Any, message: str
+) -> None:
+    config = LearnerConfig(n=learners, num_cpus=cpus, strategy=strategy)
+    with pytest.raises(PlacementError, match=message):
+        asyncio.run(place("gang", bundles(config), config.strategy, 2))

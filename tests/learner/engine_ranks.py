@@ -1,0 +1,52 @@
+"""One rank that updates under several settings: python engine_ranks.py RANK RANKS RENDEZVOUS_FILE; prints the metrics as JSON."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from ranks import PROBE, make_batch, plain_logprobs
+
+from raylight.config import LearnerConfig
+from raylight.learner.settings import CriticSettings, PolicySettings
+from raylight.quickstart import STARTER_MODEL
+
+LORA = {"lora": {"rank": 4, "alpha": 8}}
+VARIANTS = {"padded": {}, "packed": {"packed": True}, "tight": {"max_tokens_per_micro_batch": 18}, "lora": LORA}
+SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
+
+
+def update(config: dict, batch, **settings) -> dict[str, float]:
+    """Metrics of an update of a new policy, and its log-probs after it."""
+    from raylight.learner.policy import Policy
+
+    torch.manual_seed(0)
+    known = PolicySettings(**SETTINGS | settings)
+    policy = Policy(STARTER_MODEL, LearnerConfig(n=dist.get_world_size(), **config), known, 4)
+    metrics = policy.update(batch)
+    policy.export()
+    return metrics | {f"probe/{i}": logprob for i, logprob in enumerate(policy.logprobs(PROBE))}
+
+
+def all_updates() -> dict[str, dict[str, float]]:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    with torch.no_grad():
+        batch = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
+    found = {name: update(config, batch) for name, config in VARIANTS.items()}
+    critic = CriticSettings(lr=1e-3, mini_batches=2)
+    return found | {"critic": update(LORA, batch, adv_estimator="gae", critic=critic)}
+
+
+def main(rank: int, ranks: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
+    found = all_updates()
+    if rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

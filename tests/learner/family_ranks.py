@@ -1,0 +1,44 @@
+"""One rank of a learner: python family_ranks.py RANK RANKS RENDEZVOUS_FILE; one update by each of several algorithms, whose metrics
+are printed as JSON."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from ranks import make_batch, plain_logprobs
+
+from raylight import algorithms
+from raylight.config import LearnerConfig
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+
+CASES = {"PPO": {"kl_reward_coef": 0.1, "kl_target": 0.5}, "GMPO": {"mini_batches": 2}}
+
+
+def main(rank: int, ranks: int, file: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
+    from raylight.learner.policy import Policy
+
+    plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    with torch.no_grad():
+        exact = [logprobs.tolist() for logprobs in plain_logprobs(plain)]
+    found = {}
+    for name, more in CASES.items():
+        algorithm = getattr(algorithms, name)(model="m", lr=1e-4, max_logprob_mismatch=100.0, **more)
+        settings = PolicySettings(**{field: getattr(algorithm, field) for field in PolicySettings.model_fields})
+        torch.manual_seed(0)  # of the critic's head
+        policy = Policy(STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2)
+        first = policy.update(make_batch(exact))
+        moved = policy.update(make_batch(exact, version=1))  # which is not the reference any more
+        found[name] = [first, moved]
+    if rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,63 @@
+"""One rank that continues from a state: python state_ranks.py RANK RANKS RENDEZVOUS FOLDER KIND LOAD UPDATES
+
+Loads the state of step LOAD in FOLDER (0: begins anew), updates as often, saves the state, and prints the metrics as JSON.
+"""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from ranks import PROBE, make_batch
+
+from raylight.config import LearnerConfig, LoraConfig
+from raylight.learner.checkpoints import States
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+
+WATCHED = ("learner/pg_loss", "learner/grad_norm", "learner/entropy", "learner/lr", "learner/kl")
+
+
+def make_policy(kind: str, ranks: int):
+    from raylight.learner.policy import Policy
+
+    torch.manual_seed(0)
+    lora = LoraConfig(rank=4) if kind == "lora" else None
+    settings = PolicySettings(
+        lr=2e-3, lr_warmup_steps=4, kl_coef=1e-2, max_logprob_mismatch=100.0, mini_batches=2 if kind == "full" else 1
+    )
+    return Policy(STARTER_MODEL, LearnerConfig(n=ranks, lora=lora, max_tokens_per_micro_batch=64), settings, total_steps=8)
+
+
+def update(policy) -> dict[str, float]:
+    """One update with the same tokens each time; the engine's log-probs are only compared."""
+    batch = make_batch([[-1.0] * 6 for _ in range(8)], version=policy.version)
+    for row in batch.rows:
+        row.logprobs[:] = row.logprobs[: len(row.token_ids)]
+    metrics = policy.update(batch)
+    return {name: metrics[name] for name in WATCHED if name in metrics}
+
+
+def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, updates: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
+    from raylight.learner import state
+
+    policy, states = make_policy(kind, ranks), States(folder)
+    if load:
+        file = states.open(load) if rank == 0 else None
+        state.load(policy, file)
+        if file is not None:
+            file.close()
+    found = [update(policy) for _ in range(updates)]
+    content = state.gather(policy)
+    if content is not None:
+        states.write(policy.version, {}, lambda file: torch.save(content, file))
+    probe = policy.logprobs(PROBE)
+    if rank == 0:
+        print(json.dumps({"version": policy.version, "steps": found, "probe": probe}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6]), int(sys.argv[7]))

@@ -1,0 +1,215 @@
+"""Advantages of rollouts: statistics against references written by hand, and a rollout of many rows as one of a single row."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raylight.errors import ConfigError
+from raylight.learner.advantages import KlController, estimate
+from raylight.learner.batch import TrainBatch
+from raylight.learner.custom import COMPARED, LOSSES, UNFIT_ESTIMATORS, UNFIT_LOSSES, advantage_estimator
+from raylight.learner.rows import rows_of
+from raylight.learner.settings import CriticSettings, PolicySettings
+from raylight.learner.turn_rewards import TurnReward
+from raylight.types import Trajectory
+
+LENGTHS = [3, 1, 4, 2]
+REWARDS = [1.0, 0.0, 0.5, 2.0]
+GROUPS = ["a", "a", "b", "b"]
+
+
+def trajectory(responses: list[int]) -> Trajectory:
+    """A prompt of two tokens, then responses of these lengths with an observation of one token between each two."""
+    mask = [0, 0] + [m for i, n in enumerate(responses) for m in [0] * (i > 0) + [1] * n]
+    return Trajectory("r", list(range(len(mask))), mask, [-0.5 * m for m in mask], [m - 1 for m in mask])
+
+
+def batch_of(rollouts: list[list[list[int]]], rewards=None, groups=None, **more) -> TrainBatch:
+    """Rollouts of rows of responses of these lengths."""
+    rows = [trajectory(row) for rollout in rollouts for row in rollout]
+    owners = [owner for owner, rollout in enumerate(rollouts) for _ in rollout]
+    return TrainBatch(rewards or REWARDS[: len(rollouts)], groups or GROUPS[: len(rollouts)], rows, owners, **more)
+
+
+def policy_settings(adv_estimator: str, **given) -> PolicySettings:
+    critic = CriticSettings() if adv_estimator == "gae" else None
+    return PolicySettings(adv_estimator=adv_estimator, critic=critic, **given)
+
+
+def advantages_of(batch: TrainBatch, name: str, fields=None, **given) -> list[list[float]]:
+    """By rollout, the advantages of its sampled tokens one after the other.
+
+    Args:
+        fields: by rollout, more fields of rows: what each sampled token has of them.
+    """
+    config = policy_settings(name, **given)
+    rows = rows_of(batch)
+    for field, of_rollouts in (fields or {}).items():
+        rest = [list(values) for values in of_rollouts]
+        for row in rows:
+            values = torch.full((len(row.response),), 9.0)  # which nobody may look at
+            count = int(row.mask.sum())
+            values[row.mask == 1] = torch.tensor(rest[row.rollout][:count])
+            rest[row.rollout] = rest[row.rollout][count:]
+            setattr(row, field, values)
+    found = estimate(batch, rows, config, KlController(config))
+    told = [[] for _ in batch.rewards]
+    for row in rows:
+        assert found.advantages[row.index][row.mask == 0].abs().sum() == 0
+        told[row.rollout] += found.advantages[row.index][row.mask == 1].tolist()
+    return told
+
+
+def plain(lengths=LENGTHS, **more) -> TrainBatch:
+    return batch_of([[[n]] for n in lengths], **more)
+
+
+def of_rollouts(values: list[float]) -> list[list[float]]:
+    return [[pytest.approx(value, abs=1e-5)] * n for value, n in zip(values, LENGTHS, strict=True)]
+
+
+def whitened(values: list[float]) -> list[float]:
+    """Of rollouts, over all their tokens."""
+    tokens = np.repeat(values, LENGTHS)
+    return [(value - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for value in values]
+
+
+def test_the_names_that_we_know_are_those_of_verl():
+    from raylight.learner import verl_api
+
+    assert {*COMPARED, *UNFIT_ESTIMATORS} == {name for name in verl_api.ADV_ESTIMATOR_REGISTRY if not name.startswith("own")}
+    assert {*LOSSES, *UNFIT_LOSSES} == {name for name in verl_api.POLICY_LOSS_REGISTRY if not name.startswith("own")}
+
+
+STD = 0.5**0.5  # of 0 and 1, with Bessel's correction
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [0.5 / STD, -0.5 / STD, -0.75 / (1.5 * STD), 0.75 / (1.5 * STD)]),
+        ("grpo_vectorized", [0.5 / STD, -0.5 / STD, -0.75 / (1.5 * STD), 0.75 / (1.5 * STD)]),
+        ("rloo", [1.0, -1.0, -1.5, 1.5]),
+        ("rloo_vectorized", [1.0, -1.0, -1.5, 1.5]),
+        ("opo", [1 - 0.75, -0.75, 0.5 - 1.0, 2 - 1.0]),
+        ("gpg", [4 / 3 * 0.5, -4 / 3 * 0.5, -4 / 3 * 0.75, 4 / 3 * 0.75]),
+        ("grpo_passk", [1 / STD, 0.0, 0.0, 1.5 / (1.5 * STD)]),
+        ("reinforce_plus_plus", whitened(REWARDS)),
+        ("reinforce_plus_plus_baseline", whitened([0.5, -0.5, -0.75, 0.75])),
+    ],
+)
+def test_statistics_are_those_of_the_papers(name, expected):
+    assert advantages_of(plain(), name) == of_rollouts(expected)
+
+
+def test_without_the_standard_deviation_grpo_is_dr_grpo():
+    assert advantages_of(plain(), "grpo", norm_adv_by_std=False) == of_rollouts([0.5, -0.5, -0.75, 0.75])
+
+
+def test_remax_compares_with_the_baselines():
+    assert advantages_of(plain(baselines=[0.25, 0.25, 1.0, 1.0]), "remax") == of_rollouts([0.75, -0.25, -0.5, 1.0])
+
+
+def gae(rewards, values, gamma, lam):
+    """By hand: the sum of discounted temporal differences."""
+    after = [*values[1:], 0.0]
+    errors = [r + gamma * v1 - v for r, v, v1 in zip(rewards, values, after, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+
+
+def test_gae_skips_observations_and_is_normalised_over_the_batch():
+    values = [[0.1, 0.2, 0.3], [0.4], [0.0, 0.5, 0.1, 0.2], [0.3, 0.6]]
+    raw = [gae([0.0] * (n - 1) + [r], v, 0.9, 0.8) for n, r, v in zip(LENGTHS, REWARDS, values, strict=True)]
+    tokens = np.concatenate(raw)
+    expected = [[pytest.approx((a - tokens.mean()) / tokens.std(ddof=1), abs=1e-4) for a in one] for one in raw]
+    in_turns = batch_of([[[1, 2]], [[1]], [[2], [1, 1]], [[1], [1]]])
+    for batch in (plain(), in_turns):
+        assert advantages_of(batch, "gae", {"values": values}, gamma=0.9, lam=0.8) == expected
+
+
+def test_rewards_of_turns_are_on_the_last_token_of_their_call():
+    batch = batch_of([[[1, 2], [3]], [[1]]], [1.0, 0.0], ["a", "a"])
+    batch.turn_rewards.extend([TurnReward(0.5, 0, 0, 2), TurnReward(0.25, 0, 0, 5), TurnReward(2.0, 0, None, 7)])
+    assert batch.rows[0].mask == [0, 0, 1, 0, 1, 1]
+    config = PolicySettings(adv_estimator="reinforce_plus_plus", gamma=0.5)
+    found = estimate(batch, rows_of(batch), config, KlController(config))
+    later = 3.0 * 0.5**3  # the final one and that of a call that was left out, on the last token
+    assert found.returns[0].tolist() == pytest.approx(
+        [0.5 + 0.5 * (0.5 * 0.25) + later / 4, 0.0, 0.5 * 0.25 + later / 2 + 0.0, 0.25 + later], abs=1e-6
+    )
+    assert found.returns[1].tolist() == pytest.approx([0.75, 1.5, 3.0])
+
+
+def test_the_divergence_is_taken_off_the_reward_of_each_token():
+    old, ref = [[-1.0, -2.0], [-0.5]], [[-1.5, -1.0], [-0.75]]
+    batch = batch_of([[[1], [1]], [[1]]], [1.0, 0.0], ["a", "a"])
+    found = advantages_of(batch, "rloo", {"old_logprobs": old, "ref_logprobs": ref}, kl_reward_coef=0.1)
+    first, second = 1.0 - 0.1 * (0.5 - 1.0), 0.0 - 0.1 * 0.25
+    assert found == [[pytest.approx(first - second)] * 2, [pytest.approx(second - first)]]
+
+
+def test_the_weight_of_the_divergence_is_steered_towards_its_target():
+    config = PolicySettings(kl_reward_coef=0.1, kl_target=0.1, kl_horizon=100)
+    controller = KlController(config)
+    batch = plain(REWARDS and [1, 1, 1, 1])
+    rows = rows_of(batch)
+    for row in rows:
+        row.old_logprobs, row.ref_logprobs = torch.tensor([-1.0]), torch.tensor([-2.0])
+    metrics = estimate(batch, rows, config, controller).metrics
+    assert (metrics["learner/kl_in_reward"], metrics["learner/kl_reward_coef"]) == (1.0, 0.1)
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
+    fixed = KlController(PolicySettings(kl_reward_coef=0.1))
+    fixed.update(5.0, 4)
+    assert fixed.coef == 0.1
+
+
+responses = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+
+
+@given(st.lists(responses, min_size=4, max_size=4), st.data(), st.sampled_from(sorted(COMPARED)))
+@settings(max_examples=60, deadline=None)
+def test_a_rollout_of_several_rows_is_the_same_as_one_of_a_single_row(rollouts, data, name):
+    numbers = st.floats(-1, 1, width=32)
+    totals = [sum(turns) for turns in rollouts]
+    fields = {
+        field: [data.draw(st.lists(numbers, min_size=n, max_size=n)) for n in totals]
+        for field in ("values", "old_logprobs", "ref_logprobs")
+    }
+    more = {"baselines": [0.5, 0.25, 0.0, 1.0]} if name == "remax" else {}
+    one_row = batch_of([[turns] for turns in rollouts], **more)
+    split = batch_of([[[n] for n in turns] for turns in rollouts], **more)
+    given_ = {"gamma": 0.9, "lam": 0.8, "kl_reward_coef": 0.1}
+    expected = advantages_of(one_row, name, fields, **given_)
+    for one, other in zip(advantages_of(split, name, fields, **given_), expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_a_rollout_without_rows_still_is_one_of_its_group():
+    batch = plain([1, 1, 1])
+    left = TrainBatch(batch.rewards, ["a", "a", "a"], batch.rows[:2], batch.owners[:2])
+    assert advantages_of(left, "grpo", norm_adv_by_std=False) == [[pytest.approx(0.5)], [pytest.approx(-0.5)], []]
+
+
+@pytest.mark.parametrize("given_", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}])
+def test_where_the_loss_takes_means_of_rows_they_weigh_as_much_as_they_are_long(given_):
+    batch = batch_of([[[3], [1]], [[2]]], [1.0, 0.0], ["a", "a"])
+    assert advantages_of(batch, "rloo", **given_) == [pytest.approx([0.75] * 3 + [0.25]), pytest.approx([-1.0] * 2)]
+
+
+def test_a_users_estimator_gets_what_it_asks_for():
+    @advantage_estimator("own_halves")
+    def halves(token_level_rewards, response_mask, gamma):
+        return gamma * token_level_rewards.sum(-1, keepdim=True) * response_mask
+
+    assert advantages_of(plain(), "own_halves", gamma=0.5) == of_rollouts([0.5, 0.0, 0.25, 1.0])
+
+
+def test_a_users_estimator_that_returns_another_shape_is_an_error():
+    @advantage_estimator("own_wrong")
+    def wrong(token_level_rewards):
+        return token_level_rewards.sum(-1)
+
+    with pytest.raises(ConfigError, match=r"own_wrong.*\(4,\).*\(4, 4\)"):
+        advantages_of(plain(), "own_wrong")

@@ -1,0 +1,274 @@
+"""Rollout correction and the measures of mismatch, against what was computed by hand, on one rank and on two."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from correction_ranks import APART, CASES, MASKS, make_rows, measured, run_case
+from ranks import make_batch, plain_logprobs
+from transformers import AutoModelForCausalLM
+
+from raylight.config import LearnerConfig
+from raylight.errors import MismatchError
+from raylight.learner.settings import CorrectionSettings, PolicySettings
+from raylight.learner.thresholds import REJECTIONS
+from raylight.quickstart import STARTER_MODEL
+
+RATIOS = [math.exp(a) for apart, mask in zip(APART, MASKS, strict=True) for a, kept in zip(apart, mask, strict=True) if kept]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def corrected(name):
+    rows = make_rows()
+    return rows, run_case(rows, CASES[name])
+
+
+def weights_of(rows):
+    return [row.weights.tolist() for row in rows]
+
+
+def close(rows):
+    return [pytest.approx(row, rel=1e-5) for row in rows]
+
+
+def test_weights_of_tokens_are_their_ratios_up_to_the_threshold():
+    rows, metrics = corrected("token")
+    expected = [
+        [min(math.exp(a), 1.3) * kept for a, kept in zip(apart, mask, strict=True)]
+        for apart, mask in zip(APART, MASKS, strict=True)
+    ]
+    assert weights_of(rows) == close(expected)
+    assert rows[0].weights[2] == 0  # an observation
+    assert not any(row.weights.requires_grad for row in rows)
+    assert [row.mask.tolist() for row in rows] == MASKS
+    cut = [min(r, 1.3) for r in RATIOS]
+    mean = sum(cut) / len(cut)
+    assert metrics == pytest.approx(
+        {
+            "mismatch/weight_mean": mean, "mismatch/weight_min": math.exp(-1.5), "mismatch/weight_max": 1.3,
+            "mismatch/weight_std": (sum(c * c for c in cut) / len(cut) - mean**2) ** 0.5,
+            "mismatch/weight_ess": sum(cut) ** 2 / (len(cut) * sum(c * c for c in cut)), "mismatch/truncated": 5 / 11,
+        }, rel=1e-4,
+    )  # fmt: skip
+
+
+def test_weights_of_rows_are_the_products_of_their_ratios():
+    rows, metrics = corrected("sequence")
+    assert weights_of(rows) == close([[2, 2, 0], [0.75] * 2, [1.1 / 1.2 * 1.5] * 4, [math.exp(-1.5)], [2.0] * 2])
+    assert metrics["mismatch/truncated"] == pytest.approx(4 / 11)  # the first row's product is the threshold itself
+
+
+def test_icepop_zeroes_what_is_outside_its_bounds():
+    rows, metrics = corrected("icepop")
+    assert weights_of(rows) == close([[1, 2, 0], [0, 0], [1.1, 1 / 1.2, 1, 1.5], [0], [0, 0]])
+    assert metrics["mismatch/truncated"] == pytest.approx(5 / 11)
+    assert metrics["mismatch/weight_min"] == 0
+
+
+def test_normalised_weights_have_mean_one():
+    rows, metrics = corrected("normalised")
+    flat = torch.cat([row.weights[row.mask == 1] for row in rows])
+    assert float(flat.mean()) == pytest.approx(1, abs=1e-5)
+    assert float(flat[0]) == pytest.approx(1 / metrics["mismatch/weight_mean"], rel=1e-5)
+    rows, _ = corrected("normalised rows")
+    assert sum(float(row.weights[0]) for row in rows) / len(rows) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_geometric_mask_leaves_out_whole_rows_and_keeps_the_mask_of_observations():
+    rows, metrics = corrected("geometric")
+    means = [2**0.5, 0.75**0.5, (1.1 / 1.2 * 1.5) ** 0.25, math.exp(-1.5), math.exp(2)]  # of learner to engine
+    kept = [0.7 <= 1 / mean <= 1.2 for mean in means]
+    assert kept == [True, True, True, False, False]
+    assert [row.mask.tolist() for row in rows] == [MASKS[0], MASKS[1], MASKS[2], [0], [0, 0]]
+    assert all(row.weights is None for row in rows)
+    assert metrics == pytest.approx({"mismatch/rejected_tokens": 3 / 11, "mismatch/rejected_rows": 2 / 5})
+
+
+def test_what_several_masks_leave_is_weighed():
+    rows, metrics = corrected("both")
+    assert [row.mask.tolist() for row in rows] == [[1, 1, 0], [0, 0], [1, 1, 1, 1], [0], [0, 0]]
+    assert rows[0].weights.tolist() == pytest.approx([1, 2, 0])
+    assert metrics["mismatch/rejected_tokens"] == pytest.approx(5 / 11)
+
+
+@pytest.mark.parametrize("threshold", [1.3, "0.2_5.0"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_those_of_verl(level, threshold):
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    torch.manual_seed(0)
+    apart, mask = torch.randn(len(APART), 4), torch.nn.utils.rnn.pad_sequence([torch.tensor(m) for m in MASKS], batch_first=True)
+    rows = make_rows()
+    for row, values in zip(rows, apart, strict=True):
+        row.old_logprobs = row.engine_logprobs + values[: len(row.response)]
+    run_case(rows, {"rollout_is": level, "rollout_is_threshold": threshold})
+    log_ratio = torch.nn.utils.rnn.pad_sequence([row.old_logprobs - row.engine_logprobs for row in rows], batch_first=True)
+    theirs, _ = compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+    assert weights_of(rows) == [row[:n].tolist() for row, n in zip(theirs, map(len, APART), strict=True)]
+
+
+def test_nothing_left_is_an_error_and_not_a_nan():
+    for settings in (CASES["nothing"], {"rollout_is": "token", "rollout_is_threshold": "0.4_0.45"}):
+        rows = make_rows()
+        assert run_case(rows, settings) == "rollout correction leaves no token to train on"
+
+
+def test_every_name_of_a_mask_is_one_of_verl():
+    for name in sorted(REJECTIONS):
+        rows = make_rows()
+        assert "mismatch/rejected_tokens" in run_case(rows, {"rollout_rs": name, "rollout_rs_threshold": 100.0}), name
+
+
+def test_the_measures_of_mismatch():
+    n = len(RATIOS)
+    fresh = [abs(a) for row in range(3) for a, kept in zip(APART[row], MASKS[row], strict=True) if kept]
+    k1 = -sum(math.log(r) for r in RATIOS) / n
+    assert measured(make_rows()) == pytest.approx(
+        {
+            "mismatch/logprob_abs_max": math.log(4), "mismatch/logprob_abs_mean": sum(fresh) / len(fresh),
+            "mismatch/kl": k1, "mismatch/kl_k3": sum(RATIOS) / n - 1 + k1,
+            "mismatch/ess": sum(RATIOS) ** 2 / (n * sum(r * r for r in RATIOS)), "mismatch/stale_fraction": 3 / 11,
+            "mismatch/warned": 1.0,
+        }, rel=1e-5,
+    )  # fmt: skip
+
+
+def test_a_difference_is_a_warning_then_an_error():
+    from raylight.learner.correction import measure
+
+    def known(**settings):
+        return measure(make_rows(), 3, CorrectionSettings(**settings))
+
+    assert known(max_logprob_mismatch=20.0)["mismatch/warned"] == 0.0
+    assert known(max_logprob_mismatch=20.0, warn_logprob_mismatch=1.0)["mismatch/warned"] == 1.0
+    with pytest.raises(MismatchError, match=r"differ by up to 1\.4 for weight version 3"):
+        known(max_logprob_mismatch=1.0)
+    rows = make_rows()
+    rows[4].old_logprobs[1] = math.nan  # of an older version, but it would spoil the step
+    with pytest.raises(MismatchError, match="nan"):
+        measure(rows, 3, CorrectionSettings(max_logprob_mismatch=20.0))
+
+
+def test_two_ranks_correct_as_one(tmp_path: Path):
+    script = Path(__file__).parent / "correction_ranks.py"
+
+    def run(ranks: int) -> list[dict]:
+        tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
+        started = [
+            subprocess.Popen([sys.executable, str(script), str(rank), *tail], stdout=subprocess.PIPE, text=True)
+            for rank in range(ranks)
+        ]
+        outputs = [process.communicate(timeout=180)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * ranks
+        return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+
+    (one,), two = run(1), run(2)
+    for name in one:
+        if name.endswith(("weights", "masks")):
+            merged = two[0][name] | two[1][name]
+            assert {row: pytest.approx(values) for row, values in one[name].items()} == merged, name
+        else:
+            assert two[0][name] == two[1][name], name
+            assert two[0][name] == (one[name] if isinstance(one[name], str | bool) else pytest.approx(one[name])), name
+    assert not any(map(any, two[1]["one row masks"].values()))  # the second rank is left with nothing
+    assert two[0]["one row left"]
+
+
+def make_policy(**settings):
+    from raylight.learner.policy import Policy
+
+    known = PolicySettings(**{"lr": 1e-3, "grad_clip": 1e6, "max_logprob_mismatch": 3.0, **settings})
+    return Policy(STARTER_MODEL, LearnerConfig(), known, total_steps=4)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+
+
+SHIFT = [0.3 * (i % 4) - 0.5 for i in range(8)]
+"""Learner less engine, for all tokens of each row."""
+
+
+def shifted(plain):
+    with torch.no_grad():
+        found = [logprobs.tolist() for logprobs in plain_logprobs(plain)]
+    return make_batch([[x - shift for x in row] for row, shift in zip(found, SHIFT, strict=True)])
+
+
+def plain_norm(plain, batch, weights):
+    """Norm of the gradient of the policy's loss at the first step, by hand, with a weight for each row; None leaves one out."""
+    from test_policy import expected_advantages
+
+    plain.zero_grad()
+    terms = [
+        -(p - p.detach()).exp() * a * w
+        for p, a, w in zip(plain_logprobs(plain), expected_advantages(batch), weights, strict=True)
+        if w is not None
+    ]
+    torch.cat(terms).mean().backward()
+    return float(torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm())
+
+
+def test_weights_and_masks_reach_the_gradient(plain):
+    batch = shifted(plain)
+    ratios = [math.exp(shift) for shift in SHIFT]
+    cases = [
+        ({}, [1.0] * 8),
+        ({"rollout_is": "token", "rollout_is_threshold": 1.2}, [min(r, 1.2) for r in ratios]),
+        ({"rollout_is": "token", "rollout_is_threshold": "0.7_1.2"}, [r if 0.7 <= r <= 1.2 else 0.0 for r in ratios]),
+        (
+            {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.7_1.3"},
+            [1.0 if 0.7 <= 1 / r <= 1.3 else None for r in ratios],
+        ),
+    ]
+    norms = []
+    for settings, weights in cases:
+        norms.append(plain_norm(plain, batch, weights))
+        metrics = make_policy(**settings).update(batch)
+        assert metrics["learner/grad_norm"] == pytest.approx(norms[-1], rel=1e-4), settings
+        assert metrics["mismatch/kl"] == pytest.approx(-_token_mean(batch, SHIFT), abs=1e-4)
+    assert min(abs(a - b) for i, a in enumerate(norms) for b in norms[:i]) > 1e-3
+
+
+def _token_mean(batch, values):
+    sizes = [sum(row.mask) for row in batch.rows]
+    return sum(n * value for n, value in zip(sizes, values, strict=True)) / sum(sizes)
+
+
+def test_a_mini_batch_that_is_left_out_takes_no_step(plain):
+    batch = shifted(plain)
+    odd = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_1.0"}
+    kept = [shift >= 0 for shift in SHIFT]
+    assert kept == [False, False, True, True] * 2
+    metrics = make_policy(mini_batches=4, **odd).update(batch)  # the first two of four hold rollouts 0, 4 and 1, 5
+    assert metrics["mismatch/rejected_rows"] == 0.5
+    assert metrics["learner/skipped_steps"] == 0
+    assert math.isfinite(metrics["learner/pg_loss"])
+
+
+def test_bypass_takes_the_engines_logprobs_and_still_fails_where_they_are_not_the_policys(plain):
+    batch = shifted(plain)
+    metrics = make_policy(bypass_mode=True).update(batch)
+    assert metrics["mismatch/logprob_abs_max"] == pytest.approx(0.5, abs=1e-3)
+    assert metrics["mismatch/kl"] == pytest.approx(-_token_mean(batch, SHIFT), abs=1e-3)
+    assert metrics["learner/ppo_kl"] == pytest.approx(
+        -_token_mean(batch, SHIFT), abs=1e-3
+    )  # the ratio of the loss is to the engine
+    with pytest.raises(MismatchError, match=r"differ by up to 0\.5"):
+        make_policy(bypass_mode=True, max_logprob_mismatch=0.1).update(batch)
+    several = make_policy(bypass_mode=True, mini_batches=2, ppo_epochs=2, lr=1e-2).update(batch)
+    assert several["mismatch/logprob_abs_max"] == pytest.approx(0.5, abs=1e-3)  # of what was seen before the first step

@@ -1,0 +1,94 @@
+"""The critic on a real engine: values learned, aligned with what was there before each token."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ANSWERS, PROMPTS, make_batch
+
+from raylight.config import LearnerConfig
+from raylight.learner.settings import CriticSettings
+from raylight.quickstart import STARTER_MODEL
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_critic(config=None, **settings):
+    from raylight.learner.critic import Critic
+
+    torch.manual_seed(0)
+    known = CriticSettings(**{"lr": 3e-3, "cliprange_value": 10.0, **settings})
+    return Critic(STARTER_MODEL, LearnerConfig(**config or {}), known, total_steps=100)
+
+
+def make_rows():
+    from raylight.learner.rows import rows_of
+
+    return rows_of(make_batch([[0.0] * len(answer) for answer in ANSWERS]))
+
+
+def add_returns(rows):
+    """1 where the token before is odd, so that a value of another place cannot tell it."""
+    for row in rows:
+        before = torch.cat([row.prompt[-1:], row.response[:-1]])
+        row.returns = (before % 2).float()
+
+
+@pytest.mark.parametrize(
+    ("config", "lr"),
+    [({}, 3e-3), ({"lora": {"rank": 8, "alpha": 16}}, 1e-2), ({"packed": True}, 3e-3)],
+    ids=["full", "lora", "packed"],
+)
+def test_it_learns_a_known_function(config, lr):
+    critic, rows = make_critic(config, lr=lr), make_rows()
+    add_returns(rows)
+    seen = []
+    for _ in range(30):
+        critic.add_values(rows)
+        seen.append(critic.update(rows))
+    assert seen[0]["critic/explained_variance"] < 0.5
+    assert seen[-1]["critic/explained_variance"] > 0.9
+    assert seen[-1]["critic/vf_loss"] < seen[0]["critic/vf_loss"] / 5
+    assert all(name in seen[0] for name in ("critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/skipped_steps"))
+
+
+def test_values_are_of_the_state_before_each_token():
+    critic, rows = make_critic(), make_rows()
+    critic.add_values(rows)
+    assert [len(row.values) for row in rows] == [len(answer) for answer in ANSWERS]
+    changed = make_rows()
+    changed[0].response = changed[0].response.clone()
+    changed[0].response[1] += 1
+    critic.add_values(changed)
+    assert changed[0].values[:2] == pytest.approx(rows[0].values[:2], abs=1e-5)
+    assert changed[0].values[2:] != pytest.approx(rows[0].values[2:], abs=1e-5)
+    assert len(PROMPTS[0]) > 1
+
+
+def test_loss_and_steps_are_by_its_own_settings():
+    from raylight.learner.critic import explained_variance
+
+    critic, rows = make_critic(mini_batches=2, ppo_epochs=3, cliprange_value=0.5), make_rows()
+    add_returns(rows)
+    critic.add_values(rows)
+    told = explained_variance(rows)
+    expected = 0.5 * torch.cat([(row.values - row.returns) ** 2 for row in rows]).mean()
+    assert critic.update(rows)["critic/explained_variance"] == pytest.approx(told)
+    steps = {int(state["step"]) for state in critic.engine.optimizer.state.values()}
+    assert steps == {6}
+    once = make_critic()
+    once.add_values(rows)
+    assert once.update(rows)["critic/vf_loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_with_lora_the_head_is_trained_in_full():
+    critic = make_critic({"lora": {"rank": 4}})
+    names = [name for name, param in critic.engine.module.named_parameters() if param.requires_grad]
+    assert any(name.startswith("score.") for name in names)
+    assert all("lora_" in name or name.startswith("score.") for name in names)

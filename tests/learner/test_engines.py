@@ -1,0 +1,214 @@
+"""What the settings of a learner do to a real engine: adapters, packing, memory, schedules, ranks."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_ranks import LORA, SETTINGS, VARIANTS, all_updates
+from ranks import PROBE, make_batch, plain_logprobs, plain_probe
+from transformers import AutoModelForCausalLM
+
+from raylight.config import LearnerConfig
+from raylight.errors import ConfigError
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+
+ADAPTER_PARAMETERS = 14_592
+"""Of rank 4 on the seven projections of the starter model's two layers."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_policy(config=None, **settings):
+    from raylight.learner.policy import Policy
+
+    torch.manual_seed(0)
+    return Policy(STARTER_MODEL, LearnerConfig(**config or {}), PolicySettings(**SETTINGS | settings), total_steps=4)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+
+
+@pytest.fixture(scope="module")
+def batch(plain):
+    with torch.no_grad():
+        return make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
+
+
+@pytest.fixture(scope="module")
+def adapted(batch):
+    policy = make_policy(LORA)
+    policy.update(batch)
+    return policy
+
+
+def test_an_update_changes_the_adapter_only(batch):
+    policy = make_policy(LORA)
+    named = dict(policy.engine.module.named_parameters())
+    assert sum(param.numel() for param in named.values() if param.requires_grad) == ADAPTER_PARAMETERS
+    before = {name: param.full_tensor().clone() for name, param in named.items()}
+    policy.update(batch)
+    changed = {name for name, param in named.items() if not torch.equal(param.full_tensor(), before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+
+
+def test_the_merged_model_says_what_the_adapted_one_says(adapted, plain):
+    merged = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    weights = adapted.export()
+    assert weights.keys() == plain.state_dict().keys()
+    merged.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    said = adapted.logprobs(PROBE)
+    assert said == pytest.approx(plain_probe(merged), abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(said, plain_probe(plain), strict=True)) > 1e-3
+
+
+def test_without_its_adapter_the_policy_is_as_it_began_and_goes_on_learning(adapted, plain, batch):
+    with adapted.engine.disable_adapter():
+        assert adapted.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+    params = adapted.engine.module.parameters()
+    assert sum(param.numel() for param in params if param.requires_grad) == ADAPTER_PARAMETERS
+
+
+def test_a_saved_adapter_is_a_model_and_an_adapter(adapted, tmp_path: Path):
+    from peft import PeftModel
+
+    folder = tmp_path / "saved"
+    adapted.save(str(folder))
+    said = adapted.logprobs(PROBE)
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    assert plain_probe(merged) == pytest.approx(said, abs=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    assert plain_probe(PeftModel.from_pretrained(base, folder / "adapter")) == pytest.approx(said, abs=1e-5)
+    config, arrays = adapted.export_adapter()
+    assert json.loads(json.dumps(config))["r"] == 4
+    assert sum(array.size for array in arrays.values()) == ADAPTER_PARAMETERS
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_dropout_acts_in_training_only(batch, plain):
+    dropping = {"lora": {"rank": 4, "alpha": 8, "dropout": 0.5}}
+    policy, same = make_policy(dropping), make_policy(LORA)
+    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+    metrics = policy.update(batch)
+    assert metrics["mismatch/logprob_abs_max"] < 1e-4
+    assert metrics["learner/grad_norm"] != pytest.approx(same.update(batch)["learner/grad_norm"], rel=1e-2)
+    assert policy.logprobs(PROBE) == policy.logprobs(PROBE)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens, which cannot"),
+        ({"target_modules": ["lm_head"]}, "lm_head, which cannot"),
+    ],
+)
+def test_what_cannot_be_merged_is_not_adapted(lora, message):
+    with pytest.raises(ConfigError, match=message):
+        make_policy({"lora": lora})
+
+
+def test_modules_are_targeted_and_excluded():
+    policy = make_policy(
+        {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.v_proj"]}}
+    )
+    names = {name for name, param in policy.engine.module.named_parameters() if param.requires_grad and "lora_A" in name}
+    assert sorted(name.split("layers.")[1].split(".lora")[0] for name in names) == [
+        "0.self_attn.q_proj", "1.self_attn.q_proj", "1.self_attn.v_proj",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"packed": True}, {"packed": True, "attention": "eager"}, {"max_tokens_per_micro_batch": 18},
+        {"packed": True, "max_tokens_per_micro_batch": 40}, {"gradient_checkpointing": True},
+        {"param_offload": True, "optimizer_offload": True},
+    ],
+    ids=["packed", "packed-eager", "split", "packed-split", "checkpointing", "offload"],
+)  # fmt: skip
+def test_ways_to_compute_come_to_the_same(config, batch):
+    plain, other = make_policy(), make_policy(config)
+    assert other.update(batch) == pytest.approx(plain.update(batch), rel=1e-4, abs=1e-5)
+    assert other.logprobs(PROBE) == pytest.approx(plain.logprobs(PROBE), abs=1e-3)
+
+
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
+def test_bf16_comes_to_nearly_the_same(lora, batch):
+    exact, rough = make_policy(lora), make_policy({"dtype": "bf16", **lora}, max_logprob_mismatch=0.5)
+    metrics = rough.update(batch)
+    assert metrics["learner/grad_norm"] == pytest.approx(exact.update(batch)["learner/grad_norm"], rel=0.1)
+    trained = {param.dtype for param in rough.engine.module.parameters() if param.requires_grad}
+    assert trained == {torch.float32}
+
+
+def test_what_does_nothing_on_a_cpu_is_said(caplog):
+    make_policy({"optimizer_offload": True})
+    assert "optimizer_offload: there is no GPU" in caplog.text
+
+
+@pytest.mark.parametrize("config", [{"attention": "flash_attention_2"}, {"packed": True, "ulysses": 2, "n": 2, "num_gpus": 1}])
+def test_flash_attention_where_there_is_none_is_an_error(config):
+    with pytest.raises(ConfigError, match="needs a GPU and the package flash-attn"):
+        make_policy(config)
+
+
+def test_a_cosine_rises_and_falls_to_its_end(batch):
+    policy = make_policy(lr_schedule="cosine", lr_warmup_steps=1, min_lr_ratio=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    optimizer = policy.engine.optimizer.param_groups[0]
+    assert (optimizer["lr"], optimizer["betas"], optimizer["weight_decay"]) == (0.0, (0.8, 0.9), 0.3)
+    rates = [float(policy.engine.lr_scheduler_step()) for _ in range(4)]
+    assert rates == pytest.approx([1e-3 * (0.55 + 0.45 * math.cos(math.pi * step / 3)) for step in range(4)])
+    with pytest.raises(ConfigError, match="min_lr_ratio"):
+        PolicySettings(min_lr_ratio=0.1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_compute_the_same(batch):
+    compiled, plain = make_policy({"torch_compile": True}), make_policy()
+    assert compiled.update(batch) == pytest.approx(plain.update(batch), rel=1e-3, abs=1e-4)
+
+
+def test_one_rank_two_ranks_packed_and_padded_come_to_the_same(tmp_path: Path):
+    command = [sys.executable, str(Path(__file__).parent / "engine_ranks.py")]
+    started = [
+        subprocess.Popen([*command, str(rank), "2", str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    one, two = all_updates(), json.loads(outputs[0].strip().splitlines()[-1])
+    assert set(two) == {*VARIANTS, "critic"}
+    for variant, alone in one.items():
+        for name in ("learner/grad_norm", "learner/pg_loss", "learner/kl", "critic/grad_norm", "critic/vf_loss"):
+            if name in alone:
+                assert two[variant][name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), (variant, name)
+                if variant in ("packed", "tight"):
+                    assert alone[name] == pytest.approx(one["padded"][name], rel=1e-4, abs=1e-5), (variant, name)
+        probes = [name for name in alone if name.startswith("probe/")]
+        assert [two[variant][name] for name in probes] == pytest.approx([alone[name] for name in probes], abs=1e-3)
+
+
+@pytest.mark.parametrize("bypass_mode", [False, True])
+def test_while_the_critic_warms_up_the_policy_rests_and_is_compared_still(bypass_mode, batch, plain):
+    critic = {"lr": 1e-3, "warmup_steps": 1}
+    policy = make_policy(adv_estimator="gae", critic=critic, bypass_mode=bypass_mode)
+    metrics = policy.update(batch)
+    assert metrics["mismatch/logprob_abs_max"] < 1e-4
+    assert metrics["critic/grad_norm"] > 0
+    assert "learner/grad_norm" not in metrics
+    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)

@@ -1,0 +1,202 @@
+"""Every algorithm on verl's engine: gradients against references written by hand, and steps towards what was rewarded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_batch, plain_logprobs
+from transformers import AutoModelForCausalLM
+
+from raylight import algorithms
+from raylight.config import LearnerConfig
+from raylight.errors import ConfigError
+from raylight.learner.batch import TrainBatch
+from raylight.learner.custom import advantage_estimator, policy_loss
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+
+FAMILY = sorted(set(algorithms.__all__) - {"PolicyAlgorithm"})
+COMPARABLE = {
+    "learner/grad_norm", "learner/pg_loss", "learner/advantage_abs_mean", "learner/kl_in_reward", "learner/kl_reward_coef",
+    "critic/vf_loss", "critic/grad_norm",
+}  # fmt: skip
+OPTIONS = {"lr": 1e-3, "max_logprob_mismatch": 5.0, "grad_clip": 1e6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+
+
+@pytest.fixture(scope="module")
+def exact(plain):
+    with torch.no_grad():
+        return [logprobs.tolist() for logprobs in plain_logprobs(plain)]
+
+
+def settings_of(name: str, **more) -> PolicySettings:
+    algorithm = getattr(algorithms, name)(model="m", **OPTIONS | more)
+    return PolicySettings(**{field: getattr(algorithm, field) for field in PolicySettings.model_fields})
+
+
+def update(settings: PolicySettings, batch: TrainBatch, **learner):
+    """One update; returns metrics, gradients by name and the policy."""
+    from raylight.learner.policy import Policy
+
+    policy = Policy(STARTER_MODEL, LearnerConfig(**learner), settings, total_steps=4)
+    gradients = {}
+    step = policy.engine.optimizer_step
+
+    def spied():
+        parameters = policy.engine.module.named_parameters()
+        gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
+        return step()
+
+    policy.engine.optimizer_step = spied
+    return policy.update(batch), gradients, policy
+
+
+def batch_of(exact, noise: float = 0.0) -> TrainBatch:
+    """Eight rollouts in two groups, the first of which has two rows; the engine's log-probs are off by up to `noise`."""
+    generator = torch.Generator().manual_seed(0)
+    shifted = [[x + noise * (2 * float(torch.rand((), generator=generator)) - 1) for x in row] for row in exact]
+    batch = make_batch(shifted)
+    batch.owners[1] = 0
+    owners = [0, 0, 1, 2, 3, 4, 5, 6]
+    return TrainBatch([1.0, 0.0, 1.0, 0.5, 0.0, 1.0, 0.0], list("aaaabbb"), batch.rows, owners)
+
+
+def by_hand(plain, batch: TrainBatch, advantages: list[float], term, divisor: float):
+    """Loss and gradients of a sum of terms over tokens of all rows."""
+    plain.zero_grad()
+    total = 0.0
+    for row, owner, now in zip(batch.rows, batch.owners, plain_logprobs(plain), strict=True):
+        then = torch.tensor(row.logprobs[row.prompt_length :])
+        total = total + term(now, then, torch.tensor(advantages[owner])).sum()
+    loss = total / divisor
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+
+
+def check(found, expected):
+    metrics, gradients, _ = found
+    loss, wanted = expected
+    assert metrics["learner/pg_loss"] == pytest.approx(loss, abs=1e-5)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert torch.allclose(gradients[name], gradient, atol=1e-6 + 1e-4 * float(gradient.abs().max())), name
+
+
+def clipped(now, then, advantage):
+    """PPO's objective with room of 0.2, and its bound at 3 for negative advantages."""
+    ratio = (now - then).exp()
+    lost = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    return torch.minimum(lost, -3.0 * advantage) if advantage < 0 else lost
+
+
+@pytest.mark.parametrize("micro_batch", [16384, 48])
+def test_grpo_is_what_its_paper_says(plain, exact, micro_batch):
+    batch = batch_of(exact, noise=0.6)
+    rewards = torch.tensor(batch.rewards)
+    a, b = rewards[:4], rewards[4:]
+    advantages = torch.cat([(a - a.mean()) / (a.std() + 1e-6), (b - b.mean()) / (b.std() + 1e-6)]).tolist()
+    tokens = sum(row.trained_tokens for row in batch.rows)
+    found = update(settings_of("GRPO", bypass_mode=True), batch, max_tokens_per_micro_batch=micro_batch)
+    assert found[0]["learner/clip_fraction"] > 0.1
+    check(found, by_hand(plain, batch, advantages, clipped, tokens))
+
+
+@pytest.mark.parametrize("micro_batch", [16384, 48])
+def test_rloo_is_what_its_paper_says(plain, exact, micro_batch):
+    batch = batch_of(exact)
+    advantages = []
+    for i, (reward, group) in enumerate(zip(batch.rewards, batch.groups, strict=True)):
+        others = [r for j, (r, g) in enumerate(zip(batch.rewards, batch.groups, strict=True)) if g == group and j != i]
+        advantages.append(reward - sum(others) / len(others))
+    found = update(settings_of("RLOO"), batch, max_tokens_per_micro_batch=micro_batch)
+    # the ratio to the policy itself, whose gradient is that of the log-prob
+    check(found, by_hand(plain, batch, advantages, lambda now, _, a: -a * (now - now.detach()).exp(), len(batch.rewards)))
+
+
+@pytest.mark.parametrize("name", ["GMPO", "GSPO", "SAPO", "DrGRPO"])
+def test_losses_of_whole_rows_do_not_depend_on_micro_batches(exact, name):
+    batch, settings = batch_of(exact, noise=0.05), settings_of(name, bypass_mode=True)
+    (once, whole, _), (split, parts, _) = update(settings, batch), update(settings, batch, max_tokens_per_micro_batch=48)
+    assert split["learner/pg_loss"] == pytest.approx(once["learner/pg_loss"], abs=1e-5)
+    assert split["learner/grad_norm"] == pytest.approx(once["learner/grad_norm"], rel=1e-4)
+    assert all(torch.allclose(whole[key], parts[key], atol=1e-5) for key in whole)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_algorithm_moves_the_policy_towards_what_was_rewarded(plain, exact, name):
+    batch = make_batch(exact)  # answers that begin with token 20 are rewarded
+    if name == "ReMax":
+        batch = TrainBatch(batch.rewards, batch.groups, batch.rows, batch.owners, baselines=[0.5] * 8)
+    metrics, _, policy = update(settings_of(name), batch)
+    assert metrics["learner/grad_norm"] > 0
+    moved = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    moved.load_state_dict({key: torch.from_numpy(array) for key, array in policy.export().items()})
+    with torch.no_grad():
+        gains = [float(now[0]) - then[0] for now, then in zip(plain_logprobs(moved), exact, strict=True)]
+    good = [gain for gain, reward in zip(gains, batch.rewards, strict=True) if reward]
+    bad = [gain for gain, reward in zip(gains, batch.rewards, strict=True) if not reward]
+    assert sum(good) / len(good) > sum(bad) / len(bad) + 1e-3
+
+
+def test_a_users_estimator_and_loss_take_the_place_of_verls(exact):
+    @advantage_estimator("own_centred")
+    def centred(token_level_rewards, response_mask, index):
+        rewards = token_level_rewards.sum(-1)
+        means = torch.stack([rewards[torch.tensor(index == group)].mean() for group in index])
+        return (rewards - means)[:, None] * response_mask
+
+    @policy_loss("own_reinforce")
+    def reinforce(log_prob, advantages):
+        return -advantages * log_prob
+
+    batch, common = batch_of(exact), {**OPTIONS, "loss_agg_mode": "seq-mean-token-mean"}
+    own = PolicySettings(adv_estimator="own_centred", loss_mode="own_reinforce", **common)
+    _, found, _ = update(own, batch, max_tokens_per_micro_batch=48)
+    _, expected, _ = update(PolicySettings(norm_adv_by_std=False, **common), batch)
+    assert all(torch.allclose(found[key], expected[key], atol=1e-6) for key in expected)
+
+
+def test_a_users_loss_that_is_no_loss_of_tokens_is_an_error(exact):
+    @policy_loss("own_mean")
+    def mean(log_prob):
+        return log_prob.mean()
+
+    with pytest.raises(ConfigError, match=r"own_mean.*loss of each token"):
+        update(PolicySettings(loss_mode="own_mean", **OPTIONS), batch_of(exact))
+
+
+def test_two_ranks_take_the_steps_that_one_takes(tmp_path: Path):
+    def run(ranks: int) -> dict[str, list[dict[str, float]]]:
+        command = [sys.executable, str(Path(__file__).parent / "family_ranks.py")]
+        tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
+        started = [subprocess.Popen([*command, str(rank), *tail], stdout=subprocess.PIPE, text=True) for rank in range(ranks)]
+        outputs = [process.communicate(timeout=300)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * ranks
+        return json.loads(outputs[0].strip().splitlines()[-1])
+
+    one, two = run(1), run(2)
+    for name, updates in one.items():
+        for alone, together in zip(updates, two[name], strict=True):
+            told = [key for key in alone if key in COMPARABLE]
+            assert len(told) >= 3
+            assert [together[key] for key in told] == pytest.approx([alone[key] for key in told], rel=2e-3, abs=1e-4), name
+    assert abs(one["PPO"][1]["learner/kl_in_reward"]) > 1e-4
+    assert one["PPO"][1]["learner/kl_reward_coef"] < 0.1  # it is far below its target

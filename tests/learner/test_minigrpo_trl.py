@@ -1,0 +1,82 @@
+"""MiniGRPO by TRL's GRPOTrainer: single-turn prompts, in process, without Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from raylight.algorithms.minigrpo import trl_backend
+from raylight.algorithms.minigrpo.settings import MiniSettings
+from raylight.errors import RewardError
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions, is_right, question
+
+pytest.importorskip("trl", reason="the extra raylight[trl] is not installed")
+
+
+class Side:
+    """Keeps what a run would report."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = folder / "checkpoint"
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.notes: list[str] = []
+
+    def model_path(self, model: str) -> str:
+        return model
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.rows.append((step, metrics))
+
+
+def chat_of(task: dict) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question(task)}]
+
+
+def score(task: dict, text: str) -> float:
+    return float(is_right(task, text))
+
+
+def settings(**given: Any) -> MiniSettings:
+    plain = {
+        "model": STARTER_MODEL, "backend": "trl", "prompt_of": chat_of, "reward_of": score, "lr": 2e-3, "n_steps": 8,
+        "tasks_per_step": 16, "max_model_len": 64, "max_new_tokens": 8, "max_tokens_per_micro_batch": 64 * 128, "device": "cpu",
+        "gradient_checkpointing": False,
+    }  # fmt: skip
+    return MiniSettings(**plain | given)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
+    train, val = additions(0)
+    side = Side(tmp_path)
+    await trl_backend.train(settings(val_every=4, save_every=4), None, side, train[:512], val)  # type: ignore[arg-type]
+    rows = dict(side.rows)
+    assert list(rows) == list(range(9))
+    assert [step for step, row in rows.items() if "val/reward" in row] == [0, 4, 8]
+    assert rows[0]["val/reward"] <= 0.65
+    assert rows[8]["val/reward"] >= rows[0]["val/reward"] + 0.15
+    assert all(row["learner/grad_norm"] >= 0 and 0 <= row["train/reward"] <= 1 for step, row in rows.items() if step)
+    assert any("the agent is not called" in note for note in side.notes)
+    assert (side.checkpoint / "step-4" / "adapter_model.safetensors").exists()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(STARTER_MODEL), side.checkpoint)
+    assert max(float(p.abs().max()) for name, p in loaded.named_parameters() if "lora_B" in name) > 1e-4
+
+
+async def test_a_reward_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    given = settings(n_steps=1, tasks_per_step=1, reward_of=lambda task, text: float("nan"))
+    with pytest.raises(RewardError, match="no finite number"):
+        await trl_backend.train(given, None, Side(tmp_path), additions(0)[0][:8], [])  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""What VERL(config) relies on of verl: its file of defaults, and the keys in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any, get_args
+
+import pytest
+from omegaconf import OmegaConf
+
+from raylight.algorithms.verl_config.convert import GROUPED, KL
+from raylight.algorithms.verl_config.defaults import verl_defaults
+from raylight.algorithms.verl_config.keys import AGENT_LIGHTNING, KEYS
+from raylight.learner import verl_api
+from raylight.learner.settings import LossAggregation
+
+ABSENT = object()
+
+
+@pytest.mark.parametrize("key", sorted(KEYS.keys() - set(AGENT_LIGHTNING)))
+def test_verl_has_the_key(key: str) -> None:
+    node: Any = OmegaConf.to_container(verl_defaults(), resolve=False)
+    for name in key.split("."):
+        assert name in node, f"verl's defaults have no {key}"
+        node = node[name]
+
+
+def test_the_others_are_not_verls() -> None:
+    assert not [key for key in AGENT_LIGHTNING if OmegaConf.select(verl_defaults(), key, default=ABSENT) is not ABSENT]
+
+
+def test_the_file_says_what_verls_dataclasses_say() -> None:
+    """The file is generated, and this would tell that it is stale."""
+    classes = {
+        "actor_rollout_ref.actor": verl_api.ActorConfig,
+        "actor_rollout_ref.actor.policy_loss": verl_api.PolicyLossConfig,
+        "actor_rollout_ref.actor.fsdp_config": verl_api.FSDPEngineConfig,
+        "actor_rollout_ref.model": verl_api.HFModelConfig,
+        "algorithm": verl_api.AlgoConfig,
+    }
+    for section, cls in classes.items():
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        rows = [key.removeprefix(f"{section}.") for key in KEYS.keys() - set(AGENT_LIGHTNING) if key.startswith(f"{section}.")]
+        own = {name for name in rows if "." not in name}
+        assert own - fields.keys() <= {"grad_clip", "ulysses_sequence_parallel_size"}, section
+        for name in own & fields.keys():
+            default = fields[name].default
+            if default is dataclasses.MISSING or default == "???" or (section, name) in DIFFER:
+                continue
+            assert OmegaConf.select(verl_defaults(), f"{section}.{name}") == default, f"{section}.{name}"
+
+
+DIFFER = {
+    ("actor_rollout_ref.actor", "strategy"), ("actor_rollout_ref.model", "path"),
+    ("actor_rollout_ref.actor.fsdp_config", "dtype"), ("algorithm", "adv_estimator"),
+}  # fmt: skip
+"""Where the file has a default of its own."""
+
+
+def test_names_that_are_known_here_are_verls() -> None:
+    for name in GROUPED:
+        assert verl_api.get_adv_estimator_fn(name)
+    assert set(get_args(LossAggregation)) == {
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
+    }  # fmt: skip
+
+
+def test_kl_names_mean_what_verl_means() -> None:
+    import torch
+    from verl.trainer.ppo.core_algos import kl_penalty_forward
+
+    ours, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    for verls, name in KL.items():
+        assert torch.equal(kl_penalty_forward(ours, ref, verls), kl_penalty_forward(ours, ref, name)), verls
+
+
+def test_reading_a_configuration_imports_neither_verl_nor_torch() -> None:
+    code = (
+        "import sys; from raylight.algorithms.verl import VERL; "
+        "VERL({'actor_rollout_ref': {'model': {'path': 'm'}, 'rollout': {'name': 'hf'}}}); "
+        "heavy = {'torch', 'transformers', 'vllm', 'verl', 'ray'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
