@@ -84,7 +84,7 @@ def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
     return verl.FSDPOptimizerConfig(
         lr=settings.lr, lr_scheduler_type=settings.lr_schedule, lr_warmup_steps=settings.lr_warmup_steps,
         min_lr_ratio=settings.min_lr_ratio, total_training_steps=max(total_steps, 1), weight_decay=settings.weight_decay,
-        betas=settings.betas, clip_grad=settings.grad_clip,
+        betas=settings.betas, clip_grad=settings.grad_clip, override_optimizer_config={"fused": True},
     )  # fmt: skip
 
 

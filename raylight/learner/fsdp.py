@@ -14,6 +14,7 @@ from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError
 from raylight.learner import verl_api as verl
 from raylight.learner.micro_batches import micro_batches
+from raylight.learner.responses import of_responses
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         idle = int(most) - len(parts)  # passes to take part in, with nothing to compute
         outputs = []
         for i, part in enumerate([parts[-1][-1:]] * idle + parts):
-            micro_batch = tools.index_select_tensor_dict(data, part)
+            micro_batch = data if len(part) == len(lengths) and not idle else tools.index_select_tensor_dict(data, part)
             if i < idle:
                 for name in ("loss_mask", "response_mask"):
                     micro_batch[name] = torch.zeros_like(micro_batch[name])
@@ -94,6 +95,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             if i >= idle:
                 outputs.append(output)
         return verl.postprocess_batch_func(output_lst=outputs, indices=parts, data=data)
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        """verl's computes log-probs of prompts too, and one token at a time where flash attention is not installed."""
+        if self.use_ulysses_sp:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        entropy = verl.tensordict_utils.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+        return of_responses(output, micro_batch, packed=self._learner.packed, entropy=entropy)
 
     def _pass(self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool, last: bool) -> dict[str, Any]:
         with torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=last):
@@ -106,6 +114,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
 class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):
     """The critic: the policy's architecture with a head of one number per token."""
+
+    prepare_model_outputs = verl.FSDPEngineWithValueHead.prepare_model_outputs
 
     def _build_module(self) -> Any:
         """verl's loader of value models insists on flash attention; its loader of language models takes any architecture."""

@@ -11,6 +11,7 @@ from raylight.errors import ConfigError
 from raylight.learner import verl_api as verl
 from raylight.learner.custom import taken
 from raylight.learner.engines import optimizer_config
+from raylight.learner.responses import of_responses_only
 from raylight.learner.rows import Row
 from raylight.learner.settings import PolicySettings
 
@@ -35,11 +36,16 @@ class PolicyLoss:
 
     def __call__(self, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
         if self._shows:
-            found = verl.response_from_nested(model_output["log_probs"].detach(), data["response_mask"])
+            found, lengths = (
+                of_responses_only(model_output["log_probs"].detach(), data),
+                data["responses"].offsets().diff().tolist(),
+            )
             if "old_log_probs" not in data:
-                data["old_log_probs"] = found
-            for place, logprobs in zip(data["row"].tolist(), found.unbind(), strict=True):
-                self._rows[place].seen_logprobs = logprobs.float().cpu()
+                data["old_log_probs"] = torch.nested.nested_tensor_from_jagged(
+                    found, data["responses"].offsets(), min_seqlen=min(lengths), max_seqlen=max(lengths)
+                )
+            for place, logprobs in zip(data["row"].tolist(), found.float().cpu().split(lengths), strict=True):
+                self._rows[place].seen_logprobs = logprobs
         if self._means_micro_batches:  # it divides by rows of the micro-batch, where all others divide by rollouts of all ranks
             data["advantages"] = data["advantages"] * (len(data["row"]) * data["dp_size"] / data["global_batch_size"])
         return verl.ppo_loss(self._config, model_output, data, dp_group)

@@ -24,4 +24,4 @@ def micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> list[lis
         else:
             parts.append([place])
             used.append(length)
-    return parts
+    return [sorted(part) for part in parts]

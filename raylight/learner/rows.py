@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,16 @@ from raylight.config import LearnerConfig
 from raylight.learner import verl_api as verl
 from raylight.learner.batch import TrainBatch
 
-_nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+
+def _nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Many times as fast as torch's own way from a list."""
+    lengths = [len(tensor) for tensor in tensors]
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(list(tensors)),
+        torch.tensor([0, *itertools.accumulate(lengths)]),
+        min_seqlen=min(lengths),
+        max_seqlen=max(lengths),
+    )
 
 
 @dataclass(eq=False)
