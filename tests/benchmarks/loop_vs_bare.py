@@ -1,11 +1,13 @@
-"""Time per step of the whole loop (agent, HTTP, capture, update, sync) against a bare torch loop of the same size.
+"""Time per step of the whole loop (agent, HTTP, capture, update, sync) against a bare torch loop of the same size, and against
+TRL's GRPOTrainer where that is installed.
 
     python tests/benchmarks/loop_vs_bare.py [--steps 15]
 
-Both run in turn on this machine, each in a process of its own: 128 rollouts a step, the quickstart's model and task.
+All run in turn on this machine, each in a process of its own: 128 rollouts a step, the quickstart's model and task.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +27,12 @@ def bare(steps: int) -> dict[str, float]:
     last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
     found = {name: float(value) for name, value in re.findall(r"(\w+) (\d+\.\d+)", last)}
     return {"rollout": found["sampling"], "update": found["update"], "sync": 0.0}
+
+
+def trl(steps: int) -> float:
+    """Median seconds of a step of TRL's trainer."""
+    command = [sys.executable, str(HERE / "trl_grpo.py"), "--steps", str(steps)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
 def whole(steps: int) -> dict[str, float]:
@@ -49,6 +57,9 @@ def main() -> None:
     total, least = sum(ours.values()), sum(theirs.values())
     print(f"{'all':18}{total:10.3f}{least:10.3f}")
     print(f"ratio {total / least:.1f}; overhead per rollout {1e3 * (total - least) / 128:.1f} ms")
+    if importlib.util.find_spec("trl") is not None:
+        peer = trl(steps)
+        print(f"TRL: {peer:.3f} s a step; {peer / total:.2f} of its rollouts per second")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,175 @@
+"""What every algorithm learns: reward before and after some steps, over several seeds, as a Markdown table.
+
+    python tests/benchmarks/convergence.py [--algorithms GRPO,PPO] [--seeds 3] [--steps 10] [--mini-batches 2]
+
+The quickstart's additions and starter model, 128 rollouts a step, in one process without Ray, HTTP or an engine: answers are sampled
+by plain transformers; what is done with them (groups, dynamic sampling, batches, advantages, losses, optimizer) is raylight's own.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raylight import algorithms
+from raylight.config import LearnerConfig
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions, is_right, question
+from raylight.trainer.gather import gather
+from raylight.trainer.tasks import Batches
+from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
+
+FAMILY = sorted(set(algorithms.__all__) - {"PolicyAlgorithm"})
+ROLLOUTS = 128
+"""Of a step, whatever the size of the groups; ReMax has its greedy ones beside them, DAPO those of its further rounds."""
+ANSWER_TOKENS = 6
+"""Two more than a right answer takes."""
+VALIDATION_SAMPLES = 2
+SETTINGS: dict[str, dict[str, Any]] = {
+    "PPO": {"critic": {"lr": 1e-3}},
+}
+"""What an algorithm needs beside its defaults."""
+
+
+class Quiet:
+    """The part of a report that gathering speaks to."""
+
+    def rolling(self, name: str) -> Any:
+        return lambda done, total: None
+
+
+class Sampler:
+    """Stands where a session of the trainer stands: rolls tasks out with a copy of the policy's weights."""
+
+    def __init__(self) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
+        self._model = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
+        self._version = 0
+
+    def load(self, weights: dict[str, Any], version: int) -> None:
+        self._model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+        self._version = version
+
+    async def rollout(
+        self, tasks: list[Any], mode: str, samples: int, progress: Any, step: int = 0, part: int = 0
+    ) -> list[FinishedRollout]:
+        return self.play(tasks, samples, f"{mode}-{step}-{part}")
+
+    async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
+        return self.play(tasks, 1, f"train-{step}-{part}", greedy=True)
+
+    def play(self, tasks: list[Any], samples: int, name: str, greedy: bool = False) -> list[FinishedRollout]:
+        """Every task answered `samples` times, as one group each."""
+        places = [place for place in range(len(tasks)) for _ in range(samples)]
+        chats = [[{"role": "user", "content": question(tasks[place])}] for place in places]
+        prompts = self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+        finished = []
+        for i, (place, prompt, (ids, logprobs)) in enumerate(zip(places, prompts, self._answers(prompts, greedy), strict=True)):
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            key = CallKey(f"{name}-{i}-{greedy}", "attempt", "call")
+            call = Generation(
+                key, "policy", prompt, ids, logprobs, [self._version] * len(ids), "stop", 0.0, 1.0, {"temperature": float(not greedy)}
+            )  # fmt: skip
+            rollout = Rollout(
+                input=tasks[place], group_id=f"{name}-{place}", rollout_id=key.rollout_id, status="succeeded", start_time=0.0,
+                metadata={GREEDY: True} if greedy else {},
+            )  # fmt: skip
+            finished.append(FinishedRollout(rollout, float(is_right(tasks[place], text)), [call]))
+        return finished
+
+    @torch.no_grad()
+    def _answers(self, prompts: list[list[int]], greedy: bool) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs of an answer to each prompt, up to its end; all prompts are equally long."""
+        end, inputs, cache = self._model.config.eos_token_id, torch.tensor(prompts), None
+        tokens, logprobs = [], []
+        for _ in range(ANSWER_TOKENS):
+            out = self._model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, log_p = out.past_key_values, out.logits[:, -1].log_softmax(-1)
+            inputs = log_p.argmax(-1, keepdim=True) if greedy else torch.multinomial(log_p.exp(), 1)
+            tokens.append(inputs)
+            logprobs.append(log_p.gather(1, inputs))
+        found = []
+        for ids, chances in zip(torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True):
+            length = ids.index(end) + 1 if end in ids else len(ids)
+            found.append((ids[:length], chances[:length]))
+        return found
+
+
+def algorithm_of(name: str, lr: float, mini_batches: int) -> algorithms.PolicyAlgorithm:
+    """An algorithm with its own defaults, but for the learning rate, the mini-batches and the number of tasks."""
+    kind = getattr(algorithms, name)
+    group = kind.model_fields["group_size"].default
+    common = {"lr": lr, "mini_batches": mini_batches, "tasks_per_step": ROLLOUTS // group}
+    return kind(model=STARTER_MODEL, **common | SETTINGS.get(name, {}))
+
+
+async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> tuple[float, float, float]:
+    """Reward before, reward after, and the seconds of the steps between."""
+    from raylight.learner.policy import Policy
+
+    torch.manual_seed(seed)
+    learner = LearnerConfig()
+    settings = PolicySettings(**{name: getattr(algorithm, name) for name in PolicySettings.model_fields})
+    if not settings.max_logprob_mismatch:
+        settings = settings.model_copy(update={"max_logprob_mismatch": 1e-3})
+    sampler, policy = Sampler(), Policy(STARTER_MODEL, learner, settings, steps)
+    tasks, val = additions(seed)
+    batches = Batches(tasks, algorithm.tasks_per_step, seed)
+
+    def validate() -> float:
+        return statistics.fmean(item.reward or 0.0 for item in sampler.play(val, VALIDATION_SAMPLES, "val"))
+
+    before, started = validate(), time.perf_counter()
+    for step in range(1, steps + 1):
+        finished = await gather(sampler, algorithm, batches, step, Quiet())  # type: ignore[arg-type]
+        batch, report = algorithm.batch_of(finished, learner)
+        if report.has_signal:
+            policy.update(batch)
+            weights = policy.export()
+            assert weights is not None, "this is rank 0"
+            sampler.load(weights, policy.version)
+    seconds = time.perf_counter() - started
+    return before, validate(), seconds
+
+
+def spread(values: list[float]) -> str:
+    """Mean and sample standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{deviation}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", default=",".join(FAMILY), help="names, by comma")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--mini-batches", type=int, default=2, help="optimizer steps of a step, so that losses see ratios other than 1")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "ranks"), 1), rank=0, world_size=1)
+        print(f"| algorithm | rollouts of a task | reward before | after {args.steps} steps | gain | s |")
+        print("|---|---|---|---|---|---|")
+        for name in args.algorithms.split(","):
+            algorithm = algorithm_of(name, args.lr, args.mini_batches)
+            runs = [asyncio.run(train(algorithm, args.steps, seed)) for seed in range(args.seeds)]
+            before, after, seconds = (list(values) for values in zip(*runs, strict=True))
+            gains = [later - earlier for earlier, later in zip(before, after, strict=True)]
+            print(
+                f"| {name} | {algorithm.group_size} | {spread(before)} | {spread(after)} | {spread(gains)} "
+                f"| {statistics.fmean(seconds):.1f} |", flush=True,
+            )  # fmt: skip
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
