@@ -69,6 +69,8 @@ class StoreClient(StoreReader):
 
     def __init__(self, target: Any) -> None:
         self._channel = Channel(target)
+        self._announcements = Channel(target)
+        """A way of their own: an answer waits for its announcement, and that must not wait for what ended before."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StoreClient, (self._channel.target,)
@@ -262,7 +264,8 @@ class StoreClient(StoreReader):
             )
             for key, generation, span in closed
         ]  # fmt: skip
-        return [CallKey(*ids) for ids in await self._channel.call("capture", began, ended)]
+        channel = self._announcements if opened and not closed else self._channel
+        return [CallKey(*ids) for ids in await channel.call("capture", began, ended)]
 
     async def lose_recorder(self, recorder: str) -> None:
         """A recorder is gone and will tell nothing any more. An attempt with calls of which it did not tell the end cannot succeed,

@@ -1,10 +1,10 @@
 """What capture costs: an engine that answers at once, bare and behind raylight's gateway, in turn, through Ray Serve.
 
-    python tests/benchmarks/capture.py [--count 3000] [--default-ingress] [--peer-url URL]
+    python tests/benchmarks/capture.py [--count 3000] [--engine-ms MS] [--default-ingress] [--peer-url URL]
 
-Prints p50 at 1 concurrent and requests per second at 32, each three times in turn. With `--peer-url`, a peer's proxy in front of
-such an engine is loaded in the same way, and the ratios are printed. `--default-ingress` takes Serve's own HTTP proxy in place
-of HAProxy.
+Prints p50 at 1 concurrent and requests per second at 32, each three times in turn. With `--engine-ms` the engine takes that
+long; what capture does meanwhile costs nobody anything. With `--peer-url`, a peer's proxy in front of such an engine is loaded in
+the same way, and the ratios are printed. `--default-ingress` takes Serve's own HTTP proxy in place of HAProxy.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, fl
 
 
 class MockEngine:
-    """Answers every chat request at once, with 32 tokens."""
+    """Answers every chat request with 32 tokens, after some time."""
 
     kind, model, tokenizer, max_model_len = "mock", "m", None, None
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
 
     async def app(self) -> Any:
         from starlette.applications import Starlette
@@ -69,6 +72,8 @@ class MockEngine:
 
         async def chat(request: Request) -> JSONResponse:
             body = await request.json()
+            if self._seconds:
+                await asyncio.sleep(self._seconds)
             exchange = CURRENT.get()
             if exchange is not None:
                 sample = exchange.sample(0, list(range(200)), {"temperature": 1.0})
@@ -84,7 +89,7 @@ class MockEngine:
         return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
 
 
-def deploy(store: Any, secret: str) -> tuple[str, str]:
+def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
     """Serve the engine bare and captured; returns their base URLs."""
     from ray import serve
 
@@ -98,7 +103,7 @@ def deploy(store: Any, secret: str) -> tuple[str, str]:
             self._captured = captured
 
         async def __serve_build_asgi_app__(self) -> Any:
-            engine = MockEngine()
+            engine = MockEngine(engine_s)
             if not self._captured:
                 return await engine.app()
             return build_gateway(await engine.app(), engine, secret, Recorder(store.capture), None)
@@ -130,6 +135,7 @@ def main() -> None:
     parser.add_argument("--key", default="unused", help=argparse.SUPPRESS)
     parser.add_argument("--peer-url", help="chat-completions URL of a peer's proxy in front of a mock engine")
     parser.add_argument("--default-ingress", action="store_true")
+    parser.add_argument("--engine-ms", type=float, default=0.0)
     options = parser.parse_args()
     if options.load:
         asyncio.run(load(options.load, options.key, options.count, options.concurrency))
@@ -141,10 +147,10 @@ def main() -> None:
     if options.default_ingress:
         for flag in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_ENABLE_DIRECT_INGRESS"):
             del ingress.SERVE_FLAGS[flag]
-    compare(options.count, options.peer_url)
+    compare(options.count, options.peer_url, options.engine_ms / 1e3)
 
 
-def compare(count: int, peer_url: str | None) -> None:
+def compare(count: int, peer_url: str | None, engine_s: float) -> None:
     import ray
 
     from raylight.agent.keys import attempt_path, scoped_key
@@ -155,7 +161,7 @@ def compare(count: int, peer_url: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
         store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
-        bare, captured = deploy(store, "secret")
+        bare, captured = deploy(store, "secret", engine_s)
         ids = asyncio.run(attempt_of(store))
         targets = {
             "bare": (f"{bare}/chat/completions", "unused"),

@@ -211,8 +211,8 @@ def test_a_dead_learner_ends_the_run_with_its_name(cluster: Cluster, tmp_path: P
     with ray.init(address=cluster.address, log_to_driver=False):
         killer = threading.Thread(target=kill_learner)
         killer.start()
-        with pytest.raises(rl.RaylightError, match="a learner died"):
-            trainer(tmp_path, steps=1000).fit(adder, TRAIN)
+        with pytest.raises(rl.RaylightError, match=r"max_restarts=0 .*learner 0 died"):
+            trainer(tmp_path, steps=1000, learner={"max_restarts": 0}).fit(adder, TRAIN)
         killer.join()
     cluster.assert_clean()
 

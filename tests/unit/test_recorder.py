@@ -1,4 +1,4 @@
-"""The recorder: nothing lost, nothing doubled, in order, one message at a time; bounded, and pushing back."""
+"""The recorder: nothing lost, nothing doubled, in order, one message of a kind at a time; bounded, and pushing back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from unit_helpers import make_generation, make_key, until, within
 
 from raylight.errors import SpanError, StoreLostError
+from raylight.serving.capture import lane
 from raylight.serving.capture import recorder as module
 from raylight.serving.capture.recorder import AttemptOver, Closed, Opened, Overloaded, Recorder
 from raylight.types import CallKey, Span
@@ -22,8 +23,9 @@ SPAN = Span.from_attributes(name="s", attributes={})
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(lane, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(lane, "LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(module, "LINGER_S", 0.0)
 
 
 async def opened(recorder: Recorder, *keys: CallKey) -> None:
@@ -71,7 +73,157 @@ async def test_records_are_sent_in_order_in_batches_one_at_a_time() -> None:
         await sink.has(20, 20)
     assert sink.opened == [(key, float(start)) for start, key in enumerate(keys)]
     assert sink.closed == closed
-    assert (sink.most_at_once, sink.tries) == (1, 1)
+    assert (sink.most_at_once, sink.tries) == (1, 2), "one message of announcements, then one of closings"
+
+
+class Lanes(Sink):
+    """A store that can be slow or away for one kind of message only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opens, self.closes = asyncio.Event(), asyncio.Event()
+        self.opens.set()
+        self.closes.set()
+        self.opens_error: Exception | None = None
+        self.messages: list[tuple[int, int]] = []
+
+    async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+        self.messages.append((len(opened), len(closed)))
+        await (self.opens if opened else self.closes).wait()
+        if opened and self.opens_error:
+            raise self.opens_error
+        return await super().__call__(opened, closed)
+
+
+async def test_an_announcement_is_not_held_up_by_a_slow_message_of_closings() -> None:
+    sink = Lanes()
+    sink.closes.clear()
+    recorder, keys = Recorder(sink), [make_key() for _ in range(4)]
+    async with within():
+        await opened(recorder, keys[0])
+        recorder.close([(keys[0], None, SPAN)])
+        await until(lambda: sink.messages == [(1, 0), (0, 1)])
+        await opened(recorder, keys[1])
+        recorder.close([(keys[1], None, SPAN)])
+        await opened(recorder, keys[2], keys[3])
+        assert sink.closed == []
+        assert sink.messages == [(1, 0), (0, 1), (1, 0), (2, 0)]
+        recorder.close([(keys[2], None, SPAN), (keys[3], None, SPAN)])
+        sink.closes.set()
+        await sink.has(4, 4)
+    assert sink.messages[4:] == [(0, 3)], "what came while closings were under way goes together"
+    assert [key for key, _, _ in sink.closed] == keys
+
+
+async def test_announcements_go_one_message_at_a_time_and_those_that_come_meanwhile_together() -> None:
+    sink = Lanes()
+    sink.opens.clear()
+    recorder = Recorder(sink)
+    async with within():
+        known = [await recorder.open([make_key()], 1.0)]
+        await settle()
+        for _ in range(3):
+            known.append(await recorder.open([make_key()], 1.0))
+            await settle()
+        assert sink.messages == [(1, 0)]
+        sink.opens.set()
+        await asyncio.gather(*known)
+    assert sink.messages == [(1, 0), (3, 0)]
+
+
+async def test_closings_linger_for_others_and_let_announcements_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 60.0)
+    sink = Lanes()
+    recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
+    async with within():
+        for key in keys:
+            await opened(recorder, key)
+            recorder.close([(key, None, SPAN)])
+            await settle()
+        assert sink.messages == [(1, 0)] * 3
+        assert await recorder.aclose() == 0
+    assert sink.messages[3:] == [(0, 3)]
+
+
+async def test_closings_do_not_linger_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 0.01)
+    sink, key = Lanes(), make_key()
+    recorder = Recorder(sink)
+    async with within():
+        await opened(recorder, key)
+        recorder.close([(key, None, SPAN)])
+        await sink.has(1, 1)
+
+
+async def test_a_full_batch_of_closings_does_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 60.0)
+    monkeypatch.setattr(lane, "MAX_BATCH", 2)
+    sink = Lanes()
+    recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
+    async with within():
+        await opened(recorder, *keys)
+        recorder.close([(keys[0], None, SPAN)])
+        await settle()
+        assert sink.closed == []
+        recorder.close([(keys[1], None, SPAN)])
+        await sink.has(3, 2)
+        recorder.close([(keys[2], None, SPAN)])
+        assert await recorder.aclose() == 0
+    assert sink.messages == [(3, 0), (0, 2), (0, 1)]
+
+
+@pytest.mark.parametrize("away", [None, ConnectionError("gone")], ids=["slow", "away"])
+async def test_a_closing_never_overtakes_its_own_opening(away: Exception | None) -> None:
+    sink = Lanes()
+    recorder, first, second = Recorder(sink), make_key(), make_key()
+    async with within():
+        await opened(recorder, first)
+        sink.opens_error = away
+        if away is None:
+            sink.opens.clear()
+        known = await recorder.open([second], 1.0)
+        recorder.close([(first, None, SPAN), (second, None, SPAN)])
+        await sink.has(1, 1)  # that of the first does not wait
+        if away:
+            await until(lambda: sink.messages.count((1, 0)) >= 4)
+        await settle()
+        assert [key for key, _, _ in sink.closed] == [first]
+        assert not known.done()
+        sink.opens_error = None
+        sink.opens.set()
+        await sink.has(2, 2)
+    assert known.done()
+    assert sink.messages.count((0, 1)) == 2
+
+
+async def test_the_closing_of_a_refused_call_is_sent_as_well() -> None:
+    sink = Sink()
+    sink.over = {"at-1"}
+    recorder, key = Recorder(sink, capacity=1), make_key()
+    async with within():
+        with pytest.raises(AttemptOver):
+            await opened(recorder, key)
+        recorder.close([(key, None, SPAN)])
+        assert await recorder.aclose() == 0
+    assert sink.closed == [(key, None, SPAN)]
+
+
+async def test_an_outage_is_told_of_once_for_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink()
+    recorder, first = Recorder(sink), make_key()
+    async with within():
+        await opened(recorder, first)
+        sink.error = ConnectionError("gone")
+        recorder.close([(first, None, None)])
+        known = await recorder.open([make_key()], 1.0)
+        tries = sink.tries
+        await until(lambda: sink.tries >= tries + 6)
+        sink.error = None
+        await known
+        await sink.has(2, 1)
+    assert sink.most_at_once <= 2
+    messages = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert messages == ["the store cannot be reached; 2 records wait: gone", "the store is there again"]
 
 
 async def test_a_call_of_an_attempt_that_is_over_is_refused_and_the_others_are_not() -> None:
@@ -222,7 +374,7 @@ async def test_closing_the_recorder_sends_what_there_is() -> None:
         await settle()
         assert not closing.done()
         sink.error = None
-        assert await closing == 0
+        assert await closing == 0, "both kinds are waited for"
         assert (len(sink.opened), len(sink.closed)) == (1, 1)
         with pytest.raises(Overloaded):
             await recorder.open([make_key()], 2.0)
@@ -277,7 +429,12 @@ async def test_aborted_calls_are_counted() -> None:
     assert (recorder.stats.closed, recorder.stats.aborted) == (1, 1)
 
 
-STEPS = st.lists(st.sampled_from(["open", "open two", "close", "fail", "recover", "lose answer", "rest"]), max_size=40)
+STEPS = st.lists(
+    st.sampled_from(["open", "open two", "close", "fail", "fail to open", "fail to close", "recover", "lose answer", "rest"]),
+    max_size=40,
+)
+
+DOWN: dict[str, set[str]] = {"fail": {"open", "close"}, "fail to open": {"open"}, "fail to close": {"close"}, "recover": set()}
 
 
 class Flaky:
@@ -287,15 +444,18 @@ class Flaky:
         self.opened: dict[CallKey, float] = {}
         self.closed: dict[CallKey, bool] = {}
         self.order: list[CallKey] = []
-        self.down = self.loses_answers = False
-        self.at_once = 0
+        self.down: set[str] = set()
+        self.loses_answers = False
+        self.under_way: set[str] = set()
 
     async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
-        assert self.at_once == 0, "one message at a time"
-        self.at_once += 1
+        assert bool(opened) != bool(closed), "each kind has its own messages"
+        kind = "open" if opened else "close"
+        assert kind not in self.under_way, "one message of a kind at a time"
+        self.under_way.add(kind)
         await asyncio.sleep(0)
-        self.at_once -= 1
-        if self.down:
+        self.under_way.remove(kind)
+        if kind in self.down:
             raise ConnectionError("down")
         for key, start in opened:
             self.opened.setdefault(key, start)
@@ -328,13 +488,13 @@ def test_nothing_is_lost_doubled_or_disordered_whatever_fails(steps: list[str]) 
                     key = keys[len(closed)]
                     closed.append(key)
                     recorder.close([(key, None, None)])
-                case "fail" | "recover":
-                    sink.down = step == "fail"
+                case "fail" | "fail to open" | "fail to close" | "recover":
+                    sink.down = DOWN[step]
                 case "lose answer":
                     sink.loses_answers = True
                 case _:
                     await settle()
-        sink.down = sink.loses_answers = False
+        sink.down, sink.loses_answers = set(), False
         for key in keys[len(closed) :]:
             closed.append(key)
             recorder.close([(key, None, None)])

@@ -30,7 +30,7 @@ from raylight.semconv import (
     TIME_TO_FIRST_TOKEN,
     TOOL_DEFINITIONS,
 )
-from raylight.serving.capture import passage, recorder
+from raylight.serving.capture import lane, passage
 from raylight.serving.capture import recall as recall_module
 from raylight.serving.capture.recall import REMEMBERED, Recall
 from raylight.serving.capture.recorder import Recorder
@@ -146,7 +146,7 @@ async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
     assert (span.name, span.attributes[DIALECT]) == (name, dialect)
     assert span.attributes[RESPONSE_ID] == prefix + span.attributes[CALL_ID]
     assert json.loads(span.attributes[TOOL_DEFINITIONS]) == TOOLS
-    assert read_call(span.attributes).complete
+    assert read_call(span.attributes).told == (True, True)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -256,7 +256,7 @@ async def test_the_key_of_a_decided_attempt_opens_nothing_any_more(listens: bool
 
 
 async def test_a_store_that_is_away_pushes_back_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(lane, "FIRST_PAUSE_S", 0.001)
     bench = Bench(patience_s=0.02)
     bench.sink.error = StoreLostError("gone")
     call = await bench.call().answered()

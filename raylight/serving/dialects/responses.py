@@ -2,7 +2,8 @@
 
 A response is remembered by its replica for `previous_response_id` unless it was made with `store=false`; it is never stored for
 later reading, so answers say `store: false`. `metadata` is echoed; `user`, `safety_identifier` and keys of caches are tags that
-mean nothing here. Developers' messages are the system's.
+mean nothing here. Developers' messages are the system's. Who includes `reasoning.encrypted_content`, as agent-framework's client
+always does, gets reasoning in plain words, which may be sent back as they are.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ResponsesRequest(Asked):
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     service_tier: Literal["auto", "default"] | None = None
-    include: Annotated[list[str], Field(max_length=0)] = Field(default=[])
+    include: list[Literal["reasoning.encrypted_content"]] = Field(default=[])
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
     def to_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
