@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from raylight.agent.operations import operation
     from raylight.agent.prompts import PromptTemplate
     from raylight.agent.resources import LLM, NamedResources, ProxyLLM
+    from raylight.algorithms.apo.algorithm import APO
     from raylight.algorithms.base import Algorithm, FastAlgorithm
     from raylight.algorithms.baseline import Baseline
     from raylight.algorithms.decorator import algo
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from raylight.store.client import StoreClient
     from raylight.store.service import StoreService
     from raylight.traces.adapters import TraceAdapter
+    from raylight.traces.agent_framework import AgentFrameworkTracer
     from raylight.traces.messages import TraceToMessages
     from raylight.traces.rewards import (
         find_final_reward,
@@ -89,6 +91,7 @@ _ROOMS = {
     "agent.operations": ("operation",),
     "agent.prompts": ("PromptTemplate",),
     "agent.resources": ("LLM", "NamedResources", "ProxyLLM"),
+    "algorithms.apo.algorithm": ("APO",),
     "algorithms.base": ("Algorithm", "FastAlgorithm"),
     "algorithms.baseline": ("Baseline",),
     "algorithms.decorator": ("algo",),
@@ -106,6 +109,7 @@ _ROOMS = {
     "store.client": ("StoreClient",),
     "store.service": ("StoreService",),
     "traces.adapters": ("TraceAdapter",),
+    "traces.agent_framework": ("AgentFrameworkTracer",),
     "traces.messages": ("TraceToMessages",),
     "traces.rewards": (
         "find_final_reward", "find_reward_spans", "get_reward_value", "get_rewards_from_span", "is_reward_span",
@@ -122,6 +126,7 @@ _HOMES = {name: f"raylight.{room}" for room, names in _ROOMS.items() for name in
 
 __version__ = "0.1.0"
 __all__ = [
+    "APO",
     "CISPO",
     "DAPO",
     "GMPO",
@@ -134,6 +139,7 @@ __all__ = [
     "RLOO",
     "SAPO",
     "VERL",
+    "AgentFrameworkTracer",
     "Algorithm",
     "Attempt",
     "Baseline",

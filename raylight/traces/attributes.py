@@ -21,13 +21,16 @@ WEAVE_INPUT = "agentlightning.operation.input"
 WEAVE_OUTPUT = "agentlightning.operation.output"
 """Under these agent-lightning's Weave tracer records requests and responses."""
 
+EXECUTOR = "executor.id"
+"""The id of an executor of agent-framework's workflows."""
+
 AGENT_KEYS: tuple[tuple[str, tuple[str, str] | None], ...] = (
     (AGENT_NAME, None),  # OpenTelemetry
     ("agent.name", None),  # OpenAI Agents SDK
     ("operation.name", ("agentops.span.kind", "agent")),  # AgentOps' decorator
     ("recipient_agent_type", None),  # AutoGen
     ("langchain.chain.type", None),  # LangGraph
-    ("executor.id", None),  # agent-framework's workflows
+    (EXECUTOR, None),
     (f"{WEAVE_INPUT}.name", ("type", "agent")),  # Weave
 )
 """Attributes that name an agent, the first one that is there decides; some do only where another attribute has a certain value."""

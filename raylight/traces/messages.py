@@ -47,15 +47,16 @@ class CallMessages:
     tools: list[dict[str, Any]] | None
 
     @property
-    def complete(self) -> bool:
-        return bool(self.prompt and self.answers)
+    def told(self) -> tuple[bool, bool]:
+        """How much the span tells, for comparing: whether both prompt and answer, then whether the tools."""
+        return bool(self.prompt and self.answers), self.tools is not None
 
 
 class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
     """One conversation per call to a model, in the order of the spans: the prompt, and the (first) answer to it.
 
-    Several spans may tell of one call (`call_key_of`); the first one that has both prompt and answer is taken. Spans without
-    messages are left out.
+    Several spans may tell of one call (`call_key_of`); the first one that has both prompt and answer is taken, rather one with
+    tools. Spans without messages are left out.
     """
 
     def adapt(self, source: Sequence[Span], /) -> list[OpenAIMessages]:
@@ -69,7 +70,7 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
                 continue
             call = read_call(span.attributes, below.get(span.span_id, ()))
             key = call_key_of(span.attributes) or span.span_id
-            if (call.prompt or call.answers) and (key not in calls or call.complete > calls[key].complete):
+            if (call.prompt or call.answers) and (key not in calls or call.told > calls[key].told):
                 calls[key] = call
         return [OpenAIMessages(messages=call.prompt + call.answers[:1], tools=call.tools) for call in calls.values()]
 

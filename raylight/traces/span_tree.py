@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raylight.semconv import VIRTUAL
-from raylight.traces.attributes import agent_of, response_id_of
+from raylight.semconv import AGENT_NAME, VIRTUAL
+from raylight.traces.attributes import EXECUTOR, agent_of, response_id_of
 from raylight.types import Span
 
 VIRTUAL_ROOT = "virtual-root"
@@ -29,8 +29,16 @@ class SpanNode:
 
     @property
     def agent(self) -> str | None:
-        """The nearest agent, from this span upwards."""
-        return next((name for node in self.upwards() if (name := agent_of(node.span)) is not None), None)
+        """The nearest agent, from this span upwards; an agent above it that runs in a workflow's executor counts as that one."""
+        for node in self.upwards():
+            if (name := agent_of(node.span)) is not None:
+                return name if node is self or AGENT_NAME not in node.span.attributes else node._executor or name
+        return None
+
+    @property
+    def _executor(self) -> str | None:
+        """The nearest executor of agent-framework's workflows, from this span upwards."""
+        return next((name for node in self.upwards() if (name := node.span.attributes.get(EXECUTOR))), None)
 
     def adopt(self, child: SpanNode) -> None:
         child.parent = self

@@ -1,4 +1,4 @@
-"""What a run hands to an algorithm that brings its own loop and serves a model of its own."""
+"""What a run hands to an algorithm that brings its own loop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ class RunSide:
         secret: of the run, from which the keys of attempts derive.
         resources: those of the run, without the model that the algorithm is to serve.
         trained_agents: regular expression for the agents whose calls are trained; None for all.
+        continues: the algorithm's file from which it goes on; None if it begins anew.
     """
 
     report: Report
     secret: str
     resources: NamedResources
     trained_agents: str | None
+    continues: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.report.folder
 
     @property
     def checkpoint(self) -> Path:
@@ -39,8 +45,11 @@ class RunSide:
     def with_model(self, llm: LLM) -> NamedResources:
         return with_policy(self.resources, llm)
 
-    def look(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
+    def tell(self, finished: list[FinishedRollout]) -> None:
         self.report.failures(finished)
+
+    def look(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
+        self.tell(finished)
         raise_if_hopeless(finished, failure_reward)
 
     def describe(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:

@@ -295,7 +295,7 @@ def test_a_response_remembered_twice_counts_once() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: "),
         ({"background": True}, "background: "),
         ({"truncation": "auto"}, "truncation: "),
-        ({"include": ["reasoning.encrypted_content"]}, "include: "),
+        ({"include": ["file_search_call.results"]}, "include.0: "),
         ({"conversation": "conv_1"}, "conversation: this field is not supported"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary: this field is not supported"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "'allowed_tools' is not supported"),

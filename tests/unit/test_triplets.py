@@ -140,7 +140,7 @@ def test_agent_framework_names_the_agent_of_a_call_that_the_engine_captured() ->
         captured("chatcmpl-1", [1], [2], (6.1, 6.9)),
     ]
     (triplet,) = TracerTraceToTriplet(llm_call_match=r"openai\.chat\.completion", repair_hierarchy=False).adapt(spans)
-    assert triplet.metadata["agent_name"] == "Writer"
+    assert triplet.metadata["agent_name"] == "writer"  # the executor's name comes before the agent's
     assert triplet.response["token_ids"] == [2]
 
 
