@@ -1,4 +1,4 @@
-"""The command line: `raylight quickstart`, `raylight eval`, `raylight serve` and `raylight doctor`."""
+"""The command line: `raylight quickstart`, `eval`, `serve`, `runner` and `doctor`."""
 
 from __future__ import annotations
 
@@ -160,6 +160,23 @@ def _argument(text: str) -> tuple[str, Any]:
     if not equals or not name:
         raise typer.BadParameter(f"--arg takes name=value, not {text!r}")
     return name.strip().lstrip("-").replace("-", "_"), yaml.safe_load(value)
+
+
+@app.command()
+def runner(
+    agent: Annotated[str, typer.Argument(help="The agent's dotted name, package.module:agent.", metavar="AGENT")],
+    run: Annotated[str, typer.Option(envvar="RAYLIGHT_RUN", help="Name of the run, whose algorithm is in another process.")],
+    n_runners: Annotated[int, typer.Option(min=1, help="Runner actors that execute the agent.")] = 1,
+    max_rollouts: Annotated[int | None, typer.Option(min=1, help="Rollouts after which a runner ends.")] = None,
+    wait: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for a run that has not begun.")] = 60.0,
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; RAY_ADDRESS or the one here by default.")] = None,
+) -> None:
+    """Execute the rollouts of a run that is on the cluster, until it is over."""
+    import raylight as rl
+
+    sys.path.insert(0, "")  # an agent beside which this is called
+    settings = {"n": n_runners, "max_rollouts": max_rollouts, "start_timeout_s": wait}
+    rl.Trainer(role="runner", run_name=run, runner=settings, address=address).fit(agent)
 
 
 @app.command()

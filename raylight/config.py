@@ -58,6 +58,11 @@ def explain(cls: type[BaseModel], error: ValidationError) -> str:
     return "; ".join(lines)
 
 
+def threads_of(config: EngineConfig | LearnerConfig) -> int:
+    """How many threads an engine or a learner computes with on a CPU."""
+    return config.num_threads or max(1, int(config.num_cpus))
+
+
 class EngineConfig(Config):
     """The serving deployment."""
 
@@ -76,6 +81,9 @@ class EngineConfig(Config):
     """Serve adds replicas up to this number while there is load, and takes them away again. None: always `replicas`."""
     num_cpus: float = Field(default=0.5, ge=0)
     """In the synchronous loop engines and learners never compute at once, so that on a CPU each claims half a core."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads that compute on the CPU; None: as many as `num_cpus`, at least one. Where engines and learners take turns, each may
+    have all cores, which pays from some ten million parameters on."""
     num_gpus: float = Field(default=0, ge=0)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: int = Field(default=2048, ge=8)
@@ -126,6 +134,8 @@ class RunnerConfig(Config):
     stuck_after_s: float = Field(default=45.0, gt=0)
     """A runner whose event loop does not turn for so long is killed and replaced; sooner than its leases expire."""
     start_timeout_s: float = Field(default=60.0, gt=0)
+    apart: bool = False
+    """Other processes start the runners, and join the run by its name: `Trainer(role="runner")`, `raylight runner`."""
 
 
 class StoreConfig(Config):
@@ -155,6 +165,8 @@ class LearnerConfig(Config):
 
     n: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, gt=0)
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads that compute on the CPU; None: as many as `num_cpus`, at least one."""
     num_gpus: float = Field(default=0, ge=0)
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     placement_timeout_s: float = Field(default=60.0, gt=0)

@@ -136,6 +136,10 @@ class PromptError(RaylightError):
     """A prompt template cannot be rendered: its text is malformed, or a value is missing."""
 
 
+class CriticError(RaylightError):
+    """The models that criticise and rewrite prompts do not answer."""
+
+
 class EmitError(RaylightError):
     """An emitter was given something that a span cannot hold, or a span holds something that cannot be read."""
 

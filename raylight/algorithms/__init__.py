@@ -1,5 +1,6 @@
 """Algorithms: what turns rollouts into a better agent."""
 
+from raylight.algorithms.apo.algorithm import APO
 from raylight.algorithms.family import (
     CISPO,
     DAPO,
@@ -20,6 +21,7 @@ from raylight.algorithms.family import (
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
 
 __all__ = [
+    "APO",
     "CISPO",
     "DAPO",
     "GMPO",

@@ -17,7 +17,7 @@ from raylight.types import FinishedRollout
 
 
 class RunSide(Protocol):
-    """What an algorithm that serves and trains a model itself is given of its run."""
+    """What an algorithm is given of its run, beside the store."""
 
     @property
     def secret(self) -> str:
@@ -27,6 +27,16 @@ class RunSide(Protocol):
     @property
     def trained_agents(self) -> str | None:
         """Regular expression for the agents whose calls are trained; None for all."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        ...
+
+    @property
+    def continues(self) -> Path | None:
+        """The `result_file` from which `run` is to go on; None if it begins anew."""
         ...
 
     @property
@@ -44,6 +54,10 @@ class RunSide(Protocol):
 
     def with_model(self, llm: LLM) -> NamedResources:
         """The run's resources, in which every open model is the given one."""
+        ...
+
+    def tell(self, finished: list[FinishedRollout]) -> None:
+        """Tell of failed rollouts."""
         ...
 
     def look(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
@@ -81,6 +95,12 @@ class Algorithm(AnyAlgorithm):
 
     serves_model: ClassVar[bool] = False
     """Whether `run` serves a model to the agents, so that an `LLM` among the resources needs no endpoint."""
+
+    served_model: str | None = None
+    """Folder or name of a model that the run is to serve to agents as it is, as `llm` or where an `LLM` has no endpoint."""
+
+    result_file: ClassVar[str | None] = None
+    """File of the run directory from which `run` can go on (`Trainer.fit(resume=...)`); None if it cannot."""
 
     _trainer: weakref.ReferenceType[Any] | None = None
     _store: StoreClient | None = None
@@ -169,7 +189,7 @@ class Algorithm(AnyAlgorithm):
         return self._initial_resources
 
     def set_run_side(self, side: RunSide) -> None:
-        """What an algorithm that serves and trains a model itself needs of its run."""
+        """What it may use of its run, beside the store."""
         self._run_side = side
 
     def get_run_side(self) -> RunSide:

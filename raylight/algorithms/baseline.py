@@ -52,6 +52,7 @@ class Baseline(FastAlgorithm):
             up again; None never does. Rollouts that finish are shown at once, whatever this is.
         max_queue_length: rollouts that wait for a runner at once.
         span_verbosity: show the names of the spans' attributes, these with their values, or no spans.
+        served_model: folder or name of a model that the run serves to agents, as `llm` or where an LLM has no endpoint; None: none.
 
     Raises:
         ConfigError: an argument does not fit.
@@ -65,7 +66,9 @@ class Baseline(FastAlgorithm):
         polling_interval: float | None = 5.0,
         max_queue_length: int = 4,
         span_verbosity: Verbosity = "keys",
+        served_model: str | None = None,
     ) -> None:
+        self.served_model = served_model
         self.settings = BaselineSettings(
             n_epochs=n_epochs, train_split=train_split, polling_interval=polling_interval, max_queue_length=max_queue_length,
             span_verbosity=span_verbosity,
@@ -90,7 +93,7 @@ class Baseline(FastAlgorithm):
         """
         store, resources = self.get_store(), self.get_initial_resources()
         samples = split_samples(
-            _listed(train_dataset, "train_dataset"), _listed(val_dataset, "val_dataset"), self.settings.train_split
+            listed(train_dataset, "train_dataset"), listed(val_dataset, "val_dataset"), self.settings.train_split
         )
         if resources and self._trainer is None:  # a trainer has stored them already
             await store.add_resources(resources)
@@ -246,7 +249,7 @@ def split_samples(train: Sequence[Any], val: Sequence[Any], train_split: float) 
     return [*(("train", task) for task in train), *(("val", task) for task in val)]
 
 
-def _listed(dataset: Any, name: str) -> list[Any]:
+def listed(dataset: Any, name: str) -> list[Any]:
     """All samples of a dataset, which need only have a length and an index."""
     if dataset is None:
         return []

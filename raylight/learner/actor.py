@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from raylight.config import LearnerConfig
+from raylight.config import LearnerConfig, threads_of
 from raylight.errors import LearnerError
 from raylight.learner.batch import TrainBatch
 from raylight.learner.checkpoints import BackgroundWriter, States
@@ -102,7 +102,7 @@ class LearnerActor:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(ray.util.get_node_ip_address()))
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         torch.manual_seed(seed)
-        torch.set_num_threads(max(1, int(self._config.num_cpus)))
+        torch.set_num_threads(threads_of(self._config))
         from raylight.learner.policy import Policy
 
         if self._store is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
+import sys
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
 from raylight.trainer.resume import Resume, describe_tasks, find_start, highest_version, new_start, prepare_states
 from raylight.trainer.run_side import RunSide
+from raylight.trainer.served_algorithm import READ, ServedAlgorithmPlan, ServedAlgorithmSession, serving_plan
 from raylight.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -190,15 +192,35 @@ class AlgorithmRun(Run):
 
     def __init__(self, trainer: Trainer, algorithm: Algorithm, inputs: Inputs, name: str, folder: Path) -> None:
         super().__init__(trainer, inputs, name, folder)
-        if trainer.given_for_policy:
-            raise ConfigError(f"nothing reads {', '.join(trainer.given_for_policy)}: {type(algorithm).__name__} serves no model")
+        model = algorithm.served_model
+        if unread := [name for name in trainer.given_for_policy if model is None or name not in READ]:
+            trains = "serves no model" if model is None else "does not train the model that it serves"
+            raise ConfigError(f"nothing reads {', '.join(unread)}: {type(algorithm).__name__} {trains}")
         self.algorithm = algorithm
-        self.plan = RunPlan(**self._common)
-        if not algorithm.serves_model:
-            must_have_endpoints(self.plan.resources.items(), algorithm)
+        self._continues: Path | None = None
+        self.plan = RunPlan(**self._common) if model is None else serving_plan(self._common, trainer, model)
+        resources = self.plan.resources if model is None else with_policy(self.plan.resources, LLM(model=MODEL_NAME))
+        if not algorithm.serves_model and model is None:
+            must_have_endpoints(resources.items(), algorithm)
         self._datasets = {name: as_dataset(getattr(inputs, name), f"{name}_dataset") for name in ("train", "val")}
         self.total_steps = algorithm.total_steps(len(self._datasets["train"]) if self._datasets["train"] is not None else 0)
-        inputs.agent.check(self.plan.resources, more_may_come=not isinstance(algorithm, Baseline))
+        inputs.agent.check(resources, more_may_come=not isinstance(algorithm, Baseline))
+
+    def resume(self, resume: Resume) -> None:
+        if resume is False or self.algorithm.result_file is None:
+            return super().resume(resume)
+        if resume in (True, "auto") and self.trainer.output_dir is None:
+            raise ConfigError("resume needs the output_dir of the run that is to go on")
+        given = self.folder if resume in (True, "auto") else Path(str(resume)).expanduser()
+        file = given if given.is_file() else given / self.algorithm.result_file
+        if file.exists():
+            self._continues = file.absolute()
+        elif resume != "auto":
+            raise ConfigError(f"there is no {file} to go on from; resume='auto' begins anew where there is none")
+
+    @property
+    def after(self) -> int | None:
+        return None if self._continues is None else sys.maxsize  # only the algorithm knows; it records no step twice
 
     def resolved(self) -> dict[str, Any]:
         algorithm = {"name": type(self.algorithm).__name__, **self.algorithm.resolved()}
@@ -206,7 +228,8 @@ class AlgorithmRun(Run):
 
     async def work(self) -> dict[str, Any]:
         report = self.report
-        async with Session(self.plan, report.stage, self._cluster_ends) as session:
+        served = isinstance(self.plan, ServedAlgorithmPlan)
+        async with (ServedAlgorithmSession if served else Session)(self.plan, report.stage, self._cluster_ends) as session:  # type: ignore[arg-type]
             await self._noting(session.watched(self._algorithm(session)))
             counts = await session.counts()
             summary = report.finish(counts) if self.algorithm.serves_model else report.finish_plain(counts)
@@ -219,7 +242,9 @@ class AlgorithmRun(Run):
         algorithm.set_store(session.store)
         algorithm.set_adapter(trainer.adapter or TracerTraceToTriplet())
         algorithm.set_initial_resources(session.resources)
-        algorithm.set_run_side(RunSide(self.report, self.plan.cargo.secret, session.resources, self.inputs.agent.trained_agents))
+        algorithm.set_run_side(
+            RunSide(self.report, self.plan.cargo.secret, session.resources, self.inputs.agent.trained_agents, self._continues)
+        )
         if trainer.llm_proxy is not None:
             algorithm.set_llm_proxy(trainer.llm_proxy)
         work = {f"{name}_dataset": dataset for name, dataset in self._datasets.items()}

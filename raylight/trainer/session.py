@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.agent.resources import NamedResources
 from raylight.errors import ConfigError, reason_of
+from raylight.runner.apart import RemoteRunners
 from raylight.runner.pool import RunnerPool
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
@@ -42,7 +43,7 @@ class Session:
     """The running components of one run. Use `async with`; leaving it stops everything that was started."""
 
     store: StoreClient
-    pool: RunnerPool
+    pool: RunnerPool | RemoteRunners
     resources: NamedResources
     """Those of the plan, with the addresses of what is served here."""
 
@@ -75,7 +76,7 @@ class Session:
         if self.resources:
             await self.store.add_resources(self.resources)
         await self._make_pool().start()
-        self._say(f"{self.run.runner.n} runner(s) wait for rollouts")
+        self._say("runners joined" if self.run.runner.apart else f"{self.run.runner.n} runner(s) wait for rollouts")
 
     def _start_store(self) -> None:
         """The run's own store, which ends with it, or the one that was given."""
@@ -103,8 +104,11 @@ class Session:
                 self.resources, self.run.name, self.run.cargo.secret, self.store, self._cluster_ends, self._stack
             )
 
-    def _make_pool(self) -> RunnerPool:
-        self.pool = RunnerPool(self.run.name, self.run.runner, self.store, self.run.cargo)
+    def _make_pool(self) -> RunnerPool | RemoteRunners:
+        apart = self.run.runner.apart
+        if apart:
+            self._say(f"waiting for runners; start them by `raylight runner AGENT --run {self.run.name}`")
+        self.pool = (RemoteRunners if apart else RunnerPool)(self.run.name, self.run.runner, self.store, self.run.cargo)
         self._stack.push_async_callback(self.pool.stop)
         return self.pool
 

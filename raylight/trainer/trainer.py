@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from raylight.agent.hooks import Hook, HookSet
 from raylight.agent.resources import NamedResources
@@ -32,9 +33,11 @@ from raylight.trainer.eval_session import EvalSettings
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, is_agent
 from raylight.trainer.report import Report
 from raylight.trainer.resume import Resume
+from raylight.trainer.runner_side import RunnerSide, must_be_joinable
 from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
 
 Trains = PolicyAlgorithm | Algorithm
+Role = Literal["both", "algorithm", "runner"]
 
 
 class Trainer:
@@ -62,6 +65,9 @@ class Trainer:
             and its kin it gives only `agent_match`, since they train on the tokens that the engine recorded.
         llm_proxy: handed to an `Algorithm`, which knows what it is.
         hooks: called around every rollout; one, or several in their order.
+        role: "algorithm" leaves the runners to other processes on the cluster, and "runner" is such a process: its `fit` executes
+            the rollouts of the run `run_name` until that is over. None: what `RAYLIGHT_ROLE` says, or "both".
+        run_name: by which the processes of a run find one another; None: what `RAYLIGHT_RUN` says, or a new name.
         dev: `fit` and `train` do what `dev` does.
         seed: of task order and of sampling; 0 if None.
         address: of the Ray cluster; None joins the one at `RAY_ADDRESS` or on this machine, or starts a local one.
@@ -97,6 +103,8 @@ class Trainer:
         adapter: Any = None,
         llm_proxy: Any = None,
         hooks: Any = None,
+        role: Role | None = None,
+        run_name: str | None = None,
         dev: bool = False,
         seed: int | None = None,
         address: str | None = None,
@@ -110,6 +118,9 @@ class Trainer:
         self.runner = RunnerConfig.parse(
             runner, n=one_of("n_runners", n_runners, "n_workers", n_workers), max_rollouts=max_rollouts
         )
+        self.role, self.run_name = _role(role, run_name)
+        if self.role == "algorithm":
+            self.runner = self.runner.model_copy(update={"apart": True})
         self.store = _store(store)
         self.tracer: Tracer = build_component(tracer, Tracer, "tracer", default=OtelTracer)
         self.adapter: TraceAdapter[Any] | None = (
@@ -163,6 +174,8 @@ class Trainer:
         Raises:
             RaylightError: one of `raylight.errors`, which names what to do.
         """
+        if self.role == "runner":
+            return self._runners(agent)
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
         return self._blocking(self._chosen_algorithm(), agent, train_dataset, val, resume)
 
@@ -176,6 +189,8 @@ class Trainer:
         resume: Resume = False,
     ) -> dict[str, Any]:
         """`fit` for a caller that is asynchronous itself; cancelling it stops the run and cleans up."""
+        if self.role == "runner":
+            return await RunnerSide(self, agent if is_agent(agent) else None).work()
         algorithm = self._chosen_algorithm()
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
         with self._run(algorithm, agent, train_dataset, val, resume) as run:
@@ -187,6 +202,8 @@ class Trainer:
         Raises:
             TypeError: the Trainer's algorithm is not a FastAlgorithm.
         """
+        if self.role == "runner":
+            return self._runners(agent)
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
         return self._blocking(self._fast_algorithm(), agent, train_dataset, val)
 
@@ -213,6 +230,8 @@ class Trainer:
         Raises:
             RaylightError: one of `raylight.errors`, which names what to do.
         """
+        if self.role != "both":
+            raise ConfigError("nothing reads role: an evaluation has its runners itself; leave role and RAYLIGHT_ROLE out")
         model = model or getattr(self.algorithm, "model", None)
         if model is None:
             raise ConfigError("there is no model to score: give model=...")
@@ -222,6 +241,12 @@ class Trainer:
         try:
             run = EvalRun(self, as_agent(agent if agent is not None else self.agent), tasks, chosen, folder)
             return run.run(self._address, self._log_to_driver)
+        except RaylightError as error:
+            raise error.with_traceback(None) from None
+
+    def _runners(self, agent: Any) -> dict[str, Any]:
+        try:
+            return run_blocking(RunnerSide(self, agent if is_agent(agent) else None).work())
         except RaylightError as error:
             raise error.with_traceback(None) from None
 
@@ -258,13 +283,15 @@ class Trainer:
             train_dataset if train_dataset is not None else self.train_dataset,
             val_dataset if val_dataset is not None else self.val_dataset,
         )
-        name = f"raylight-{_stamp()}"
+        name = self.run_name or f"raylight-{_stamp()}"
         folder = Path(self.output_dir or f"{self.surroundings.outputs}/{name}").expanduser().absolute()
         kind = PolicyRun if isinstance(algorithm, PolicyAlgorithm) else AlgorithmRun
         run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
         run.resume(resume)
         display = make_display(self.progress, run.total_steps)
         with ray_session(self._address, self._log_to_driver) as ray, display as shown:
+            if self.runner.apart:
+                must_be_joinable(name, ray.local)
             run.settle()
             run.begin(Report(folder, shown, run.resolved(), started, run.after), ray.local)
             run.report.stage(f"run {name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
@@ -285,6 +312,20 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     if value is not None and other is not None and value is not other and not (isinstance(value, int) and value == other):
         raise ConfigError(f"{name} and {other_name} mean the same; give one of them")
     return value if value is not None else other
+
+
+def _role(role: Role | None, run_name: str | None) -> tuple[Role, str | None]:
+    """What this process does of a run, and the run's name, from the arguments or else the environment.
+
+    Raises:
+        ConfigError: there is no such role, or nothing would read the name.
+    """
+    chosen = role or os.environ.get("RAYLIGHT_ROLE") or "both"
+    if chosen not in get_args(Role):
+        raise ConfigError(f"role (or RAYLIGHT_ROLE) is one of {', '.join(get_args(Role))}, not {chosen!r}")
+    if chosen == "both" and run_name is not None:
+        raise ConfigError("nothing reads run_name: algorithm and runners are in one run of this process; give a role too")
+    return cast("Role", chosen), run_name or (os.environ.get("RAYLIGHT_RUN") or None if chosen != "both" else None)
 
 
 def _named(resources: Any) -> NamedResources:

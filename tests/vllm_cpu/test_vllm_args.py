@@ -72,7 +72,9 @@ def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_
 
 
 def test_the_deployment_of_a_cpu_and_of_gpus(model_path: str) -> None:
-    cpu = llm_config(model_path, "policy", args_of(model_path), server=object, num_cpus=0.5, gpus=0, options={"num_replicas": 2})
+    cpu = llm_config(
+        model_path, "policy", args_of(model_path), server=object, num_cpus=0.5, threads=1, gpus=0, options={"num_replicas": 2}
+    )
     engine = cpu.get_engine_config()
     assert engine.placement_bundles == [{"CPU": 0.5}]
     assert cpu.deployment_config == {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
@@ -80,7 +82,7 @@ def test_the_deployment_of_a_cpu_and_of_gpus(model_path: str) -> None:
     assert cpu.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert cpu.runtime_env["env_vars"]["OMP_NUM_THREADS"] == "1"
     args = args_of(model_path, {"tensor_parallel_size": 2}, gpus=1)
-    gpu = llm_config(model_path, "policy", args, server=object, num_cpus=1, gpus=1, env={"A": "b"})
+    gpu = llm_config(model_path, "policy", args, server=object, num_cpus=1, threads=1, gpus=1, env={"A": "b"})
     assert gpu.get_engine_config().placement_bundles == [{"GPU": 1, "CPU": 1}, {"GPU": 1}]
     assert gpu.runtime_env["env_vars"]["A"] == "b"
     assert "VLLM_CPU_KVCACHE_SPACE" not in gpu.runtime_env["env_vars"]

@@ -6,6 +6,7 @@ from typing import Any
 
 from ray import serve
 
+from raylight.config import threads_of
 from raylight.serving.deploy.ingress import SERVE_FLAGS
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSpec
 
@@ -45,8 +46,8 @@ def _vllm(spec: ReplicaSpec, env: dict[str, str]) -> serve.Application:
         max_adapters=config.max_adapters,
     )  # fmt: skip
     llm = llm_config(
-        spec.model_path, spec.model, args, server=VllmReplica, num_cpus=config.num_cpus, gpus=config.num_gpus, env=env,
-        options=common_options(spec),
+        spec.model_path, spec.model, args, server=VllmReplica, num_cpus=config.num_cpus, threads=threads_of(config),
+        gpus=config.num_gpus, env=env, options=common_options(spec),
     )  # fmt: skip
     return build_llm_deployment(llm, bind_kwargs={"spec": spec})
 

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, threads_of
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.engine import Engine
 from raylight.serving.fleet.follow import Follower
@@ -161,7 +161,7 @@ def _transformers(spec: ReplicaSpec) -> Engine:
     from raylight.serving.engines.transformers.engine import TransformersEngine
 
     config = spec.config
-    torch.set_num_threads(max(1, int(config.num_cpus)))
+    torch.set_num_threads(threads_of(config))
     gpu = config.num_gpus > 0 and bool(ray.get_gpu_ids())
     return TransformersEngine(
         spec.model_path, spec.model, dtype=config.dtype, slots=config.max_concurrent, max_waiting=config.max_waiting,

@@ -18,6 +18,7 @@ def llm_config(
     *,
     server: type,
     num_cpus: float,
+    threads: int,
     gpus: float,
     env: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
@@ -28,6 +29,7 @@ def llm_config(
         args: what `vllm_args` gives.
         server: the deployment class.
         num_cpus: of each replica.
+        threads: that each computes with, on a CPU.
         gpus: of each of a replica's `tensor_parallel_size` x `pipeline_parallel_size` workers; 0 for a CPU.
         env: variables of the replica's and its workers' processes.
         options: Ray Serve's deployment options, the number of replicas among them.
@@ -43,14 +45,14 @@ def llm_config(
         "accelerator_config": {"kind": "cpu"} if gpus == 0 else None,
         "placement_group_config": {"bundles": bundles},
         "engine_kwargs": dict(args),
-        "runtime_env": {"env_vars": environment(path, num_cpus, gpus, args.get("enforce_eager", False)) | dict(env or {})},
+        "runtime_env": {"env_vars": environment(path, threads, gpus, args.get("enforce_eager", False)) | dict(env or {})},
         "deployment_config": {"ray_actor_options": {"num_cpus": 0}, **(options or {})},
         "server_cls": server,
     }
     return LLMConfig(**settings)
 
 
-def environment(path: str, num_cpus: float, gpus: float, eager: bool) -> dict[str, str]:
+def environment(path: str, threads: int, gpus: float, eager: bool) -> dict[str, str]:
     """Variables that vLLM reads when it starts; those of vLLM's own that are set already stay as they are."""
     found = {"VLLM_NO_USAGE_STATS": "1"}
     if Path(path).is_dir():
@@ -61,4 +63,4 @@ def environment(path: str, num_cpus: float, gpus: float, eager: bool) -> dict[st
         if eager:  # it would compile its sampler all the same, at the first request, for most of a minute
             found["TORCHDYNAMO_DISABLE"] = "1"
     found = {name: os.environ.get(name, value) for name, value in found.items()}
-    return found | ({"OMP_NUM_THREADS": str(max(1, int(num_cpus)))} if gpus == 0 else {})
+    return found | ({"OMP_NUM_THREADS": str(threads)} if gpus == 0 else {})

@@ -1,0 +1,1 @@
+"""Automatic prompt optimisation: textual gradients and beam search."""

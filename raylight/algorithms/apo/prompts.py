@@ -1,0 +1,83 @@
+"""What the models that criticise and rewrite prompts are told. There are several ways to ask, so that branches differ.
+
+Prompts and transcripts are quoted between tags and never formatted into, so that braces in them are text.
+"""
+
+from __future__ import annotations
+
+from raylight.agent.prompts import PromptTemplate
+
+CRITIC = (
+    "You find out why a prompt for a language model gets low rewards. You are given the prompt, a template whose placeholders are "
+    "filled in for each task, and some attempts made with it: the task, what was said, and the reward, which is higher where the "
+    "result was better. Judge the prompt and not the model: say what in its wording, its format or its silence led there. Do not "
+    "write a new prompt."
+)
+CRITIQUES = (
+    "Compare the attempts with low rewards to those with high ones. Name the two or three faults of the prompt that explain the "
+    "difference best, each with the words of the prompt or of an attempt that show it.",
+    "Take the attempt with the lowest reward. Tell step by step how this prompt led to that answer, and what the prompt would have "
+    "had to say for another. Then tell which of this holds for the other attempts.",
+    "Read the prompt as somebody who knows nothing of its purpose. List what it leaves open: the form of the answer, how to work "
+    "towards it, what to do in doubt, words that are too many or that mislead. Keep only what the attempts show to matter.",
+)
+"""Ways to ask for a critique (a textual gradient)."""
+
+EDITOR = (
+    "You rewrite prompts for a language model. You are given a prompt, a template, and a critique of it. Answer with the complete "
+    "new template between <prompt> and </prompt>, and nothing after it."
+)
+EDITS = (
+    "Mend every fault that the critique names, with as few changes as that takes. Leave alone what it does not speak of.",
+    "Write the prompt anew from its purpose, so that the critique no longer applies. Be short: every sentence must change what the "
+    "model does.",
+    "Choose the one remark of the critique that matters most, and act on it boldly: another form, another order, an example, or "
+    "plainer words. Leave out what is then no longer needed.",
+)
+"""Ways to ask for a rewrite."""
+
+
+def critique_messages(template: PromptTemplate, attempts: str, variant: int) -> list[dict[str, str]]:
+    """The chat that asks for a critique.
+
+    Args:
+        attempts: rollouts in words.
+        variant: which way to ask; any number.
+    """
+    return _chat(
+        CRITIC,
+        f"{_quoted(template)}\n\n<attempts>\n{attempts}\n</attempts>\n\n{CRITIQUES[variant % len(CRITIQUES)]}",
+    )
+
+
+def edit_messages(template: PromptTemplate, critique: str, variant: int) -> list[dict[str, str]]:
+    """The chat that asks for a rewrite.
+
+    Args:
+        variant: which way to ask; any number.
+    """
+    return _chat(
+        EDITOR,
+        f"{_quoted(template)}\n\n<critique>\n{critique}\n</critique>\n\n{EDITS[variant % len(EDITS)]}\n\n{_rules(template)}",
+    )
+
+
+def _chat(system: str, user: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def _quoted(template: PromptTemplate) -> str:
+    return f"<prompt>\n{template.template}\n</prompt>"
+
+
+def _rules(template: PromptTemplate) -> str:
+    """What a rewrite must keep to."""
+    names = sorted(template.placeholders())
+    jinja = template.engine == "jinja"
+    shown = ", ".join(f"{{{{ {name} }}}}" if jinja else f"{{{name}}}" for name in names)
+    syntax = (
+        "It is a Jinja template." if jinja else "Braces mean placeholders: any other brace in the text must be doubled, {{ and }}."
+    )
+    if not names:
+        return f"The template has no placeholders; do not add any. {syntax}"
+    return f"Keep these placeholders as they are, each at least once: {shown}. Add no others. {syntax}"

@@ -1,0 +1,6 @@
+"""The examples are imported from the repository's root, as they are run."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -1,0 +1,50 @@
+"""The example that chains APO and GRPO, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments: str) -> str:
+    env = os.environ | {"RAY_ADDRESS": "local"}
+    done = subprocess.run(
+        [sys.executable, "examples/apo_then_grpo.py", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_help() -> None:
+    assert "--critic-url" in run("--help")
+
+
+def test_debug_shows_one_rollout_with_its_trace(tmp_path: Path) -> None:
+    shown = run("--debug", "--output-dir", str(tmp_path))
+    assert "1 rollouts" in shown
+    assert "gen_ai.input.messages" in shown
+    assert "Could you please tell me what" in shown
+
+
+def test_a_better_prompt_and_then_a_better_model(tmp_path: Path) -> None:
+    shown = run("--rounds", "1", "--steps", "4", "--output-dir", str(tmp_path))
+    apo = json.loads((tmp_path / "apo" / "apo.json").read_text())
+    best = next(candidate for candidate in apo["candidates"] if candidate["version"] == apo["best"])
+    assert best["template"]["template"] == "{a}+{b}="
+    assert apo["candidates"][0]["val_score"] < 0.05
+    assert best["val_score"] > 0.15
+    assert [rejection["kind"] for rejection in apo["rejections"]] == ["placeholders"]
+    assert (tmp_path / "apo" / "apo_tree.png").exists()
+    before = json.loads((tmp_path / "before" / "eval.json").read_text())
+    assert before["rewards"]["reward"]["mean"] < 0.05
+    trained = json.loads((tmp_path / "grpo" / "summary.json").read_text())
+    assert trained["steps"] == 4
+    assert trained["reward_before"] > 0.15
+    assert (tmp_path / "grpo" / "checkpoint" / "config.json").exists()
+    assert shown.splitlines()[-2].endswith("{a}+{b}=")

@@ -1,0 +1,217 @@
+"""The algorithm in one process and its runners in others, on one cluster."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BIN, Cluster, eventually
+
+import raylight as rl
+from raylight.errors import ConfigError, PlacementError, RunnerLostError
+
+AGENT = """
+import os
+from pathlib import Path
+
+import raylight as rl
+
+
+@rl.rollout
+async def doubler(task: dict, llm: rl.LLM) -> float:
+    import asyncio
+    Path(task["folder"], f"{task['n']}-{os.getpid()}").touch()
+    while task.get("until") and not Path(task["until"]).exists():
+        await asyncio.sleep(0.1)
+    return 2.0 * task["n"]
+
+
+@rl.rollout
+def fixed(task: dict) -> float:
+    return 1.0
+
+
+if __name__ == "__main__":
+    tasks = [{"n": n, "folder": os.environ["TASK_FOLDER"]} for n in range(8)]
+    llm = {"llm": rl.LLM(endpoint="http://unused", model="m")}
+    trainer = rl.Trainer(algorithm=rl.Baseline(), n_runners=2, initial_resources=llm, output_dir=os.environ["TASK_FOLDER"] + "/run")
+    print(trainer.fit(doubler, tasks))
+"""
+LLM = {"llm": rl.LLM(endpoint="http://unused", model="m")}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    (tmp_path / "seen").mkdir()
+    return tmp_path
+
+
+class Sum(rl.Algorithm):
+    total = 0.0
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        store = self.get_store()
+        asked = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
+        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(asked)]
+        await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
+        self.total = sum(item.reward or 0.0 for item in await store.collect(ids))
+
+
+def agent_of(place: Path) -> Any:
+    sys.path.insert(0, str(place))
+    try:
+        from my_agent import doubler  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(place))
+        sys.modules.pop("my_agent", None)
+    return doubler
+
+
+def start_runner(cluster: Cluster, place: Path, run: str, *more: str) -> subprocess.Popen[str]:
+    command = [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", run, *more]
+    env = cluster.env() | {"PYTHONPATH": str(place)}
+    return subprocess.Popen(command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def trainer(cluster: Cluster, place: Path, run: str, algorithm: Any, **settings: Any) -> rl.Trainer:
+    return rl.Trainer(
+        algorithm=algorithm, role="algorithm", run_name=run, address=cluster.address, output_dir=place / "run",
+        progress=False, **{"initial_resources": LLM} | settings,
+    )  # fmt: skip
+
+
+def tasks(place: Path, n: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"n": i, "folder": str(place / "seen"), **more} for i in range(n)]
+
+
+def pids(place: Path) -> set[str]:
+    return {file.name.split("-")[1] for file in (place / "seen").iterdir()}
+
+
+def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cluster, place: Path) -> None:
+    runners = start_runner(cluster, place, "apart-1", "--n-runners", "2")  # they may be there first
+    helper = start_runner(cluster, place, "apart-1", "--max-rollouts", "1")
+    gate, algorithm, n = place / "gate", Sum(), 100  # more than one runner has room for
+
+    def open_gate() -> None:
+        eventually(lambda: len(pids(place)) >= 2, 90, "the work of a second runner")
+        gate.touch()
+
+    opening = threading.Thread(target=open_gate)
+    opening.start()
+    summary = trainer(cluster, place, "apart-1", algorithm).fit(agent_of(place), tasks(place, n, until=str(gate)))
+    opening.join()
+    assert algorithm.total == 2.0 * sum(range(n))
+    assert summary["by_status"] == {"succeeded": n}
+    shown, _ = runners.communicate(timeout=60)
+    assert runners.returncode == 0, shown
+    assert "run apart-1 is over" in shown
+    shown, _ = helper.communicate(timeout=60)
+    assert helper.returncode == 0, shown
+    assert "is over" in shown or "have run their max_rollouts" in shown
+    cluster.assert_clean()
+
+
+def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: Path) -> None:
+    def start(role: str) -> subprocess.Popen[str]:
+        named = {"RAYLIGHT_ROLE": role, "RAYLIGHT_RUN": "apart-2", "TASK_FOLDER": str(place / "seen")}
+        return subprocess.Popen(
+            [sys.executable, "my_agent.py"], cwd=place, env=cluster.env() | named, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    both = {role: start(role) for role in ("algorithm", "runner")}
+    shown = {role: process.communicate(timeout=120)[0] for role, process in both.items()}
+    assert [process.returncode for process in both.values()] == [0, 0], shown
+    assert "8 rollouts" in shown["algorithm"].replace("  ", " ") or "'rollouts': 8" in shown["algorithm"]
+    assert "{'run': 'apart-2', 'runners_lost': 0, 'runners_worn_out': 0}" in shown["runner"]
+    cluster.assert_clean()
+
+
+def test_runners_that_are_killed_are_replaced_by_others_that_join(cluster: Cluster, place: Path) -> None:
+    gate = place / "gate"
+    first = start_runner(cluster, place, "apart-3")
+    second: list[subprocess.Popen[str]] = []
+
+    def swap() -> None:
+        eventually(lambda: bool(pids(place)), 90, "the first rollout")
+        first.send_signal(signal.SIGKILL)  # its actors die with it, and nobody releases them
+        first.wait()
+        gate.touch()
+        second.append(start_runner(cluster, place, "apart-3"))
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    algorithm = Sum()
+    trainer(cluster, place, "apart-3", algorithm, store={"lease_seconds": 3.0}).fit(
+        agent_of(place), tasks(place, 3, until=str(gate))
+    )
+    swapping.join()
+    assert algorithm.total == 6.0
+    assert len(pids(place)) == 2
+    shown, _ = second[0].communicate(timeout=60)
+    assert second[0].returncode == 0, shown
+    cluster.assert_clean()
+
+
+def test_a_policy_is_trained_with_runners_of_another_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Their attempts' keys derive from the run's secret, else the engine would refuse them."""
+    from raylight.quickstart import STARTER_MODEL
+    from raylight.quickstart.additions import additions
+    from raylight.quickstart.agent import adder
+
+    command = [str(BIN / "raylight"), "runner", "raylight.quickstart.agent:adder", "--run", "apart-4"]
+    runners = subprocess.Popen(command, env=cluster.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1, tasks_per_step=2, lr=1e-4, val_before_train=False, val_every=0)
+    summary = trainer(cluster, tmp_path, "apart-4", algorithm, initial_resources=None).fit(adder, additions(0)[0])
+    assert summary["rollouts"] == 16
+    assert summary["rollouts_failed"] == 0
+    shown, _ = runners.communicate(timeout=60)
+    assert runners.returncode == 0, shown
+    cluster.assert_clean()
+
+
+def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylight.config import StoreConfig
+    from raylight.store.actor import start_store
+
+    agent = agent_of(place)
+    with pytest.raises(PlacementError, match="raylight runner AGENT --run apart-5"):
+        trainer(cluster, place, "apart-5", Sum(), runner={"start_timeout_s": 1.0}).fit(agent, tasks(place, 1))
+    late = subprocess.run(
+        [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", "nowhere", "--wait", "1"], cwd=place, env=cluster.env(),
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert late.returncode == 1
+    assert "ConfigError: there is no run 'nowhere' on this cluster" in late.stderr
+    import ray
+
+    with ray.init(address=cluster.address, log_to_driver=False):
+        actor = start_store("apart-6", str(place / "other.db"), StoreConfig())
+        with pytest.raises(ConfigError, match="another run_name"):
+            trainer(cluster, place, "apart-6", Sum()).fit(agent, tasks(place, 1))
+        ray.kill(actor)
+    cluster.assert_clean()
+
+
+def test_a_run_that_all_runners_left_ends_with_an_error(cluster: Cluster, place: Path) -> None:
+    runners = start_runner(cluster, place, "apart-7")
+
+    def leave() -> None:
+        eventually(lambda: bool(pids(place)), 90, "the first rollout")
+        runners.send_signal(signal.SIGINT)
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    slow = {"start_timeout_s": 20.0, "stuck_after_s": 2.0}
+    with pytest.raises(RunnerLostError, match="had no runner"):
+        trainer(cluster, place, "apart-7", Sum(), runner=slow).fit(agent_of(place), tasks(place, 2, until=str(place / "never")))
+    leaving.join()
+    runners.communicate(timeout=60)
+    cluster.assert_clean()

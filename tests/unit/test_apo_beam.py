@@ -1,0 +1,242 @@
+"""The search itself: any evaluation, critique and edit, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raylight.agent.prompts import PromptTemplate
+from raylight.algorithms.apo.beam import BeamSearch, batch_of
+from raylight.algorithms.apo.edits import RejectedEdit
+from raylight.algorithms.apo.history import History
+from raylight.algorithms.apo.settings import ApoSettings
+from raylight.algorithms.apo.trials import Evaluation, Trial
+from raylight.errors import CriticError
+from raylight.types import RolloutMode
+
+SEED = PromptTemplate(template="{a} 0")
+N_TRAIN, N_VAL = 11, 7
+
+
+class Interrupted(Exception):
+    pass
+
+
+class World:
+    """A task in which a prompt is `{a} N`, and how good a number is depends on nothing but the number and the task."""
+
+    def __init__(self, salt: int, stop_after: int | None = None) -> None:
+        self.salt = salt
+        self.left = math.inf if stop_after is None else stop_after
+        self.running = self.most_running = self.evaluations = 0
+        self.seen: list[tuple[str, tuple[int, ...], RolloutMode]] = []
+
+    def reward(self, text: str, task: int) -> float:
+        return random.Random(f"{self.salt}/{text}/{task}").choice([0.0, 0.25, 0.5, 1.0])
+
+    async def evaluate(self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
+        if self.left <= 0:
+            raise Interrupted
+        self.left -= 1
+        self.evaluations += 1
+        self.seen.append((template.template, tuple(tasks), mode))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        for _ in range(random.Random(template.template).randrange(4)):
+            await asyncio.sleep(0)
+        self.running -= 1
+        return Evaluation([Trial(task, "succeeded", self.reward(template.template, task)) for task in tasks])
+
+    async def critique(self, template: PromptTemplate, trials: Sequence[Trial], variant: int) -> str:
+        return f"{template.template} {variant} {[trial.task for trial in trials]}"
+
+    async def edit(self, template: PromptTemplate, critique: str, variant: int) -> str:
+        number = random.Random(f"{self.salt}/{critique}/{variant}").randrange(40)
+        if number == 0:
+            raise RejectedEdit("no answer", "endpoint")
+        return {1: "lost it", 2: "{a} {b}", 3: "{a", 4: ""}.get(number, f"<prompt>{{a}} {number}</prompt>")
+
+    def search(self, history: History, config: ApoSettings) -> BeamSearch:
+        return BeamSearch(config, history, N_TRAIN, N_VAL, self.evaluate, self.critique, self.edit)
+
+
+def fresh() -> History:
+    return History.begin(SEED, "prompt", "tasks", {})
+
+
+async def whole(search: BeamSearch) -> None:
+    await search.begin()
+    while search.history.rounds_done < search.settings.beam_rounds:
+        await search.round()
+
+
+CONFIGS = st.builds(
+    ApoSettings,
+    gradient_batch_size=st.integers(1, 13),
+    val_batch_size=st.integers(1, 9),
+    beam_width=st.integers(1, 4),
+    branch_factor=st.integers(1, 4),
+    beam_rounds=st.integers(0, 4),
+    run_initial_validation=st.booleans(),
+    max_concurrent=st.integers(1, 5),
+    seed=st.integers(0, 3),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CONFIGS, st.integers(0, 1000))
+def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
+    world, history = World(salt), fresh()
+    try:
+        asyncio.run(whole(world.search(history, config)))
+    except CriticError:
+        assert config.beam_width * config.branch_factor <= 4, "few branches may all be without an answer by chance"
+        return
+    by_version = {candidate.version: candidate for candidate in history.candidates}
+    assert [*by_version] == [f"v{i}" for i in range(len(history.candidates))]
+    assert len({candidate.template.template for candidate in history.candidates}) == len(by_version), "none is tried twice"
+    assert world.most_running <= config.max_concurrent
+    for candidate in history.candidates[1:]:
+        parent = by_version[candidate.parent or ""]
+        assert candidate.round > parent.round
+        assert parent.version in history.beams[candidate.round - 1]
+        assert candidate.template.placeholders() == {"a"}
+        assert candidate.critique
+    for number, beam in enumerate(history.beams[1:], 1):
+        rivals = [c for c in history.candidates if c.round == number or c.version in history.beams[number - 1]]
+        scores = sorted((c.batch_scores[number] for c in rivals), reverse=True)
+        assert len(beam) == min(config.beam_width, len(rivals))
+        assert [by_version[version].batch_scores[number] for version in beam] == scores[: len(beam)]
+        assert by_version[beam[0]].val_score is not None
+        made, rejected = len(history.made_in(number)), sum(r.round == number for r in history.rejections)
+        assert made + rejected == config.beam_width * config.branch_factor
+        val = batch_of(N_VAL, config.val_batch_size, number - 1, config.seed)
+        for rival in rivals:  # all on the same tasks
+            mean = sum(world.reward(rival.template.template, task) for task in val) / len(val)
+            assert rival.batch_scores[number] == pytest.approx(mean)
+    validated = [c for c in history.candidates if c.val_score is not None]
+    if validated:
+        best = history.best_candidate
+        assert best.val_score == max(c.val_score for c in validated if c.val_score is not None)
+        first = ["v0"] * config.run_initial_validation + [beam[0] for beam in history.beams[1:]]
+        equal = [v for v in first if by_version[v].val_score == best.val_score]
+        assert equal[0] == best.version, "an equal one does not replace it"
+    else:
+        assert history.best == "v0"
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONFIGS, st.integers(0, 1000), st.integers(0, 60))
+def test_a_search_that_was_interrupted_ends_as_one_that_was_not(config: ApoSettings, salt: int, stop_after: int) -> None:
+    straight, world = fresh(), World(salt)
+    failed = False
+    try:
+        asyncio.run(whole(world.search(straight, config)))
+    except CriticError:
+        failed = True
+    kept = [fresh().model_dump_json()]
+    history = fresh()
+    cut = World(salt, stop_after)
+    search = BeamSearch(
+        config, history, N_TRAIN, N_VAL, cut.evaluate, cut.critique, cut.edit,
+        changed=lambda: kept.append(history.model_dump_json()),
+    )  # fmt: skip
+    with contextlib.suppress(Interrupted, CriticError):
+        asyncio.run(whole(search))
+    again, rest = History.model_validate_json(kept[-1]), World(salt)
+    try:
+        asyncio.run(whole(rest.search(again, config)))
+    except CriticError:
+        assert failed
+        return
+    assert again == straight
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
+def test_batches_go_through_all_items_before_any_comes_again(n: int, size: int, seed: int) -> None:
+    per_epoch = n // min(size, n)
+    for epoch in range(3):
+        items = [item for index in range(per_epoch) for item in batch_of(n, size, epoch * per_epoch + index, seed)]
+        assert len(set(items)) == len(items) == per_epoch * min(size, n)
+        assert set(items) <= set(range(n))
+    drawn = {item for index in range(60 * per_epoch) for item in batch_of(n, size, index, seed)}
+    assert drawn == set(range(n)), "a batch size that does not divide leaves none out for good"
+
+
+def test_a_smaller_beam_than_its_width_is_gone_through_again() -> None:
+    config = ApoSettings(beam_width=3, branch_factor=2, beam_rounds=1)
+    world = World(5)
+    search = world.search(fresh(), config)
+    assert [parent.version for parent in search.parents(1)] == ["v0", "v0", "v0"]
+    asyncio.run(whole(search))
+    train = [tasks for _, tasks, mode in world.seen if mode == "train"]
+    assert len(train) == 6
+    assert len({frozenset(tasks) for tasks in train}) > 2, "each branch sees tasks of its own"
+
+
+def test_the_seed_survives_edits_that_are_all_worse() -> None:
+    class Downhill(World):
+        def reward(self, text: str, task: int) -> float:
+            return 1.0 if text == SEED.template else 0.0
+
+    history = fresh()
+    asyncio.run(whole(Downhill(1).search(history, ApoSettings(beam_rounds=2, beam_width=2))))
+    assert history.best == "v0"
+    assert history.best_candidate.val_score == 1.0
+    assert history.beams[1][0] == history.beams[2][0] == "v0"
+
+
+def test_a_leader_is_validated_once() -> None:
+    class Uphill(World):
+        def reward(self, text: str, task: int) -> float:
+            return float(text.split()[1])
+
+    world, history = Uphill(3), fresh()
+    asyncio.run(whole(world.search(history, ApoSettings(beam_rounds=4, val_batch_size=2))))
+    full = [text for text, tasks, mode in world.seen if mode == "val" and len(tasks) == N_VAL]
+    assert len(full) == len(set(full))
+    assert history.best_candidate.val_score == max(float(c.template.template.split()[1]) for c in history.candidates)
+
+
+def test_without_an_answer_to_any_branch_the_search_ends_and_can_go_on() -> None:
+    class Silent(World):
+        async def edit(self, *given: Any) -> str:
+            raise RejectedEdit("'m' did not answer: APITimeoutError", "endpoint")
+
+    history = fresh()
+    with pytest.raises(CriticError, match="APITimeoutError"):
+        asyncio.run(whole(Silent(1).search(history, ApoSettings(beam_width=2, branch_factor=2))))
+    assert (history.generated, history.rounds_done) == (0, 0)
+    asyncio.run(whole(World(1).search(history, ApoSettings(beam_width=2, branch_factor=2, beam_rounds=1))))
+    assert history.rounds_done == 1
+
+
+def test_rejections_are_kept_with_what_was_wrong() -> None:
+    answers = iter(["no placeholder", "{a} {b}", "{a", "<prompt> </prompt>", "{a} 0", "<prompt>{a} 9</prompt>", "{a} 9"])
+
+    class Scripted(World):
+        async def edit(self, *given: Any) -> str:
+            return next(answers)
+
+    told: list[str] = []
+    history, world = fresh(), Scripted(1)
+    search = BeamSearch(
+        ApoSettings(beam_width=1, branch_factor=7, beam_rounds=1, max_concurrent=1), history, N_TRAIN, N_VAL,
+        world.evaluate, world.critique, world.edit, say=told.append,
+    )  # fmt: skip
+    asyncio.run(whole(search))
+    assert history.rejected_by_kind() == {"placeholders": 2, "duplicate": 2, "malformed": 1, "empty": 1}
+    assert [candidate.template.template for candidate in history.candidates] == ["{a} 0", "{a} 9"]
+    assert "lost a" in history.rejections[0].reason
+    assert history.rejections[0].text == "no placeholder"
+    assert "lost a and asks for" not in history.rejections[1].reason
+    assert "asks for b" in history.rejections[1].reason
+    assert sum("is rejected" in line for line in told) == 6

@@ -1,0 +1,109 @@
+"""What a model's answer becomes, and what the models are asked."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raylight.agent.prompts import PromptTemplate
+from raylight.algorithms.apo.edits import RejectedEdit, extract, rewrite_of
+from raylight.algorithms.apo.prompts import CRITIQUES, EDITS, critique_messages, edit_messages
+from raylight.algorithms.apo.trials import TRANSCRIPT_CHARACTERS, Evaluation, Trial, describe_trials
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt"),
+    [
+        ("Sum {a}.", "Sum {a}."),
+        ("Here it is:\n<prompt>\nSum {a}.\n</prompt>\nGood luck!", "Sum {a}."),
+        ("First <prompt>draft</prompt>, then <prompt>Sum {a}.</prompt>", "Sum {a}."),
+        ("```\nSum {a}.\n```", "Sum {a}."),
+        ("<prompt>```text\nSum\n{a}.\n```</prompt>", "Sum\n{a}."),
+        ("<prompt>unfinished {a}", "<prompt>unfinished {a}"),
+    ],
+)
+def test_the_prompt_in_an_answer(answer: str, prompt: str) -> None:
+    assert extract(answer) == prompt
+
+
+@pytest.mark.parametrize(
+    ("engine", "parent", "answer", "kind"),
+    [
+        ("f-string", "{a} {b}", "only {a}", "placeholders"),
+        ("f-string", "{a}", "{a} and {b}", "placeholders"),
+        ("f-string", "{a}", 'answer as {"x": {a}}', "malformed"),
+        ("f-string", "{a}", "{a.__class__}", "malformed"),
+        ("f-string", "{a}", "<prompt>\n</prompt>", "empty"),
+        ("jinja", "{{ a }}", "{% if a %}", "malformed"),
+        ("jinja", "{{ a }}", "none", "placeholders"),
+    ],
+)
+def test_rewrites_that_agents_could_not_use(engine: Any, parent: str, answer: str, kind: str) -> None:
+    with pytest.raises(RejectedEdit) as caught:
+        rewrite_of(PromptTemplate(template=parent, engine=engine), answer)
+    assert caught.value.kind == kind
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.kind, again.text) == (str(caught.value), kind, caught.value.text)
+
+
+def test_a_rewrite_keeps_the_engine() -> None:
+    made = rewrite_of(PromptTemplate(template="{{ a }}", engine="jinja"), "{% if a > 1 %}{{ a }}{% endif %}")
+    assert made.format(a=2) == "2"
+    assert rewrite_of(PromptTemplate(template="{a}"), 'as {{"x": {a}}}').format(a=2) == 'as {"x": 2}'
+
+
+@given(st.text(max_size=60), st.integers(0, 10**6))
+def test_whatever_a_prompt_and_a_transcript_say_is_quoted_as_it_is(text: str, variant: int) -> None:
+    template = PromptTemplate(template="{{% raw %}}", engine="f-string")
+    asked = critique_messages(template, text, variant)[1]["content"]
+    assert f"<attempts>\n{text}\n</attempts>" in asked
+    assert template.template in asked
+    assert f"<critique>\n{text}\n</critique>" in edit_messages(template, text, variant)[1]["content"]
+
+
+def test_there_are_several_ways_to_ask() -> None:
+    template = PromptTemplate(template="{q}")
+    assert len({str(critique_messages(template, "x", i)) for i in range(10)}) == len(CRITIQUES) == 3
+    assert len({str(edit_messages(template, "x", i)) for i in range(10)}) == len(EDITS) == 3
+
+
+def test_the_editor_is_told_what_to_keep() -> None:
+    asked = edit_messages(PromptTemplate(template="{b} {a}"), "be short", 0)[1]["content"]
+    assert "{a}, {b}" in asked
+    assert "doubled" in asked
+    jinja = edit_messages(PromptTemplate(template="{{ q }}", engine="jinja"), "x", 0)[1]["content"]
+    assert "{{ q }}." in jinja
+    assert "Jinja" in jinja
+    assert "no placeholders" in edit_messages(PromptTemplate(template="plain"), "x", 0)[1]["content"]
+
+
+def test_what_the_critic_reads_of_rollouts() -> None:
+    first = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "calc"}]}]
+    second = [*first, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}]
+    told = describe_trials(
+        [
+            Trial({"a": 2}, "succeeded", 0.5, [{"messages": first, "tools": None}, {"messages": second, "tools": None}]),
+            Trial("x", "failed", None, notes=["- search: q='x'"], error="ValueError: odd"),
+            Trial("y", "succeeded", 1.0, [{"messages": [{"role": "user", "content": "z" * 20_000}], "tools": None}]),
+        ]
+    )
+    assert told.count("[user] 2+2") == 1, "a conversation that goes on is shown once"
+    assert "[assistant] (calls [{" in told
+    assert "It is 4" in told
+    assert "Reward: 0.5" in told
+    assert "Reward: none was given" in told
+    assert "Error: ValueError: odd\nWhat happened:\n- search: q='x'" in told
+    assert "characters left out" in told
+    assert len(told) < TRANSCRIPT_CHARACTERS + 1000
+
+
+def test_what_counts() -> None:
+    endings = [("succeeded", 1.0), ("failed", 1.0), ("timed out", None), ("succeeded", None), ("lost", None)]
+    found = Evaluation([Trial(task, ending, reward) for task, (ending, reward) in enumerate(endings)])  # type: ignore[arg-type]
+    assert found.score == 0.25
+    assert found.endings() == "1 failed, 1 timed out, 1 lost, 1 without a reward"
+    assert Evaluation([Trial(0, "succeeded", 1.0)]).endings() == ""
