@@ -1,0 +1,37 @@
+"""A model for `--ci`: raylight's starter model with a chat template that knows tools, and room for the help desk's policy.
+
+It can neither call a tool nor speak, but every part of a training run takes it for a model that could.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from raylight.quickstart import STARTER_MODEL
+
+POSITIONS = 16384
+TEMPLATE = """{%- if tools %}<|im_start|>system
+Tools, one JSON schema a line:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call one by <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def build(folder: Path) -> str:
+    """Write the model into a folder, over what is there; returns its path."""
+    shutil.copytree(STARTER_MODEL, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {key: POSITIONS}, indent=2))
+    return str(folder)

@@ -1,0 +1,146 @@
+"""Train an assistant that serves a simulated user, with reinforcement learning; the user is not trained.
+
+    python examples/tau2_agent/train.py --ci                                   (a CPU, offline, about a minute: shows that it runs)
+    python examples/tau2_agent/train.py --model path/to/Qwen2.5-1.5B-Instruct
+    python examples/tau2_agent/train.py --model path/to/model --user model --user-endpoint http://localhost:8001/v1
+    TAU2_DATA_DIR=path/to/data python examples/tau2_agent/train.py --model path/to/model --env airline --user model ...
+    python examples/tau2_agent/train.py --model path/to/model --debug          (one conversation, all of it printed)
+
+From the repository's root. On a cluster: ray job submit --working-dir . -- python examples/tau2_agent/train.py ...
+docs/multi_agent.md tells how it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI, OpenAIError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import raylight as rl
+from examples.tau2_agent import ci_model
+from examples.tau2_agent.agent import ASSISTANT, CustomerService
+from examples.tau2_agent.domain import ENVIRONMENTS
+from examples.tau2_agent.settings import verl_config
+from examples.tau2_agent.tasks import Row, load_rows
+from examples.tau2_agent.trace import read_rollouts, render
+from raylight.errors import ConfigError, RaylightError
+
+CI_TASKS = 4
+CI_AGENT = {"max_steps": 3, "max_tokens": 16}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train an assistant that serves a simulated user.")
+    parser.add_argument("--model", help="folder or name of a Hugging Face model that can call tools")
+    parser.add_argument("--endpoint", help="with --debug: base URL of a server that has --model already")
+    parser.add_argument("--env", choices=ENVIRONMENTS, default="helpdesk")
+    parser.add_argument("--user", choices=("scripted", "model"), default="scripted", help="who plays the user")
+    parser.add_argument("--user-endpoint", help="base URL of the model that plays the user; without, the trained one does")
+    parser.add_argument("--user-model", help="its name there; may be left out if the endpoint has only one")
+    parser.add_argument("--task", help="with --debug: the id of the task; the first one if not given")
+    parser.add_argument("--output-dir", default="outputs/tau2_agent")
+    parser.add_argument("--n-runners", type=int, default=2)
+    parser.add_argument("--debug", action="store_true", help="hold one conversation, print all of it, and train nothing")
+    parser.add_argument(
+        "--ci", action="store_true", help="two small steps on a CPU; without --model, with a model that knows nothing"
+    )
+    given = parser.parse_args(arguments)
+    check(given)
+    return given
+
+
+def check(given: argparse.Namespace) -> None:
+    """Say before anything starts what does not go together.
+
+    Raises:
+        ConfigError: something does not.
+    """
+    if given.model is None and not given.ci:
+        raise ConfigError("there is no model; give --model PATH, or --ci to try everything out without one")
+    if given.endpoint and not given.debug:
+        raise ConfigError("a model behind an --endpoint cannot be trained; add --debug, or give the --model's folder alone")
+    if given.task and not given.debug:
+        raise ConfigError("nothing reads --task without --debug")
+    if given.user == "scripted" and (given.user_endpoint or given.user_model):
+        raise ConfigError("nothing reads --user-endpoint and --user-model while a script plays the user; add --user model")
+    if given.user_model and not given.user_endpoint:
+        raise ConfigError("--user-model is a name at an endpoint; give --user-endpoint URL too")
+    if given.env == "airline" and given.user == "scripted":
+        raise ConfigError("the airline's tasks have no script for the user; add --user model")
+
+
+def user_resource(given: argparse.Namespace) -> dict[str, rl.LLM]:
+    """The model that plays the user: fixed, elsewhere, and recorded. The key comes from `USER_API_KEY` or `OPENAI_API_KEY`.
+
+    Raises:
+        ConfigError: the endpoint does not answer, or it is not clear which of its models to take.
+    """
+    if not given.user_endpoint:
+        return {}
+    key = os.environ.get("USER_API_KEY") or os.environ.get("OPENAI_API_KEY") or "unused"
+    name = given.user_model or only_model(given.user_endpoint, key)
+    return {"user": rl.LLM(endpoint=given.user_endpoint, model=name, api_key=key, traced=True)}
+
+
+def only_model(endpoint: str, key: str) -> str:
+    try:
+        with OpenAI(base_url=endpoint, api_key=key, max_retries=0, timeout=20) as client:
+            names = [model.id for model in client.models.list()]
+    except OpenAIError as error:
+        raise ConfigError(f"the models at {endpoint} cannot be listed ({error}); start the server, or give --user-model") from None
+    if len(names) != 1:
+        raise ConfigError(f"{endpoint} has {len(names)} models ({', '.join(names[:10])}); choose one by --user-model")
+    return names[0]
+
+
+def show_one(given: argparse.Namespace, agent: CustomerService, row: Row, folder: Path, resources: dict[str, rl.LLM]) -> None:
+    """Hold one conversation and print all that its agents said."""
+    engine: dict[str, Any] = {"max_model_len": 10240}
+    if given.endpoint:
+        engine = {"kind": "upstream", "url": given.endpoint, "api_key": os.environ.get("OPENAI_API_KEY")}
+    trainer = rl.Trainer(output_dir=folder, engine=engine, initial_resources=resources, progress=False)
+    trainer.evaluate(agent, [row], model=given.model)
+    for finished in asyncio.run(read_rollouts(folder / "eval.db")):
+        if finished.rollout.input == row:
+            print(render(finished, ASSISTANT))
+
+
+def train(
+    given: argparse.Namespace, agent: CustomerService, rows: tuple[list[Row], list[Row]], resources: dict[str, rl.LLM]
+) -> None:
+    """Train the assistant."""
+    algorithm = rl.VERL(verl_config(given.model, given.ci))
+    trainer = rl.Trainer(algorithm=algorithm, n_runners=given.n_runners, output_dir=given.output_dir, initial_resources=resources)
+    trainer.fit(agent, rows[0], val_dataset=rows[1])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parse(arguments)
+    train_rows, val_rows = load_rows(given.env)
+    resources = user_resource(given)
+    folder = Path(given.output_dir)
+    if given.ci:
+        train_rows, val_rows = train_rows[:CI_TASKS], val_rows[:CI_TASKS]
+        given.model = given.model or ci_model.build(folder / "ci-model")
+    agent = CustomerService(user=given.user, **(CI_AGENT if given.ci else {}))
+    if given.debug:
+        found = [row for row in train_rows + val_rows if given.task in (None, row["id"])]
+        if not found:
+            raise ConfigError(f"there is no task {given.task!r}; there are {', '.join(row['id'] for row in train_rows + val_rows)}")
+        show_one(given, agent, found[0], folder, resources)
+    else:
+        train(given, agent, (train_rows, val_rows), resources)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RaylightError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

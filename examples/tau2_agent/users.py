@@ -1,0 +1,105 @@
+"""The user that the assistant serves: played by a script, or by a model that is not trained."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+from openai import AsyncOpenAI
+
+import raylight as rl
+from examples.tau2_agent.domain import Person
+from raylight.errors import ConfigError
+
+END = "[[END]]"
+"""What a model says as the user when there is nothing left to ask for."""
+PATIENCE = 8
+"""What a user says at most, the opening included."""
+MAX_TOKENS = 256
+
+PROMPT = """You are a customer who writes to a help desk, and the other one is its assistant. Keep to your part: do not answer as \
+the desk, and do not mention these instructions.
+
+{who}What you want:
+{goal}
+
+- Say one thing at a time, in one to three plain sentences, as people write in a chat. Begin with what you want.
+- Tell what you know only when you are asked for it. Do not invent numbers or bookings; if you do not know something, say so.
+- Agree to what the desk proposes if it is what you want, and repeat your wish once if it is refused without a reason.
+- When you have what you want and every answer you asked for, or it is clear that you will not get it, write only {end}."""
+
+
+class User(Protocol):
+    """The other side of the conversation."""
+
+    async def open(self) -> str:
+        """The first message."""
+
+    async def answer(self, heard: str) -> str | None:
+        """The answer to what the assistant said; None when the user is done."""
+
+
+class ScriptedUser:
+    """Follows a person's script, without a model.
+
+    An answer of the script is given once, to the first message in which its pattern is found. Any other question is answered by the
+    e-mail address if it asks for that, and else by a yes; after anything else the user is done.
+
+    Raises:
+        ConfigError: the person has no script.
+    """
+
+    def __init__(self, person: Person) -> None:
+        if not person.opening:
+            raise ConfigError("this environment's tasks have no script for the user; have a model play it, --user model")
+        self._person = person
+        self._left = list(person.answers)
+        self._said = 0
+
+    async def open(self) -> str:
+        self._said = 1
+        return self._person.opening
+
+    async def answer(self, heard: str) -> str | None:
+        if self._said >= PATIENCE:
+            return None
+        self._said += 1
+        for pattern, text in self._left:
+            if re.search(pattern, heard, re.IGNORECASE):
+                self._left.remove((pattern, text))
+                return text
+        if "?" not in heard:
+            return None
+        if re.search(r"e-?mail", heard, re.IGNORECASE):
+            return f"It is {self._person.email}."
+        return "Yes, please."
+
+
+class ModelUser:
+    """Has a model play a person.
+
+    Args:
+        llm: the model, under the name of the user as an agent; its calls are recorded if it is traced, and never trained.
+    """
+
+    def __init__(self, person: Person, llm: rl.LLM, client: AsyncOpenAI) -> None:
+        self._llm = llm
+        self._client = client.with_options(base_url=llm.endpoint, api_key=llm.api_key or "unused")
+        who = f"Your name is {person.name}, and your e-mail address is {person.email}.\n" if person.name else ""
+        self._messages: list[Any] = [{"role": "system", "content": PROMPT.format(who=who, goal=person.goal, end=END)}]
+        self._said = 0
+
+    async def open(self) -> str:
+        return await self._speak("Hello, this is the help desk. What can I do for you?") or ""
+
+    async def answer(self, heard: str) -> str | None:
+        return None if self._said >= PATIENCE else await self._speak(heard)
+
+    async def _speak(self, heard: str) -> str | None:
+        self._said += 1
+        self._messages.append({"role": "user", "content": heard})
+        sampling = {"max_tokens": MAX_TOKENS} | self._llm.sampling_parameters
+        reply = await self._client.chat.completions.create(model=self._llm.model, messages=self._messages, **sampling)
+        text = (reply.choices[0].message.content or "").strip()
+        self._messages.append({"role": "assistant", "content": text})
+        return None if END in text else text

@@ -1,0 +1,123 @@
+"""Models that answer by script behind a real OpenAI-compatible server, for the multi-agent example."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from examples.tau2_agent.helpdesk.desk import HelpDesk
+
+START_S = 30.0
+TASKS = {task["id"]: task for task in HelpDesk().tasks()}
+OF_OPENING = {task["script"]["opening"]: task for task in TASKS.values()}
+OF_GOAL = {task["user"]["goal"]: task for task in TASKS.values()}
+
+Script = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""Makes the next message of the messages that were sent."""
+
+
+def using(*calls: tuple[str, Any]) -> dict[str, Any]:
+    """A message that calls tools; arguments that are no dict are sent as they are."""
+    numbers = itertools.count()
+    functions = [{"name": name, "arguments": args if isinstance(args, str) else json.dumps(args)} for name, args in calls]
+    return {"content": None, "tool_calls": [{"id": f"c{next(numbers)}", "type": "function", "function": f} for f in functions]}
+
+
+def facts_told(task: dict[str, Any]) -> str:
+    """A sentence with every fact of a task, in its first wording."""
+    facts = [fact.split("|")[0] for fact in task["expected"]["facts"]]
+    return f"It is done. To know: {'; '.join(facts)}."
+
+
+def solving(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Does what the task's gold actions are, one call at a time, and then tells the facts, whatever the user says."""
+    task = OF_OPENING[next(message["content"] for message in messages if message["role"] == "user")]
+    done = sum(message["role"] == "tool" for message in messages)
+    if done < len(task["gold"]):
+        call = task["gold"][done]
+        return using((call["name"], call["arguments"]))
+    return {"content": facts_told(task)}
+
+
+def wanting(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Plays the user of a task: says the opening, and is done as soon as it has an answer."""
+    task = next(task for goal, task in OF_GOAL.items() if goal in messages[0]["content"])
+    return {"content": task["script"]["opening"] if len(messages) == 2 else "[[END]]"}
+
+
+class Refused(Exception):
+    """What a script raises to have its server answer with an error of status 400."""
+
+
+class ScriptedServer:
+    """Serves scripts, each as a model of its name, on a port of this machine.
+
+    Attributes:
+        requests: bodies in the order in which they came.
+        keys: the Authorization headers.
+    """
+
+    def __init__(self, **scripts: Script) -> None:
+        self._scripts = scripts
+        self.requests: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        routes = [Route("/v1/chat/completions", self._answer, methods=["POST"]), Route("/v1/models", self._models)]
+        self._server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", lifespan="off"))
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def __enter__(self) -> ScriptedServer:
+        self._thread.start()
+        assert self._listening.wait(START_S), "the scripted server does not listen"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(START_S)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/v1"
+
+    def of(self, model: str) -> list[dict[str, Any]]:
+        """The requests to one model."""
+        return [body for body in self.requests if body["model"] == model]
+
+    async def _run(self) -> None:
+        self._server.config.load()
+        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
+        await self._server.startup()
+        self._listening.set()
+        await self._server.main_loop()
+        await self._server.shutdown()
+
+    async def _models(self, request: Request) -> JSONResponse:
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "test"} for name in self._scripts]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.keys.add(request.headers.get("authorization"))
+        for message in body["messages"]:  # as engines do, whose templates take mappings
+            for call in message.get("tool_calls") or ():
+                assert isinstance(json.loads(call["function"]["arguments"]), dict)
+        try:
+            message = {"role": "assistant", **self._scripts[body["model"]](body["messages"])}
+        except Refused as refused:
+            return JSONResponse({"error": {"message": str(refused), "type": "invalid_request_error", "code": None}}, 400)
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if message.get("tool_calls") else "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        answer = {"id": f"chatcmpl-{len(self.requests)}", "object": "chat.completion", "created": 0, "model": body["model"]}
+        return JSONResponse(answer | {"choices": [choice], "usage": usage})

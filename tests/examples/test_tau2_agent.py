@@ -1,0 +1,222 @@
+"""The multi-agent example on real Ray: models that answer by script behind raylight's proxies, and a training on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tau2_helpers import OF_OPENING, TASKS, Refused, ScriptedServer, facts_told, solving, using, wanting
+
+import raylight as rl
+from examples.tau2_agent.agent import ASSISTANT, USER, CustomerService
+from examples.tau2_agent.tasks import as_row
+from examples.tau2_agent.trace import calls_of, read_rollouts, render
+from raylight.traces.agents import filter_generations
+from raylight.types import TRAINABLE_AGENTS, FinishedRollout
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "examples" / "tau2_agent" / "train.py"
+MAX_STEPS = 8
+KEY = "upstream-key"
+
+
+def clumsy(task: dict[str, Any], done: int) -> dict[str, Any]:
+    """Makes every mistake that can be made with a tool, and solves the task all the same."""
+    steps = [
+        using(("open_hatch", {"deck": 2})),
+        using(("find_user", '{"email": chiara')),
+        using(("find_user", '["chiara"]'), ("find_user", "")),
+        using(("cancel_booking", {"booking_id": "B2003"})),
+        using(("find_user", {"email": "chiara.l@post.example"}), ("cancel_booking", {"booking_id": "B2003"})),
+    ]
+    return steps[[0, 1, 2, 4, 5].index(done)] if done < 7 else {"content": facts_told(task)}
+
+
+def endless(task: dict[str, Any], done: int) -> dict[str, Any]:
+    return using(("list_sailings", {"route": "Harwick-Lund", "date": "2025-06-13"}))
+
+
+def overlong(task: dict[str, Any], done: int) -> dict[str, Any]:
+    if done:
+        raise Refused("This model's maximum context length is 10 tokens.")
+    return endless(task, done)
+
+
+def refusing(task: dict[str, Any], done: int) -> dict[str, Any]:
+    raise Refused("this model knows no tools")
+
+
+ODD = {"desk-03": clumsy, "desk-09": endless, "desk-22": overlong, "desk-23": refusing}
+
+
+def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    task = OF_OPENING[messages[1]["content"]]
+    if task["id"] in ODD:
+        return ODD[task["id"]](task, sum(message["role"] == "tool" for message in messages))
+    return solving(messages)
+
+
+class Roll(rl.FastAlgorithm):
+    """Rolls every task out once, and keeps what came of it."""
+
+    found: dict[str, FinishedRollout]
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        store = self.get_store()
+        requests = [rl.EnqueueRolloutRequest(input=row, mode="train") for row in train_dataset]
+        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+        await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
+        self.found = {item.rollout.input["id"]: item for item in await store.collect(ids, with_spans=True)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer(clerk=assistant, customer=wanting) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rolled(server: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRollout]:
+    """All tasks, with an assistant and a user on one endpoint under two names, each behind a proxy of its own."""
+    import ray
+
+    resources = {
+        "llm": rl.LLM(endpoint=server.url, model="clerk", api_key=KEY, traced=True),
+        "user": rl.LLM(endpoint=server.url, model="customer", api_key=KEY, traced=True),
+    }
+    algorithm = Roll()
+    here = {"env_vars": {"PYTHONPATH": str(ROOT)}}  # the runners import the agent
+    with ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here):
+        trainer = rl.Trainer(
+            algorithm=algorithm, output_dir=tmp_path_factory.mktemp("run"), progress=False, initial_resources=resources
+        )  # fmt: skip
+        rows = [as_row("helpdesk", task) for task in TASKS.values()]
+        trainer.fit(CustomerService(user="model", max_steps=MAX_STEPS), rows)
+    return algorithm.found
+
+
+def told(item: FinishedRollout) -> dict[str, Any]:
+    """How the conversation went, by the agent's own note."""
+    return next(span.attributes for span in item.spans if "ending" in span.attributes)
+
+
+def test_an_assistant_that_does_right_is_rewarded(rolled: dict[str, FinishedRollout]) -> None:
+    right = {name: item for name, item in rolled.items() if name not in ODD}
+    assert len(right) == 22
+    assert {name: item.rewards for name, item in right.items()} == {
+        name: {"reward": 1.0, "database": 1.0, "facts": 1.0} for name in right
+    }
+    for name, item in right.items():
+        assert told(item)["ending"] == "user"
+        assert told(item)["steps"] == len(TASKS[name]["gold"]) + 1
+        assert told(item)["tool_errors"] == 0
+
+
+def test_both_agents_are_traced_and_only_the_assistant_is_trained(
+    rolled: dict[str, FinishedRollout], server: ScriptedServer
+) -> None:
+    for name, item in rolled.items():
+        if name in ODD:
+            continue
+        steps = len(TASKS[name]["gold"]) + 1
+        by_agent = [call.metadata["agent_name"] for call in calls_of(item.spans)]
+        assert by_agent == [USER, *[ASSISTANT] * steps, USER]
+        assert item.rollout.metadata[TRAINABLE_AGENTS] == [ASSISTANT]
+        trained = rl.TracerTraceToTriplet(agent_match=f"^{ASSISTANT}$").adapt(item.spans)
+        assert [call.metadata["agent_name"] for call in trained] == [ASSISTANT] * steps
+        assert [call.reward for call in trained] == [None] * (steps - 1) + [1.0]
+        assert filter_generations(item) == item.generations == []  # the tokens of a model elsewhere are not known
+    assert server.keys == {f"Bearer {KEY}"}  # the agent never saw it
+
+
+def test_every_bad_tool_call_is_an_answer_to_the_assistant(rolled: dict[str, FinishedRollout], server: ScriptedServer) -> None:
+    item = rolled["desk-03"]
+    assert item.rollout.status == "succeeded"
+    assert item.reward == 1.0
+    assert told(item)["tool_errors"] == 6
+    last = [body for body in server.of("clerk") if body["messages"][1]["content"] == TASKS["desk-03"]["script"]["opening"]][-1]
+    answers = [message["content"] for message in last["messages"] if message["role"] == "tool"]
+    expected = [
+        "Error: there is no tool open_hatch; there are find_user",
+        "Error: the arguments of find_user must be a JSON object; yours are no JSON (",
+        "Error: the arguments of find_user must be a JSON object; yours are a JSON list",
+        "Error: the arguments of find_user do not fit: email: Field required",
+        "Error: look the customer up first",
+        '{"id": "u03"',
+        "Error: a saver fare cannot be cancelled later than 48 hours",
+    ]
+    assert len(answers) == len(expected)
+    assert all(answer.startswith(beginning) for answer, beginning in zip(answers, expected, strict=True)), answers
+
+
+def test_a_conversation_without_an_end_is_ended_and_worth_nothing(rolled: dict[str, FinishedRollout]) -> None:
+    item = rolled["desk-09"]
+    assert item.rollout.status == "succeeded"
+    assert (told(item)["ending"], told(item)["steps"]) == ("steps", MAX_STEPS)
+    assert item.reward == 0.0
+    assert (told(rolled["desk-22"])["ending"], rolled["desk-22"].reward) == ("room", 0.0)
+
+
+def test_a_model_that_cannot_be_called_at_all_is_a_failure(rolled: dict[str, FinishedRollout]) -> None:
+    attempt = rolled["desk-23"].rollout.attempt
+    assert attempt is not None
+    assert attempt.failure is not None
+    assert "this model knows no tools" in attempt.failure.error
+
+
+def run(*arguments: str) -> str:
+    """What train.py prints, as a user runs it."""
+    environment = {**os.environ, "RAY_ADDRESS": "local", "OPENAI_API_KEY": KEY}
+    command = [sys.executable, str(TRAIN), *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path: Path) -> None:
+    shown = run(
+        "--model", "clerk", "--endpoint", server.url, "--user", "model", "--user-endpoint", server.url, "--user-model", "customer",
+        "--debug", "--task", "desk-02", "--output-dir", str(tmp_path),
+    )  # fmt: skip
+    assert "--- call 1, user (not trained, tokens unknown)" in shown
+    assert "--- call 6, user (not trained, tokens unknown)" in shown
+    assert "--- call 2, assistant (trained, tokens unknown)" in shown
+    assert "cancel_booking({" in shown
+    assert shown.count(TASKS["desk-02"]["script"]["opening"]) == 2  # said by the user, and heard by the assistant
+    assert '[tool] {"booking_id": "B2002", "status": "cancelled", "refund": 16}' in shown
+    assert ">>> [assistant] [[END]]" in shown
+    assert shown.rstrip().endswith("rewards: reward=1 database=1 facts=1")
+
+
+def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tmp_path: Path) -> None:
+    """Two steps of VERL on a model that cannot call tools. The user is on another endpoint."""
+    shown = run(
+        "--ci", "--user", "model", "--user-endpoint", server.url, "--user-model", "customer", "--output-dir", str(tmp_path)
+    )  # fmt: skip
+    assert "step 2/2" in shown
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"]]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["train/trained"] == 4 and row["train/other_agents"] == 0 for row in steps)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["rollouts_lost"]) == (2, 0)
+
+    found = [item for item in asyncio.run(read_rollouts(tmp_path / "store.db")) if item.rollout.mode == "train"]
+    assert len(found) == 8
+    for item in found:
+        assert item.rollout.status == "succeeded"
+        calls = calls_of(item.spans)
+        assert {call.metadata["agent_name"] for call in calls} == {ASSISTANT, USER}
+        with_tokens = [call for call in calls if call.response["token_ids"]]
+        assert {call.metadata["agent_name"] for call in with_tokens} == {ASSISTANT}
+        generations = filter_generations(item)
+        assert [generation.agent for generation in generations] == [ASSISTANT] * len(with_tokens)
+        assert [generation.output_ids for generation in generations] == [call.response["token_ids"] for call in with_tokens]
+        assert f"{ASSISTANT} (trained, " in render(item, ASSISTANT)

@@ -1,0 +1,50 @@
+"""docs/multi_agent.md: its Python is run as it stands, as one script, on real Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tau2_helpers import ScriptedServer
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "multi_agent.md").read_text()
+
+
+def customer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Asks as it is told to, in the words that the starter model knows."""
+    a, b = re.findall(r"\d+", messages[-1]["content"])
+    return {"content": f"{a}+{b}="}
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(snippets) >= 3
+    (tmp_path / "page.py").write_text("\n".join(snippets))
+    with ScriptedServer(customer=customer) as server:
+        environment = {**os.environ, "RAY_ADDRESS": "local", "CUSTOMER_URL": server.url, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "page.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "outputs/clerk/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"]]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["train/trained"] == row["train/other_agents"] == 16  # the clerk's calls, and the checker's
+    read = [line.split() for line in done.stdout.splitlines() if line.startswith("call:")]
+    agents = [line[1] for line in read]
+    assert agents == ["customer", "clerk", "checker"] * (len(agents) // 3)
+    assert all((agent, tokens != "0") in {("customer", False), ("clerk", True), ("checker", True)} for _, agent, tokens in read)
+
+
+def test_the_page_names_what_there_is() -> None:
+    for option in re.findall(r"--[a-z][a-z-]+", PAGE):
+        assert option in (ROOT / "examples" / "tau2_agent" / "train.py").read_text(), option
+    for path in re.findall(r"\]\(([^)#]+\.md)", PAGE):
+        assert (ROOT / "docs" / path).is_file(), path
