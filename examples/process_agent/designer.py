@@ -1,0 +1,72 @@
+"""The agent: a model that designs flowsheets with the simulator's tools. It knows of raylight only its arguments and spans."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import httpx2
+from openai import AsyncOpenAI
+
+import raylight as rl
+from examples.process_agent.design_reward import ANSWER, grade
+from examples.process_agent.flowsheet_tools import TIMEOUT_S, TOOLS, Toolbox
+from examples.process_agent.flowsheets.local import URL_VARIABLE
+
+MAX_CALLS = 20
+"""Calls of tools in a rollout; then the model has to answer."""
+SAMPLING: dict[str, Any] = {"max_tokens": 2048}
+PROMPT = """You are a process engineer. You design flowsheets with a simulator and report numbers from it.
+
+Use the names of units and streams that the task gives, and keep its feeds and property package as they are. You may make at most
+{max_calls} tool calls.
+
+When the design fulfils the task, end with a message that holds one JSON object and no tool call:
+{{"run_id": "the simulation of the final design", "values": {{"each name that the task asks for": its number}}}}
+"""
+"""It leaves the agent room to improve: it does not say in which order to use the tools, nor how to search for a setting."""
+
+
+@functools.cache
+def model_client() -> AsyncOpenAI:
+    """One HTTP client for all rollouts of a process."""
+    return AsyncOpenAI(base_url="http://unset", api_key="unset")
+
+
+@rl.rollout(
+    system_prompt=rl.PromptTemplate(template=PROMPT), simulator=os.environ.get(URL_VARIABLE) or "http://127.0.0.1:8700"
+)  # fmt: skip
+async def design(task: dict, llm: rl.LLM, system_prompt: rl.PromptTemplate, simulator: str) -> dict[str, float]:
+    """Design a flowsheet; the rewards are those of `design_reward.Grade.named`.
+
+    Raises:
+        SimulatorUnavailableError: the simulator did not answer. The rollout fails, and is not scored.
+    """
+    messages: list[Any] = [
+        {"role": "system", "content": system_prompt.format(max_calls=MAX_CALLS)},
+        {"role": "user", "content": task["text"]},
+    ]
+    client = model_client().with_options(base_url=llm.endpoint, api_key=llm.api_key)
+    async with httpx2.AsyncClient(base_url=simulator, timeout=TIMEOUT_S) as http:
+        toolbox = Toolbox(http)
+        text = await converse(client, llm, messages, toolbox)
+    with rl.operation(name=ANSWER, kind=ANSWER) as op:
+        op.set_output(text)
+    return grade(task, [*toolbox.spans, op.span()]).named()
+
+
+async def converse(client: AsyncOpenAI, llm: rl.LLM, messages: list[Any], toolbox: Toolbox) -> str:
+    """Let the model call tools until it answers; returns its last text, which is empty if it never stopped calling."""
+    while True:
+        choice: Any = "auto" if len(toolbox.spans) < MAX_CALLS else "none"
+        reply = await client.chat.completions.create(
+            model=llm.model, messages=messages, tools=TOOLS, tool_choice=choice, **SAMPLING | llm.sampling_parameters
+        )
+        message = reply.choices[0].message
+        messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
+        if not message.tool_calls or choice == "none":
+            return message.content or ""
+        for call in message.tool_calls:
+            result = await toolbox.call(call.function.name, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

@@ -1,0 +1,102 @@
+"""A model folder, served for the length of a run by `raylight serve` in a process of its own, which ends when its parent does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import raylight as rl
+from raylight.cli import main
+from raylight.errors import EngineStartError
+
+START_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def served(model: str, max_model_len: int, arguments: Sequence[str], log: Path) -> Iterator[rl.LLM]:
+    """The model as a resource; its calls are traced.
+
+    Args:
+        arguments: of the engine, each `name=value`.
+        log: file for what the server prints.
+
+    Raises:
+        EngineStartError: it did not come up.
+    """
+    key, name = secrets.token_hex(16), "served"
+    command = [
+        sys.executable, __file__, "serve", "--model", model, "--name", name, "--max-model-len", str(max_model_len),
+        *(part for argument in arguments for part in ("--arg", argument)),
+    ]  # fmt: skip
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env={**os.environ, "RAYLIGHT_API_KEY": key}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout
+        deadline = threading.Timer(START_TIMEOUT_S, process.kill)
+        deadline.start()
+        draining = threading.Thread(target=_copy, args=(process.stdout, file), daemon=True)
+        try:
+            endpoint = _endpoint(process.stdout, file)
+            deadline.cancel()
+            if endpoint is None:
+                raise EngineStartError(f"{model} could not be served; see {log}: {_last_line(log)}")
+            draining.start()
+            yield rl.LLM(endpoint=endpoint, model=name, api_key=key, traced=True)
+        finally:
+            deadline.cancel()
+            _stop(process)
+            if draining.is_alive():
+                draining.join(STOP_TIMEOUT_S)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End the server as Ctrl-C would, or else for good."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _copy(output: IO[str], log: IO[str]) -> None:
+    for line in output:
+        log.write(line)
+
+
+def _endpoint(output: IO[str], log: IO[str]) -> str | None:
+    """The URL that the server says it answers at; None if it ends without."""
+    for line in output:
+        log.write(line)
+        log.flush()
+        if found := re.search(r"answers at (\S+/v1)", line):
+            return found[1]
+    return None
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"
+
+
+def _end_with_input() -> None:
+    """End the server as Ctrl-C would when the process that started it is gone."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    main()

@@ -1,0 +1,60 @@
+"""Score a model, with or without an adapter, on word problems. Nothing is trained, and the model's folder is only read.
+
+    python examples/small_gpu/benchmark.py --model PATH
+    python examples/small_gpu/benchmark.py --model PATH --adapter outputs/small_gpu/checkpoint --data test.jsonl --samples 4
+
+The figures are also in eval.json, and every answer in eval.jsonl: see docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import raylight as rl
+from examples.small_gpu.evaluating import engine
+from examples.small_gpu.questions import benchmark_questions
+from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder, or name in the local Hugging Face cache")
+    parser.add_argument("--adapter", help="folder of a LoRA adapter in peft's format, such as a run's checkpoint")
+    parser.add_argument("--data", default="words", help="words, additions, or a .jsonl file with question and answer")
+    parser.add_argument("--prompt", choices=sorted(PROMPTS), default="cot", help="that of the training")
+    parser.add_argument("--limit", type=int, help="only the first so many questions")
+    parser.add_argument("--samples", type=int, default=1, help="answers to each question")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--n-runners", type=int, default=1)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/small_gpu_benchmark"))
+    return parser.parse_args(arguments)
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of `Trainer.evaluate`.
+
+    Raises:
+        RaylightError: the model, the adapter or the data is not there, or nothing could be scored.
+    """
+    trainer = rl.Trainer(hooks=NumberReward(args.prompt), n_runners=args.n_runners, output_dir=args.output_dir, engine=engine())
+    return trainer.evaluate(
+        MathSolver(args.prompt, args.max_new_tokens), benchmark_questions(args.data, args.limit), model=args.model,
+        adapter=args.adapter, samples=args.samples, sampling={"temperature": args.temperature},
+    )  # fmt: skip
+
+
+def main() -> None:
+    try:
+        benchmark(parse())
+    except rl.RaylightError as error:
+        sys.exit(f"error: {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The small machine's example without a model: its problems, what it reads from an answer, and what that earns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raylight as rl
+from examples.small_gpu.make_problems import DATA, make_problems
+from examples.small_gpu.questions import benchmark_questions, training_questions
+from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward, is_right, read_number
+from raylight.agent.hooks import HookSet
+from raylight.types import Rollout, Span
+
+
+def test_the_files_are_what_the_maker_makes_and_the_splits_are_apart() -> None:
+    made = make_problems()
+    for split, problems in made.items():
+        assert [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()] == problems
+    questions = [problem["question"] for problems in made.values() for problem in problems]
+    assert len(set(questions)) == len(questions) == 288
+    assert {problem["id"].split("-")[0] for problem in made["train"]} == {problem["id"].split("-")[0] for problem in made["test"]}
+    assert all(problem["answer"] >= 0 for problems in made.values() for problem in problems)
+
+
+def test_the_problems_of_words_and_of_additions_have_the_same_shape() -> None:
+    for data in ("words", "additions"):
+        train, val = training_questions(data)
+        assert benchmark_questions(data) == val
+        assert not {task["question"] for task in train} & {task["question"] for task in val}
+        for task in train[:3] + val[:3]:
+            assert set(task) == {"id", "question", "answer"}
+    assert training_questions("additions")[0][0]["question"].endswith("=")
+    assert benchmark_questions("words", 5) == benchmark_questions("words")[:5]
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": i}) + "\n" for i in range(20)))
+    train, val = training_questions(str(path))
+    assert (len(train), [task["answer"] for task in val]) == (18, [0, 10])
+    assert len(benchmark_questions(str(path))) == 20
+    path.write_text('{"question": "1?", "answer": "one"}\n')
+    with pytest.raises(rl.RaylightError, match="question 1 must look like"):
+        benchmark_questions(str(path))
+    path.write_text('{"question": "1?", "answer": 1}\n')
+    with pytest.raises(rl.RaylightError, match="at least 10"):
+        training_questions(str(path))
+    with pytest.raises(rl.RaylightError, match="there is no file"):
+        benchmark_questions("/no/such.jsonl")
+
+
+@pytest.mark.parametrize(("text", "prompt", "number"), [
+    ("3 + 4 = 7\n#### 7", "cot", 7.0),
+    ("#### 1\nno:\n#### 1,200.50", "cot", 1200.5),
+    ("so #### $-3.", "cot", -3.0),
+    ("7", "cot", None),
+    ("#### seven", "cot", None),
+    ("#### 7 apples", "cot", None),
+    ("#### 7\nand more", "cot", None),
+    (" 46 ", "plain", 46.0),
+    ("46 or 47", "plain", None),
+    ("", "plain", None),
+])  # fmt: skip
+def test_a_number_is_read_where_it_should_stand(text: str, prompt: str, number: float | None) -> None:
+    assert read_number(text, prompt) == number
+
+
+def test_rounding_is_forgiven_and_nothing_else() -> None:
+    assert is_right(33.3333, 100 / 3)
+    assert not is_right(33.3, 100 / 3)
+    assert not is_right(0.01, 0)
+
+
+@pytest.mark.parametrize(("text", "rewards"), [
+    ("10 - 4 = 6\n#### 6", {"reward": 1.0, "correct": 1.0}),
+    ("10 - 4 = 5\n#### 5", {"reward": 0.1, "correct": 0.0}),
+    ("It is 6.", {"reward": 0.0, "correct": 0.0}),
+])  # fmt: skip
+async def test_the_hook_rewards_the_last_message(text: str, rewards: dict[str, float]) -> None:
+    from raylight.traces.context import AttemptTrace, tracing
+
+    rollout = Rollout(rollout_id="ro-1", input={"answer": 6}, start_time=0.0, status="running")
+    trace = AttemptTrace("ro-1", "at-1")
+    with tracing(trace):
+        rl.emit_message(text)
+        known: dict[str, Any] = {"agent": None, "runner": None, "tracer": None, "rollout": rollout}
+        await HookSet(NumberReward("cot")).call("on_rollout_end", **known, spans=list(trace.spans))
+    span: Span = rl.find_reward_spans(trace.spans)[-1]
+    assert {reward.name: reward.value for reward in rl.get_rewards_from_span(span)} == rewards
+
+
+def test_the_agent_and_its_prompts() -> None:
+    MathSolver().check({"llm": rl.LLM(model="m")}, ("train", "val"))
+    for template in PROMPTS.values():
+        assert template.format(question="2+2=").endswith("2+2=")

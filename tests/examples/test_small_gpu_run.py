@@ -1,0 +1,107 @@
+"""The small machine's example as a user runs it, with the starter model on a CPU: training, benchmark, debug."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raylight.quickstart import STARTER_MODEL
+
+ROOT = Path(__file__).parents[2]
+ADDITIONS = ("--model", STARTER_MODEL, "--data", "additions", "--prompt", "plain", "--max-new-tokens", "8")
+
+
+def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1", "COLUMNS": "140"}
+    command = [sys.executable, f"examples/small_gpu/{script}", *args]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def digest(folder: str | Path) -> str:
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def no_processes_left() -> Iterator[None]:
+    words = ("raylet", "gcs_server", "haproxy", "ray::")
+
+    def running() -> set[psutil.Process]:
+        return {p for p in psutil.process_iter(["cmdline"]) if any(w in " ".join(p.info["cmdline"] or []) for w in words)}
+
+    before = running()
+    yield
+    _, alive = psutil.wait_procs(running() - before, timeout=20)
+    assert not alive
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a short training."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    done = run(
+        "train_math_agent.py", *ADDITIONS, "--iterations", "8", "--tasks-per-step", "16", "--lr", "2e-3", "--val-every", "4",
+        "--output-dir", str(folder),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MiniGRPO takes" in done.stdout
+    return folder
+
+
+def test_training_learns_and_leaves_an_adapter(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary["steps"] == 8
+    assert summary["reward_before"] < 0.72  # half of the answers right, and 0.1 for numbers that are not
+    assert summary["reward_after"] > summary["reward_before"] + 0.1
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "val/reward" in row] == [0, 4, 8]
+    for folder in (trained / "checkpoint", trained / "checkpoint" / "step-4"):
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
+        assert (folder / "adapter_model.safetensors").stat().st_size > 0
+
+
+def test_the_benchmark_scores_the_adapter_and_changes_nothing(trained: Path, tmp_path: Path) -> None:
+    before = digest(STARTER_MODEL), digest(trained)
+    correct = {}
+    for name, extra in (("base", ()), ("adapter", ("--adapter", str(trained / "checkpoint")))):
+        done = run("benchmark.py", *ADDITIONS, *extra, "--samples", "2", "--output-dir", str(tmp_path / name))
+        assert done.returncode == 0, done.stdout + done.stderr
+        figures = json.loads((tmp_path / name / "eval.json").read_text())
+        assert (figures["tasks"], figures["rollouts"], figures["failed"], figures["notes"]) == (128, 256, 0, [])
+        correct[name] = figures["rewards"]["correct"]["mean"]
+        lines = [json.loads(line) for line in (tmp_path / name / "eval.jsonl").read_text().splitlines()]
+        assert all((line["rewards"]["correct"] == 1.0) == (line["text"].strip() == str(line["task"]["answer"])) for line in lines)
+    assert 0.35 < correct["base"] < 0.65
+    assert correct["adapter"] > correct["base"] + 0.1
+    assert (digest(STARTER_MODEL), digest(trained)) == before
+
+
+def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
+    done = run("train_math_agent.py", *ADDITIONS, "--debug", "--output-dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("=== ro-") == 1
+    for part in ("succeeded, task {'id':", "openai.chat.completion", "agentlightning.message", "reward: "):
+        assert part in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"debug"}
+    assert not (tmp_path / "debug" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(("script", "args", "says"), [
+    ("train_math_agent.py", (*ADDITIONS, "--memory-gb", "0.001"), "DeviceMemoryError"),
+    ("train_math_agent.py", ("--model", "/no/such/model"), "ModelNotFoundError: there is no model folder /no/such/model"),
+    ("benchmark.py", (*ADDITIONS, "--adapter", "/no/such"), "ModelNotFoundError: there is no adapter folder"),
+    ("benchmark.py", ("--model", STARTER_MODEL, "--data", "/no/such.jsonl"), "DatasetError: there is no file"),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_message(script: str, args: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    done = run(script, *args, "--output-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert says in " ".join((done.stdout + done.stderr).split())
+    assert "Traceback" not in done.stderr
