@@ -1,0 +1,48 @@
+"""Tables of documentation pages, so that tests compare them with the code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Table:
+    """One Markdown table: its header's cells and those of each row."""
+
+    page: Path
+    header: list[str]
+    rows: list[list[str]]
+
+
+def tables(page: Path) -> Iterator[Table]:
+    """All tables of a page, in order."""
+    block: list[str] = []
+    for line in [*page.read_text().splitlines(), ""]:
+        if line.startswith("|"):
+            block.append(line)
+        elif block:
+            header, rule, *rows = (cells(text) for text in block)
+            assert all(re.fullmatch(r":?-+:?", cell) for cell in rule), f"{page}: a table has no rule below its header: {block[:2]}"
+            assert all(len(row) == len(header) for row in rows), f"{page}: a row of the table {header} has another number of cells"
+            yield Table(page, header, rows)
+            block = []
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a line; `\\|` is no border."""
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def code(cell: str) -> str:
+    """What a cell shows as code, and nothing else.
+
+    Raises:
+        ValueError: it shows something else.
+    """
+    found = re.fullmatch(r"`([^`]+)`", cell)
+    if found is None:
+        raise ValueError(f"{cell!r} is not code alone")
+    return found[1]

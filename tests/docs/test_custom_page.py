@@ -1,0 +1,99 @@
+"""The estimator and the loss that docs/algorithms/custom.md shows: they run, and the policy is moved by them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from docs_snippets import DOCS, snippet
+from page_tables import code, tables
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.learner.batch import TrainBatch
+from raylight.learner.custom import GIVEN_TO_ESTIMATORS, GIVEN_TO_LOSSES
+from raylight.learner.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+from raylight.types import Trajectory
+
+PAGE = DOCS / "algorithms" / "custom.md"
+PAIRS = [(12, 34), (12, 34), (12, 34), (51, 27), (51, 27), (51, 27)]
+ANSWERS = ["46", "47", "36", "78", "88", "7"]
+REWARDS = [1.0, 0.2, 0.0, 1.0, 0.2, 0.2]
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    known = snippet(PAGE, "custom").run()
+    return snippet(PAGE, "class").run(known)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "rendezvous"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def logprobs(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Of the answer's tokens, by plain transformers."""
+    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def test_the_policy_is_moved_towards_who_wins_the_duels(names: dict[str, Any], one_rank: None) -> None:
+    from raylight.learner.policy import Policy
+
+    tokenizer, model = AutoTokenizer.from_pretrained(STARTER_MODEL), AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    asked = [tokenizer.encode(f"<|im_start|>user\n{a}+{b}=<|im_end|>\n<|im_start|>assistant\n") for a, b in PAIRS]
+    answers = [tokenizer.encode(text + "<|im_end|>") for text in ANSWERS]
+    before = [logprobs(model, *pair) for pair in zip(asked, answers, strict=True)]
+    rows = [
+        Trajectory(str(i), p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p) + lp.tolist(), [-1] * len(p) + [0] * len(a))
+        for i, (p, a, lp) in enumerate(zip(asked, answers, before, strict=True))
+    ]
+    settings = PolicySettings(**{field: getattr(names["algorithm"], field) for field in PolicySettings.model_fields} | {"lr": 5e-5})
+    there = cloudpickle.loads(cloudpickle.dumps(settings))  # as it reaches a learner in another process
+    with torch.enable_grad():
+        policy = Policy(STARTER_MODEL, names["rl"].LearnerConfig(), there, total_steps=1)
+        metrics = policy.update(TrainBatch(REWARDS, list("aaabbb"), rows, list(range(6))))
+    # of the two groups, duels are won by 1, 0, -1 and by 1, -1/2, -1/2: GRPO's advantages are others
+    tokens = [len(answer) for answer in answers]
+    wins = [1.0, 0.0, -1.0, 1.0, -0.5, -0.5]
+    mean = sum(abs(w) * n for w, n in zip(wins, tokens, strict=True)) / sum(tokens)
+    assert metrics["learner/advantage_abs_mean"] == pytest.approx(mean, abs=1e-5)
+    assert metrics["learner/grad_norm"] > 0
+    weights = policy.export()
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    after = [logprobs(model, *pair) for pair in zip(asked, answers, strict=True)]
+    gained = [float((b - a).sum()) for a, b in zip(before, after, strict=True)]
+    assert gained[0] > gained[2], gained
+    assert gained[3] > max(gained[4:]), gained
+
+
+def test_the_loss_has_its_optimum_where_the_page_says(names: dict[str, Any]) -> None:
+    low = names["algorithm"].clip_ratio_low
+    ratio = torch.tensor([1.0, 1 + low, 1 + 2 * low]).log().requires_grad_()
+    loss = names["pulled_back"](ratio, torch.zeros(3), torch.ones(3), names["algorithm"]).sum()
+    (gradient,) = torch.autograd.grad(loss, ratio)
+    assert gradient.sign().tolist()[::2] == [-1.0, 1.0]
+    assert float(gradient[1]) == pytest.approx(0, abs=1e-5)
+
+
+def test_a_class_names_the_combination(names: dict[str, Any]) -> None:
+    algorithm = names["Duels"](model="m")
+    assert isinstance(algorithm, PolicyAlgorithm)
+    assert (algorithm.own_estimator, algorithm.own_loss, algorithm.group_size) == (names["duels"], names["pulled_back"], 4)
+
+
+@pytest.mark.parametrize(
+    ("title", "given"), [("an estimator may ask for", GIVEN_TO_ESTIMATORS), ("a loss may ask for", GIVEN_TO_LOSSES)]
+)
+def test_what_a_function_may_ask_for_is_shown(title: str, given: tuple[str, ...]) -> None:
+    (table,) = (table for table in tables(PAGE) if table.header[0] == title)
+    assert {code(word) for row in table.rows for word in row[0].split(", ")} == {*given}

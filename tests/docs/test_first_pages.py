@@ -1,0 +1,94 @@
+"""Installing, clusters and architecture: the extras, commands, settings and packages that they name are there."""
+
+import re
+import sys
+import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+import yaml
+from docs_snippets import DOCS, snippet
+from page_tables import tables
+
+import raylight as rl
+from raylight.cli import app
+from raylight.learner.group import bundles
+
+ROOT = DOCS.parent
+PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "algorithms").glob("*.md")])
+
+
+def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script that is in no package, as a module."""
+    name = f"loaded_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_extras_and_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {name for page in PAGES for name in re.findall(r"(?:-e \"\.|raylight)\[(\w+)\]", page.read_text())}
+    assert named == {*project["optional-dependencies"]}
+    install = (DOCS / "install.md").read_text()
+    pinned = {requirement for requirement in project["dependencies"] if "==" in requirement}
+    for requirement in re.findall(r"torch==[\d.]+", install):
+        assert requirement in pinned
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in install
+    for file in re.findall(r"-r (\S+\.txt)", install):
+        assert (ROOT / file).exists()
+
+
+def test_commands_and_their_options_are_those_of_the_program() -> None:
+    program = typer.main.get_command(app)
+    options = {name: {option for p in command.params for option in p.opts} for name, command in program.commands.items()}
+    for page in PAGES:
+        for name, rest in re.findall(r"^ {4}.*\braylight (\w+)(.*)$", page.read_text(), re.MULTILINE):
+            assert name in options, f"{page} calls raylight {name}"
+            unknown = set(re.findall(r" (--[\w-]+)", rest)) - options[name]
+            assert not unknown, f"{page}: raylight {name} has no {unknown}"
+
+
+def test_the_cluster_page_makes_a_trainer() -> None:
+    trainer = snippet(DOCS / "clusters.md", "trainer").run()["trainer"]
+    assert isinstance(trainer, rl.Trainer)
+    assert bundles(trainer.learner) == [{"CPU": 0.5, "GPU": 1.0}] * 8
+    assert (trainer.engine.replicas, trainer.runner.n, trainer.store.path) == (8, 16, "/local/run.db")
+    text = (DOCS / "clusters.md").read_text()
+    shown = re.findall(r"(engine|learner)=(\{.*\})`", text)
+    assert len(shown) >= 3
+    for group, written in shown:
+        {"engine": rl.EngineConfig, "learner": rl.LearnerConfig}[group].parse(yaml.safe_load(written))
+
+
+def test_packages_that_the_architecture_names_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCS / "architecture.md").read_text()
+    steps, _, floors = tables(DOCS / "architecture.md")
+    named = [code for row in steps.rows for code in re.findall(r"`([\w./]+)`", row[2])]
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "raylight" / name).exists()] == []
+    house = load(ROOT / "tests" / "test_house.py", monkeypatch)
+    shown = {int(row[0]): {*re.findall(r"`(\w+)`", row[1])} for row in floors.rows}
+    assert shown == dict(enumerate(house.FLOORS))
+    assert "architecture.svg" in text
+    assert (DOCS / "architecture.svg").read_text().startswith("<?xml")
+
+
+def test_the_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = load(DOCS / "architecture_picture.py", monkeypatch)
+    monkeypatch.setattr(picture, "PICTURE", tmp_path / "picture.svg")
+    picture.main()
+
+    def words(text: str) -> list[str]:
+        return re.findall(r"<!-- (.+?) -->", text)
+
+    drawn = words((tmp_path / "picture.svg").read_text())
+    assert len(drawn) > 30
+    assert words((DOCS / "architecture.svg").read_text()) == drawn, "run `python docs/architecture_picture.py`"
