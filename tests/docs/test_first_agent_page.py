@@ -61,6 +61,7 @@ def wait_for(url: str, server: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{url} does not answer within {START_DEADLINE_S} s")
 
 
+@pytest.mark.slow
 def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
     script = written(tmp_path, "try_it.py", "agent", "rollout", "tasks", "dev")
     code = script.read_text()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -25,6 +27,7 @@ def test_help() -> None:
     assert "--critic-url" in run("--help")
 
 
+@pytest.mark.slow
 def test_debug_shows_one_rollout_with_its_trace(tmp_path: Path) -> None:
     shown = run("--debug", "--output-dir", str(tmp_path))
     assert "1 rollouts" in shown

@@ -121,6 +121,7 @@ def test_a_rewritten_prompt_is_found_by_its_score(model: ScriptedModel, endpoint
     assert not any(task["text"] in case for split in ("val", "test") for task in load_tasks(split))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_debug_prints_the_whole_trace_of_one_task(endpoint: str, tmp_path: Path) -> None:
     done = train(tmp_path, "--endpoint", endpoint, "--debug", "--n-runners", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,6 +132,7 @@ def test_debug_prints_the_whole_trace_of_one_task(endpoint: str, tmp_path: Path)
     assert "rewards: reward 0.300, completion 0.000, efficiency 1.000, quality 0.000" in done.stdout
 
 
+@pytest.mark.slow
 def test_dev_takes_a_task_of_each_difficulty_and_a_simulator_of_ones_own(endpoint: str, tmp_path: Path) -> None:
     from examples.process_agent.flowsheets.local import simulator
 
@@ -143,6 +145,7 @@ def test_dev_takes_a_task_of_each_difficulty_and_a_simulator_of_ones_own(endpoin
     assert (tmp_path / "training.log").read_text().count(": reward 0.3") == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_refuses_ends_the_run_with_its_error(endpoint: str, tmp_path: Path) -> None:
     done = train(tmp_path, "--endpoint", endpoint, "--mode", "dev", "--n-runners", "1", key="another-key")
     assert done.returncode == 1
@@ -165,6 +168,7 @@ def test_a_simulator_that_breaks_is_not_held_against_the_agent(endpoint: str, tm
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_is_served_here(tmp_path: Path) -> None:
     """The starter model only adds, so that it designs nothing; but it is told of the tools, and its answers are recorded."""
     from transformers import AutoTokenizer

@@ -84,6 +84,7 @@ def test_the_benchmark_scores_the_adapter_and_changes_nothing(trained: Path, tmp
     assert (digest(STARTER_MODEL), digest(trained)) == before
 
 
+@pytest.mark.slow
 def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
     done = run("train_math_agent.py", *ADDITIONS, "--debug", "--output-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

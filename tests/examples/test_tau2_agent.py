@@ -195,6 +195,7 @@ def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path
     assert shown.rstrip().endswith("rewards: reward=1 database=1 facts=1")
 
 
+@pytest.mark.slow
 def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tmp_path: Path) -> None:
     """Two steps of VERL on a model that cannot call tools. The user is on another endpoint."""
     shown = run(

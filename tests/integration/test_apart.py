@@ -118,6 +118,7 @@ def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cl
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: Path) -> None:
     def start(role: str) -> subprocess.Popen[str]:
         named = {"RAYLIGHT_ROLE": role, "RAYLIGHT_RUN": "apart-2", "TASK_FOLDER": str(place / "seen")}
@@ -160,6 +161,7 @@ def test_runners_that_are_killed_are_replaced_by_others_that_join(cluster: Clust
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_policy_is_trained_with_runners_of_another_process(cluster: Cluster, tmp_path: Path) -> None:
     """Their attempts' keys derive from the run's secret, else the engine would refuse them."""
     from raylight.quickstart import STARTER_MODEL

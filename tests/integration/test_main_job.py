@@ -21,7 +21,7 @@ def quickstart(*args: str) -> list[str]:
     return [str(BIN / "raylight"), "quickstart", *args]
 
 
-@pytest.mark.parametrize(("seed", "learners"), [(0, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("seed", "learners"), [(0, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes_left: None) -> None:
     command = quickstart("--output-dir", str(tmp_path), "--seed", str(seed), "--learners", str(learners))
     done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=240)

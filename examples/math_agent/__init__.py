@@ -1,0 +1,1 @@
+"""An agent that solves word problems with a calculator: an MCP server, four client libraries, and training by `VERL`."""

@@ -1,0 +1,59 @@
+"""The agent with the plain OpenAI SDK: a loop over tool calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageToolCallUnion
+
+import raylight as rl
+from examples.math_agent.calculator import Calculator, calculator
+from examples.math_agent.config import MathSettings
+from examples.math_agent.prompts import instructions
+
+
+async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
+    """As `examples.math_agent.clients.Solve`."""
+    messages: list[Any] = [
+        {"role": "system", "content": instructions(settings.extractor)},
+        {"role": "user", "content": question},
+    ]
+    async with (
+        calculator(settings.command) as tools,
+        AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client,
+    ):
+        offered: list[Any] = [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+            }
+            for tool in tools.tools
+        ]
+        for _ in range(settings.max_turns):
+            reply = await client.chat.completions.create(
+                model=llm.model, messages=messages, tools=offered, **llm.sampling_parameters
+            )
+            message = reply.choices[0].message
+            if not message.tool_calls:
+                return message.content or ""
+            messages.append(message.model_dump(exclude_none=True))
+            messages.extend([await _answer(call, tools) for call in message.tool_calls])
+    return ""
+
+
+async def _answer(call: ChatCompletionMessageToolCallUnion, tools: Calculator) -> dict[str, Any]:
+    """The message that answers a call; arguments that cannot be read are the model's mistake, and it is told so."""
+    said: str
+    if call.type != "function":
+        said = f"error: there is no tool of type {call.type!r}"
+    else:
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except ValueError as error:
+            said = f"error: the arguments are not JSON: {error}"
+        else:
+            fits = isinstance(arguments, dict)
+            said = await tools.call(call.function.name, arguments) if fits else "error: the arguments are no JSON object"
+    return {"role": "tool", "tool_call_id": call.id, "content": said}

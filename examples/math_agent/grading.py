@@ -1,0 +1,220 @@
+"""Whether an answer is right: by option, by number within 1 %, by the parts of a container, or by an equal expression.
+
+What a model wrote is never run, and is compared within limits of length, size and time. Numbers are compared here; only expressions
+with unknowns need sympy, which works in a process of its own with a deadline (symbolic.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import logging
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from examples.math_agent.expressions import ExpressionError, evaluate, names, parse
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 0.01
+"""Relative; a number that should be 0 is compared to 1e-9."""
+MAX_ITEMS = 64
+"""Of a container that is compared without order."""
+SYMPY_S = 5.0
+"""For one comparison by sympy."""
+OUT_OF_LIMITS = 3
+"""What the process returns when an expression is too large for it."""
+
+OPTION = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
+CHOSEN = re.compile(r"(?:option|answer)?\W*([A-Ea-e])(?:\W.*)?", re.IGNORECASE | re.DOTALL)
+NUMBER = re.compile(
+    r"[$€£]?\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?:(?P<whole>\d+)\s+)?(?P<number>\d[\d,_]*(?:\.\d+)?|\.\d+)(?P<exponent>[eE][-+]?\d{1,3})?"
+    r"(?:\s*/\s*(?P<below>\d[\d,_]*(?:\.\d+)?))?\s*(?P<percent>%|percent)?(?:\s*[A-Za-zµ°²³$€£]+\.?){0,3}\.?"
+)
+ASSIGNED = re.compile(r"^\s*[A-Za-z]\w*\s*=(?!=)\s*")
+LATEX = (
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"((\1)/(\2))"),
+    (re.compile(r"\\sqrt\{([^{}]*)\}"), r"sqrt(\1)"),
+    (re.compile(r"\\(?:times|cdot)"), "*"),
+    (re.compile(r"\\(?:left|right|[,;!])"), ""),
+    (re.compile(r"\\pi"), "pi"),
+)
+
+T = TypeVar("T")
+Leaf = Callable[[ast.expr, ast.expr], bool]
+"""Compares two parts that are no containers."""
+
+
+class GradingError(RuntimeError):
+    """The comparison itself failed, which says nothing about the answer."""
+
+
+async def is_right(answer: str | None, expected: str) -> bool:
+    """Whether an answer, as the extractor found it, means what is expected.
+
+    Raises:
+        GradingError: the comparison itself failed.
+    """
+    if answer is None:
+        return False
+    answer, expected = bare(answer), bare(expected)
+    if OPTION.fullmatch(expected):
+        return chosen_option(answer) == chosen_option(expected)
+    if " ".join(answer.casefold().split()) == " ".join(expected.casefold().split()):
+        return True
+    ours, theirs = number(expected), number(answer)
+    if ours is not None and theirs is not None:
+        return any(close(one, other) for one in ours for other in theirs)
+    try:
+        left, right = (parse(ASSIGNED.sub("", text), containers=True) for text in (answer, expected))
+        return same(left, right, equal_values)
+    except ExpressionError:
+        return False
+    except NeedsSympy:
+        return await equal_by_sympy(ASSIGNED.sub("", answer), ASSIGNED.sub("", expected))
+
+
+def bare(text: str) -> str:
+    """The text without the LaTeX and the emphasis around it."""
+    text = text.replace("\N{MINUS SIGN}", "-").strip().strip("*`").strip()
+    text = text.removeprefix(r"\(").removesuffix(r"\)")
+    if text.startswith("$") and text.endswith("$") and len(text) > 1:
+        text = text.strip("$")
+    for written, meant in LATEX:
+        text = written.sub(meant, text)
+    return text.removesuffix(".").strip()
+
+
+def chosen_option(text: str) -> str | None:
+    """The letter of the option that a text names first."""
+    found = CHOSEN.fullmatch(text.strip())
+    return found[1].upper() if found else None
+
+
+def number(text: str) -> tuple[float, ...] | None:
+    """What a text that is one number may mean: 1,234.5, 3/4, 1 1/2, $12, 6e3, 42 apples; 25% is 25 and 0.25. None if it is none."""
+    found = NUMBER.fullmatch(text.strip()) if len(text) <= 100 else None
+    if found is None or (found["whole"] and not found["below"]):
+        return None
+    value = float(re.sub("[,_]", "", found["number"]) + (found["exponent"] or ""))
+    if found["below"]:
+        below = float(re.sub("[,_]", "", found["below"]))
+        if below == 0:
+            return None
+        value = value / below + float(found["whole"] or 0)
+    if not math.isfinite(value):
+        return None
+    value = -value if found["sign"] == "-" else value
+    return (value, value / 100) if found["percent"] else (value,)
+
+
+def close(expected: float, given: float) -> bool:
+    """Whether a number is within 1 % of what it should be."""
+    return abs(given - expected) <= max(TOLERANCE * abs(expected), 1e-9)
+
+
+class NeedsSympy(Exception):
+    """Two parts hold unknowns, so that their values say nothing."""
+
+
+def equal_values(given: ast.expr, expected: ast.expr) -> bool:
+    """Whether two expressions without unknowns have the same value, within 1 %.
+
+    Raises:
+        NeedsSympy: one has unknowns.
+        ExpressionError: one has no value within the limits.
+    """
+    if isinstance(given, ast.Name) and names(given) and not names(expected):
+        return False  # a word where a number is expected
+    if names(given) or names(expected):
+        raise NeedsSympy
+    return close(float(evaluate(expected)), float(evaluate(given)))
+
+
+def same(given: ast.expr, expected: ast.expr, leaf: Leaf) -> bool:
+    """Whether two trees mean the same: lists and tuples in order, sets and dicts in any, everything else as `leaf` says.
+
+    Raises:
+        ExpressionError: a container has too many parts.
+    """
+    kinds = [_kind(node) for node in (given, expected)]
+    if kinds[0] is not kinds[1]:
+        return False
+    match given, expected:
+        case (ast.List() | ast.Tuple(), ast.List() | ast.Tuple()):
+            pairs = zip(given.elts, expected.elts, strict=False)
+            return len(given.elts) == len(expected.elts) and all(same(one, other, leaf) for one, other in pairs)
+        case (ast.Set(), ast.Set()):
+            return _match(given.elts, expected.elts, lambda one, other: same(one, other, leaf))
+        case (ast.Dict(), ast.Dict()):
+            ours, theirs = (
+                [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
+                for node in (given, expected)
+            )
+            return _match(ours, theirs, lambda one, other: all(same(a, b, leaf) for a, b in zip(one, other, strict=True)))
+        case (ast.Constant(value=str(one)), ast.Constant(value=str(other))):
+            return one.strip().casefold() == other.strip().casefold()
+    return leaf(given, expected)
+
+
+def _kind(node: ast.expr) -> type:
+    if isinstance(node, ast.List | ast.Tuple):
+        return list
+    if isinstance(node, ast.Set | ast.Dict):
+        return type(node)
+    return str if isinstance(node, ast.Constant) and isinstance(node.value, str) else float
+
+
+def _match(given: list[T], expected: list[T], fits: Callable[[T, T], bool]) -> bool:
+    """Whether each of one list has a partner of its own in the other (augmenting paths, as within 1 % several may fit)."""
+    if len(given) != len(expected):
+        return False
+    if len(given) > MAX_ITEMS:
+        raise ExpressionError(f"a set of more than {MAX_ITEMS} parts is not compared")
+    partners = [[j for j, other in enumerate(expected) if fits(one, other)] for one in given]
+    taken: dict[int, int] = {}
+
+    def place(i: int, seen: set[int]) -> bool:
+        for j in partners[i]:
+            if j not in seen:
+                seen.add(j)
+                if j not in taken or place(taken[j], seen):
+                    taken[j] = i
+                    return True
+        return False
+
+    return all(place(i, set()) for i in range(len(given)))
+
+
+async def equal_by_sympy(given: str, expected: str, deadline_s: float = SYMPY_S) -> bool:
+    """Whether sympy shows in time that two texts with unknowns are equal; what it cannot show is not.
+
+    Raises:
+        GradingError: its process failed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).parent / "symbolic.py"), str(math.ceil(deadline_s)),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(deadline_s + 5.0):  # the process limits its own CPU time; this is for a busy machine
+            said, complaint = await process.communicate(json.dumps([given, expected]).encode())
+    except TimeoutError:
+        logger.warning("sympy did not decide within %g s whether %.80r is %.80r; it counts as no", deadline_s, given, expected)
+        return False
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == OUT_OF_LIMITS or (process.returncode or 0) < 0:  # a signal: the kernel's answer to too much time
+        logger.warning("sympy could not decide within its limits whether %.80r is %.80r; it counts as no", given, expected)
+        return False
+    if process.returncode != 0:
+        raise GradingError(f"the comparison by sympy failed: {complaint.decode(errors='replace')[-500:]}")
+    return json.loads(said)

@@ -1,0 +1,170 @@
+"""Train, score or look at the math agent:
+
+    python examples/math_agent/train.py --model Qwen/Qwen2.5-1.5B-Instruct            train (GRPO, the VERL dict of config.py)
+    python examples/math_agent/train.py --model NAME --endpoint https://host/v1       score a model that is served elsewhere
+    python examples/math_agent/train.py --model PATH --debug                          one question, with its full trace
+    python examples/math_agent/train.py --fast                                        2 small steps of a tiny model, on a CPU
+
+From the repository's root. On a cluster: ray job submit --working-dir . -- python examples/math_agent/train.py ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import raylight as rl
+from examples.math_agent.agent import math_agent
+from examples.math_agent.clients import CLIENTS, find_client
+from examples.math_agent.config import DATA, ExtractorName, MathSettings, shortened, verl_config
+from examples.math_agent.starter import make_starter
+from raylight.trainer.data_files import read_tasks
+
+FAST_STEPS = 2
+STARTER = Path("outputs/math_agent/starter")
+SAMPLING = {"temperature": 0.7, "max_tokens": 1024}
+"""For scoring; training samples as config.py says."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    try:
+        run(args)
+    except rl.errors.RaylightError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train, score or look at an agent that calculates.")
+    parser.add_argument("--model", help="folder or name of a model that calls tools; with --endpoint, its name there")
+    parser.add_argument("--client", choices=list(CLIENTS), default="openai", help="library that the agent is written with")
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="score a model at this OpenAI-compatible URL; its key is in OPENAI_API_KEY"
+    )
+    parser.add_argument("--debug", action="store_true", help="one question, with its full trace; trains nothing")
+    parser.add_argument(
+        "--fast", "--ci", action="store_true", help=f"{FAST_STEPS} small steps, or 2 questions, to see that it runs"
+    )
+    parser.add_argument("--extractor", choices=get_args(ExtractorName), default="hashes", help="how the answer is marked")
+    parser.add_argument(
+        "--mcp-command", type=shlex.split, help="another MCP server over stdio, such as 'uvx mcp-server-calculator'"
+    )
+    parser.add_argument(
+        "--engine", choices=["auto", "vllm", "transformers"], default="auto", help="auto: vLLM on this machine's GPU"
+    )
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with train.jsonl, val.jsonl and test.jsonl")
+    parser.add_argument("--n-runners", type=int, default=2)
+    parser.add_argument("--output-dir", type=Path, help="a new folder under outputs/ by default")
+    args = parser.parse_args(arguments)
+    if args.model is None and (not args.fast or args.endpoint):
+        parser.error("--model is missing; only --fast goes without, with a tiny model that adds")
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what the arguments say.
+
+    Raises:
+        rl.errors.RaylightError: it cannot be done; the message tells why.
+    """
+    find_client(args.client)  # a library that is missing is noticed here
+    args.model = args.model or make_starter(STARTER)
+    settings = MathSettings(client=args.client, extractor=args.extractor, mcp_command=args.mcp_command or None)
+    if args.debug or args.endpoint:
+        score(args, settings)
+    else:
+        train(args, settings)
+
+
+def train(args: argparse.Namespace, settings: MathSettings) -> None:
+    """Train the model, and print how far it came."""
+    config = verl_config(args.model, "vllm" if uses_vllm(args.engine) else "hf")
+    tasks, val = (read_tasks(args.data / f"{split}.jsonl") for split in ("train", "val"))
+    if args.fast:
+        config, val = shortened(config, FAST_STEPS), val[:2]
+    trainer = rl.Trainer(
+        algorithm=rl.VERL(config), n_runners=args.n_runners, output_dir=args.output_dir, tracer=_tracer(settings),
+        initial_resources={"settings": settings},
+    )  # fmt: skip
+    summary = trainer.fit(math_agent, tasks, val)
+    print(json.dumps(summary, indent=2, default=str))
+
+
+def score(args: argparse.Namespace, settings: MathSettings) -> None:
+    """Score the model on the test questions, or print the trace of one."""
+    tasks = read_tasks(args.data / "test.jsonl", 1 if args.debug else 2 if args.fast else None)
+    folder: Path | None = args.output_dir or (Path("outputs/math_agent/debug") if args.debug else None)
+    trainer = rl.Trainer(
+        engine=_engine(args),
+        n_runners=1 if args.debug else args.n_runners,
+        output_dir=folder,
+        initial_resources={"settings": settings},
+    )
+    try:
+        trainer.evaluate(math_agent, tasks, model=args.model, sampling=SAMPLING)
+    finally:  # a rollout that failed has a trace too
+        if args.debug and folder and (folder / "eval.db").exists():
+            asyncio.run(show_trace(folder / "eval.db"))
+
+
+def _tracer(settings: MathSettings) -> rl.OtelTracer:
+    """agent-framework's spans with their contents, too, where it is used."""
+    return rl.AgentFrameworkTracer() if settings.client == "agent_framework" else rl.OtelTracer()
+
+
+def _engine(args: argparse.Namespace) -> dict[str, Any]:
+    if args.endpoint:
+        return {"kind": "upstream", "url": args.endpoint, "api_key": os.environ.get("OPENAI_API_KEY")}
+    if uses_vllm(args.engine):
+        return {"kind": "vllm", "num_gpus": 1, "dtype": "bfloat16", "max_model_len": 6144}
+    return {"kind": "transformers", "max_model_len": 6144}
+
+
+def uses_vllm(engine: str) -> bool:
+    if engine != "auto":
+        return engine == "vllm"
+    import torch
+
+    return torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+
+
+async def show_trace(path: Path) -> None:
+    """Print all that a store has of its latest rollout: every span with all its attributes, and the reward."""
+    service = rl.StoreService(path, read_only=True)
+    store = rl.StoreClient(service)
+    for rollout in await store.query_rollouts(sort_by="start_time", sort_order="desc", limit=1):
+        print(f"\nrollout {rollout.rollout_id}: {rollout.status}\n{json.dumps(rollout.input, indent=2)}")
+        failure = rollout.attempt.failure if rollout.attempt else None
+        if failure:
+            print(f"{failure.kind}: {failure.error}\n{failure.trace or ''}")
+        spans = await store.query_spans(rollout.rollout_id, "latest")
+        for span in spans:
+            seconds = (span.end_time or 0.0) - (span.start_time or 0.0)
+            print(f"\n[{span.sequence_id}] {span.name} {seconds:.3f} s {span.status.status_code}")
+            for key, value in span.attributes.items():
+                print(f"    {key}: {_legible(value)}")
+        print(f"\nreward: {rl.find_final_reward(spans)}")
+    await service.close()
+
+
+def _legible(value: Any) -> str:
+    """A value of an attribute; JSON in it is laid out."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return json.dumps(json.loads(value), indent=2, ensure_ascii=False).replace("\n", "\n    ")
+        except ValueError:
+            return value
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Answers of the math agent: how they are found, and when they are right."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from examples.math_agent.answers import EXTRACTORS, MAX_ANSWER, extract
+from examples.math_agent.grading import GradingError, equal_by_sympy, is_right
+from examples.math_agent.prompts import instructions
+
+
+@pytest.mark.parametrize(
+    ("extractor", "said", "answer"),
+    [
+        ("hashes", "so\n### 42", "42"), ("hashes", "### 1\nno, wait\n### 2\n", "2"), ("hashes", "### 12 ###", "12"),
+        ("hashes", "#### 12", None), ("hashes", "12", None), ("hashes", "###", None), ("hashes", "###   \n42", None),
+        ("hashes", "### [1, 2]\nDone.", "[1, 2]"),
+        ("answer_tag", "### ANSWER: 7 ###", "7"), ("answer_tag", "### answer: x + 1", "x + 1"), ("answer_tag", "### 7", None),
+        ("answer_tag", "### ANSWER: 1 ###\n### ANSWER: 2 ###", "2"),
+        ("four_hashes", "because\n#### 1,200", "1,200"), ("four_hashes", "### 5", None),
+        ("last_number", "3 of 4 are 75%", "75"), ("last_number", "it costs $1,234.50.", "1,234.50"),
+        ("last_number", "-2.5e3", "-2.5e3"),
+        ("last_number", "none", None),
+        ("hashes", "### " + "9" * (MAX_ANSWER + 1), None),
+    ],
+)  # fmt: skip
+def test_extractors(extractor: str, said: str, answer: str | None) -> None:
+    assert extract(said, extractor) == answer
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_what_the_model_is_told_is_what_is_found(extractor: str) -> None:
+    told = instructions(extractor)
+    assert extract(told, extractor) == ("42" if "42" in told else None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [
+        (None, "1", False), ("", "1", False),
+        # options
+        ("B", "B", True), ("(b)", "B", True), ("B) 12 days", "B", True), ("option C", "C", True), ("C", "B", False),
+        ("12", "B", False),
+        ("Because", "B", False),
+        # numbers
+        ("42", "42", True), ("42.4", "42", True), ("42.5", "42", False), ("-42", "42", False), ("1,234", "1234", True),
+        ("$12.50", "12.5", True), ("3/4", "0.75", True), ("1 1/2", "1.5", True), ("25%", "0.25", True), ("25%", "25", True),
+        ("25", "0.25", False), ("42 apples", "42", True), ("6e3", "6000", True), ("\N{MINUS SIGN}5", "-5", True), ("0", "0", True),
+        ("0.001", "0", False), ("2*21", "42", True), ("sqrt(2)", "1.414", True), ("x = 5", "5", True), ("**5**", "5", True),
+        ("1/0", "1", False), ("forty-two", "42", False), ("nan", "5", False), ("inf", "5", False), ("1_000", "1000", True),
+        # LaTeX
+        (r"\frac{1}{2}", "0.5", True), (r"\boxed{12}", "12", True), (r"$\sqrt{4}$", "2", True), (r"3 \times 4", "12", True),
+        # containers
+        ("[1, 2]", "[1, 2]", True), ("(1, 2)", "[1, 2]", True), ("[2, 1]", "[1, 2]", False), ("[1, 2, 3]", "[1, 2]", False),
+        ("{2, 1}", "{1, 2}", True), ("{1, 1}", "{1, 2}", False), ("{100, 100.9}", "{100.5, 101.5}", True),
+        ("[1, 2]", "{1, 2}", False),
+        ("{'a': 1.001, 'b': 2}", "{'b': 2, 'a': 1}", True), ("{'a': 2}", "{'a': 1}", False),
+        ("{'a': [1, {2}]}", "{'a': (1, {2})}", True),
+        ("['x']", "['X']", True), ("['x']", "[1]", False), ("12", "[12]", False),
+        # expressions
+        ("x**2 + 2*x + 1", "(x+1)^2", True), ("2x + 6", "6 + x*2", True), ("x^2", "x^3", False), ("y = 3x", "3*x", True),
+        ("{x, 2}", "{2, x}", True), ("x + 1", "3", False), ("sin(x)^2 + cos(x)^2", "1", True),
+    ],
+)  # fmt: skip
+async def test_what_is_right(answer: str | None, expected: str, right: bool) -> None:
+    assert await is_right(answer, expected) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("9**9**9**9", "5"), ("9**9**9**9*x", "x"), ("x**(9**9)", "x"), ("x" * 100_000, "x"), ("(" * 100_000, "5"),
+        ("1" * 100_000, "5"),
+        ("[" * 99 + "]" * 99, "[1]"), ("__import__('os')._exit(0)", "x"), ("x.__class__", "x"), ("factorial(x**99)*9**9**9", "x"),
+        ("{" + ",".join(map(str, range(70))) + "}", "{" + ",".join(map(str, range(1, 71))) + "}"), ("$" * 50_000, "1"),
+        ("1" + " " * 50_000 + "a", "1"), ("1 " * 1000, "1"),
+    ],
+)  # fmt: skip
+async def test_a_hostile_answer_is_wrong_in_no_time(answer: str, expected: str) -> None:
+    started = time.monotonic()
+    assert await is_right(answer, expected) is False
+    assert time.monotonic() - started < 20  # a start of sympy's process on a busy machine
+
+
+SLOW = "*".join(f"(sin({letter})**7+cos(x*{letter})**5+{letter})**9" for letter in "abcdefgh")
+
+
+def children() -> set[psutil.Process]:
+    """Of this process, which may have some of earlier tests."""
+    return set(psutil.Process().children())
+
+
+async def test_sympy_is_stopped_at_its_deadline() -> None:
+    started, others = time.monotonic(), children()
+    assert await equal_by_sympy(SLOW, f"{SLOW}+x/7", deadline_s=1.0) is False
+    assert time.monotonic() - started < 20
+    assert children() <= others
+
+
+async def test_sympys_process_does_not_outlive_who_asked() -> None:
+    others = children()
+    asking = asyncio.create_task(equal_by_sympy(SLOW, f"{SLOW}+x/7", deadline_s=60.0))
+    while children() <= others:
+        await asyncio.sleep(0.01)
+        assert not asking.done()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert children() <= others
+
+
+async def test_a_comparison_that_fails_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.math_agent.grading.__file__", "/nowhere/grading.py")
+    with pytest.raises(GradingError, match="No such file"):
+        await equal_by_sympy("x", "y")

@@ -1,0 +1,123 @@
+"""The math agent's script, as it is called: training by the VERL dict, scoring at an endpoint, and the trace of one question."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from math_helpers import ROOT, ScriptedModel, first_step, solving
+
+import raylight as rl
+from examples.math_agent import train
+from examples.math_agent.agent import math_agent
+from examples.math_agent.config import DATA, MathSettings, shortened, verl_config
+from examples.math_agent.starter import make_starter
+from raylight.quickstart import STARTER_MODEL
+from raylight.traces.agents import agents_of_generations
+from raylight.trainer.data_files import read_tasks
+
+TASK = read_tasks(DATA / "test.jsonl", 1)[0]
+
+
+def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the script from the repository's root, on a Ray of its own."""
+    kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.run(
+        [sys.executable, "examples/math_agent/train.py", *arguments],
+        cwd=ROOT,
+        env=kept | env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def test_the_config_is_grpo_on_8_questions_4_times() -> None:
+    algorithm = rl.VERL(verl_config(STARTER_MODEL))
+    assert (algorithm.adv_estimator, algorithm.tasks_per_step, algorithm.group_size) == ("grpo", 8, 4)
+    small = rl.VERL(shortened(verl_config(STARTER_MODEL, "hf"), steps=2))
+    assert (small.tasks_per_step, small.group_size, small.n_steps) == (2, 2, 2)
+
+
+def alternating(folder: Path) -> Any:
+    """The agent, whose rollouts of a task are worth 0 and 1 in turn: the tiny model gets all wrong, which teaches nothing."""
+
+    @rl.rollout(settings=MathSettings())
+    async def agent(task: dict[str, Any], llm: rl.LLM, settings: MathSettings) -> float:
+        assert await math_agent(task, llm, settings) == 0.0
+        for number in itertools.count():
+            with contextlib.suppress(FileExistsError):
+                (folder / f"{task['id']}-{number}").touch(exist_ok=False)
+                return float(number % 2)
+        raise AssertionError
+
+    return agent
+
+
+async def read(path: Path) -> list[Any]:
+    service = rl.StoreService(str(path), read_only=True)
+    store = rl.StoreClient(service)
+    ids = [rollout.rollout_id for rollout in await store.query_rollouts(status_in=["succeeded"])]
+    found = await store.collect(ids, with_spans=True)
+    await service.close()
+    return found
+
+
+def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model calls no tool, but it is asked as a real one would be, and its calls are captured, joined and trained on."""
+    claims, run = tmp_path / "claims", tmp_path / "run"
+    claims.mkdir()
+    monkeypatch.setattr(train, "math_agent", alternating(claims))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the runners import the agent
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    train.main(["--model", make_starter(tmp_path / "model"), "--client", "agent_framework", "--fast", "--output-dir", str(run)])
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if line.get("learner/grad_norm", 0.0) > 0.0] == [1, 2]
+    assert (run / "checkpoint" / "model.safetensors").exists()
+    finished = asyncio.run(read(run / "store.db"))
+    assert sorted(item.reward for item in finished if item.rollout.mode == "train") == [0.0] * 4 + [1.0] * 4
+    for item in finished:
+        assert item.generations
+        assert agents_of_generations(item.generations, item.spans) == ["calculator"] * len(item.generations)
+
+
+@pytest.mark.slow
+def test_one_question_at_an_endpoint_is_shown_with_its_whole_trace(tmp_path: Path) -> None:
+    with ScriptedModel(solving({TASK["question"]: first_step(TASK)})) as model:
+        done = call("--model", "scripted", "--endpoint", model.url, "--debug", "--output-dir", str(tmp_path), OPENAI_API_KEY="mine")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for shown in (
+        TASK["question"][:40],
+        "openai.chat.completion",
+        "gen_ai.output.messages",
+        '"name": "calculate"',
+        "reward: ",
+        "The calculator says",
+    ):
+        assert shown in done.stdout, shown
+    assert len(model.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--model", "no/such/folder/here"), "ModelNotFoundError"),
+        (("--model", STARTER_MODEL, "--data", "nowhere"), "DatasetError: there is no file nowhere"),
+        (("--model", STARTER_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
+        (("--debug",), "--model is missing"),
+    ],
+)
+def test_a_bad_argument_is_told_in_a_line(arguments: tuple[str, ...], complaint: str) -> None:
+    done = call(*arguments)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
