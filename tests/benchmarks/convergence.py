@@ -1,16 +1,20 @@
 """What every algorithm learns: reward before and after some steps, over several seeds, as a Markdown table.
 
-    python tests/benchmarks/convergence.py [--algorithms GRPO,PPO] [--seeds 3] [--steps 10] [--mini-batches 2]
+    python tests/benchmarks/convergence.py [--algorithms GRPO,PPO] [--seeds 3] [--steps 10] [--plot curves.png]
 
-The quickstart's additions and starter model, 128 rollouts a step, in one process without Ray, HTTP or an engine: answers are sampled
-by plain transformers; what is done with them (groups, dynamic sampling, batches, advantages, losses, optimizer) is raylight's own.
+The quickstart's additions and starter model, 128 rollouts a step, in one process without Ray, HTTP or an engine: answers are
+sampled by plain transformers. What is done with them (groups, dynamic sampling, batches, advantages, losses, optimizer) is what
+raylight does everywhere.
 """
 
 import argparse
 import asyncio
+import contextlib
 import statistics
+import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from raylight.trainer.gather import gather
 from raylight.trainer.tasks import Batches
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
-FAMILY = sorted(set(algorithms.__all__) - {"PolicyAlgorithm"})
+FAMILY = sorted(name for name in algorithms.__all__ if algorithms.PolicyAlgorithm in getattr(algorithms, name).__mro__[1:])
 ROLLOUTS = 128
 """Of a step, whatever the size of the groups; ReMax has its greedy ones beside them, DAPO those of its further rounds."""
 ANSWER_TOKENS = 6
@@ -37,6 +41,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "PPO": {"critic": {"lr": 1e-3}},
 }
 """What an algorithm needs beside its defaults."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a seed came to."""
+
+    before: float
+    after: float
+    """Mean reward on the validation tasks."""
+    curve: list[float]
+    """Mean reward of the rollouts of each step."""
+    seconds: float
+    """Of the steps, without validation."""
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
 
 
 class Quiet:
@@ -76,7 +97,8 @@ class Sampler:
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             key = CallKey(f"{name}-{i}-{greedy}", "attempt", "call")
             call = Generation(
-                key, "policy", prompt, ids, logprobs, [self._version] * len(ids), "stop", 0.0, 1.0, {"temperature": float(not greedy)}
+                key, "policy", prompt, ids, logprobs, [self._version] * len(ids), "stop", 0.0, 1.0,
+                {"temperature": float(not greedy)},
             )  # fmt: skip
             rollout = Rollout(
                 input=tasks[place], group_id=f"{name}-{place}", rollout_id=key.rollout_id, status="succeeded", start_time=0.0,
@@ -111,8 +133,8 @@ def algorithm_of(name: str, lr: float, mini_batches: int) -> algorithms.PolicyAl
     return kind(model=STARTER_MODEL, **common | SETTINGS.get(name, {}))
 
 
-async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> tuple[float, float, float]:
-    """Reward before, reward after, and the seconds of the steps between."""
+async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
+    """Take the steps, and measure before and after."""
     from raylight.learner.policy import Policy
 
     torch.manual_seed(seed)
@@ -128,8 +150,10 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
         return statistics.fmean(item.reward or 0.0 for item in sampler.play(val, VALIDATION_SAMPLES, "val"))
 
     before, started = validate(), time.perf_counter()
+    curve = []
     for step in range(1, steps + 1):
         finished = await gather(sampler, algorithm, batches, step, Quiet())  # type: ignore[arg-type]
+        curve.append(statistics.fmean(item.reward or 0.0 for item in finished if not item.rollout.metadata.get(GREEDY)))
         batch, report = algorithm.batch_of(finished, learner)
         if report.has_signal:
             policy.update(batch)
@@ -137,7 +161,7 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
             assert weights is not None, "this is rank 0"
             sampler.load(weights, policy.version)
     seconds = time.perf_counter() - started
-    return before, validate(), seconds
+    return Run(before, validate(), curve, seconds)
 
 
 def spread(values: list[float]) -> str:
@@ -146,28 +170,60 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f}{deviation}"
 
 
+def draw(runs: dict[str, list[Run]], path: str) -> None:
+    """The reward of each step's rollouts, a panel for each algorithm and a line for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(len(runs), 4)
+    figure, axes = plt.subplots(
+        -(-len(runs) // columns), columns, figsize=(9, 1.8 * -(-len(runs) // columns)), sharex=True, sharey=True, squeeze=False
+    )
+    for panel in axes.flat[len(runs) :]:
+        panel.axis("off")
+    for panel, (name, of_seeds) in zip(axes.flat, runs.items(), strict=False):
+        panel.set_title(name, fontsize=9)
+        panel.set_ylim(0, 1)
+        panel.grid(alpha=0.3)
+        for run in of_seeds:
+            panel.plot(range(1, len(run.curve) + 1), run.curve, linewidth=1)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("reward of its rollouts", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", default=",".join(FAMILY), help="names, by comma")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--mini-batches", type=int, default=2, help="optimizer steps of a step, so that losses see ratios other than 1")
+    parser.add_argument("--mini-batches", type=int, default=2, help="updates of a step, so that losses see ratios other than 1")
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--plot", help="where to draw the curves (PNG)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "ranks"), 1), rank=0, world_size=1)
         print(f"| algorithm | rollouts of a task | reward before | after {args.steps} steps | gain | s |")
         print("|---|---|---|---|---|---|")
+        found: dict[str, list[Run]] = {}
         for name in args.algorithms.split(","):
             algorithm = algorithm_of(name, args.lr, args.mini_batches)
-            runs = [asyncio.run(train(algorithm, args.steps, seed)) for seed in range(args.seeds)]
-            before, after, seconds = (list(values) for values in zip(*runs, strict=True))
-            gains = [later - earlier for earlier, later in zip(before, after, strict=True)]
-            print(
-                f"| {name} | {algorithm.group_size} | {spread(before)} | {spread(after)} | {spread(gains)} "
-                f"| {statistics.fmean(seconds):.1f} |", flush=True,
-            )  # fmt: skip
+            with contextlib.redirect_stdout(sys.stderr):  # verl prints
+                runs = [asyncio.run(train(algorithm, args.steps, seed)) for seed in range(args.seeds)]
+            found[name] = runs
+            columns = [
+                spread([run.before for run in runs]),
+                spread([run.after for run in runs]),
+                spread([run.gain for run in runs]),
+            ]
+            seconds = statistics.fmean(run.seconds for run in runs)
+            print(f"| {name} | {algorithm.group_size} | {' | '.join(columns)} | {seconds:.1f} |", flush=True)
+        if args.plot:
+            draw(found, args.plot)
         dist.destroy_process_group()
 
 

@@ -1,0 +1,111 @@
+"""Models learn: the real Trainer with Ray, Serve, the transformers engine and verl's learners, seeded, on a CPU.
+
+Every bound on a gain is about half of the least gain of three seeds, as told beside it.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quotes import buyer, quotes, teach_buyer
+
+import raylight as rl
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.quickstart.agent import adder
+from raylight.traces.trajectory import build_trajectories
+from raylight.types import FinishedRollout
+
+TRAIN, VAL = additions(0)
+STEPS = 8
+COMMON: dict[str, Any] = {"n_steps": STEPS, "lr": 2e-4, "mini_batches": 2, "val_every": 0, "val_samples": 2}
+
+
+def fit(algorithm: rl.PolicyAlgorithm, folder: Path, agent: Any = adder, data: Any = (TRAIN, VAL), **settings: Any) -> list[dict]:
+    """Train, check what holds for every run, and return its metrics by step."""
+    trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, **settings)
+    summary = trainer.fit(agent, data[0], val_dataset=data[1])
+    assert summary["steps"] == algorithm.n_steps
+    assert summary["rollouts_lost"] == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    learned = [row for row in rows if "learner/grad_norm" in row]
+    assert len(learned) == algorithm.n_steps
+    for row in learned:
+        assert row["mismatch/logprob_abs_max"] < 1e-3
+        assert row["mismatch/probe_abs_mean"] < 1e-3
+        assert row["train/failed"] == row["train/aborted"] == row["trace/drifts_response"] == 0
+    return rows
+
+
+def gain(rows: list[dict]) -> float:
+    """Of the reward on tasks that are never trained on."""
+    return rows[-1]["val/reward"] - rows[0]["val/reward"]
+
+
+@pytest.mark.slow
+def test_lora(tmp_path: Path) -> None:
+    rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON | {"lr": 1e-3}), tmp_path, learner={"lora": {"rank": 8}})
+    assert gain(rows) >= 0.2
+    assert (tmp_path / "checkpoint" / "adapter" / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, learner={"n": 2})
+    assert gain(rows) >= 0.2
+
+
+def test_ppo_with_a_critic(tmp_path: Path) -> None:
+    rows = fit(rl.PPO(model=STARTER_MODEL, tasks_per_step=128, critic={"lr": 1e-3}, **COMMON), tmp_path)
+    assert gain(rows) >= 0.2
+    assert rows[-1]["critic/vf_loss"] < 0.5 * rows[1]["critic/vf_loss"]
+    assert abs(rows[-1]["critic/vpred_mean"] - rows[-1]["train/reward"]) < 0.25  # it began at 0
+
+
+@pytest.mark.slow
+def test_rloo(tmp_path: Path) -> None:
+    rows = fit(rl.RLOO(model=STARTER_MODEL, **COMMON), tmp_path)
+    assert gain(rows) >= 0.2
+
+
+@pytest.fixture(scope="module")
+def buyer_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("buyer")
+    teach_buyer(folder)
+    return str(folder)
+
+
+async def test_using_the_answer_of_a_tool(buyer_model: str, tmp_path: Path) -> None:
+    algorithm = rl.GRPO(model=buyer_model, **COMMON)
+    rows = await asyncio.to_thread(fit, algorithm, tmp_path, buyer, (quotes(10_000, 1024), quotes(10_001, 128)))
+    assert gain(rows) >= 0.1
+    for row in rows[1:]:
+        assert row["trace/calls"] == 2 * row["train/trained"] == 2 * 128
+        assert row["trace/extensions"] == row["train/trained"]  # each second call goes on in the tokens of the first
+        assert row["trace/forks"] == row["trace/restarts"] == 0
+    for item in await rollouts_of(tmp_path / "store.db"):
+        assert_one_trajectory_of_two_turns(item)
+
+
+async def rollouts_of(path: Path) -> list[FinishedRollout]:
+    service = rl.StoreService(path, read_only=True)
+    store = rl.StoreClient(service)
+    try:
+        found = await store.query_rollouts(limit=64, sort_by="start_time", sort_order="desc")
+        return await store.collect([rollout.rollout_id for rollout in found], with_spans=True)
+    finally:
+        await service.close()
+
+
+def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
+    first, second = rl.TracerTraceToTriplet().adapt(item.spans)
+    sampled, last = first.response["token_ids"], second.response["token_ids"]
+    begun = first.prompt["token_ids"] + sampled
+    assert second.prompt["token_ids"][: len(begun)] == begun
+    (row,) = build_trajectories(item.generations).rows
+    assert row.token_ids == second.prompt["token_ids"] + last
+    between = len(second.prompt["token_ids"]) - len(begun)  # what the tool said
+    assert row.mask == [0] * len(first.prompt["token_ids"]) + [1] * len(sampled) + [0] * between + [1] * len(last)
+    assert item.reward == second.reward
