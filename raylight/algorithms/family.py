@@ -171,7 +171,7 @@ class KLCov(GRPO):
 
     loss_mode: Literal["kl_cov"] = "kl_cov"
     kl_cov_ratio: float = Field(default=0.002, gt=0, le=1)
-    ppo_kl_coef: float = 1.0
+    ppo_kl_coef: float = Field(default=1.0, ge=0, allow_inf_nan=False)
 
 
 class PPO(PolicyAlgorithm):

@@ -22,12 +22,17 @@ from raylight.learner.settings import PolicySettings
 
 MEANS_OF_ROWS = ("sapo", "geo_mean")
 """Losses that take the mean of each row whatever `loss_agg_mode` says."""
+EXACT = {"grpo_vectorized": "grpo"}
+"""Estimators of verl that compute in float32 -> those that compute the same in the rewards' precision."""
+WHITENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators that divide by the deviation over tokens, which verl refuses to take of a single one."""
 
 
 class KlController:
     """The weight of the KL divergence in the reward: fixed, or steered towards a target (https://arxiv.org/abs/1909.08593)."""
 
     def __init__(self, settings: PolicySettings) -> None:
+        self._steers = settings.kl_target is not None
         self._controller = (
             verl.FixedKLController(settings.kl_reward_coef)
             if settings.kl_target is None
@@ -38,9 +43,15 @@ class KlController:
     def coef(self) -> float:
         return float(self._controller.value)
 
-    @coef.setter
-    def coef(self, coef: float) -> None:
-        self._controller.value = coef
+    @property
+    def steered(self) -> float | None:
+        """The weight where it is steered, for `go_on`; None where the settings say it."""
+        return self.coef if self._steers else None
+
+    def go_on(self, steered: float | None) -> None:
+        """Steer on from a weight of before; what the settings say now is not overruled."""
+        if self._steers and steered is not None:
+            self._controller.value = steered
 
     def update(self, divergence: float, rollouts: int) -> None:
         """Take note of a batch's mean divergence."""
@@ -85,10 +96,14 @@ class Sequences:
         return found
 
     def rewards(self, batch: TrainBatch) -> torch.Tensor:
-        """The batch's rewards, each on its token. That of a call which was cut away is on the last one before it."""
-        rewards = torch.zeros_like(self.mask)
+        """The batch's rewards, each on its token. That of a call which was cut away is on the last one before it.
+
+        In float64: in float32 the mean of equal rewards may differ from them by a rounding error, and their deviation is another,
+        so that the one divided by the other would be an advantage out of nothing.
+        """
+        rewards = torch.zeros_like(self.mask, dtype=torch.float64)
         last = (self.lengths - 1).clamp(min=0)
-        rewards[torch.arange(len(last)), last] = torch.tensor(batch.rewards, dtype=torch.float32)
+        rewards[torch.arange(len(last)), last] = torch.tensor(batch.rewards, dtype=torch.float64)
         for turn in batch.turn_rewards:
             place = int(last[turn.rollout]) if turn.row is None else self._place(turn.rollout, turn.row, turn.token)
             rewards[turn.rollout, place] += turn.value
@@ -115,13 +130,15 @@ class Estimate:
 
     advantages: dict[int, torch.Tensor]
     returns: dict[int, torch.Tensor]
+    shares: dict[int, float]
+    """Of its rollout's sampled tokens, how many are the row's."""
     metrics: dict[str, float]
 
 
 def add_advantages(
     batch: TrainBatch, rows: list[Row], mine: list[Row], settings: PolicySettings, kl: KlController
 ) -> dict[str, float]:
-    """Set the rows' `advantages` and `returns`; returns metrics, the same on all ranks. A collective.
+    """Set the rows' `advantages`, `returns` and `share`; returns metrics, the same on all ranks. A collective.
 
     Args:
         rows: all of the batch; they are told what other ranks computed of them, as far as it is needed.
@@ -134,6 +151,7 @@ def add_advantages(
     found = estimate(batch, rows, settings, kl)
     for row in [*rows, *mine]:
         row.advantages, row.returns = found.advantages[row.index], found.returns[row.index]
+        row.share = found.shares[row.index]
     return found.metrics
 
 
@@ -155,36 +173,63 @@ def estimate(batch: TrainBatch, rows: list[Row], settings: PolicySettings, kl: K
         kl.update(mean, len(batch.rewards))
     advantages, returns = _run(rewards, sequences, batch, settings)
     metrics["learner/advantage_abs_mean"] = float((advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1))
-    of_rows = sequences.split(advantages)
+    of_rows, shares = sequences.split(advantages), sequences.shares()
     if settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss_mode in MEANS_OF_ROWS:
         # the loss adds the means of rows and divides by rollouts: a rollout counts once if its rows weigh as much as they are long
-        of_rows = {index: of_rows[index] * share for index, share in sequences.shares().items()}
-    return Estimate(of_rows, sequences.split(returns), metrics)
+        of_rows = {index: of_rows[index] * share for index, share in shares.items()}
+    return Estimate(of_rows, sequences.split(returns), shares, metrics)
 
 
 def _run(
     rewards: torch.Tensor, sequences: Sequences, batch: TrainBatch, settings: PolicySettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns by the estimator that the settings name, which gets what it has parameters for."""
-    function = settings.own_estimator or verl.get_adv_estimator_fn(settings.adv_estimator)
+    name, own = settings.adv_estimator, settings.own_estimator
+    function = own or verl.get_adv_estimator_fn(EXACT.get(name, name))
     given: dict[str, Any] = {
-        "token_level_rewards": rewards, "response_mask": sequences.mask, "index": np.array(batch.groups, dtype=object),
+        "token_level_rewards": rewards.float() if own else rewards, "response_mask": sequences.mask,
+        "index": np.array(batch.groups, dtype=object),
         "gamma": settings.gamma, "lam": settings.lam, "norm_adv_by_std_in_grpo": settings.norm_adv_by_std,
         "config": verl.AlgoConfig(gamma=settings.gamma, lam=settings.lam, norm_adv_by_std_in_grpo=settings.norm_adv_by_std),
     }  # fmt: skip
     if settings.critic is not None:
         given["values"] = sequences.joined("values")
     if batch.baselines is not None:
-        given["reward_baselines"] = torch.tensor(batch.baselines, dtype=torch.float32)
-    found = function(**taken(function, given))
+        given["reward_baselines"] = torch.tensor(batch.baselines, dtype=torch.float64)
+    single = name in WHITENS and sequences.mask.sum() == 1
+    found = function(**taken(function, _twice(given) if single else given))
     advantages, returns = found if isinstance(found, tuple) else (found, found)
-    for name, matrix in (("advantages", advantages), ("returns", returns)):
-        if not isinstance(matrix, torch.Tensor) or matrix.shape != rewards.shape:
-            raise ConfigError(
-                f"advantage estimator {settings.adv_estimator!r} returned {name} of shape {tuple(getattr(matrix, 'shape', ()))}; "
-                f"they must have the shape of token_level_rewards, {tuple(rewards.shape)}"
-            )
-    return advantages, returns
+    if single:  # it is as good as the mean of two of its kind, which is what it is compared with
+        advantages, returns = advantages[: len(rewards)], returns[: len(rewards)]
+    _check(name, "advantages", advantages, sequences)
+    _check(name, "returns", returns, sequences)
+    return advantages.float(), returns.float()
+
+
+def _twice(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with every rollout twice."""
+    return {
+        name: torch.cat([value, value]) if isinstance(value, torch.Tensor)
+        else np.concatenate([value, value]) if isinstance(value, np.ndarray)
+        else value
+        for name, value in given.items()
+    }  # fmt: skip
+
+
+def _check(name: str, what: str, matrix: Any, sequences: Sequences) -> None:
+    """Raise ConfigError unless an estimator returned a finite number for every sampled token."""
+    wanted = tuple(sequences.mask.shape)
+    if not isinstance(matrix, torch.Tensor) or matrix.shape != wanted:
+        raise ConfigError(
+            f"advantage estimator {name!r} returned {what} of shape {tuple(getattr(matrix, 'shape', ()))}; "
+            f"they must have the shape of token_level_rewards, {wanted}"
+        )
+    wrong = ~matrix[sequences.mask == 1].float().isfinite()
+    if wrong.any():
+        raise ConfigError(
+            f"advantage estimator {name!r} returned {what} that are not finite, for {int(wrong.sum())} of {len(wrong)} sampled "
+            "tokens: a reward is out of range, or the estimator divides by a deviation of 0 (add a small number to it)"
+        )
 
 
 def _tell_all(rows: list[Row], mine: list[Row], names: list[str]) -> None:

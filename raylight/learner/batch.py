@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class _Kept:
 
     @property
     def total(self) -> float:
-        return self.reward + sum(turn.value for turn in self.turns)
+        return math.fsum([self.reward, *(turn.value for turn in self.turns)])  # which does not depend on their order
 
 
 def build_batch(

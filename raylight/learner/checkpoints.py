@@ -1,7 +1,7 @@
 """Training states in a folder or an object store: named by their step, complete or absent, kept by count. No torch.
 
-A state is complete when its marker `COMPLETE` is there, which is written last. On a local disk the whole folder has another name
-until then, and everything is on the disk before it gets its own.
+A state is complete when its marker `COMPLETE` is there, which is written last, replaces the one before it at once, and names the
+file of the content. So a state that is written again is the former one until it is the new one, wherever a kill comes between.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import IO, Any
 
 import fsspec
@@ -20,7 +19,8 @@ import fsspec
 from raylight.errors import CheckpointError, ConfigError
 
 COMPLETE = "COMPLETE"
-CONTENT = "training.pt"
+CONTENT = "content"
+"""What the marker calls the name of the content's file."""
 NAME = re.compile(r"step-(\d+)$")
 PARTIAL = ".partial"
 
@@ -48,17 +48,11 @@ class States:
 
     def steps(self) -> list[int]:
         """Steps with a complete state, in order."""
-        self._fs.invalidate_cache()
-        try:
-            found = [NAME.search(name.rstrip("/")) for name in self._fs.ls(self._root, detail=False)]
-        except FileNotFoundError:
-            return []
-        steps = sorted(int(name.group(1)) for name in found if name)
-        return [step for step in steps if self._fs.exists(f"{self._folder(step)}/{COMPLETE}")]
+        return [step for step in self._folders() if self._fs.exists(f"{self._folder(step)}/{COMPLETE}")]
 
     def about(self, step: int) -> dict[str, Any]:
         """What was written about a state."""
-        return json.loads(self._read(f"{self._folder(step)}/{COMPLETE}"))
+        return {name: value for name, value in self._marker(step).items() if name != CONTENT}
 
     def open(self, step: int) -> IO[bytes]:
         """The content of a state.
@@ -67,7 +61,7 @@ class States:
             CheckpointError: it is not there.
         """
         try:
-            return self._fs.open(f"{self._folder(step)}/{CONTENT}", "rb")
+            return self._fs.open(f"{self._folder(step)}/{self._marker(step)[CONTENT]}", "rb")
         except OSError as error:
             raise CheckpointError(
                 f"the training state of step {step} in {self.url} cannot be read here: {error}; use a folder that every learner "
@@ -85,20 +79,16 @@ class States:
             CheckpointError: it cannot be written.
         """
         try:
-            if self._local:
-                self._write_local(step, about, dump)
-            else:
-                self._write_remote(step, about, dump)
+            self._write(step, about, dump)
         except OSError as error:
             raise CheckpointError(f"the training state of step {step} cannot be written to {self.url}: {error}") from error
 
     def prune(self, keep: int) -> None:
         """Remove all but the last `keep` states, and what writes that were killed left."""
-        for step in self.steps()[:-keep]:
-            self._remove(step)
-        if self._local:
-            for partial in Path(self._root).glob(f"step-*{PARTIAL}"):
-                shutil.rmtree(partial, ignore_errors=True)
+        whole = self.steps()
+        for step in self._folders():
+            if step not in whole[-keep:]:
+                self._remove(step)
 
     def remove_after(self, step: int) -> None:
         """Remove the states of later steps."""
@@ -109,39 +99,53 @@ class States:
     def _folder(self, step: int) -> str:
         return f"{self._root}/step-{step}"
 
-    def _read(self, path: str) -> bytes:
-        with self._fs.open(path, "rb") as file:
-            return file.read()
+    def _folders(self) -> list[int]:
+        """Steps of which there is anything, in order."""
+        self._fs.invalidate_cache()
+        try:
+            found = [NAME.search(name.rstrip("/")) for name in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+        return sorted(int(name.group(1)) for name in found if name)
+
+    def _marker(self, step: int) -> dict[str, Any]:
+        with self._fs.open(f"{self._folder(step)}/{COMPLETE}", "rb") as file:
+            return json.loads(file.read())
 
     def _remove(self, step: int) -> None:
         """The marker goes first, so that what is left of an interrupted removal is no state."""
-        self._fs.rm_file(f"{self._folder(step)}/{COMPLETE}")
-        self._fs.rm(self._folder(step), recursive=True)
+        marker = f"{self._folder(step)}/{COMPLETE}"
+        if self._fs.exists(marker):
+            self._fs.rm_file(marker)
+        if self._fs.exists(self._folder(step)):  # an object store has no empty folders
+            self._fs.rm(self._folder(step), recursive=True)
 
-    def _write_remote(self, step: int, about: dict[str, Any], dump: Dump | None) -> None:
+    def _write(self, step: int, about: dict[str, Any], dump: Dump | None) -> None:
         folder = self._folder(step)
-        if self._fs.exists(f"{folder}/{COMPLETE}"):
-            self._remove(step)
         self._fs.makedirs(folder, exist_ok=True)
+        content = f"training-{secrets.token_hex(4)}.pt" if dump is not None else None
         if dump is not None:
-            with self._fs.open(f"{folder}/{CONTENT}", "wb") as file:
-                dump(file)
-        with self._fs.open(f"{folder}/{COMPLETE}", "wb") as file:
-            file.write(json.dumps(about).encode())
+            self._put(f"{folder}/{content}", dump)
+        marker = json.dumps({CONTENT: content, **about}).encode()
+        self._put(f"{folder}/{COMPLETE}", lambda file: _write_all(file, marker))
+        self._fs.invalidate_cache()
+        for name in self._fs.ls(folder, detail=False):
+            if name.rpartition("/")[2] not in (COMPLETE, content):  # of the state that was here before, or a write that was killed
+                self._fs.rm_file(name)
 
-    def _write_local(self, step: int, about: dict[str, Any], dump: Dump | None) -> None:
-        folder = Path(self._folder(step))
-        partial = folder.with_name(folder.name + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        if dump is not None:
-            _write_through(partial / CONTENT, dump)
-        _write_through(partial / COMPLETE, lambda file: _put(file, json.dumps(about).encode()))
-        _sync_folder(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(partial, folder)
-        _sync_folder(folder.parent)
+    def _put(self, path: str, dump: Dump) -> None:
+        """Write a file, all at once or not at all: that of a local disk is there before it gets its name."""
+        if not self._local:
+            with self._fs.open(path, "wb") as file:
+                dump(file)
+            return
+        with open(f"{path}{PARTIAL}", "wb") as file:
+            dump(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}{PARTIAL}", path)
+        for folder in (os.path.dirname(path), self._root):
+            _sync_folder(folder)
 
 
 class BackgroundWriter:
@@ -169,19 +173,11 @@ def step_of(url: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _put(file: IO[bytes], data: bytes) -> None:
+def _write_all(file: IO[bytes], data: bytes) -> None:
     file.write(data)
 
 
-def _write_through(path: Path, dump: Dump) -> None:
-    """Write a file so that it is on the disk."""
-    with path.open("wb") as file:
-        dump(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: str) -> None:
     """Have the names in a folder on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -10,7 +10,7 @@ import torch
 from raylight.config import LearnerConfig
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import build_critic, optimizer_config
-from raylight.learner.metrics import CRITIC_NAMES, mean_of, named, over_ranks
+from raylight.learner.metrics import CRITIC_NAMES, named, of_steps, over_ranks
 from raylight.learner.rows import Row, deal, share_of_rank, to_tensordict
 from raylight.learner.settings import CriticSettings
 from raylight.learner.steps import GradientWatch
@@ -28,6 +28,11 @@ class Critic:
         self._loss = functools.partial(verl.value_loss, critic_config(settings))
         self._gradients = GradientWatch()
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether the policy rests in this update."""
+        return self.engine.lr_scheduler.last_epoch < self._settings.warmup_steps
+
     def add_values(self, rows: list[Row]) -> None:
         """Set each row's `values`: one for each token of its response, of what was there before it."""
         data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
@@ -44,7 +49,7 @@ class Critic:
         """
         before = explained_variance(rows)
         parts = deal(rows, self._settings.mini_batches) * self._settings.ppo_epochs
-        metrics = mean_of([self._step(part) for part in parts])
+        metrics = of_steps([self._step(part) for part in parts])
         metrics["critic/lr"] = float(self.engine.lr_scheduler_step())
         return metrics | {"critic/explained_variance": before}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ CRITIC_NAMES = {
     "grad_norm": "critic/grad_norm", "critic/vf_loss": "critic/vf_loss", "critic/vf_clipfrac": "critic/vf_clipfrac",
     "critic/vpred_mean": "critic/vpred_mean",
 }  # fmt: skip
+
+COUNTED = ("learner/skipped_steps", "critic/skipped_steps")
+"""Metrics that are counts of steps."""
 
 
 def named(metrics: Mapping[str, float], names: Mapping[str, str] = NAMES) -> dict[str, float]:
@@ -40,7 +44,13 @@ def over_ranks(metrics: Mapping[str, Any]) -> dict[str, float]:
     return dict(zip(names, (values / torch.distributed.get_world_size()).tolist(), strict=True))
 
 
-def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the parts that have it."""
-    names = {name for part in parts for name in part}
-    return {name: float(np.mean([part[name] for part in parts if name in part])) for name in sorted(names)}
+def of_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+    """What several optimizer steps come to: the mean of each metric over those that have it, and the sum of what is counted. The
+    gradient of a step that was skipped counts in no mean, unless all were."""
+    names = {name for step in steps for name in step}
+    found = {}
+    for name in sorted(names):
+        values = [step[name] for step in steps if name in step]
+        finite = [value for value in values if math.isfinite(value)]
+        found[name] = math.fsum(values) if name in COUNTED else float(np.mean(finite or values))
+    return found

@@ -18,7 +18,7 @@ from raylight.learner.batch import TrainBatch
 from raylight.learner.critic import Critic
 from raylight.learner.engines import build_policy, build_reference
 from raylight.learner.losses import PolicyLoss
-from raylight.learner.metrics import mean_of, named, over_ranks
+from raylight.learner.metrics import named, of_steps, over_ranks
 from raylight.learner.rows import Row, deal, probe_row, rows_of, share_of_rank, to_tensordict
 from raylight.learner.settings import PolicySettings
 from raylight.learner.steps import GradientWatch
@@ -35,7 +35,8 @@ class Policy:
     def __init__(self, model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int) -> None:
         self._config = config
         self._settings = settings
-        self.engine = build_policy(model_path, config, settings, total_steps)
+        warmup = settings.critic.warmup_steps if settings.critic else 0
+        self.engine = build_policy(model_path, config, settings, max(total_steps - warmup, 1))
         own_reference = settings.needs_reference and config.lora is None  # with LoRA it is the policy without its adapter
         self._reference = build_reference(model_path, config) if own_reference else None
         self.critic = Critic(model_path, config, settings.critic, total_steps) if settings.critic else None
@@ -56,7 +57,7 @@ class Policy:
         parts = deal(rows, settings.mini_batches)
         shares = [self._share(part) for part in parts]
         mine = [row for share in shares for row in share]
-        trains = not settings.critic or self.version >= settings.critic.warmup_steps
+        trains = self.critic is None or not self.critic.warms_up
         # a pass that drops out would not tell what the policy says, and none tells it where the critic warms up
         infers = settings.needs_old_logprobs or self._drops_out or not trains
         self._look_back(mine, infers)
@@ -72,7 +73,8 @@ class Policy:
             metrics |= self._train(parts, shares)
         if not infers:
             metrics |= correction.measure(shares[0], self.version, settings)  # that were seen before the first step
-        metrics["learner/lr"] = float(self.engine.lr_scheduler_step())
+        scheduler = self.engine.lr_scheduler  # while the policy rests, so does its schedule
+        metrics["learner/lr"] = float(self.engine.lr_scheduler_step() if trains else scheduler.get_last_lr()[0])
         self.version += 1
         return metrics
 
@@ -141,7 +143,7 @@ class Policy:
         if self._settings.rollout_rs is not None:
             steps = [step for step in steps if correction.any_left(step[1])]
         steps *= self._settings.ppo_epochs
-        return mean_of([self._step(share, len({row.rollout for row in part})) for part, share in steps])
+        return of_steps([self._step(share, len({row.rollout for row in part})) for part, share in steps])
 
     def _step(self, mine: list[Row], rollouts: int) -> dict[str, float]:
         """Gradient and optimizer step over one mini-batch."""

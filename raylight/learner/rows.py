@@ -52,6 +52,8 @@ class Row:
     values: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     """Importance weights."""
+    share: float = 1.0
+    """Of its rollout's sampled tokens, how many are its own."""
 
     @property
     def tokens(self) -> int:
@@ -122,6 +124,7 @@ def to_tensordict(rows: list[Row], config: LearnerConfig, *, global_rollouts: in
         "loss_mask": _nested([torch.cat([torch.zeros_like(row.prompt), row.mask]) for row in rows]),
         "temperature": torch.tensor([row.temperature for row in rows]),
         "row": torch.arange(len(rows)),
+        "share": torch.tensor([row.share for row in rows]),
     }
     for name, key in TENSORS.items():
         if all(getattr(row, name) is not None for row in rows):

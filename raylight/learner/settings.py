@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -11,6 +11,7 @@ from raylight.config import Config
 from raylight.learner.custom import COMPARED, Compared, find_estimator, find_loss, takes_values
 from raylight.learner.thresholds import check_rejection, weight_bounds
 
+Share = Annotated[float, Field(ge=0, lt=1)]
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of the KL divergence, http://joschu.net/blog/kl-approx.html."""
 LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -19,14 +20,14 @@ LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-
 class OptimizerSettings(Config):
     """AdamW and its learning rate."""
 
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises from 0; the first of them changes nothing."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where the cosine ends, as a share of `lr`."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     grad_clip: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
@@ -41,7 +42,7 @@ class CriticSettings(OptimizerSettings):
 
     model: str | None = None
     """Folder of the model it begins as; None: the policy's."""
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0)
     """Updates in which only the critic is trained."""
     mini_batches: int = Field(default=1, ge=1)
@@ -123,15 +124,15 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
     kl_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
-    ppo_kl_coef: float = 0.1
+    ppo_kl_coef: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """The five of Clip-Cov and KL-Cov, https://arxiv.org/abs/2505.22617."""
     tau_pos: float = Field(default=1.0, gt=0)
     tau_neg: float = Field(default=1.05, gt=0)
     """Temperatures of SAPO, https://arxiv.org/abs/2511.20347."""
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL divergence to the starting policy in the loss; 0 needs no reference model."""
     kl_type: KlType = "k3"
-    kl_reward_coef: float = Field(default=0.0, ge=0)
+    kl_reward_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of that divergence, taken off the reward of each token."""
     kl_reward_type: KlType = "k1"
     kl_target: float | None = Field(default=None, gt=0)

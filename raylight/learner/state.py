@@ -32,7 +32,7 @@ def gather(policy: Policy) -> dict[str, Any] | None:
         return None
     return {
         "format": FORMAT, "engines": engines, "random": numbers,
-        "plain": {"version": policy.version, "kl_coef": policy._kl.coef, "non_finite": policy._gradients.in_a_row},
+        "plain": {"version": policy.version, "kl_coef": policy._kl.steered, "non_finite": policy._gradients.in_a_row},
     }  # fmt: skip
 
 
@@ -56,7 +56,8 @@ def load(policy: Policy, file: IO[bytes] | None) -> None:
     for name, engine in engines.items():
         _load_engine(engine, state["engines"][name] if state else outline["engines"][name])
     plain = outline["plain"]
-    policy.version, policy._kl.coef, policy._gradients.in_a_row = plain["version"], plain["kl_coef"], plain["non_finite"]
+    policy.version, policy._gradients.in_a_row = plain["version"], plain["non_finite"]
+    policy._kl.go_on(plain["kl_coef"])
     _set_random_numbers(outline["random"], policy.version)
 
 

@@ -88,14 +88,19 @@ class Evaluator:
         return {"best": self._best, "reference": self._reference, "stale": self._stale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state. A model in `best/` that was saved after it stays the best, as long as none is better."""
+        """Go on from a state. A model in `best/` that was saved after it stays the best, as long as none is better.
+
+        What was the best by another metric, or the other way round, is not compared with: the next evaluation is the first.
+        """
         self._best, self._reference, self._stale = state["best"], state["reference"], state["stale"]
+        if self._best is not None and not self._tells(self._best):
+            self._best, self._reference, self._stale = None, None, 0
         kept, old = self.folder / BEST_JSON, self._beside("old")
         if old.exists() and not self.folder.exists():  # killed between two renames
             os.replace(old, self.folder)
         if kept.exists():
             there = json.loads(kept.read_text())
-            if self._best is None or self._is_better(there["value"], self._best["value"]):
+            if self._tells(there) and (self._best is None or self._is_better(there["value"], self._best["value"])):
                 self._best = there
         self._report.best = self._best
 
@@ -135,6 +140,10 @@ class Evaluator:
             self._reference, self._stale = value, 0
         else:
             self._stale += 1
+
+    def _tells(self, best: dict[str, Any]) -> bool:
+        """Whether what was found the best was so by the metric that counts now."""
+        return (best["metric"], best["mode"]) == (self._algorithm.best, self._algorithm.best_mode)
 
     def _is_better(self, value: float, other: float, by: float = 0.0) -> bool:
         gain = value - other if self._algorithm.best_mode == "max" else other - value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from raylight.aio import together
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.learner.batch import group_of
+from raylight.learner.turn_rewards import emitted_before_final
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
@@ -33,11 +35,12 @@ async def gather(
 
 
 def groups_that_differ(finished: list[FinishedRollout], algorithm: PolicyAlgorithm) -> int:
-    """Groups in which not all rewards are equal."""
+    """Groups in which not all rewards are equal, with those of turns where these are trained."""
     seen: dict[str, set[float]] = {}
     for item in finished:
         if item.generations and (reward := algorithm.reward_of(item)) is not None:
-            seen.setdefault(group_of(item), set()).add(reward)
+            turns = [value for _, value in emitted_before_final(item)] if algorithm.turn_rewards else []
+            seen.setdefault(group_of(item), set()).add(math.fsum([reward, *turns]))
     return sum(len(rewards) > 1 for rewards in seen.values())
 
 

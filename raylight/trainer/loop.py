@@ -71,6 +71,9 @@ class Training:
 
     async def _take_steps(self, done: int, total: int) -> int:
         """All steps after `done`; returns the last."""
+        if done and (reason := self._stop_reason) is not None:  # the run had ended
+            self._report.note(reason)
+            return done
         for step in range(done + 1, total + 1):
             reason = await self._step(step, total)
             done, last = step, reason is not None or step == total
@@ -92,16 +95,22 @@ class Training:
             self._session.at_step(step)
             metrics, learned = await self._learn(step)
             self._without_signal = 0 if learned else without_signal + 1
-            stop = self._without_signal >= self._algorithm.max_steps_without_signal
-            metrics |= await self._evaluator.after(step, last=stop or step == total)
-            return metrics, self._no_signal if stop else self._evaluator.stop_reason if step < total else None
+            metrics |= await self._evaluator.after(step, last=self._learns_no_more or step == total)
+            return metrics, self._stop_reason if self._learns_no_more or step < total else None
 
         metrics, reason = await self._surely(step, attempt)
         self._report.step(step, metrics | {"learner/restarts": float(self._session.restarts)})
         return reason
 
     @property
-    def _no_signal(self) -> str:
+    def _learns_no_more(self) -> bool:
+        return self._without_signal >= self._algorithm.max_steps_without_signal
+
+    @property
+    def _stop_reason(self) -> str | None:
+        """Why training should end early; None if it should go on."""
+        if not self._learns_no_more:
+            return self._evaluator.stop_reason
         return (
             f"no group showed a difference for {self._without_signal} steps in a row, so training ends early: either the task is "
             "learned, or its reward does not tell good from bad"
@@ -179,4 +188,4 @@ class Training:
             batch, content = self._batch(await self._gather(step))
             if content.has_signal:
                 await session.update(batch)
-        session.replaying = False
+        session.caught_up()

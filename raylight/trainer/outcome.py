@@ -8,15 +8,17 @@ from collections import Counter
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
 from raylight.learner.batch import COUNTED_AS, BatchReport, scored
 from raylight.trainer.report import Metrics
-from raylight.types import FinishedRollout
+from raylight.types import GREEDY, FinishedRollout
 
 
 def describe(finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
-    """What a batch of rollouts was like."""
-    rewards = [reward for item in finished if (reward := scored(item, None)) is not None]
-    lengths = [len(call.output_ids) for item in finished for call in item.generations]
+    """What a batch of rollouts was like. Greedy ones, which others are compared with (ReMax), count in tokens per second only."""
+    sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
+    rewards = [reward for item in sampled if (reward := scored(item, None)) is not None]
+    lengths = [len(call.output_ids) for item in sampled for call in item.generations]
+    tokens = sum(len(call.output_ids) for item in finished for call in item.generations)
     metrics = {
-        "train/rollouts": float(len(finished)),
+        "train/rollouts": float(len(sampled)),
         "train/trained": float(content.trained),
         "train/failed": float(content.failed),
         "train/unscored": float(content.unscored),
@@ -31,12 +33,12 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
             for name in ("rows_dropped", "rows_truncated", "calls", *COUNTED_AS.values())
         },
         "time/rollout_s": seconds,
-        "train/tokens_per_s": sum(lengths) / seconds,
+        "train/tokens_per_s": tokens / seconds,
     }
     if rewards:
         metrics |= {"train/reward": statistics.fmean(rewards), "train/reward_std": statistics.pstdev(rewards)}
     if lengths:
-        metrics |= {"train/response_tokens": statistics.fmean(lengths), "train/calls": len(lengths) / len(finished)}
+        metrics |= {"train/response_tokens": statistics.fmean(lengths), "train/calls": len(lengths) / len(sampled)}
     return metrics
 
 

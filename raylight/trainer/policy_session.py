@@ -205,10 +205,17 @@ class PolicySession(ServedSession):
         await self.learners.restart()
         states = States(self.plan.state_url)
         steps = await asyncio.to_thread(states.steps)
+        if not steps:
+            raise LearnerError(f"the learners were lost before a first training state was in {states.url}: {fault}") from fault
         place = place_of(states, steps[-1])
         await self.learners.load_state(states.url, place.step, place.version)
         self.version, self.replaying = place.version, True
         return place
+
+    def caught_up(self) -> None:
+        """The learners are where they were lost. A run that was resumed may not have published their weights by then; they still
+        are, before anything is sampled."""
+        self.replaying = self.version > self._published
 
     async def counts(self) -> dict[str, int]:
         return {**await super().counts(), "learner_restarts": self.restarts}

@@ -43,7 +43,7 @@ class Start:
         version: of the weights then.
         taken: training tasks that were taken until then.
         without_signal: steps in a row until then from which there was nothing to learn.
-        evaluation: the Evaluator's state.
+        evaluation: the Evaluator's state; None begins anew.
         before: the lineage that was left, if another one begins here.
         own: the store in the run directory is this run's, with the rollouts of the steps after `step`.
         notes: for the user.
@@ -126,6 +126,8 @@ def start_after(url: str, step: int, about: dict[str, Any], now: dict[str, Any],
     """
     changed = changes(about["config"], now)
     place = {name: about[name] for name in PLACE}
+    if not own:
+        place["evaluation"] = None  # the best model so far is in the other folder
     notes = [f"going on after step {step}"]
     if changed:
         notes.append("settings that differ from then: " + "; ".join(f"{name}: {text}" for name, text in changed.items()))

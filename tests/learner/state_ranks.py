@@ -15,7 +15,15 @@ from raylight.learner.checkpoints import States
 from raylight.learner.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
-WATCHED = ("learner/pg_loss", "learner/grad_norm", "learner/entropy", "learner/lr", "learner/kl")
+WATCHED = (
+    "learner/pg_loss",
+    "learner/grad_norm",
+    "learner/entropy",
+    "learner/lr",
+    "learner/kl",
+    "learner/kl_reward_coef",
+    "critic/vf_loss",
+)
 
 
 def make_policy(kind: str, ranks: int):
@@ -23,9 +31,12 @@ def make_policy(kind: str, ranks: int):
 
     torch.manual_seed(0)
     lora = LoraConfig(rank=4) if kind == "lora" else None
-    settings = PolicySettings(
-        lr=2e-3, lr_warmup_steps=4, kl_coef=1e-2, max_logprob_mismatch=100.0, mini_batches=2 if kind == "full" else 1
-    )
+    of_kind = {
+        "full": {"mini_batches": 2},
+        "lora": {},
+        "ppo": {"adv_estimator": "gae", "critic": {"lr": 1e-3}, "kl_reward_coef": 0.1, "kl_target": 0.05, "kl_horizon": 20},
+    }
+    settings = PolicySettings(lr=2e-3, lr_warmup_steps=4, kl_coef=1e-2, max_logprob_mismatch=100.0, **of_kind[kind])
     return Policy(STARTER_MODEL, LearnerConfig(n=ranks, lora=lora, max_tokens_per_micro_batch=64), settings, total_steps=8)
 
 

@@ -108,6 +108,28 @@ def test_without_the_standard_deviation_grpo_is_dr_grpo():
     assert advantages_of(plain(), "grpo", norm_adv_by_std=False) == of_rollouts([0.5, -0.5, -0.75, 0.75])
 
 
+# one that normalises over the batch is not among them: an advantage of 0 may be more or less than its mean
+@pytest.mark.parametrize("name", ["gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 100.1, -12345.6])
+def test_equal_rewards_make_no_advantage_out_of_rounding_errors(name, reward):
+    for size in (3, 5, 6, 7):
+        rewards, groups = [reward] * size + [0.0, 1.0], ["a"] * size + ["b", "b"]
+        told = advantages_of(plain([2] * len(rewards), rewards=rewards, groups=groups), name)
+        assert told[:size] == [[pytest.approx(0, abs=1e-5)] * 2] * size
+        assert told[-1][0] >= 0.5
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_batch_of_one_token_is_no_better_than_its_mean(name):
+    fields = {"values": [[0.25]]} if name == "gae" else None
+    assert advantages_of(plain([1], rewards=[3.0], groups=["a"]), name, fields) == [[0.0]]
+    if name == "gae":
+        batch, config = plain([1], rewards=[3.0], groups=["a"]), policy_settings(name)
+        rows = rows_of(batch)
+        rows[0].values = torch.tensor([0.25])
+        assert estimate(batch, rows, config, KlController(config)).returns[0].tolist() == [3.0]
+
+
 def test_remax_compares_with_the_baselines():
     assert advantages_of(plain(baselines=[0.25, 0.25, 1.0, 1.0]), "remax") == of_rollouts([0.75, -0.25, -0.5, 1.0])
 
@@ -213,3 +235,16 @@ def test_a_users_estimator_that_returns_another_shape_is_an_error():
 
     with pytest.raises(ConfigError, match=r"own_wrong.*\(4,\).*\(4, 4\)"):
         advantages_of(plain(), "own_wrong")
+
+
+def test_advantages_that_are_not_finite_are_an_error_that_says_why():
+    @advantage_estimator("own_by_deviation")
+    def by_deviation(token_level_rewards, response_mask):
+        scores = token_level_rewards.sum(-1, keepdim=True)
+        return (scores - scores.mean()) / scores.std() * response_mask
+
+    assert advantages_of(plain(), "own_by_deviation")
+    with pytest.raises(ConfigError, match=r"own_by_deviation.*not finite, for 10 of 10 sampled tokens.*deviation of 0"):
+        advantages_of(plain(rewards=[1.0] * 4), "own_by_deviation")
+    with pytest.raises(ConfigError, match=r"'rloo'.*a reward is out of range"):
+        advantages_of(plain(rewards=[1e300, 0.0, 0.0, 1.0]), "rloo")

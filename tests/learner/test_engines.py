@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_ranks import LORA, SETTINGS, VARIANTS, all_updates
-from ranks import PROBE, make_batch, plain_logprobs, plain_probe
+from ranks import ANSWERS, PROBE, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
@@ -212,3 +212,13 @@ def test_while_the_critic_warms_up_the_policy_rests_and_is_compared_still(bypass
     assert metrics["critic/grad_norm"] > 0
     assert "learner/grad_norm" not in metrics
     assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+
+
+def test_the_policys_schedule_begins_when_its_critic_is_warm():
+    policy = make_policy(
+        adv_estimator="gae", critic={"warmup_steps": 2}, lr=1e-3, lr_warmup_steps=2, lr_schedule="cosine", max_logprob_mismatch=50.0
+    )
+    policy.version = 5  # a resumed run may have left out some
+    seen = [policy.update(make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=5 + i)) for i in range(3)]
+    assert [metrics["learner/lr"] for metrics in seen] == pytest.approx([0.0, 0.0, 5e-4])
+    assert ["learner/grad_norm" in metrics for metrics in seen] == [False, False, True]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import make_batch, plain_logprobs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
@@ -19,7 +19,8 @@ from raylight.learner.custom import advantage_estimator, policy_loss
 from raylight.learner.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
-FAMILY = sorted(set(algorithms.__all__) - {"PolicyAlgorithm"})
+FAMILY = sorted(name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm))
+FAMILY.remove("PolicyAlgorithm")
 COMPARABLE = {
     "learner/grad_norm", "learner/pg_loss", "learner/advantage_abs_mean", "learner/kl_in_reward", "learner/kl_reward_coef",
     "critic/vf_loss", "critic/grad_norm",
@@ -57,16 +58,22 @@ def update(settings: PolicySettings, batch: TrainBatch, **learner):
     from raylight.learner.policy import Policy
 
     policy = Policy(STARTER_MODEL, LearnerConfig(**learner), settings, total_steps=4)
+    gradients = gradients_of(policy.engine)
+    return policy.update(batch), gradients, policy
+
+
+def gradients_of(engine) -> dict[str, torch.Tensor]:
+    """By name, those of its next steps."""
     gradients = {}
-    step = policy.engine.optimizer_step
+    step = engine.optimizer_step
 
     def spied():
-        parameters = policy.engine.module.named_parameters()
+        parameters = engine.module.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
         return step()
 
-    policy.engine.optimizer_step = spied
-    return policy.update(batch), gradients, policy
+    engine.optimizer_step = spied
+    return gradients
 
 
 def batch_of(exact, noise: float = 0.0) -> TrainBatch:
@@ -95,6 +102,10 @@ def check(found, expected):
     metrics, gradients, _ = found
     loss, wanted = expected
     assert metrics["learner/pg_loss"] == pytest.approx(loss, abs=1e-5)
+    same(gradients, wanted)
+
+
+def same(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]):
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert torch.allclose(gradients[name], gradient, atol=1e-6 + 1e-4 * float(gradient.abs().max())), name
@@ -129,6 +140,48 @@ def test_rloo_is_what_its_paper_says(plain, exact, micro_batch):
     found = update(settings_of("RLOO"), batch, max_tokens_per_micro_batch=micro_batch)
     # the ratio to the policy itself, whose gradient is that of the log-prob
     check(found, by_hand(plain, batch, advantages, lambda now, _, a: -a * (now - now.detach()).exp(), len(batch.rewards)))
+
+
+@pytest.mark.parametrize("micro_batch", [16384, 48])
+def test_ppo_is_what_its_papers_say(plain, exact, micro_batch):
+    from raylight.learner.policy import Policy
+
+    batch, gamma, lam = batch_of(exact, noise=0.6), 0.9, 0.8
+    critic = {"lr": 1e-3, "cliprange_value": 10.0, "grad_clip": 1e6}
+    settings = settings_of("PPO", bypass_mode=True, gamma=gamma, lam=lam, critic=critic)
+    policy = Policy(STARTER_MODEL, LearnerConfig(max_tokens_per_micro_batch=micro_batch), settings, total_steps=4)
+    valuer = AutoModelForTokenClassification.from_pretrained(STARTER_MODEL, num_labels=1)
+    valuer.load_state_dict({name: weight.full_tensor() for name, weight in policy.critic.engine.module.state_dict().items()})
+    valued = [  # of what was there before each token that was sampled
+        valuer(torch.tensor([row.token_ids])).logits[0, row.prompt_length - 1 : -1, 0] for row in batch.rows
+    ]
+    pg, vf = gradients_of(policy.engine), gradients_of(policy.critic.engine)
+    metrics = policy.update(batch)
+
+    advantages, returns = {}, {}
+    for rollout, reward in enumerate(batch.rewards):  # the tokens of all its rows, one after the other
+        rows = [i for i, owner in enumerate(batch.owners) if owner == rollout]
+        values = torch.cat([valued[i].detach() for i in rows]).tolist()
+        rewards = [0.0] * (len(values) - 1) + [reward]
+        errors = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)]
+        told = [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+        lengths = [len(valued[i]) for i in rows]
+        for i, a, v in zip(rows, torch.tensor(told).split(lengths), torch.tensor(values).split(lengths), strict=True):
+            advantages[i], returns[i] = a, a + v
+    everything = torch.cat(list(advantages.values()))
+    plain.zero_grad()
+    lost, missed = [], []
+    for i, (row, now) in enumerate(zip(batch.rows, plain_logprobs(plain), strict=True)):
+        whitened = (advantages[i] - everything.mean()) / everything.std()
+        lost += [clipped(*token) for token in zip(now, torch.tensor(row.logprobs[row.prompt_length :]), whitened, strict=True)]
+        missed.append((valued[i] - returns[i]).square() / 2)
+    losses = torch.stack(lost).mean(), torch.cat(missed).mean()
+    for loss in losses:
+        loss.backward()
+    assert metrics["learner/clip_fraction"] > 0.1
+    assert [metrics["learner/pg_loss"], metrics["critic/vf_loss"]] == pytest.approx([float(loss) for loss in losses], abs=1e-5)
+    for found, model in ((pg, plain), (vf, valuer)):
+        same(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 @pytest.mark.parametrize("name", ["GMPO", "GSPO", "SAPO", "DrGRPO"])

@@ -1,5 +1,8 @@
 """verl's engine under our batches: log-probs, loss, gradients and ranks against references written by hand."""
 
+import copy
+import io
+import itertools
 import json
 import math
 import subprocess
@@ -10,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PROBE, make_batch, plain_logprobs, plain_probe
+from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
-from raylight.errors import MismatchError
+from raylight.errors import MismatchError, NonFiniteGradientError
+from raylight.learner.batch import TrainBatch
 from raylight.learner.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
@@ -27,11 +31,11 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def make_policy(**settings):
+def make_policy(learner=None, **settings):
     from raylight.learner.policy import Policy
 
     known = PolicySettings(**{"lr": 1e-3, "max_logprob_mismatch": 1e-3, **settings})
-    return Policy(STARTER_MODEL, LearnerConfig(), known, total_steps=4)
+    return Policy(STARTER_MODEL, LearnerConfig(**learner or {}), known, total_steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,42 @@ def test_logprobs_loss_and_gradient_equal_a_plain_model(plain, exact):
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.parametrize("micro_batch", [16384, 48])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_where_rows_are_averaged_divergence_and_entropy_are_of_rollouts(plain, exact, rows, micro_batch):
+    one_row = make_batch(exact)
+    batch = TrainBatch(
+        one_row.rewards, one_row.groups, [row for row in one_row.rows for _ in range(rows)],
+        [owner for owner in one_row.owners for _ in range(rows)],
+    )  # fmt: skip
+    settings = {"loss_agg_mode": "seq-mean-token-mean", "kl_coef": 0.5, "entropy_coef": 0.25, "grad_clip": 1e6}
+    policy = make_policy(
+        bypass_mode=True, max_logprob_mismatch=50.0, learner={"max_tokens_per_micro_batch": micro_batch}, **settings
+    )
+    moved = copy.deepcopy(plain)
+    with torch.no_grad():
+        for parameter in [*policy.engine.module.parameters(), *moved.parameters()]:
+            parameter.mul_(1.02)
+    moved.zero_grad()
+    metrics = policy.update(batch)
+
+    kl, entropy, loss = [], [], []
+    for prompt, answer, ref, advantage in zip(PROMPTS, ANSWERS, exact, expected_advantages(one_row), strict=True):
+        logprobs = moved(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        now, then = logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0], torch.tensor(ref)
+        kl.append(((then - now).exp() - (then - now) - 1).mean())
+        entropy.append(-(logprobs.exp() * logprobs).sum(-1).mean())
+        ratio = (now - then).exp()
+        lost = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        loss.append((lost.clamp(max=-3 * advantage) if advantage < 0 else lost).mean())
+    pg, k, h = (torch.stack(terms).mean() for terms in (loss, kl, entropy))
+    (pg + 0.5 * k - 0.25 * h).backward()
+    norm = torch.stack([p.grad.norm() for p in moved.parameters() if p.grad is not None]).norm()
+    told = [metrics[f"learner/{name}"] for name in ("pg_loss", "kl", "entropy")]
+    assert told == pytest.approx([float(pg), float(k), float(h)], rel=1e-3)
+    assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+
+
 def test_two_ranks_measure_what_one_measures(tmp_path: Path):
     script = Path(__file__).parent / "ranks.py"
 
@@ -156,6 +196,41 @@ def test_all_mini_batches_are_compared_with_the_same_old_policy(exact):
     assert abs(twice["learner/ppo_kl"]) > 1e-5
 
 
+def broken_gradients(policy, steps):
+    """Have the gradients of these steps, counted from 0, be no numbers."""
+    step, count = policy.engine.optimizer_step, itertools.count()
+
+    def broken():
+        if next(count) in steps:
+            for parameter in policy.engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.to_local().fill_(math.nan)
+        return step()
+
+    policy.engine.optimizer_step = broken
+
+
+def test_a_step_whose_gradient_is_not_finite_is_left_out_and_counted(exact):
+    policy = make_policy(mini_batches=4)
+    broken_gradients(policy, {1, 3})
+    metrics = policy.update(make_batch(exact))
+    assert metrics["learner/skipped_steps"] == 2
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(np.isfinite(array).all() for array in policy.export().values())
+
+
+def test_three_gradients_in_a_row_that_are_not_finite_are_an_error_and_change_nothing(exact):
+    policy = make_policy()
+    before = policy.export()
+    broken_gradients(policy, range(9))
+    for version in range(2):
+        assert policy.update(make_batch(exact, version=version))["learner/skipped_steps"] == 1
+    with pytest.raises(NonFiniteGradientError, match="3 times in a row"):
+        policy.update(make_batch(exact, version=2))
+    after = policy.export()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
 @pytest.mark.parametrize(
     ("change", "version", "message"),
     [
@@ -168,6 +243,26 @@ def test_an_engine_that_is_not_this_policy_is_an_error(exact, change, version, m
     wrong = [[change(x) for x in row] for row in exact]
     with pytest.raises(MismatchError, match=message):
         make_policy().update(make_batch(wrong, version=version))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "goes_on_at"),
+    [
+        ({"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.01}, 0.01),
+        ({"kl_reward_coef": 0.1, "kl_target": 1.0}, {"kl_reward_coef": 0.01}, 0.01),
+        ({}, {"kl_reward_coef": 0.1, "kl_target": 1.0}, 0.1),
+        ({"kl_reward_coef": 0.1, "kl_target": 1.0}, {"kl_reward_coef": 0.1, "kl_target": 1.0}, 0.1 * 1.2),
+    ],
+)
+def test_a_state_has_the_weight_of_the_divergence_where_it_is_steered_and_else_the_settings(then, now, goes_on_at):
+    from raylight.learner import state
+
+    before, after, file = make_policy(**then), make_policy(**now), io.BytesIO()
+    before._kl.update(100.0, 10_000)  # far above the target
+    torch.save(state.gather(before), file)
+    file.seek(0)
+    state.load(after, file)
+    assert after._kl.coef == pytest.approx(goes_on_at)
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):

@@ -23,7 +23,7 @@ def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
     return json.loads(outputs[0].strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "ppo"])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_other_ranks_go_on_as_if_nothing_had_happened(kind: str, before: int, after: int, tmp_path: Path):
     for name in ("whole", "parts"):

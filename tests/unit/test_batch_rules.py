@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from unit_helpers import make_finished, make_generation, make_key
 
+from raylight.algorithms import DAPO
 from raylight.errors import GreedyError, RowTooLongError
 from raylight.learner.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.learner.greedy import baselines_of
 from raylight.learner.turn_rewards import TurnReward
 from raylight.semconv import ANNOTATION, reward_attributes
+from raylight.trainer.gather import groups_that_differ
 from raylight.trainer.outcome import describe
 from raylight.types import GREEDY, Failure, FinishedRollout, Span
 
@@ -147,6 +149,16 @@ def test_groups_differ_by_the_rewards_of_their_turns_too() -> None:
     assert not build(same, turn_rewards=True)[1].has_signal
     assert build(other, turn_rewards=True)[1].has_signal
     assert not build(other)[1].has_signal
+
+
+def test_groups_differ_by_the_rewards_of_their_turns_where_these_are_trained() -> None:
+    def emitted(*values: float) -> FinishedRollout:
+        return with_calls(values[-1], [([1], [2], 0.0)], [(value, float(i)) for i, value in enumerate(values)], group="g")
+
+    one, other, same = emitted(0.1, 0.2, 0.7), emitted(0.3, 0.7), emitted(0.2, 0.1, 0.7)
+    for trained, pair, differ in ((True, [one, emitted(0.7)], 1), (True, [one, other], 0), (True, [one, same], 0)):
+        assert groups_that_differ(pair, DAPO(model="m", turn_rewards=trained)) == differ
+    assert groups_that_differ([one, emitted(0.7)], DAPO(model="m")) == 0
 
 
 # baselines

@@ -97,13 +97,70 @@ def test_a_save_that_is_killed_spoils_nothing(tmp_path: Path):
     assert saving.stdout.readline() == "writing\n"
     saving.kill()
     saving.wait()
-    assert (tmp_path / "step-2.partial" / "training.pt").stat().st_size == 1_000_000
+    assert sum(file.stat().st_size for file in (tmp_path / "step-2").iterdir()) == 1_000_000
     assert states.steps() == [1]
     with states.open(1) as file:
         assert file.read() == b"one"
     states.write(3, {}, content("three"))
     states.prune(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
+
+
+WRITES_AGAIN = """
+import os
+import shutil
+import sys
+from fsspec.implementations.local import LocalFileSystem
+from raylight.learner.checkpoints import States
+
+left = int(sys.argv[2])
+
+def counted(function):
+    def call(*args, **named):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return function(*args, **named)
+    return call
+
+for room, name in ((os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "remove"), (LocalFileSystem, "rm_file"), (os, "fsync")):
+    setattr(room, name, counted(getattr(room, name)))
+States(sys.argv[1]).write(2, {"version": "new"}, lambda file: file.write(b"new"))
+"""
+
+
+def test_a_state_that_is_written_again_is_the_former_or_the_new_one_wherever_a_kill_comes(tmp_path: Path):
+    code, calls, seen = 9, 0, []
+    while code:
+        folder = tmp_path / str(calls)
+        states = States(str(folder))
+        states.write(2, {"version": "former"}, content("former"))
+        code = subprocess.run([sys.executable, "-c", WRITES_AGAIN, str(folder), str(calls)], check=False).returncode
+        assert code in (0, 9)
+        assert states.steps() == [2]
+        with states.open(2) as file:
+            assert file.read().decode() == states.about(2)["version"]
+        seen.append(states.about(2)["version"])
+        calls += 1
+    assert calls > 4
+    assert {*seen} == {"former", "new"}
+    assert len(list((folder / "step-2").iterdir())) == 2
+
+
+def test_an_upload_that_fails_leaves_the_state_that_it_was_to_replace():
+    def breaks(file):
+        raise OSError("the network is down")
+
+    MemoryFileSystem.store.clear()
+    states = States("memory://bucket")
+    states.write(3, {"version": 1}, content("one"))
+    with pytest.raises(CheckpointError, match="the network is down"):
+        states.write(3, {"version": 2}, breaks)
+    assert states.about(3) == {"version": 1}
+    with states.open(3) as file:
+        assert file.read() == b"one"
+    MemoryFileSystem.store.clear()
 
 
 def test_the_next_save_waits_for_the_last_and_tells_of_its_failure():
@@ -231,6 +288,8 @@ def test_a_state_of_another_folder_begins_a_store_of_its_own(tmp_path: Path):
     States(url).write(10, about(new_start()), content("ten"))
     start = find_start(f"{url}/step-10", str(tmp_path / "mine" / "state"), CONFIG, 0)
     assert (start.own, start.is_another, start.before, start.version) == (False, True, None, 5)
+    assert start.evaluation is None  # the best model is in the other folder
+    assert find_start(True, url, CONFIG, 0).evaluation is not None
 
 
 class Quiet:

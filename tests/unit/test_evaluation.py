@@ -285,6 +285,22 @@ async def test_a_resumed_evaluator_decides_as_one_that_was_never_stopped(report:
     assert (best_json(report)["step"], best_json(report)["value"]) == (1, 0.6)
 
 
+@pytest.mark.parametrize("now", [{"best": "val/reward_std"}, {"best_mode": "min"}])
+async def test_the_best_by_another_metric_is_not_compared_with(report: Report, now: dict[str, Any]) -> None:
+    first, _ = evaluator_of(report, [0.9, 0.8], patience=2)
+    await first.after(1, last=False)
+    await first.after(2, last=False)
+    second, session = evaluator_of(report, [0.95, 0.5], patience=2, **now)
+    second.load_state_dict(first.state_dict())
+    assert (report.best, second.stop_reason) == (None, None)
+    metrics = await second.after(3, last=False)
+    assert len(session.learners.saved) == 1
+    found = best_json(report)
+    assert (found["step"], found["value"]) == (3, metrics[found["metric"]])
+    second.load_state_dict(second.state_dict())
+    assert second.state_dict()["best"]["step"] == 3
+
+
 async def test_a_better_model_saved_after_the_checkpoint_stays_the_best(report: Report) -> None:
     first, _ = evaluator_of(report, [0.5, 0.9])
     await first.after(1, last=False)

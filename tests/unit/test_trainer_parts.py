@@ -24,7 +24,7 @@ from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.plot import plot_rewards
 from raylight.trainer.report import SHOWN_ERRORS, Report
 from raylight.trainer.tasks import Batches
-from raylight.types import Failure
+from raylight.types import GREEDY, Failure
 
 BROKEN = Failure(kind="agent", error="ValueError: no tool", trace="  File agent.py, line 3")
 LOST = Failure(kind="infrastructure", error="APIConnectionError: refused")
@@ -135,6 +135,18 @@ def test_failures_with_a_reward_are_learned_from_unless_none_called_the_model() 
 def test_a_lost_infrastructure_is_never_learned_from() -> None:
     with pytest.raises(RolloutsFailedError, match="APIConnectionError"):
         raise_if_hopeless([make_finished(failure=LOST)], 0.0)
+
+
+def test_greedy_rollouts_are_not_described() -> None:
+    sampled = [make_finished(1.0, group="g"), make_finished(0.0, group="g")]
+    greedy = make_finished(0.25, group="g")
+    greedy.rollout.metadata[GREEDY] = True
+    content = build_batch(sampled, BatchRules())[1]
+    alone, together = (describe(finished, content, seconds=1.0) for finished in (sampled, [*sampled, greedy]))
+    assert (together["train/rollouts"], together["train/reward"]) == (2, 0.5)
+    tokens = together.pop("train/tokens_per_s") - alone.pop("train/tokens_per_s")
+    assert tokens == sum(len(call.output_ids) for call in greedy.generations) > 0
+    assert together == alone
 
 
 def test_a_step_is_described_by_its_rollouts() -> None:

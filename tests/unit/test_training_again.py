@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,11 @@ class World:
         self.published: dict[int, str] = {}
         self.faults: dict[int, int] = {}
         """Updates, counted from 0, that fail so often."""
+        self.faulty_saves: set[int] = set()
+        """Versions of weights of which a state is lost once while it is saved, with the learners."""
         self.lives = 0
+        self.reward: float | None = None
+        """Of every rollout; None is by chance."""
 
 
 class Learners:
@@ -82,6 +87,9 @@ class Learners:
         States(folder).write(0, {"weights": self.weights})
 
     async def save_state(self, url: str, step: int, about: dict, keep: int) -> None:
+        if self.version in self.world.faulty_saves:
+            self.world.faulty_saves.remove(self.version)
+            raise LearnerLostError("a rank died while it saved")
         States(url).write(step, about, lambda file: file.write(json.dumps([self.weights, self.version]).encode()))
         States(url).prune(keep)
 
@@ -143,10 +151,11 @@ class Session(PolicySession):
         assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
         key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, mixed(rollout.attempt.attempt_id))
         luck = int(mixed(self.fleet.weights, rollout.rollout_id.partition("-")[2]), 16)
+        worth = luck % 7 / 7 if self.world.reward is None else self.world.reward
         call = Generation(key, "policy", [1, 2], [luck % 50], [-1.0], [self.fleet.version], "stop", 0.0, 1.0)
         reward = Span(
             rollout_id=key.rollout_id, attempt_id=key.attempt_id, sequence_id=0, trace_id="t", span_id="s", name="reward",
-            start_time=0.0, end_time=1.0, attributes=reward_attributes({"primary": luck % 7 / 7}),
+            start_time=0.0, end_time=1.0, attributes=reward_attributes({"primary": worth}),
         )  # fmt: skip
         await self.store.capture([(key, 0.0)], [(key, call, None)])
         await self.store.finish_attempt(rollout, "succeeded", spans=[reward])
@@ -168,8 +177,8 @@ async def live(world: World, resume: Any = "auto", die_after: int | None = None,
     world.lives += 1
     folder, tasks = world.folder, list(range(10))
     algorithm = rl.GRPO(
-        model=STARTER_MODEL, group_size=GROUP, tasks_per_step=TASKS, n_steps=STEPS, val_every=2, best=None, max_logprob_mismatch=1,
-        **settings,
+        model=STARTER_MODEL, group_size=GROUP, tasks_per_step=TASKS, n_steps=STEPS, val_every=2, max_logprob_mismatch=1,
+        **{"best": None, **settings},
     )  # fmt: skip
     plan: Any = PolicyPlan(
         name=f"life-{world.lives}", cargo=None, runner=RunnerConfig(), store=StoreConfig(), store_path=str(folder / "store.db"),  # type: ignore[arg-type]
@@ -236,6 +245,26 @@ def test_learners_that_are_lost_come_to_where_they_were(faults: dict[int, int], 
     assert rows[-1]["learner/restarts"] == sum({4: 1, 6: 2, 2: 1, 7: 1, 0: 1}[v] for v in world.faults)
 
 
+def test_learners_that_are_lost_while_a_resumed_run_takes_steps_again(world: World, undisturbed: tuple):
+    """Nothing may be sampled from engines that have the first weights still."""
+    asyncio.run(live(world, die_after=60))  # within step 7
+    shutil.rmtree(world.folder / "state" / "step-6")  # which was not written to its end
+    world.faulty_saves = {6}
+    rows = asyncio.run(live(world))
+    assert told(rows) == undisturbed[0]
+    assert weights_of(world) == undisturbed[1]
+    assert set(world.sampled.values()) == {1}
+
+
+def test_learners_that_are_lost_before_the_first_state_end_the_run(world: World, tmp_path: Path):
+    asyncio.run(live(world))
+    (tmp_path / "c").mkdir()
+    fork = World(tmp_path / "c")
+    fork.faulty_saves = {6}
+    with pytest.raises(LearnerError, match=r"before a first training state.*a rank died while it saved"):
+        asyncio.run(live(fork, resume=str(world.folder / "state" / "step-6")))
+
+
 def test_learners_that_are_lost_too_often_end_the_run(world: World):
     world.faults = {3: 3}
     with pytest.raises(LearnerError, match="max_restarts=2"):
@@ -256,6 +285,16 @@ def test_a_run_that_is_over_stays_as_it_is(world: World, undisturbed: tuple):
     first = asyncio.run(live(world))
     sampled = Counter(world.sampled)
     assert told(asyncio.run(live(world, resume=True))) == told(first)
+    assert world.sampled == sampled
+
+
+@pytest.mark.parametrize("ending", [{"best": "val/reward", "patience": 1}, {"max_steps_without_signal": 1}])
+def test_a_run_that_ended_early_stays_as_it_is(ending: dict, world: World):
+    world.reward = None if "patience" in ending else 0.5
+    first = asyncio.run(live(world, **ending))
+    assert 1 <= first[-1]["step"] < STEPS
+    sampled = Counter(world.sampled)
+    assert told(asyncio.run(live(world, resume=True, **ending))) == told(first)
     assert world.sampled == sampled
 
 

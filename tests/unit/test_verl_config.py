@@ -165,6 +165,13 @@ def test_without_strict_each_is_one_warning_and_left_out() -> None:
     ({f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.gpu_memory_utilization": 0.5}, "is for vLLM, and .*name is 'hf'"),
     ({"critic.enable": True}, "critic need each other"),
     ({"data.truncation": "left"}, "prompts are never cut"),
+    ({f"{ROLLOUT}.temperature": "hot"}, "temperature='hot' must be a number above 0"),
+    ({f"{ROLLOUT}.temperature": 0.0}, "temperature=0.0 must be a number above 0"),
+    ({f"{ROLLOUT}.engine_kwargs.vllm": "fast"}, "engine_kwargs.vllm='fast' must be a mapping"),
+    ({"trainer.total_epochs": "${no.such}"}, "trainer.total_epochs: Interpolation key 'no.such' not found"),
+    ({"actor_rollout_ref.actor.optim.betas.first": 0.9}, "does not honour actor_rollout_ref.actor.optim.betas.first"),
+    ({"actor_rollout_ref.actor.optim.betas": [2.0, 0.9]}, "less than 1"),
+    ({"actor_rollout_ref.actor.optim.lr": float("inf")}, r"optim.lr \(lr\): Input should be a finite number"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_an_error_that_names_the_key(dotted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -314,3 +321,10 @@ def test_the_documentation_has_every_key() -> None:
         for row in rows:
             assert f"| `{row.key}` |" in part, f"{section}.{row.key} is not in docs/verl.md"
     assert len([line for line in text.splitlines() if line.startswith("| `")]) == len(KEYS)
+
+
+def test_a_reference_that_an_omegaconf_cannot_resolve_is_an_error() -> None:
+    from omegaconf import OmegaConf
+
+    with pytest.raises(ConfigError, match=r"cannot be resolved: Interpolation key 'no.such' not found"):
+        VERL(OmegaConf.create({"trainer": {"total_epochs": "${no.such}"}}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from raylight.algorithms.verl_config.rows import NOTHING, Convert, NotHonouredError, Values
@@ -206,6 +207,8 @@ LEFT_TO_VERL = {"gpu_memory_utilization": "gpu_memory_utilization", "tensor_para
 
 
 def vllm_args(args: dict[str, Any], read: Values) -> dict[str, Any]:
+    if not isinstance(args, dict):
+        raise NotHonouredError("must be a mapping of arguments of vLLM")
     if args and read(f"{ROLLOUT}.name") != "vllm":
         raise NotHonouredError(f"is for vLLM, and {ROLLOUT}.name is {read(f'{ROLLOUT}.name')!r}")
     return args
@@ -217,6 +220,8 @@ def sleeps(value: bool, read: Values) -> bool:
 
 def sampling(value: float, read: Values) -> dict[str, Any]:
     """What agents are told to sample with."""
+    if isinstance(value, str | bool) or not 0 < value < math.inf:
+        raise NotHonouredError("must be a number above 0: rollouts of a task that are all the same teach nothing")
     return {"temperature": float(value)}
 
 

@@ -33,8 +33,12 @@ def flatten(config: Any, whole: Collection[str]) -> dict[str, Any]:
 
 def _plain(config: Any) -> Any:
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    return OmegaConf.to_container(config, resolve=True)
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"verl's configuration cannot be resolved: {str(error).splitlines()[0]}") from None
 
 
 def _leaves(node: Mapping[Any, Any], prefix: str, whole: Collection[str]) -> Any:
@@ -68,10 +72,18 @@ class Merged:
             raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
 
     def __call__(self, key: str) -> Any:
+        """
+        Raises:
+            ConfigError: the value refers to a key that is not there.
+        """
         from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
-        value = OmegaConf.select(self._config, key)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        try:
+            value = OmegaConf.select(self._config, key)
+            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
 
     def given(self, key: str) -> bool:
         return key in self._given
@@ -79,8 +91,12 @@ class Merged:
     def stays(self, key: str, value: Any) -> bool:
         """Whether a key that is not among the given ones has this value by default."""
         from omegaconf import OmegaConf
+        from omegaconf.errors import ConfigTypeError
 
         absent = object()
-        default = OmegaConf.select(self._config, key, default=absent)
+        try:
+            default = OmegaConf.select(self._config, key, default=absent)
+        except ConfigTypeError:  # its parent is no mapping
+            return False
         plain = OmegaConf.to_container(default, resolve=True) if OmegaConf.is_config(default) else default
         return plain is not absent and plain == value
