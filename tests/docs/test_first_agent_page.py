@@ -73,6 +73,7 @@ def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
     assert done.stdout.count("succeeded") >= 4, done.stdout
 
 
+@pytest.mark.slow
 def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
     script = written(tmp_path, "my_agent.py", "agent", "rollout", "tasks", "train")
     done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=280)

@@ -35,6 +35,7 @@ def test_debug_shows_one_rollout_with_its_trace(tmp_path: Path) -> None:
     assert "Could you please tell me what" in shown
 
 
+@pytest.mark.slow
 def test_a_better_prompt_and_then_a_better_model(tmp_path: Path) -> None:
     shown = run("--rounds", "1", "--steps", "4", "--output-dir", str(tmp_path))
     apo = json.loads((tmp_path / "apo" / "apo.json").read_text())

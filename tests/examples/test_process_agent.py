@@ -71,6 +71,7 @@ async def stored(path: Path) -> list[tuple[rl.Rollout, list[rl.Span]]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_baseline_measures_every_split(model: ScriptedModel, endpoint: str, tmp_path: Path) -> None:
     done = train(tmp_path, "--endpoint", endpoint, "--use-validation", "--use-test")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -154,6 +155,7 @@ def test_a_model_that_refuses_ends_the_run_with_its_error(endpoint: str, tmp_pat
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_simulator_that_breaks_is_not_held_against_the_agent(endpoint: str, tmp_path: Path) -> None:
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tau2_helpers import ScriptedServer
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,7 @@ def customer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": f"{a}+{b}="}
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(snippets) >= 3

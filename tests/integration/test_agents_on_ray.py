@@ -171,6 +171,7 @@ def test_an_agent_that_kills_its_runner_costs_only_itself(tmp_path: Path) -> Non
     assert Counter(item.rollout.status for item in done.found) == {"succeeded": 11, "failed": 1}
 
 
+@pytest.mark.slow
 def test_max_rollouts_ends_runners_and_says_so_to_who_waits(tmp_path: Path) -> None:
     @rl.rollout
     def quick(task: int) -> float:
@@ -216,6 +217,7 @@ async def test_train_can_be_awaited_and_cancelled(tmp_path: Path) -> None:
     assert not ray.util.list_named_actors(all_namespaces=True)
 
 
+@pytest.mark.slow
 def test_a_store_of_ones_own_outlives_the_run(tmp_path: Path) -> None:
     import ray
 

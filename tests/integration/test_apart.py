@@ -135,6 +135,7 @@ def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: P
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_runners_that_are_killed_are_replaced_by_others_that_join(cluster: Cluster, place: Path) -> None:
     gate = place / "gate"
     first = start_runner(cluster, place, "apart-3")
@@ -202,6 +203,7 @@ def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.Monke
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_run_that_all_runners_left_ends_with_an_error(cluster: Cluster, place: Path) -> None:
     runners = start_runner(cluster, place, "apart-7")
 

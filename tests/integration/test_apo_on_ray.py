@@ -182,6 +182,7 @@ def test_a_wrong_key_or_name_ends_the_run_at_once(status: int, tmp_path: Path) -
         assert len(models.asked) <= 4
 
 
+@pytest.mark.slow
 def test_an_agent_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     @rl.rollout
     def broken(task: dict, prompt_template: rl.PromptTemplate) -> float:
@@ -198,6 +199,7 @@ def test_an_agent_that_always_fails_ends_the_run(tmp_path: Path) -> None:
             trainer(apo(models.url), tmp_path, progress=False).fit(silent, TRAIN, VAL)
 
 
+@pytest.mark.slow
 def test_a_model_is_served_where_apo_is_told_to(tmp_path: Path) -> None:
     """The starter model adds only if it is asked the way it knows."""
     from raylight.quickstart import STARTER_MODEL

@@ -106,6 +106,7 @@ def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_le
     assert digest(STARTER_MODEL) == before
 
 
+@pytest.mark.slow
 def test_nothing_that_learns_is_started(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     """An agent of the user's own, with two rewards and failures, at a temperature that it passes on."""
     import ray

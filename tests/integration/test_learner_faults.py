@@ -140,6 +140,7 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
         assert (await group.update(make_batch()))["learner/grad_norm"] > 0
 
 
+@pytest.mark.slow
 async def test_a_rank_that_cannot_even_tell_its_stacks_writes_them_into_its_log(connected: None) -> None:
     class Selfish(LearnerActor):
         def update(self, batch: TrainBatch) -> dict[str, float]:

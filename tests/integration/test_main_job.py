@@ -21,7 +21,9 @@ def quickstart(*args: str) -> list[str]:
     return [str(BIN / "raylight"), "quickstart", *args]
 
 
-@pytest.mark.parametrize(("seed", "learners"), [(0, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "learners"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes_left: None) -> None:
     command = quickstart("--output-dir", str(tmp_path), "--seed", str(seed), "--learners", str(learners))
     done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=240)
@@ -58,6 +60,7 @@ def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes
     checkpoint_answers(tmp_path / "checkpoint")
 
 
+@pytest.mark.slow
 def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left: None) -> None:
     """Here only its ports are seen: 8000 and the two that HAProxy takes besides."""
     with contextlib.ExitStack() as held:

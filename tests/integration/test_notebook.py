@@ -5,11 +5,13 @@ import os
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parent.parent.parent / "examples" / "quickstart.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, no_processes_left: None, monkeypatch) -> None:
     monkeypatch.setenv("RAYLIGHT_STEPS", "3")
     monkeypatch.setenv("RAY_ADDRESS", "local")

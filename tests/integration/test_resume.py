@@ -84,6 +84,7 @@ def test_a_run_whose_driver_was_killed_goes_on(tmp_path: Path, no_processes_left
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_run_goes_on_when_a_learner_is_killed(tmp_path: Path, no_processes_left: None) -> None:
     run = started(tmp_path, learners=2, resume="no")
     until_step(run, tmp_path, 4)

@@ -57,6 +57,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert gain(rows) >= 0.2
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic(tmp_path: Path) -> None:
     rows = fit(rl.PPO(model=STARTER_MODEL, tasks_per_step=128, critic={"lr": 1e-3}, **COMMON), tmp_path)
     assert gain(rows) >= 0.2
