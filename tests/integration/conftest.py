@@ -14,9 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-# `ray start` asks for a token once this user has one, and a driver with an explicit address sends it only if told to
-os.environ["RAY_AUTH_MODE"] = "token"
-
 # a shell gives its background jobs an ignored SIGINT, which would be inherited by the runs that are to be interrupted here
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
