@@ -95,6 +95,7 @@ def test_more_learners_than_the_cluster_can_place(cluster: Cluster, tmp_path: Pa
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_more_runners_than_the_cluster_can_place(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(errors.PlacementError, match=r"of 2 runners of 1.5 CPU were not up within 20 s"):
         fit(adder, tmp_path, runner={"num_cpus": 1.5, "start_timeout_s": 20})

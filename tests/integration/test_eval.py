@@ -181,6 +181,7 @@ def test_an_agent_without_a_reward_is_an_error(cluster: Cluster, data: Path, tmp
     assert not (tmp_path / "out" / "eval.json").exists()
 
 
+@pytest.mark.slow
 def test_training_ends_when_its_patience_does_and_keeps_the_best(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(STOPS_EARLY)
     done = subprocess.run(
