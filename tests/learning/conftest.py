@@ -1,4 +1,4 @@
-"""One local Ray for all tests of this folder."""
+"""One local Ray for all tests of a module here."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
     """Runs join it; the runners may import the modules that are here."""
     import ray
