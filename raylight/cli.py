@@ -1,4 +1,4 @@
-"""The command line: `raylight quickstart`, `eval`, `serve`, `runner` and `doctor`."""
+"""The command line: `raylight quickstart`, `eval`, `serve`, `runner`, `export` and `doctor`."""
 
 from __future__ import annotations
 
@@ -177,6 +177,23 @@ def runner(
     sys.path.insert(0, "")  # an agent beside which this is called
     settings = {"n": n_runners, "max_rollouts": max_rollouts, "start_timeout_s": wait}
     rl.Trainer(role="runner", run_name=run, runner=settings, address=address).fit(agent)
+
+
+@app.command()
+def export(
+    state: Annotated[
+        str, typer.Argument(help="A training state, RUN/state/step-8, or a URL; of RUN/state the last.", metavar="STATE")
+    ],
+    output: Annotated[Path, typer.Argument(help="A new folder for the model.", metavar="OUTPUT")],
+    model: Annotated[
+        str | None, typer.Option(help="Folder of the model that training began with; where it was by default.")
+    ] = None,
+) -> None:
+    """Write the model of a training state in Hugging Face format, and an adapter in peft's."""
+    from raylight.learner.export import export_state
+
+    export_state(state, output, model)
+    print(f"wrote {output}")
 
 
 @app.command()

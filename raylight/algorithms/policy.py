@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from raylight.config import LearnerConfig
 from raylight.learner.batch import BatchReport, BatchRules, TrainBatch, build_batch, scored
 from raylight.learner.greedy import baselines_of
 from raylight.learner.settings import PolicySettings
+from raylight.learner.unread import unread
 from raylight.types import GREEDY, FinishedRollout, RolloutConfig
 
 
@@ -22,6 +23,9 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
         model: folder of a Hugging Face model, or the name of one in the local cache.
     """
 
+    refuses_unread: ClassVar[bool] = True
+    """Whether a setting that nothing reads is an error."""
+
     model: str
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one task that are compared with one another."""
@@ -29,8 +33,8 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
     n_epochs: int = Field(default=1, ge=1)
     """Passes over the training tasks, unless `n_steps` says how many steps to take."""
     n_steps: int | None = Field(default=None, ge=0)
-    val_every: int = Field(default=10, ge=0)
-    """Steps between validations; 0 validates only at the end."""
+    val_every: int | None = Field(default=10, ge=0)
+    """Steps between validations, beside the one at the end; 0: only that; None: neither."""
     val_before_train: bool = True
     val_samples: int = Field(default=1, ge=1)
     """Rollouts per validation task."""
@@ -66,6 +70,12 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
             raise ValueError("patience counts validations without a better `best`; it needs a metric as best, and val_every")
         if self.min_delta and self.patience is None:
             raise ValueError("nothing reads min_delta without patience")
+        return self
+
+    @model_validator(mode="after")
+    def _all_is_read(self) -> Self:
+        if self.refuses_unread and (names := unread(self)):
+            raise ValueError(f"nothing reads {'; '.join(names)}")
         return self
 
     def around(self, given: RunSettings) -> RunSettings:

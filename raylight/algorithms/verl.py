@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 from pydantic import PrivateAttr
 
@@ -11,6 +12,7 @@ from raylight.algorithms.run_settings import RunSettings
 from raylight.algorithms.verl_config.combine import combine
 from raylight.algorithms.verl_config.resolve import Resolution, resolve
 from raylight.errors import ConfigError
+from raylight.learner.unread import unread
 
 
 class VERL(PolicyAlgorithm):
@@ -25,6 +27,8 @@ class VERL(PolicyAlgorithm):
     Raises:
         ConfigError: a key or a value is not honoured, or does not fit; names the nearest keys that are.
     """
+
+    refuses_unread: ClassVar[bool] = False  # verl reads them as little
 
     _found: Resolution = PrivateAttr()
     _strict: bool = PrivateAttr()
@@ -43,7 +47,9 @@ class VERL(PolicyAlgorithm):
         Raises:
             ConfigError: the Trainer and the configuration contradict each other.
         """
-        return combine(self._found, given, self._strict)
+        settings = combine(self._found, given, self._strict)
+        notes = tuple(f"nothing reads {name}" for name in unread(self))
+        return replace(settings, notes=(*settings.notes, *notes))
 
     def with_epochs(self, n_epochs: int) -> Self:
         """The same with another number of passes over the tasks.

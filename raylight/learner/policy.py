@@ -3,8 +3,6 @@ rank."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Any
 
 import numpy as np
@@ -97,12 +95,7 @@ class Policy:
 
         With LoRA the adapter is merged into it, and also is in the folder `adapter` of it in peft's format.
         """
-        partial = f"{folder}.partial"
-        weights.write_model(self.engine, partial)
-        if torch.distributed.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial, folder)
-        torch.distributed.barrier()
+        weights.save_model(self.engine, folder)
 
     def _share(self, rows: list[Row]) -> list[Row]:
         return share_of_rank(rows, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size())

@@ -100,10 +100,15 @@ def _whole(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _load_engine(engine: Any, state: dict[str, Any]) -> None:
+def load_weights(engine: Any, model: dict[str, torch.Tensor]) -> None:
+    """Take over trained parameters; they are whole on rank 0, and shapes elsewhere. A collective.
+
+    Raises:
+        CheckpointError: they are of another model or another adapter.
+    """
     trained = _trained(engine)
     ours = {name: tuple(param.shape) for name, param in trained.items()}
-    theirs = {name: tuple(value.shape) for name, value in state["model"].items()}
+    theirs = {name: tuple(value.shape) for name, value in model.items()}
     if ours != theirs:
         wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise CheckpointError(
@@ -111,8 +116,12 @@ def _load_engine(engine: Any, state: dict[str, Any]) -> None:
             f"({theirs.get(wrong[0], 'not there')} there, {ours.get(wrong[0], 'not there')} here)"
         )
     for name, param in trained.items():
-        _local(param).copy_(_local(_share(state["model"][name], param)))
-    _load_optimizer(engine.optimizer, trained, state["optimizer"])
+        _local(param).copy_(_local(_share(model[name], param)))
+
+
+def _load_engine(engine: Any, state: dict[str, Any]) -> None:
+    load_weights(engine, state["model"])
+    _load_optimizer(engine.optimizer, _trained(engine), state["optimizer"])
     scheduler, updates = engine.lr_scheduler, state["updates"]
     rates = [base * shape(updates) for base, shape in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):

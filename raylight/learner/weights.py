@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +48,17 @@ def as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
 
 
-def write_model(engine: Any, folder: str) -> None:
+def save_model(engine: Any, folder: str) -> None:
+    """Write the model in Hugging Face format to `folder`, complete or not at all."""
+    partial = f"{folder}.partial"
+    _write_model(engine, partial)
+    if _is_first():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    torch.distributed.barrier()
+
+
+def _write_model(engine: Any, folder: str) -> None:
     """Write the whole model, its tokenizer and, in the folder `adapter`, the adapter where there is one."""
     model_config, has_adapter = engine.model_config, hasattr(engine.module, "peft_config")
     tensors = whole_model(engine)

@@ -68,8 +68,10 @@ class Evaluator:
             ConfigError: the metric that tells the best is not among them.
             RaylightError: no rollout was scored (see `raise_if_hopeless`).
         """
-        due = self._algorithm.val_every and step % self._algorithm.val_every == 0
-        return await self._evaluate(step) if self._tasks and (due or last) else {}
+        every = self._algorithm.val_every
+        if not self._tasks or every is None:
+            return {}
+        return await self._evaluate(step) if last or (every and step % every == 0) else {}
 
     @property
     def stop_reason(self) -> str | None:
@@ -120,7 +122,7 @@ class Evaluator:
         raise_if_hopeless(finished, algorithm.failure_reward)
         metrics = describe_scores(measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward))
         metrics["time/val_s"] = time.perf_counter() - started
-        if algorithm.best is not None:
+        if algorithm.best is not None and algorithm.val_every is not None:  # else the untrained model would be the best
             await self._compare(step, algorithm.best, metrics)
         return metrics
 

@@ -40,6 +40,11 @@ def make_policy(kind: str, ranks: int):
     return Policy(STARTER_MODEL, LearnerConfig(n=ranks, lora=lora, max_tokens_per_micro_batch=64), settings, total_steps=8)
 
 
+def config_of(kind: str) -> dict:
+    """As much of a run's configuration as an export reads."""
+    return {"algorithm": {"model": str(STARTER_MODEL)}, "learner": {"lora": {"rank": 4} if kind == "lora" else None}}
+
+
 def update(policy) -> dict[str, float]:
     """One update with the same tokens each time; the engine's log-probs are only compared."""
     batch = make_batch([[-1.0] * 6 for _ in range(8)], version=policy.version)
@@ -63,7 +68,7 @@ def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, up
     found = [update(policy) for _ in range(updates)]
     content = state.gather(policy)
     if content is not None:
-        states.write(policy.version, {}, lambda file: torch.save(content, file))
+        states.write(policy.version, {"config": config_of(kind)}, lambda file: torch.save(content, file))
     probe = policy.logprobs(PROBE)
     if rank == 0:
         print(json.dumps({"version": policy.version, "steps": found, "probe": probe}))

@@ -171,6 +171,13 @@ async def test_it_does_nothing_without_tasks_and_not_before_training_unless_want
     assert (await late.after(10, last=True))["val/reward"] == 0.5
 
 
+async def test_without_evaluations_of_what_is_trained_none_is_the_best(report: Report) -> None:
+    evaluator, _ = evaluator_of(report, [0.5], val_every=None)
+    assert (await evaluator.before_training())["val/reward"] == 0.5
+    assert await evaluator.after(10, last=True) == {}
+    assert not (report.folder / "best").exists()
+
+
 async def test_the_best_model_is_kept_with_its_metrics(report: Report) -> None:
     evaluator, session = evaluator_of(report, [0.1, 0.6, 0.4, 0.6, 0.7])
     kept = []

@@ -58,6 +58,59 @@ def test_an_algorithm_has_the_settings_of_its_paper(name: str, settings: dict[st
     assert {key: getattr(algorithm, key) for key in settings} == settings
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "unread"),
+    [
+        ("RLOO", {"gamma": 0.9}, "gamma"),
+        ("GRPO", {"lam": 0.9}, "lam"),
+        ("RLOO", {"norm_adv_by_std": False}, "norm_adv_by_std"),
+        ("SAPO", {"clip_ratio_high": 0.3}, "clip_ratio_high"),
+        ("KLCov", {"clip_ratio_low": 0.1}, "clip_ratio_low"),
+        ("GSPO", {"clip_ratio_c": 5.0}, "clip_ratio_c"),
+        ("GRPO", {"tau_neg": 1.2}, "tau_neg"),
+        ("GRPO", {"clip_cov_ratio": 0.1}, "clip_cov_ratio"),
+        ("ClipCov", {"kl_cov_ratio": 0.1}, "kl_cov_ratio"),
+        ("GRPO", {"kl_type": "k1"}, "kl_type"),
+        ("PPO", {"kl_reward_type": "k3"}, "kl_reward_type"),
+        ("PPO", {"kl_reward_coef": 0.1, "kl_horizon": 5}, "kl_horizon"),
+        ("GRPO", {"loss_scale_factor": 8}, "loss_scale_factor"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(name: str, settings: dict[str, Any], unread: str) -> None:
+    with pytest.raises(ConfigError, match=rf"nothing reads {unread} \(read with "):
+        getattr(algorithms, name)(model="m", **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("PPO", {"gamma": 0.9, "lam": 0.9}),
+        ("ReinforcePlusPlus", {"gamma": 0.9}),
+        ("GRPO", {"clip_ratio_c": 5.0, "clip_ratio_high": 0.3, "norm_adv_by_std": False}),
+        ("DrGRPO", {"loss_scale_factor": 8}),
+        ("GRPO", {"kl_coef": 0.1, "kl_type": "k1"}),
+    ],
+)
+def test_a_setting_that_is_read_is_taken(name: str, settings: dict[str, Any]) -> None:
+    algorithm = getattr(algorithms, name)(model="m", **settings)
+    assert {key: getattr(algorithm, key) for key in settings} == settings
+
+
+def test_a_function_of_the_user_may_read_any_setting() -> None:
+    @rl.policy_loss("own_that_reads")
+    def own_that_reads(log_prob: Any, advantages: Any, config: Any) -> Any:
+        return -log_prob * advantages * config.tau_pos
+
+    @rl.advantage_estimator("own_with_lam")
+    def own_with_lam(token_level_rewards: Any, lam: float) -> Any:
+        return token_level_rewards * lam
+
+    rl.GRPO(model="m", loss_mode="own_that_reads", tau_pos=2.0)
+    from raylight.algorithms.policy import PolicyAlgorithm
+
+    PolicyAlgorithm(model="m", adv_estimator="own_with_lam", lam=0.5)
+
+
 def test_ppo_has_a_critic() -> None:
     assert rl.PPO(model="m").critic is not None
     with pytest.raises(ConfigError, match="a critic need each other"):

@@ -145,6 +145,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{T}.total_epochs", 5, {"algorithm.n_epochs": 5}, {}),
     (f"{T}.total_training_steps", 12, {"algorithm.n_steps": 12}, {}),
     (f"{T}.test_freq", 4, {"algorithm.val_every": 4}, {}),
+    (f"{T}.test_freq", -1, {"algorithm.val_every": None}, {f"{T}.test_freq": 2}),
     (f"{T}.val_before_train", False, {"algorithm.val_before_train": False}, {}),
     (f"{T}.save_freq", 16, {"checkpoint.every": 16}, {}),
     (f"{T}.max_actor_ckpt_to_keep", 3, {"checkpoint.keep": 3}, {}),

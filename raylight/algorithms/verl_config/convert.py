@@ -137,6 +137,11 @@ def positive_or_zero(value: int | None, read: Values) -> int:
     return max(value or 0, 0)
 
 
+def positive_or_none(value: int | None, read: Values) -> int | None:
+    """verl's -1 for never, not even at the end."""
+    return value if value and value > 0 else None
+
+
 def longest(value: Any, read: Values) -> int:
     """Tokens of the longest prompt and response together."""
     return read(f"{ROLLOUT}.max_model_len") or read("data.max_prompt_length") + read("data.max_response_length")

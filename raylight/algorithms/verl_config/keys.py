@@ -230,7 +230,7 @@ _TRAINER = (
     to("device", "run.device", c.one_of(cuda="cuda", cpu="cpu"), own=True),
     to("total_epochs", "algorithm.n_epochs"),
     to("total_training_steps", "algorithm.n_steps"),
-    to("test_freq", "algorithm.val_every", c.positive_or_zero),
+    to("test_freq", "algorithm.val_every", c.positive_or_none),
     to("val_before_train", "algorithm.val_before_train"),
     to("save_freq", "checkpoint.every", c.positive_or_zero),
     to("max_actor_ckpt_to_keep", "checkpoint.keep", own=True),

@@ -1,0 +1,61 @@
+"""Training states as models: what transformers loads says the same as the policy that was saved."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import PROBE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from raylight.cli import app
+from raylight.errors import CheckpointError, ConfigError
+from raylight.quickstart import STARTER_MODEL
+
+SCRIPT = Path(__file__).parent / "state_ranks.py"
+
+
+def export(*arguments: str) -> BaseException | None:
+    """`raylight export`; returns what it raised."""
+    return CliRunner().invoke(app, ["export", *arguments]).exception
+
+
+def logprobs(model, ids: list[int]) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [logits[place, token].item() for place, token in enumerate(ids[1:])]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_exported_state_says_what_the_policy_said(kind: str, tmp_path: Path):
+    states = tmp_path / "state"
+    command = [sys.executable, str(SCRIPT), "0", "1", str(tmp_path / "meet"), str(states), kind, "0", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    said = json.loads(done.stdout.strip().splitlines()[-1])["probe"]
+
+    assert export(str(states), str(tmp_path / "model")) is None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert logprobs(model, PROBE) == pytest.approx(said, abs=1e-4)
+    starter = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
+    assert logprobs(starter, PROBE) != pytest.approx(said, abs=1e-3)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").vocab_size == AutoTokenizer.from_pretrained(STARTER_MODEL).vocab_size
+    if kind == "lora":
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(starter, tmp_path / "model" / "adapter")
+        assert logprobs(adapted, PROBE) == pytest.approx(said, abs=1e-4)
+
+    other = str(tmp_path / "other")
+    for error, message, arguments in [
+        (ConfigError, "is there already", [f"{states}/step-2", str(tmp_path / "model")]),
+        (CheckpointError, r"there are those of steps \[2\]", [f"{states}/step-7", other]),
+        (ConfigError, "is not at", [str(states), other, "--model", str(tmp_path / "nowhere")]),
+    ]:
+        raised = export(*arguments)
+        assert isinstance(raised, error)
+        assert re.search(message, str(raised))
+    assert not Path(other).exists()
