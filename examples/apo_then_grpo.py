@@ -85,8 +85,9 @@ def main() -> None:
     prompt = {"prompt_template": SEED}
 
     if args.debug:
-        shown = rl.Baseline(span_verbosity="key_values", served_model=args.model)
-        rl.Trainer(algorithm=shown, initial_resources=prompt, output_dir=args.output_dir / "debug").dev(adder, train[:1])
+        folder = args.output_dir / "debug"
+        rl.Trainer(initial_resources=prompt, output_dir=folder).evaluate(adder, train[:1], model=args.model)
+        rl.print_traces(folder, last=1, full=True)
         return
 
     before = rl.Trainer(initial_resources=prompt, output_dir=args.output_dir / "before").evaluate(adder, val, model=args.model)

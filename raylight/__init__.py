@@ -66,7 +66,9 @@ if TYPE_CHECKING:
         is_reward_span,
     )
     from raylight.traces.tracer import DummyTracer, OtelTracer, Tracer
+    from raylight.traces.transcript import transcript
     from raylight.traces.triplets import LlmProxyTraceToTriplet, TracerTraceToTriplet, TraceToTriplet
+    from raylight.trainer.traces import print_traces, read_rollouts
     from raylight.trainer.trainer import Trainer
     from raylight.types import (
         Attempt,
@@ -116,6 +118,8 @@ _ROOMS = {
     ),
     "traces.tracer": ("DummyTracer", "OtelTracer", "Tracer"),
     "traces.triplets": ("LlmProxyTraceToTriplet", "TraceToTriplet", "TracerTraceToTriplet"),
+    "traces.transcript": ("transcript",),
+    "trainer.traces": ("print_traces", "read_rollouts"),
     "trainer.trainer": ("Trainer",),
     "types": (
         "Attempt", "EnqueueRolloutRequest", "ResourcesUpdate", "Rollout", "RolloutConfig", "Span", "SpanCoreFields", "Triplet",
@@ -201,9 +205,12 @@ __all__ = [
     "make_tag_attributes",
     "operation",
     "policy_loss",
+    "print_traces",
     "prompt_rollout",
+    "read_rollouts",
     "rollout",
     "setup_logging",
+    "transcript",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `raylight quickstart`, `eval`, `serve`, `runner`, `export` and `doctor`."""
+"""The command line: `raylight quickstart`, `eval`, `serve`, `runner`, `trace`, `export` and `doctor`."""
 
 from __future__ import annotations
 
@@ -177,6 +177,23 @@ def runner(
     sys.path.insert(0, "")  # an agent beside which this is called
     settings = {"n": n_runners, "max_rollouts": max_rollouts, "start_timeout_s": wait}
     rl.Trainer(role="runner", run_name=run, runner=settings, address=address).fit(agent)
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or the file of its store.", metavar="RUN")],
+    rollout: Annotated[list[str] | None, typer.Option(help="A rollout's id; may be repeated.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="The last so many; 1 by default, unless rollouts are named.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only rollouts that failed.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every attribute of every span, whole, with the tokens.")] = False,
+) -> None:
+    """Print what was recorded of rollouts: messages, tools, rewards, failures. The run may be under way."""
+    from raylight.trainer.traces import print_traces
+
+    if last is None and not rollout:
+        last = 1
+    if not print_traces(run, rollout_ids=rollout, failed=failed, last=last, full=full):
+        print("no such rollouts")
 
 
 @app.command()

@@ -11,7 +11,6 @@ From the repository's root. On a cluster: ray job submit --working-dir . -- pyth
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import os
@@ -113,7 +112,7 @@ def score(args: argparse.Namespace, settings: MathSettings) -> None:
         trainer.evaluate(math_agent, tasks, model=args.model, sampling=SAMPLING)
     finally:  # a rollout that failed has a trace too
         if args.debug and folder and (folder / "eval.db").exists():
-            asyncio.run(show_trace(folder / "eval.db"))
+            rl.print_traces(folder, last=1, full=True)
 
 
 def _tracer(settings: MathSettings) -> rl.OtelTracer:
@@ -135,35 +134,6 @@ def uses_vllm(engine: str) -> bool:
     import torch
 
     return torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
-
-
-async def show_trace(path: Path) -> None:
-    """Print all that a store has of its latest rollout: every span with all its attributes, and the reward."""
-    service = rl.StoreService(path, read_only=True)
-    store = rl.StoreClient(service)
-    for rollout in await store.query_rollouts(sort_by="start_time", sort_order="desc", limit=1):
-        print(f"\nrollout {rollout.rollout_id}: {rollout.status}\n{json.dumps(rollout.input, indent=2)}")
-        failure = rollout.attempt.failure if rollout.attempt else None
-        if failure:
-            print(f"{failure.kind}: {failure.error}\n{failure.trace or ''}")
-        spans = await store.query_spans(rollout.rollout_id, "latest")
-        for span in spans:
-            seconds = (span.end_time or 0.0) - (span.start_time or 0.0)
-            print(f"\n[{span.sequence_id}] {span.name} {seconds:.3f} s {span.status.status_code}")
-            for key, value in span.attributes.items():
-                print(f"    {key}: {_legible(value)}")
-        print(f"\nreward: {rl.find_final_reward(spans)}")
-    await service.close()
-
-
-def _legible(value: Any) -> str:
-    """A value of an attribute; JSON in it is laid out."""
-    if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
-            return json.dumps(json.loads(value), indent=2, ensure_ascii=False).replace("\n", "\n    ")
-        except ValueError:
-            return value
-    return str(value)
 
 
 if __name__ == "__main__":

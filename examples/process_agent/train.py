@@ -29,7 +29,6 @@ from examples.process_agent.design_tasks import load_tasks
 from examples.process_agent.designer import design
 from examples.process_agent.flowsheets.local import SimulatorUnavailableError, simulator
 from examples.process_agent.served_model import served
-from examples.process_agent.traces import print_trace
 
 logger = logging.getLogger("process_agent")
 
@@ -79,10 +78,8 @@ def make_trainer(args: argparse.Namespace, algorithm: rl.Algorithm, resources: d
 
 def debug(args: argparse.Namespace, resources: dict[str, Any]) -> None:
     """One task, with all that went between model and tools."""
-    algorithm = DesignBaseline()
-    make_trainer(args, algorithm, resources, "debug").dev(train_dataset=load_tasks("train")[:1])
-    for item in algorithm.finished:
-        print_trace(item)
+    make_trainer(args, DesignBaseline(), resources, "debug").dev(train_dataset=load_tasks("train")[:1])
+    rl.print_traces(args.output_dir / "debug", full=True)
 
 
 def baseline(args: argparse.Namespace, resources: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import raylight as rl
-from examples.small_gpu.evaluating import engine, print_traces
+from examples.small_gpu.evaluating import engine
 from examples.small_gpu.questions import training_questions
 from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward
 
@@ -53,7 +53,7 @@ def debug(args: argparse.Namespace) -> None:
     )
     task = training_questions(args.data)[0][0]
     trainer.evaluate(MathSolver(args.prompt, args.max_new_tokens), [task], model=args.model)
-    print_traces(args.output_dir / "debug" / "eval.db")
+    rl.print_traces(args.output_dir / "debug", full=True)
 
 
 def train(args: argparse.Namespace) -> None:

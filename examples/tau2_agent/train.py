@@ -13,7 +13,6 @@ docs/multi_agent.md tells how it works.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -25,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import raylight as rl
 from examples.tau2_agent import ci_model
-from examples.tau2_agent.agent import ASSISTANT, CustomerService
+from examples.tau2_agent.agent import CustomerService
 from examples.tau2_agent.domain import ENVIRONMENTS
 from examples.tau2_agent.settings import verl_config
 from examples.tau2_agent.tasks import Row, load_rows
-from examples.tau2_agent.trace import read_rollouts, render
 from raylight.errors import ConfigError, RaylightError
 
 CI_TASKS = 4
@@ -107,9 +105,7 @@ def show_one(given: argparse.Namespace, agent: CustomerService, row: Row, folder
         engine = {"kind": "upstream", "url": given.endpoint, "api_key": os.environ.get("OPENAI_API_KEY")}
     trainer = rl.Trainer(output_dir=folder, engine=engine, initial_resources=resources, progress=False)
     trainer.evaluate(agent, [row], model=given.model)
-    for finished in asyncio.run(read_rollouts(folder / "eval.db")):
-        if finished.rollout.input == row:
-            print(render(finished, ASSISTANT))
+    rl.print_traces(folder, last=1)
 
 
 def train(

@@ -98,8 +98,8 @@ def test_one_question_at_an_endpoint_is_shown_with_its_whole_trace(tmp_path: Pat
     for shown in (
         TASK["question"][:40],
         "openai.chat.completion",
-        "gen_ai.output.messages",
-        '"name": "calculate"',
+        ">>> [assistant]",
+        "calls calculate({",
         "reward: ",
         "The calculator says",
     ):

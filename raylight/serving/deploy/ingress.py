@@ -85,8 +85,9 @@ def head_address() -> str:
 
 def serve_http_options() -> tuple[str, int] | None:
     """Host and port of the Serve that already runs on this cluster; None if none does."""
-    from ray.serve.context import _get_global_client
+    from ray.serve.context import _disconnect, _get_global_client
 
+    _disconnect()  # Serve takes its client of another cluster for this one's where both call their jobs alike, as local ones do
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return None

@@ -1,0 +1,21 @@
+"""A process that has one cluster after another, as a notebook has: each run finds the Serve of its own cluster, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import free_port
+
+import raylight as rl
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.quickstart.agent import adder
+
+
+def test_a_run_on_a_new_cluster_knows_nothing_of_the_serve_of_the_last_one(tmp_path: Path, no_processes_left: None) -> None:
+    for number in (1, 2):  # the second asks for another port, which only a Serve of before would refuse
+        trainer = rl.Trainer(
+            output_dir=tmp_path / str(number), n_runners=1, progress=False, address="local", port=free_port(), seed=0
+        )  # fmt: skip
+        summary = trainer.evaluate(adder, additions(0)[1][:2], model=STARTER_MODEL)
+        assert (summary["rollouts"], summary["failed"]) == (2, 0)
