@@ -49,17 +49,20 @@ def build(folder: Path) -> None:
 
 def ours(model: str, folder: str, steps: int, threads: int) -> None:
     """Print the seconds of raylight's stages."""
-    from openai import AsyncOpenAI
-
     import raylight as rl
 
     @rl.rollout
     async def agent(task: int, llm: rl.LLM) -> float:
-        async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
-            reply = await client.chat.completions.create(
+        from raylight.quickstart.agent import client
+
+        reply = (
+            await client()
+            .with_options(base_url=llm.endpoint, api_key=llm.api_key)
+            .chat.completions.create(
                 model=llm.model, messages=[{"role": "user", "content": question(task)}], temperature=1.0,
                 max_tokens=RESPONSE_TOKENS,
-            )  # fmt: skip
+            )
+        )  # fmt: skip
         return reward_of(reply.choices[0].message.content or "")
 
     trainer = rl.Trainer(

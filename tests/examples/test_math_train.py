@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.traces.agents import agents_of_generations
 from raylight.trainer.data_files import read_tasks
 
+README = ROOT / "examples" / "math_agent" / "README.md"
 TASK = read_tasks(DATA / "test.jsonl", 1)[0]
 
 
@@ -71,6 +73,7 @@ async def read(path: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model calls no tool, but it is asked as a real one would be, and its calls are captured, joined and trained on."""
     claims, run = tmp_path / "claims", tmp_path / "run"
@@ -105,6 +108,26 @@ def test_one_question_at_an_endpoint_is_shown_with_its_whole_trace(tmp_path: Pat
     ):
         assert shown in done.stdout, shown
     assert len(model.requests) == 2
+
+
+@pytest.mark.slow
+def test_the_readmes_line_for_raylight_eval_runs(tmp_path: Path) -> None:
+    line = next(line for line in README.read_text().splitlines() if "`raylight eval" in line)
+    command = re.findall("`(.*?)`", line)[-1].replace("PATH", make_starter(tmp_path / "model")).split()
+    done = subprocess.run(
+        [sys.executable, "-m", "raylight.cli", *command[1:], "--limit", "2", "--output", str(tmp_path / "run")],
+        cwd=ROOT, env=os.environ | {"RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert (figures["tasks"], figures["failed"], figures["rewards"]["reward"]["mean"]) == (2, 0, 0.0)  # it only adds
+
+
+def test_tasks_of_another_shape_are_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text('{"question": "1+1?", "result": "2"}\n{"question": "1+2?", "answer": 3}\n')
+    assert len(train.read_questions(tmp_path / "test.jsonl", 1)) == 1
+    with pytest.raises(rl.errors.DatasetError, match="task 2 must have texts for question and result"):
+        train.read_questions(tmp_path / "test.jsonl")
 
 
 @pytest.mark.parametrize(

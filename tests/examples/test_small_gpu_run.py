@@ -68,6 +68,7 @@ def test_training_learns_and_leaves_an_adapter(trained: Path) -> None:
         assert (folder / "adapter_model.safetensors").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_scores_the_adapter_and_changes_nothing(trained: Path, tmp_path: Path) -> None:
     before = digest(STARTER_MODEL), digest(trained)
     correct = {}

@@ -183,6 +183,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path: Path) -> None:
     shown = run(
         "--model", "clerk", "--endpoint", server.url, "--user", "model", "--user-endpoint", server.url, "--user-model", "customer",
@@ -192,7 +193,7 @@ def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path
     assert calls == ["user", *["assistant"] * 4, "user"]
     assert shown.count("tokens unknown, not trained)") == 2  # the user's
     assert "calls cancel_booking({" in shown
-    assert shown.count(TASKS["desk-02"]["script"]["opening"]) == 2  # said by the user, and heard by the assistant
+    assert shown.count(TASKS["desk-02"]["script"]["opening"]) == 3  # in the task, said by the user, and heard by the assistant
     assert '[tool] {"booking_id": "B2002", "status": "cancelled", "refund": 16}' in shown
     assert ">>> [assistant] [[END]]" in shown
     assert shown.rstrip().endswith("reward: reward 1, database 1, facts 1")

@@ -132,14 +132,37 @@ def cluster() -> Iterator[Cluster]:
             os.environ["RAY_ADDRESS"] = before
 
 
+def running(*words: str) -> dict[int, str]:
+    """Command lines of processes in which one of these words is, by number."""
+    lines = {process.pid: " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])}
+    return {pid: line for pid, line in lines.items() if any(word in line for word in words)}
+
+
 @pytest.fixture
 def no_processes_left() -> Iterator[None]:
     """Nothing of Ray or Serve that the test started outlives it."""
     words = ("raylet", "gcs_server", "haproxy", "ray::")
-
-    def running() -> set[int]:
-        return {p.pid for p in psutil.process_iter(["cmdline"]) if any(w in " ".join(p.info["cmdline"] or []) for w in words)}
-
-    before = running()
+    before = running(*words)
     yield
-    eventually(lambda: running() <= before, 20, "the end of all processes")
+    left: list[str] = []
+
+    def clean() -> bool:
+        left[:] = [line for pid, line in running(*words).items() if pid not in before]
+        return not left
+
+    try:
+        eventually(clean, 20, "the end of all processes")
+    except AssertionError as error:
+        raise AssertionError(f"left on the machine: {left}") from error
+
+
+@pytest.fixture
+def proxies_of_the_killed(no_processes_left: None) -> Iterator[None]:
+    """Ends the HAProxy that Ray leaves where a driver is killed outright, and with it the local cluster."""
+    before = running("haproxy")
+    yield
+    for pid in running("haproxy"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if pid not in before and process.ppid() == 1:
+                process.kill()

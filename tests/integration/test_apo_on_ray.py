@@ -174,7 +174,7 @@ def test_an_endpoint_that_fails_ends_the_run_and_resume_goes_on(tmp_path: Path) 
         trainer(rl.Baseline(), tmp_path).fit(by_words, TRAIN, VAL, resume=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("status", [401, 404])
+@pytest.mark.parametrize("status", [401, pytest.param(404, marks=pytest.mark.slow)])
 def test_a_wrong_key_or_name_ends_the_run_at_once(status: int, tmp_path: Path) -> None:
     with elsewhere(lambda model, text: status) as models:
         with pytest.raises(CriticError, match="api_key"):

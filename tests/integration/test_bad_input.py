@@ -47,9 +47,14 @@ def agents() -> dict[str, Callable[..., Any]]:
     ("name", "error", "message"),
     [
         ("raises_always", errors.RolloutsFailedError, "all 32 rollouts failed, 32 of them with ValueError: my tool broke"),
-        ("returns_a_string", errors.RewardError, "of type str; give a float"),
-        ("returns_none", errors.RolloutsFailedError, "the agent returns None; return a float"),
-        ("never_calls", errors.EmptyTraceError, "the agent must use llm.endpoint"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("returns_a_string", errors.RewardError, "of type str; give a float"),
+                ("returns_none", errors.RolloutsFailedError, "the agent returns None; return a float"),
+                ("never_calls", errors.EmptyTraceError, "the agent must use llm.endpoint"),
+            ]
+        ),
     ],
 )
 def test_an_agent_that_gives_nothing_to_learn(
@@ -136,6 +141,7 @@ def test_an_agent_that_cannot_be_pickled(cluster: Cluster, tmp_path: Path) -> No
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: Path) -> None:
     @rl.rollout
     async def truncating(task: dict, llm: rl.LLM) -> float:

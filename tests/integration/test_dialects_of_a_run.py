@@ -97,6 +97,7 @@ def folder(judge: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 async def test_a_conversation_in_two_dialects_is_one_trajectory(folder: Path) -> None:
     (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert row["train/failed"] == 0

@@ -130,6 +130,7 @@ def test_nothing_that_learns_is_started(cluster: Cluster, data: Path, tmp_path: 
     cluster.assert_clean(allowed=("SERVE", "haproxy"))
 
 
+@pytest.mark.slow
 def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
@@ -152,14 +153,16 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
 
 @pytest.mark.parametrize(("change", "code", "says"), [
     ({"agent": "nowhere:agent"}, 1, "ConfigError: agent='nowhere:agent': cannot import nowhere"),
-    ({"agent": "raylight.quickstart.agent:addr"}, 1, "it has: adder"),
     ({"--model": "/no/such/model"}, 1, "ModelNotFoundError: there is no model folder /no/such/model"),
-    ({"--data": "/no/such/file.jsonl"}, 1, "DatasetError: there is no file /no/such/file.jsonl"),
-    ({"--data": os.devnull}, 1, "DatasetError"),
-    ({"--adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
-    ({"--set": "engine.replica=2"}, 1, "no setting 'replica'"),
     ({"--set": "learner.n=2"}, 2, "--set takes"),
-    ({"--samples": "0"}, 2, "--samples"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ({"agent": "raylight.quickstart.agent:addr"}, 1, "it has: adder"),
+        ({"--data": "/no/such/file.jsonl"}, 1, "DatasetError: there is no file /no/such/file.jsonl"),
+        ({"--data": os.devnull}, 1, "DatasetError"),
+        ({"--adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
+        ({"--set": "engine.replica=2"}, 1, "no setting 'replica'"),
+        ({"--samples": "0"}, 2, "--samples"),
+    ]),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_message(change: dict[str, str], code: int, says: str, data: Path, tmp_path: Path) -> None:
     given = {"--model": STARTER_MODEL, "--data": str(data)} | change
@@ -170,6 +173,7 @@ def test_what_does_not_fit_is_one_message(change: dict[str, str], code: int, say
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_agent_without_a_reward_is_an_error(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     (tmp_path / "my_agents.py").write_text(AGENTS)
     args = ("my_agents:silent", "--model", STARTER_MODEL, "--data", str(data), "--limit", "2", "--output", "out")

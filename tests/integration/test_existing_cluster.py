@@ -185,6 +185,7 @@ def test_a_killed_store_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_runners_that_keep_dying_end_the_run(cluster: Cluster, tmp_path: Path) -> None:
     @rl.rollout
     def deadly(task: dict, llm: rl.LLM) -> float:
@@ -217,6 +218,7 @@ def test_a_dead_learner_ends_the_run_with_its_name(cluster: Cluster, tmp_path: P
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_driver_killed_outright_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """Not even the driver can clean up; the actors die with the job, and the replica removes its own application."""
     command = [sys.executable, "examples/quickstart.py", "--steps", "1000", "--output-dir", str(tmp_path)]

@@ -105,6 +105,7 @@ async def test_a_killed_rank_is_told_of_in_seconds_and_the_gang_comes_back_as_ne
         assert not any(psutil.pid_exists(pid) for pid in before)
 
 
+@pytest.mark.slow
 async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
     connected: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,8 +194,8 @@ async def test_an_error_of_code_is_no_reason_to_start_anew(connected: None) -> N
     ("learners", "cpus", "strategy", "message"),
     [
         (2, 0.5, "STRICT_SPREAD", r"2 x 0.5 CPU \(STRICT_SPREAD\).*each on a node of its own.*1 node"),
-        (3, 1, "STRICT_PACK", r"3 x 1 CPU \(STRICT_PACK\).*all on one node.*2 CPU"),
-        (3, 1, "SPREAD", r"3 x 1 CPU \(SPREAD\)"),
+        pytest.param(3, 1, "STRICT_PACK", r"3 x 1 CPU \(STRICT_PACK\).*all on one node.*2 CPU", marks=pytest.mark.slow),
+        pytest.param(3, 1, "SPREAD", r"3 x 1 CPU \(SPREAD\)", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_placed_is_told_with_the_reason(

@@ -55,7 +55,7 @@ def learners_of(run: subprocess.Popen) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(400)
-def test_a_run_whose_driver_was_killed_goes_on(tmp_path: Path, no_processes_left: None) -> None:
+def test_a_run_whose_driver_was_killed_goes_on(tmp_path: Path, proxies_of_the_killed: None) -> None:
     run = started(tmp_path)
     until_step(run, tmp_path, 5)
     run.send_signal(signal.SIGKILL)

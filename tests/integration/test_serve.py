@@ -140,8 +140,8 @@ def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(server: Server,
     [
         (("--model", "/no/such/model"), "ModelNotFoundError"),
         (("--model", STARTER_MODEL, "--arg", "no_such_argument=1"), "no_such_argument"),
-        (("--model", STARTER_MODEL, "--engine", "upstream"), "url"),
-        (("--model", STARTER_MODEL, "--arg", "nothing"), "name=value"),
+        pytest.param(("--model", STARTER_MODEL, "--engine", "upstream"), "url", marks=pytest.mark.slow),
+        pytest.param(("--model", STARTER_MODEL, "--arg", "nothing"), "name=value", marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_fit_is_said(args: tuple[str, ...], says: str, no_processes_left: None) -> None:

@@ -178,6 +178,7 @@ def test_a_cosine_rises_and_falls_to_its_end(batch):
         PolicySettings(min_lr_ratio=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_layers_compute_the_same(batch):
     compiled, plain = make_policy({"torch_compile": True}), make_policy()

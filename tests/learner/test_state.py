@@ -26,9 +26,11 @@ def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
-        ("full", 1, 2),
         ("ppo", 2, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("full", 2, 1), ("lora", 1, 2), ("lora", 2, 1), ("ppo", 1, 2)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("full", 1, 2), ("full", 2, 1), ("lora", 1, 2), ("lora", 2, 1), ("ppo", 1, 2)]
+        ),
     ],
 )
 def test_other_ranks_go_on_as_if_nothing_had_happened(kind: str, before: int, after: int, tmp_path: Path):

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quotes import buyer, quotes, teach_buyer
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
+from raylight.traces.trajectory import build_trajectories
+from raylight.types import FinishedRollout
 
 TRAIN, VAL = additions(0)
 STEPS = 8
@@ -64,3 +67,38 @@ def test_ppo_with_a_critic(tmp_path: Path) -> None:
 def test_rloo(tmp_path: Path) -> None:
     rows = fit(rl.RLOO(model=STARTER_MODEL, **COMMON), tmp_path)
     assert gain(rows) >= 0.2
+
+
+@pytest.fixture(scope="module")
+def buyer_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("buyer")
+    teach_buyer(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_using_the_answer_of_a_tool(buyer_model: str, tmp_path: Path) -> None:
+    """The second turn begins at about 0.6 right, the first at 0.35; both have to be for the reward."""
+    algorithm = rl.GRPO(model=buyer_model, **COMMON | {"lr": 3e-4})
+    rows = fit(algorithm, tmp_path, buyer, (quotes(10_000, 1024), quotes(10_001, 128)))
+    assert gain(rows) >= 0.3
+    for row in rows[1:]:
+        assert row["trace/calls"] == 2 * row["train/trained"] == 2 * 128
+        assert row["trace/extensions"] == row["train/trained"]  # each second call goes on in the tokens of the first
+        assert row["trace/forks"] == row["trace/restarts"] == 0
+    last = rl.read_rollouts(tmp_path, last=64)
+    assert len(last) == 64
+    for item in last:
+        assert_one_trajectory_of_two_turns(item)
+
+
+def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
+    first, second = rl.TracerTraceToTriplet().adapt(item.spans)
+    sampled, last = first.response["token_ids"], second.response["token_ids"]
+    begun = first.prompt["token_ids"] + sampled
+    assert second.prompt["token_ids"][: len(begun)] == begun
+    (row,) = build_trajectories(item.generations).rows
+    assert row.token_ids == second.prompt["token_ids"] + last
+    between = len(second.prompt["token_ids"]) - len(begun)  # what the tool said
+    assert row.mask == [0] * len(first.prompt["token_ids"]) + [1] * len(sampled) + [0] * between + [1] * len(last)
+    assert item.reward == second.reward
