@@ -112,7 +112,8 @@ class Algorithm(AnyAlgorithm):
     def run(self, train_dataset: Any = None, val_dataset: Any = None) -> Awaitable[None] | None:
         """Carry out the algorithm.
 
-        A synchronous one is run in a thread of its own, so that it may block; it calls the store by `asyncio.run`.
+        A synchronous one is run in a thread of its own, so that it may block; it calls the store by `asyncio.run`. What it returns
+        is awaited if it can be.
 
         Args:
             train_dataset: tasks to learn from; None if there are none.

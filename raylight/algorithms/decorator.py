@@ -55,7 +55,7 @@ class FunctionalAlgorithm(Algorithm):
             if dataset is not None and name not in self._takes:
                 raise TypeError(f"{self._title} got a {name}, which it does not take; add the parameter, or give no {name}")
         returned = self._function(**self._arguments(datasets))
-        return returned if self._async else None
+        return returned if inspect.isawaitable(returned) else None
 
     def _arguments(self, datasets: dict[str, Any]) -> dict[str, Any]:
         there = {

@@ -12,6 +12,7 @@ import ray
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError
 from raylight.runner.pool import Cargo, RunnerPool
+from raylight.runner.runner import HEARTBEAT_S
 from raylight.store.client import StoreClient
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 DESK_NAME = "desk"
 LOOK_S = 1.0
 """Between two looks for a run that is not there yet: Ray tells nobody when a name is given."""
+SILENCE_S = 3 * HEARTBEAT_S
+"""A runner that is there is heard of more often."""
 
 
 class Shared(NamedTuple):
@@ -81,7 +84,7 @@ class JoinedPool(RunnerPool):
 
 class RemoteRunners:
     """Takes the place of a RunnerPool in a run whose runners other processes start and watch. Of the settings it reads
-    `start_timeout_s`, how long the run may be without any, and `stuck_after_s`, how often it looks."""
+    `start_timeout_s`, how long the run may be without any (at least `SILENCE_S`), and `stuck_after_s`, how often it looks."""
 
     lost = worn_out = 0
 
@@ -111,6 +114,7 @@ class RemoteRunners:
     async def watch(self) -> None:
         """Raise RunnerLostError when there have been no runners for `start_timeout_s`."""
         clock, never = asyncio.get_running_loop().time, asyncio.Event()
+        patience = max(self._config.start_timeout_s, SILENCE_S)
         seen, before = clock(), set[tuple[str, float | None]]()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -119,9 +123,9 @@ class RemoteRunners:
             beats = {(worker.worker_id, worker.last_heartbeat_time) for worker in workers}
             if beats - before:  # one whose process was killed stays in the store, and beats no more
                 seen, before = clock(), beats
-            elif clock() - seen >= self._config.start_timeout_s:
+            elif clock() - seen >= patience:
                 raise RunnerLostError(self._none_for(clock() - seen))
-            else:
+            elif clock() - seen >= SILENCE_S:
                 logger.warning("%s has no runner now; start some by `raylight runner AGENT --run %s`", self._run, self._run)
 
     async def stop(self) -> None:

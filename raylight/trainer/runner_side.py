@@ -79,12 +79,14 @@ class RunnerSide:
                 )
             shown.stage(f"looking for run {self._run}")
             desk = await find_desk(self._run, self._config.start_timeout_s)
-            store, secret = await desk.shared.remote()
+            try:
+                store, secret = await desk.shared.remote()
+            except RayActorError:
+                raise ConfigError(f"run {self._run!r} ended before its runners could join it; start them again with it") from None
             cargo = replace(Cargo(self._agent, trainer.tracer, trainer.hooks), secret=secret)
             pool = JoinedPool(f"{self._run}-{secrets.token_hex(3)}", self._config, store, cargo)
             try:
                 await pool.start()
-                await desk.join.remote()
                 shown.stage(f"{self._config.n} runner(s) work for run {self._run}, until it is over or Ctrl-C")
                 over = await self._until_over(desk, pool)
             finally:
@@ -98,6 +100,7 @@ class RunnerSide:
         try:
             await asyncio.wait([ending, watching], return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
+                await ending
                 return True
             try:
                 await watching
@@ -113,8 +116,9 @@ class RunnerSide:
 
 
 async def _end_of(desk: Any) -> None:
-    """Returns when the run is over."""
+    """Join the run; returns when it is over."""
     try:
+        await desk.join.remote()
         await desk.over.remote()
     except RayActorError:  # what it waits for
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import secrets
 import sys
 from collections.abc import Awaitable
@@ -251,9 +252,11 @@ class AlgorithmRun(Run):
         if algorithm.is_async():
             await cast("Awaitable[None]", algorithm.run(**work))
         else:
-            _, raised = await AgentThreads().run(functools.partial(algorithm.run, **work))  # a daemon: Ctrl-C does not wait for it
+            begun, raised = await AgentThreads().run(functools.partial(algorithm.run, **work))  # a daemon: Ctrl-C does not wait
             if raised is not None:
                 raise raised
+            if inspect.isawaitable(begun):  # a plain function that hands on what an asynchronous one gave it
+                await begun
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self.trainer.progress:

@@ -42,7 +42,7 @@ def read_rollouts(
             if missing := set(rollout_ids or ()) - {rollout.rollout_id for rollout in found}:
                 raise UnknownIdError(f"no rollout {', '.join(sorted(missing))} in {file}")
             chosen = [rollout.rollout_id for rollout in found if not failed or rollout.status in ("failed", "cancelled")]
-            return await store.collect(chosen if last is None else chosen[-last:], with_spans=True)
+            return await store.collect(chosen if last is None else chosen[max(len(chosen) - last, 0) :], with_spans=True)
         finally:
             await service.close()
 

@@ -10,7 +10,6 @@ from page_tables import tables
 import raylight as rl
 from raylight.algorithms.apo.algorithm import BEST_FILE, RESULT_FILE, TREE_FILE, round_metrics
 from raylight.algorithms.apo.history import History
-from raylight.config import RunnerConfig
 
 PAGE = DOCS / "prompt_optimisation.md"
 
@@ -38,8 +37,6 @@ def test_the_files_and_metrics_are_those_of_a_run() -> None:
     history.beams.append(["v0"])
     for name in (RESULT_FILE, TREE_FILE, BEST_FILE, *(key for key in round_metrics(history, 1.0) if not key.startswith("time/"))):
         assert f"`{name}`" in named
-    text = PAGE.read_text()
-    assert f"({RunnerConfig().start_timeout_s:g} s)" in text
 
 
 def test_the_agent_of_the_page_can_be_optimised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,18 @@ async def test_an_asynchronous_function_is_awaited() -> None:
     assert got == [([1], 3)]
 
 
+async def test_a_function_that_hands_on_what_is_to_be_awaited() -> None:
+    got = []
+
+    async def search(train_dataset: Any) -> None:
+        got.append(train_dataset)
+
+    work = ready(lambda train_dataset: search(train_dataset)).run([1])
+    assert inspect.isawaitable(work), "else nothing would run, and nobody would know"
+    await work
+    assert got == [[1]]
+
+
 def test_a_function_that_asks_for_nothing() -> None:
     got = []
     algo(lambda: got.append(1)).run()

@@ -14,7 +14,7 @@ from test_baseline import Agent, runner
 from unit_helpers import within
 
 import raylight as rl
-from raylight.algorithms.apo.algorithm import APO, round_metrics
+from raylight.algorithms.apo.algorithm import APO, _digest, round_metrics
 from raylight.algorithms.apo.evaluator import Evaluator
 from raylight.algorithms.apo.history import History, Rejection
 from raylight.algorithms.apo.report import prompt_table, show
@@ -94,11 +94,51 @@ async def test_rollouts_that_say_nothing_of_the_prompt_end_the_search(agent: Age
 
 
 async def test_once_the_agent_has_worked_a_prompt_with_which_it_fails_scores_nothing() -> None:
-    store, answers = StoreClient(StoreService()), iter([1.0, 1.0, BROKEN, BROKEN])
+    store, answers = StoreClient(StoreService()), iter([1.0, 1.0, BROKEN, BROKEN, None, None])
     evaluate = evaluator(store)
     async with runner(store, lambda rollout: next(answers)):
         assert (await evaluate(SEED, [0, 1], "val")).score == 1.0
         assert (await evaluate(SEED, [0, 1], "val")).score == 0.0
+        assert (await evaluate(SEED, [0, 1], "val")).score == 0.0, "nor does one with which it gives no reward"
+
+
+async def test_a_prompt_that_many_ask_for_at_once_is_stored_once() -> None:
+    store = StoreClient(StoreService())
+    evaluate = evaluator(store)
+    async with runner(store, lambda rollout: 1.0):
+        await asyncio.gather(*(evaluate(SEED, [place], "train") for place in range(3)))
+    assert len(await store.query_resources()) == 1
+
+
+async def test_a_search_that_goes_on_may_begin_with_prompts_that_fail(tmp_path: Path) -> None:
+    """The scores that it has tell that the agent works, so that it is the prompt's fault."""
+    history = History.begin(SEED, "prompt", _digest([2]), {})
+    history.candidates[0].val_score = history.candidates[0].batch_scores[1] = 0.5
+    history.add(rl.PromptTemplate(template="break {a}"), "v0", 1, "too tame")
+    history.generated = 1
+    history.save(tmp_path / "apo.json")
+    algorithm, store = ready({"prompt": SEED}, beam_rounds=1)
+    algorithm.set_run_side(SideOf(tmp_path))  # type: ignore[arg-type]
+    async with runner(store, lambda rollout: BROKEN):
+        await algorithm.run([1], [2])
+    assert algorithm.history is not None
+    assert [candidate.batch_scores for candidate in algorithm.history.candidates] == [{1: 0.5}, {1: 0.0}]
+    assert algorithm.get_best_prompt() == SEED
+
+
+class SideOf:
+    """As much of a run as a search that goes on needs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.continues = folder, folder / "apo.json"
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def tell(self, finished: list[FinishedRollout]) -> None: ...
+
+    def stage(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.rows[step] = metrics
 
 
 def grown() -> History:

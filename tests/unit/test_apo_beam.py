@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,6 +161,7 @@ def test_a_search_that_was_interrupted_ends_as_one_that_was_not(config: ApoSetti
     assert again == straight
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
 def test_batches_go_through_all_items_before_any_comes_again(n: int, size: int, seed: int) -> None:
     per_epoch = n // min(size, n)
@@ -192,6 +194,30 @@ def test_the_seed_survives_edits_that_are_all_worse() -> None:
     assert history.best == "v0"
     assert history.best_candidate.val_score == 1.0
     assert history.beams[1][0] == history.beams[2][0] == "v0"
+
+
+@pytest.mark.parametrize("places", [1, 3, 100])
+def test_prompts_are_tried_at_the_same_time_as_far_as_there_are_places(places: int) -> None:
+    class Held(World):
+        """Stays until everybody came who may."""
+
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.most = Counter[RolloutMode]()
+
+        async def evaluate(self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
+            self.running += 1
+            self.most[mode] = max(self.most[mode], self.running)
+            for _ in range(300):
+                await asyncio.sleep(0)
+            self.running -= 1
+            return Evaluation([Trial(task, "succeeded", 1.0) for task in tasks])
+
+    world, history = Held(), fresh()
+    config = ApoSettings(beam_width=3, branch_factor=4, beam_rounds=1, max_concurrent=places, run_initial_validation=False)
+    asyncio.run(whole(world.search(history, config)))
+    assert len(history.candidates) > 3
+    assert world.most == {"train": min(places, 12), "val": min(places, len(history.candidates))}
 
 
 def test_a_leader_is_validated_once() -> None:

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylight.agent.prompts import PromptTemplate
@@ -23,7 +23,9 @@ from raylight.algorithms.apo.trials import TRANSCRIPT_CHARACTERS, Evaluation, Tr
         ("First <prompt>draft</prompt>, then <prompt>Sum {a}.</prompt>", "Sum {a}."),
         ("```\nSum {a}.\n```", "Sum {a}."),
         ("<prompt>```text\nSum\n{a}.\n```</prompt>", "Sum\n{a}."),
-        ("<prompt>unfinished {a}", "<prompt>unfinished {a}"),
+        ("<prompt>left open {a}", "left open {a}"),
+        ("It goes after <prompt>: <prompt>Sum {a}.</prompt>", "Sum {a}."),
+        ("<think>a <prompt> then</think>\n<prompt>Sum {a}.</prompt>", "Sum {a}."),
     ],
 )
 def test_the_prompt_in_an_answer(answer: str, prompt: str) -> None:
@@ -37,6 +39,10 @@ def test_the_prompt_in_an_answer(answer: str, prompt: str) -> None:
         ("f-string", "{a}", "{a} and {b}", "placeholders"),
         ("f-string", "{a}", 'answer as {"x": {a}}', "malformed"),
         ("f-string", "{a}", "{a.__class__}", "malformed"),
+        ("f-string", "{a}", "{a!z}", "malformed"),
+        ("f-string", "{a}", "Solve {a: the question}", "malformed"),
+        ("f-string", "{a}", "{a:>99999999999}", "malformed"),
+        ("f-string", "{a:.2f}", "{a:.2f} and {a:d}", "malformed"),
         ("f-string", "{a}", "<prompt>\n</prompt>", "empty"),
         ("jinja", "{{ a }}", "{% if a %}", "malformed"),
         ("jinja", "{{ a }}", "none", "placeholders"),
@@ -54,8 +60,11 @@ def test_a_rewrite_keeps_the_engine() -> None:
     made = rewrite_of(PromptTemplate(template="{{ a }}", engine="jinja"), "{% if a > 1 %}{{ a }}{% endif %}")
     assert made.format(a=2) == "2"
     assert rewrite_of(PromptTemplate(template="{a}"), 'as {{"x": {a}}}').format(a=2) == 'as {"x": 2}'
+    formatted = PromptTemplate(template="{a:.2f} {b!r}")
+    assert rewrite_of(formatted, "{a:.2f}, or {a}: {b!r}").format(a=0.5, b="x") == "0.50, or 0.5: 'x'"
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60), st.integers(0, 10**6))
 def test_whatever_a_prompt_and_a_transcript_say_is_quoted_as_it_is(text: str, variant: int) -> None:
     template = PromptTemplate(template="{{% raw %}}", engine="f-string")
@@ -75,6 +84,7 @@ def test_the_editor_is_told_what_to_keep() -> None:
     asked = edit_messages(PromptTemplate(template="{b} {a}"), "be short", 0)[1]["content"]
     assert "{a}, {b}" in asked
     assert "doubled" in asked
+    assert "{a:.2f}, {b!r}. Add" in edit_messages(PromptTemplate(template="{b!r} {a:.2f}"), "be short", 0)[1]["content"]
     jinja = edit_messages(PromptTemplate(template="{{ q }}", engine="jinja"), "x", 0)[1]["content"]
     assert "{{ q }}." in jinja
     assert "Jinja" in jinja

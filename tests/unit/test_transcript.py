@@ -108,6 +108,15 @@ def test_a_conversation_that_another_replaces_is_shown_whole() -> None:
     assert rl.transcript(finished).count("[user] two") == 2
 
 
+def test_a_conversation_of_the_same_shape_with_other_words_is_shown_whole() -> None:
+    finished = two_calls()
+    other = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "another"}, TOOL_CALL]
+    finished.spans[3] = call(4, [*other, {"role": "tool", "content": "3"}], {"role": "assistant", "content": "3"}, "solver", "c2")
+    shown = rl.transcript(finished)
+    assert "[user] another" in shown
+    assert "as before" not in shown
+
+
 def test_a_failure_is_told_with_its_trace() -> None:
     finished = make_finished(failure=Failure(kind="agent", error="ValueError: bad", trace="Traceback\n  line 3\n"))
     assert rl.transcript(finished).splitlines()[-5:] == [
@@ -138,6 +147,8 @@ async def test_a_runs_folder_is_read_and_printed(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "store.db"):
         assert [item.rollout.rollout_id for item in rl.read_rollouts(path)] == [first, second]
     assert [item.rollout.rollout_id for item in rl.read_rollouts(tmp_path, last=1)] == [second]
+    assert [item.rollout.rollout_id for item in rl.read_rollouts(tmp_path, last=9)] == [first, second]
+    assert rl.read_rollouts(tmp_path, last=0) == []
     assert [item.rollout.rollout_id for item in rl.read_rollouts(tmp_path, failed=True)] == [second]
     assert [item.rollout.input for item in rl.read_rollouts(tmp_path, rollout_ids=[first])] == [{"n": 1}]
     with pytest.raises(UnknownIdError, match="no rollout ro-missing"):

@@ -87,7 +87,9 @@ class APO(Algorithm):
         max_concurrent: int = 8,
         seed: int = 0,
     ) -> None:
-        if not hasattr(async_openai_client, "chat"):
+        from openai import OpenAI
+
+        if not hasattr(async_openai_client, "chat") or isinstance(async_openai_client, OpenAI):
             raise ConfigError(f"APO asks its models through an openai.AsyncOpenAI client, not {async_openai_client!r:.80}")
         self.client = async_openai_client
         self.served_model = served_model
@@ -170,7 +172,7 @@ class APO(Algorithm):
         datasets: dict[RolloutMode, Sequence[Any]] = {"train": train, "val": val}
         evaluator = Evaluator(
             self.get_store(), self.get_initial_resources() or {}, name, datasets, self.settings.rollout_batch_timeout,
-            self.get_adapter(), tell=(lambda finished: None) if side is None else side.tell,
+            self.get_adapter(), tell=(lambda finished: None) if side is None else side.tell, works=history.has_scores,
         )  # fmt: skip
         async with on_this_loop(self.client) as client:
             critic = Critic(client, self.settings)
@@ -227,7 +229,7 @@ def _keep(history: History, folder: Path | None) -> None:
     """Write what there is into the run directory."""
     if folder is not None:
         history.save(folder / RESULT_FILE)
-        (folder / BEST_FILE).write_text(history.best_candidate.template.template)
+        (folder / BEST_FILE).write_text(history.best_candidate.template.template, encoding="utf-8")
 
 
 def _draw(history: History, folder: Path | None) -> None:

@@ -16,6 +16,8 @@ from raylight.errors import CriticError
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+NO_COMPLETION = "answered with no chat completion (does the client's base_url end in /v1, or whatever its server wants?)"
+
 
 @contextlib.asynccontextmanager
 async def on_this_loop(client: AsyncOpenAI) -> AsyncIterator[AsyncOpenAI]:
@@ -56,6 +58,7 @@ class Critic:
 
         warmth = self._settings.diversity_temperature
         extra: dict[str, Any] = {} if warmth is None else {"temperature": warmth}
+        messages = [message | {"content": writable(message["content"])} for message in messages]
         try:
             reply = await self._client.chat.completions.create(model=model, messages=messages, **extra)  # type: ignore[arg-type]
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
@@ -65,12 +68,32 @@ class Critic:
             ) from error
         except openai.OpenAIError as error:
             raise RejectedEdit(f"{model!r} did not answer: {type(error).__name__}: {error}", "endpoint") from error
-        if not reply.choices:
-            raise RejectedEdit(f"{model!r} answered without a choice", "endpoint")
-        choice = reply.choices[0]
-        text = (choice.message.content or "").strip()
-        if choice.finish_reason == "length":
+        except ValueError as error:  # a body that is announced as JSON and is none
+            raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {error}", "endpoint") from error
+        text, ending = _answer(reply, model)
+        if ending == "length":
             raise RejectedEdit(f"the answer of {model!r} was cut off", "cut off", text)
         if not text:
             raise RejectedEdit(f"{model!r} gave an empty answer", "empty")
         return text
+
+
+def _answer(reply: Any, model: str) -> tuple[str, str | None]:
+    """The text of a reply and why it ended. The client takes whatever an endpoint sends for a completion, a web page too.
+
+    Raises:
+        RejectedEdit: it is no completion.
+    """
+    try:
+        choice = reply.choices[0]
+        content = choice.message.content
+        if not isinstance(content, str | None):
+            raise TypeError(f"its content is a {type(content).__name__}")
+    except (AttributeError, TypeError, LookupError) as error:
+        raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {reply!r:.200} ({error})", "endpoint") from error
+    return writable(content or "").strip(), choice.finish_reason
+
+
+def writable(text: str) -> str:
+    """The text without halves of surrogate pairs, which neither a request nor a file can hold."""
+    return text.encode(errors="replace").decode()

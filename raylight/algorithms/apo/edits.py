@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import string
 
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.history import RejectionKind
 from raylight.errors import PromptError, RaylightError
 
-_TAGGED = re.compile(r"<prompt>(?P<text>.*?)</prompt>", re.DOTALL)
+_TAGGED = re.compile(r"<prompt>(?P<text>(?:(?!<prompt>).)*?)</prompt>", re.DOTALL)
+_OPENED = re.compile(r".*<prompt>", re.DOTALL)
 _FENCED = re.compile(r"\A```[\w-]*\n(?P<text>.*)\n```\Z", re.DOTALL)
 
 
@@ -31,15 +33,17 @@ class RejectedEdit(RaylightError):
 
 
 def extract(answer: str) -> str:
-    """The prompt in an answer: between the last `<prompt>` and `</prompt>`, or all of it; without a fence around it."""
+    """The prompt in an answer: between the last `<prompt>` and `</prompt>`, or after a `<prompt>` that was left open, or all of it;
+    without a fence around it."""
     tagged = list(_TAGGED.finditer(answer))
-    text = (tagged[-1]["text"] if tagged else answer).strip()
+    text = (tagged[-1]["text"] if tagged else _OPENED.sub("", answer)).strip()
     fenced = _FENCED.match(text)
     return fenced["text"].strip() if fenced else text
 
 
 def rewrite_of(parent: PromptTemplate, answer: str) -> PromptTemplate:
-    """The rewritten prompt, which has exactly its parent's placeholders.
+    """The rewritten prompt, which has exactly its parent's placeholders, each plain or as its parent writes it: no other format is
+    known to fit what agents fill in.
 
     Raises:
         RejectedEdit: it is empty, cannot be filled, or lost or invented a placeholder.
@@ -57,4 +61,18 @@ def rewrite_of(parent: PromptTemplate, answer: str) -> PromptTemplate:
         lost, new = sorted(wanted - found), sorted(found - wanted)
         parts = [f"lost {', '.join(lost)}"] * bool(lost) + [f"asks for {', '.join(new)}, which nobody gives"] * bool(new)
         raise RejectedEdit(f"the rewritten prompt {' and '.join(parts)}", "placeholders", text)
+    if parent.engine == "f-string":
+        odd = fields(text) - fields(parent.template) - {f"{{{name}}}" for name in wanted}
+        if odd:
+            raise RejectedEdit(f"the rewritten prompt has {', '.join(sorted(odd))}: a format of its own", "malformed", text)
     return rewritten
+
+
+def fields(template: str) -> set[str]:
+    """The placeholders of an f-string template as they are written, with conversion and format."""
+    parts = string.Formatter().parse(template)
+    return {
+        f"{{{name}{f'!{conversion}' if conversion else ''}{f':{layout}' if layout else ''}}}"
+        for _, name, layout, conversion in parts
+        if name is not None
+    }

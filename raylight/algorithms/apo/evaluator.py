@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class Evaluator:
         datasets: tasks by mode.
         timeout: seconds after which the rollouts of a batch that are not over are cancelled.
         tell: given the rollouts of every batch, to tell of those that failed.
+        works: the agent is known to give rewards, so that a prompt is at fault where it gives none.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Evaluator:
         timeout: float,
         messages: TraceToMessages,
         tell: Callable[[list[FinishedRollout]], None] = lambda finished: None,
+        works: bool = False,
     ) -> None:
         self._store = store
         self._resources = resources
@@ -49,16 +52,16 @@ class Evaluator:
         self._timeout = timeout
         self._messages = messages
         self._tell = tell
-        self._works = False
-        """Whether any rollout did not fail."""
+        self._works = works
         self._resources_ids: dict[str, str] = {}
         """By the prompt's text."""
+        self._offering = asyncio.Lock()
 
     async def __call__(self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
         """Roll every task out once.
 
         Raises:
-            RolloutsFailedError: all were lost to the infrastructure, none gave a reward, or none ever did anything but fail.
+            RolloutsFailedError: all were lost to the infrastructure, or none has ever done anything but fail or give no reward.
         """
         resources_id = await self.offer(template)
         asked = [EnqueueRolloutRequest(input=self._datasets[mode][i], mode=mode, resources_id=resources_id) for i in tasks]
@@ -69,30 +72,39 @@ class Evaluator:
         finished = await self._store.collect(ids, with_spans=True)
         self._tell(finished)
         found = Evaluation([self._trial(item) for item in finished])
-        _must_say_something(found)
+        _must_be_there(found)
         self._must_work(found)
         return found
 
     async def offer(self, template: PromptTemplate) -> str:
         """Store the resources with this prompt, once; returns their id."""
-        if template.template not in self._resources_ids:
-            update = await self._store.add_resources(self._resources | {self._name: template})
-            self._resources_ids[template.template] = update.resources_id
-        return self._resources_ids[template.template]
+        async with self._offering:  # branches of one parent come at once
+            if template.template not in self._resources_ids:
+                update = await self._store.add_resources(self._resources | {self._name: template})
+                self._resources_ids[template.template] = update.resources_id
+            return self._resources_ids[template.template]
 
     async def settle_on(self, template: PromptTemplate) -> None:
         """Make the resources with this prompt the latest."""
         await self._store.update_resources(await self.offer(template), self._resources | {self._name: template})
 
     def _must_work(self, found: Evaluation) -> None:
-        """Raise RolloutsFailedError if the agent fails whatever it is asked: then no prompt is at fault."""
-        self._works = self._works or any(trial.ending in ("succeeded", "timed out") for trial in found.trials)
-        if not self._works:
-            errors = Counter(trial.error for trial in found.trials if trial.ending == "failed")
-            error, count = errors.most_common(1)[0]
+        """Raise RolloutsFailedError if the agent fails, or scores nothing, whatever it is asked: then no prompt is at fault."""
+        self._works = self._works or any(
+            trial.ending == "timed out" or (trial.ending == "succeeded" and trial.reward is not None) for trial in found.trials
+        )
+        if self._works:
+            return
+        errors = Counter(trial.error for trial in found.trials if trial.ending == "failed")
+        if not errors:
             raise RolloutsFailedError(
-                f"all {errors.total()} rollouts of the first batch failed, {count} of them with {error}; Trainer.dev() shows where"
+                f"none of {len(found.trials)} rollouts was scored: the agent returns None; return a float, or a dict of floats"
             )
+        error, count = errors.most_common(1)[0]
+        raise RolloutsFailedError(
+            f"{errors.total()} of the {len(found.trials)} rollouts of the first batch failed and none was scored, {count} of them "
+            f"with {error}; Trainer.dev() shows where"
+        )
 
     def _trial(self, item: FinishedRollout) -> Trial:
         failure = item.rollout.attempt.failure if item.rollout.attempt else None
@@ -118,16 +130,12 @@ def _ending(item: FinishedRollout) -> Ending:
     return "timed out" if failure.kind in ("timeout", "unresponsive") else "failed"
 
 
-def _must_say_something(found: Evaluation) -> None:
-    """Raise RolloutsFailedError if these rollouts say nothing of their prompt."""
+def _must_be_there(found: Evaluation) -> None:
+    """Raise RolloutsFailedError if all of these rollouts were lost, which says nothing of their prompt."""
     if all(trial.ending == "lost" for trial in found.trials):
         raise RolloutsFailedError(
             f"all {len(found.trials)} rollouts of a batch were lost: {found.trials[0].error or 'their attempts left no reason'}. "
             "fit(resume='auto') goes on with this round"
-        )
-    if all(trial.ending == "succeeded" and trial.reward is None for trial in found.trials):
-        raise RolloutsFailedError(
-            f"none of {len(found.trials)} rollouts was scored: the agent returns None; return a float, or a dict of floats"
         )
 
 

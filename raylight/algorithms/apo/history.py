@@ -98,6 +98,11 @@ class History(Record):
     def best_candidate(self) -> Candidate:
         return self.candidate(self.best)
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether anything was measured."""
+        return any(candidate.val_score is not None or candidate.batch_scores for candidate in self.candidates)
+
     def made_in(self, round: int) -> list[Candidate]:
         return [candidate for candidate in self.candidates if candidate.round == round]
 
@@ -120,7 +125,7 @@ class History(Record):
     def save(self, file: Path) -> None:
         """Write it as a whole, or not at all."""
         partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(self.model_dump_json(indent=2) + "\n")
+        partial.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         os.replace(partial, file)
 
     @classmethod
@@ -131,7 +136,7 @@ class History(Record):
             CheckpointError: it cannot be read, or is something else.
         """
         try:
-            return cls.model_validate_json(file.read_text())
+            return cls.model_validate_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
         except ValidationError as error:

@@ -6,6 +6,7 @@ Prompts and transcripts are quoted between tags and never formatted into, so tha
 from __future__ import annotations
 
 from raylight.agent.prompts import PromptTemplate
+from raylight.algorithms.apo.edits import fields
 
 CRITIC = (
     "You find out why a prompt for a language model gets low rewards. You are given the prompt, a template whose placeholders are "
@@ -72,9 +73,9 @@ def _quoted(template: PromptTemplate) -> str:
 
 def _rules(template: PromptTemplate) -> str:
     """What a rewrite must keep to."""
-    names = sorted(template.placeholders())
     jinja = template.engine == "jinja"
-    shown = ", ".join(f"{{{{ {name} }}}}" if jinja else f"{{{name}}}" for name in names)
+    names = sorted(f"{{{{ {name} }}}}" for name in template.placeholders()) if jinja else sorted(fields(template.template))
+    shown = ", ".join(names)
     syntax = (
         "It is a Jinja template." if jinja else "Braces mean placeholders: any other brace in the text must be doubled, {{ and }}."
     )

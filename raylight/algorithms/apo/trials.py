@@ -97,7 +97,10 @@ def _said(message: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    except (TypeError, ValueError):  # keys that JSON does not have, or a value within itself
+        return repr(value)
 
 
 def _short(text: str, most: int) -> str:

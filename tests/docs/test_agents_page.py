@@ -1,0 +1,75 @@
+"""What the page on agents shows of the store and of algorithms, run with a store in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from docs_snippets import DOCS, snippet
+
+import raylight as rl
+from raylight.semconv import ANNOTATION, reward_attributes
+
+PAGE = DOCS / "agents.md"
+
+
+async def serve(store: rl.StoreClient) -> None:
+    """A runner whose agent is rewarded with its task."""
+    while True:
+        rollout = await store.dequeue_rollout("runner", timeout=60.0)
+        assert rollout is not None
+        assert rollout.attempt is not None
+        reward = rl.Span.from_attributes(
+            name=ANNOTATION, attributes=dict(reward_attributes({"primary": float(rollout.input)})),
+            rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id,
+        )  # fmt: skip
+        await store.finish_attempt(rollout, "succeeded", None, [reward])
+
+
+@contextlib.asynccontextmanager
+async def runner(store: rl.StoreClient) -> AsyncIterator[None]:
+    serving = asyncio.create_task(serve(store))
+    try:
+        async with asyncio.timeout(20):
+            yield
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_the_algorithm_as_a_class(capsys: pytest.CaptureFixture[str]) -> None:
+    algorithm, store = snippet(PAGE, "algorithm").run({"rl": rl})["Evaluate"](), rl.StoreClient(rl.StoreService())
+    algorithm.set_store(store)
+    async with runner(store):
+        await algorithm.run(val_dataset=[1, 2, 6])
+    assert capsys.readouterr().out == "3.0\n"
+
+
+async def test_the_algorithm_as_a_function(capsys: pytest.CaptureFixture[str]) -> None:
+    algorithm, store = snippet(PAGE, "algo").run({"rl": rl})["best_of_two"], rl.StoreClient(rl.StoreService())
+    algorithm.set_store(store)
+    async with runner(store):
+        await algorithm.run([1, 2])
+    assert capsys.readouterr().out == "1 1.0\n2 2.0\n"
+    assert len(await store.query_rollouts()) == 4
+    with pytest.raises(TypeError, match="val_dataset"):
+        algorithm.run([1], [2])
+
+
+def test_a_store_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def fill() -> None:
+        service = rl.StoreService("outputs/quickstart/store.db")
+        store = rl.StoreClient(service)
+        async with runner(store):
+            queued = await store.enqueue_rollout(5)
+            await store.wait_for_rollouts(rollout_ids=[queued.rollout_id])
+        await service.close()
+
+    monkeypatch.chdir(tmp_path)
+    Path("outputs/quickstart").mkdir(parents=True)
+    asyncio.run(fill())
+    snippet(PAGE, "store").run()
+    assert capsys.readouterr().out == "5 5.0\n[]\n[]\n"

@@ -1,0 +1,80 @@
+"""Every Python block of every page is Python, and what it takes from raylight is there: names, and the arguments that they take."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs_snippets import DOCS, Snippet, snippets
+from pydantic import BaseModel
+
+import raylight as rl
+
+ROOT = DOCS.parent
+PAGES = sorted(
+    page for page in [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md")]
+    if DOCS / "api" not in page.parents and "```python\n" in page.read_text()
+)  # fmt: skip
+METHODS = {
+    name: method for cls in (rl.Trainer, rl.StoreClient, rl.LLM, rl.APO)
+    for name, method in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")
+}  # fmt: skip
+"""What `trainer`, `store`, `llm` and `apo` can do, by name."""
+
+
+def arguments(called: Any) -> set[str] | None:
+    """Names that it takes by keyword; None if it takes any."""
+    if inspect.isclass(called) and issubclass(called, BaseModel):
+        return {*called.model_fields} | ({"name"} if called is rl.LLM else set())  # another word for `model`
+    parameters = inspect.signature(called).parameters.values()
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+
+
+def called_by(call: ast.Call, known: dict[str, Any]) -> tuple[str, Any] | None:
+    """What of raylight a call is of, if the block shows it."""
+    match call.func:
+        case ast.Attribute(ast.Name("rl"), name):
+            return f"rl.{name}", getattr(rl, name, None)
+        case ast.Name(name) if name in known:
+            return name, known[name]
+        case ast.Attribute(ast.Name("trainer" | "store" | "llm" | "apo") as owner, name) if name in METHODS:
+            return f"{owner.id}.{name}", METHODS[name]
+        case ast.Attribute(ast.Call(ast.Attribute(ast.Name("rl"), "Trainer")), name):
+            return f"Trainer.{name}", getattr(rl.Trainer, name, None)
+    return None
+
+
+def wrong(block: Snippet) -> Iterator[str]:
+    tree = ast.parse(block.code)
+    bare = {name: getattr(rl, name) for name in rl.__all__ if inspect.isclass(getattr(rl, name))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rl":
+            if node.attr not in rl.__all__:
+                yield f"{block}: there is no rl.{node.attr}"
+        elif isinstance(node, ast.Call) and (called := called_by(node, bare)) and called[1] is not None:
+            takes = arguments(called[1])
+            for keyword in node.keywords:
+                if takes is not None and keyword.arg is not None and keyword.arg not in takes:
+                    yield f"{block}: {called[0]} takes no {keyword.arg}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_are_python_and_name_what_there_is(page: Path) -> None:
+    assert [line for block in snippets(page) for line in wrong(block)] == []
+
+
+def test_what_is_wrong(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nrl.Trainr()\nrl.Trainer(n_runner=2, n_runners=1).fit(agents=1)\nGRPO(model='m', rate=1)\n"
+        "trainer.fit(a, data=1)\nstore.wait_for_rollouts(rollout_ids=[], seconds=1)\nother(x=1)\nrl.rollout(judge=1)\n```\n"
+    )
+    (block,) = snippets(page)
+    assert sorted(line.partition(": ")[2] for line in wrong(block)) == [
+        "GRPO takes no rate", "Trainer.fit takes no agents", "rl.Trainer takes no n_runner",
+        "store.wait_for_rollouts takes no seconds", "there is no rl.Trainr", "trainer.fit takes no data",
+    ]  # fmt: skip
