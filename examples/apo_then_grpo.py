@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,14 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/apo_then_grpo"))
     parser.add_argument("--debug", action="store_true", help="run the agent on one sample and print everything recorded of it")
     args = parser.parse_args()
+    try:
+        run(args)
+    except rl.RaylightError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, optimise the prompt, train, and print how far each came."""
     train, val = additions(0)
     prompt = {"prompt_template": SEED}
 

@@ -11,7 +11,8 @@ MAX_ANSWER = 2000
 HASHES = re.compile(r"(?<!#)###(?!#)[ \t]*([^\n#]+)")
 ANSWER_TAG = re.compile(r"###\s*ANSWER:\s*(.+?)\s*(?:###|$)", re.IGNORECASE | re.MULTILINE)
 FOUR_HASHES = re.compile(r"####[ \t]*([^\n#]+)")
-NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|-?\.\d+")
+NUMBER = re.compile(r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)")
+"""In 20-25 and x-5 there is no sign."""
 
 
 @dataclass(frozen=True)

@@ -32,19 +32,28 @@ OUT_OF_LIMITS = 3
 
 OPTION = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
 CHOSEN = re.compile(r"(?:option|answer)?\W*([A-Ea-e])(?:\W.*)?", re.IGNORECASE | re.DOTALL)
+DIGITS = r"(?:\d{1,3}(?:[,_]\d{2,3})*[,_]\d{3}|\d+)(?:\.\d+)?"
+"""With commas where they part thousands; 1,2 is no 12."""
+SCALES = {"dozen": 12.0, "hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9}
 NUMBER = re.compile(
-    r"[$€£]?\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?:(?P<whole>\d+)\s+)?(?P<number>\d[\d,_]*(?:\.\d+)?|\.\d+)(?P<exponent>[eE][-+]?\d{1,3})?"
-    r"(?:\s*/\s*(?P<below>\d[\d,_]*(?:\.\d+)?))?\s*(?P<percent>%|percent)?(?:\s*[A-Za-zµ°²³$€£]+\.?){0,3}\.?"
+    rf"[$€£]?\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?:(?P<whole>\d+)\s+)?(?P<number>{DIGITS}|\.\d+)(?P<exponent>[eE][-+]?\d{{1,3}})?"
+    rf"(?:\s*/\s*(?P<below>{DIGITS}))?\s*(?:(?P<percent>%|percent)|(?P<scale>{'|'.join(SCALES)})\b)?"
+    r"(?!\s*[abknpqxyz]\.?$)(?:\s*[A-Za-zµ°²³$€£]+\.?){0,3}\.?"  # 5x is no number with a unit
 )
 ASSIGNED = re.compile(r"^\s*[A-Za-z]\w*\s*=(?!=)\s*")
 LATEX = (
     (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"((\1)/(\2))"),
     (re.compile(r"\\sqrt\{([^{}]*)\}"), r"sqrt(\1)"),
     (re.compile(r"\\(?:times|cdot)"), "*"),
     (re.compile(r"\\(?:left|right|[,;!])"), ""),
     (re.compile(r"\\pi"), "pi"),
 )
+
+LATEX_DEPTH = 4
+"""How deep it may be nested."""
 
 T = TypeVar("T")
 Leaf = Callable[[ast.expr, ast.expr], bool]
@@ -86,8 +95,9 @@ def bare(text: str) -> str:
     text = text.removeprefix(r"\(").removesuffix(r"\)")
     if text.startswith("$") and text.endswith("$") and len(text) > 1:
         text = text.strip("$")
-    for written, meant in LATEX:
-        text = written.sub(meant, text)
+    for _ in range(LATEX_DEPTH):
+        for written, meant in LATEX:
+            text = written.sub(meant, text)
     return text.removesuffix(".").strip()
 
 
@@ -98,7 +108,8 @@ def chosen_option(text: str) -> str | None:
 
 
 def number(text: str) -> tuple[float, ...] | None:
-    """What a text that is one number may mean: 1,234.5, 3/4, 1 1/2, $12, 6e3, 42 apples; 25% is 25 and 0.25. None if it is none."""
+    """What a text that is one number may mean: 1,234.5, 3/4, 1 1/2, $12, 6e3, 42 apples; 25% is 25 and 0.25, 5 million is 5 and
+    5,000,000. None if it is none."""
     found = NUMBER.fullmatch(text.strip()) if len(text) <= 100 else None
     if found is None or (found["whole"] and not found["below"]):
         return None
@@ -111,7 +122,8 @@ def number(text: str) -> tuple[float, ...] | None:
     if not math.isfinite(value):
         return None
     value = -value if found["sign"] == "-" else value
-    return (value, value / 100) if found["percent"] else (value,)
+    scale = 0.01 if found["percent"] else SCALES.get(found["scale"])
+    return (value,) if scale is None else (value, value * scale)
 
 
 def close(expected: float, given: float) -> bool:
@@ -134,7 +146,10 @@ def equal_values(given: ast.expr, expected: ast.expr) -> bool:
         return False  # a word where a number is expected
     if names(given) or names(expected):
         raise NeedsSympy
-    return close(float(evaluate(expected)), float(evaluate(given)))
+    try:
+        return close(float(evaluate(expected)), float(evaluate(given)))
+    except OverflowError:
+        raise ExpressionError("a number is too large to be compared") from None
 
 
 def same(given: ast.expr, expected: ast.expr, leaf: Leaf) -> bool:

@@ -92,7 +92,7 @@ def main() -> None:
     given, expected = json.load(sys.stdin)
     try:
         found = same(parse(given, containers=True), parse(expected, containers=True), equal)
-    except (ExpressionError, MemoryError, RecursionError, ArithmeticError, TypeError) as error:
+    except (ValueError, MemoryError, RecursionError, ArithmeticError, TypeError, NotImplementedError) as error:  # also sympy's own
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(OUT_OF_LIMITS)
     print(json.dumps(found))

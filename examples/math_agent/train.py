@@ -84,10 +84,25 @@ def run(args: argparse.Namespace) -> None:
         train(args, settings)
 
 
+def read_questions(path: Path, limit: int | None = None) -> list[Any]:
+    """The tasks of a file.
+
+    Raises:
+        rl.errors.DatasetError: it cannot be read, or a line lacks what the agent reads.
+    """
+    tasks = read_tasks(path, limit)
+    for place, task in enumerate(tasks, 1):
+        if not isinstance(task, dict) or not all(isinstance(task.get(key), str) for key in ("question", "result")):
+            raise rl.errors.DatasetError(
+                f'{path}: task {place} must have texts for question and result, such as "result": "42"; it is {task!r:.100}'
+            )
+    return tasks
+
+
 def train(args: argparse.Namespace, settings: MathSettings) -> None:
     """Train the model, and print how far it came."""
     config = verl_config(args.model, "vllm" if uses_vllm(args.engine) else "hf")
-    tasks, val = (read_tasks(args.data / f"{split}.jsonl") for split in ("train", "val"))
+    tasks, val = (read_questions(args.data / f"{split}.jsonl") for split in ("train", "val"))
     if args.fast:
         config, val = shortened(config, FAST_STEPS), val[:2]
     trainer = rl.Trainer(
@@ -100,7 +115,7 @@ def train(args: argparse.Namespace, settings: MathSettings) -> None:
 
 def score(args: argparse.Namespace, settings: MathSettings) -> None:
     """Score the model on the test questions, or print the trace of one."""
-    tasks = read_tasks(args.data / "test.jsonl", 1 if args.debug else 2 if args.fast else None)
+    tasks = read_questions(args.data / "test.jsonl", 1 if args.debug else 2 if args.fast else None)
     folder: Path | None = args.output_dir or (Path("outputs/math_agent/debug") if args.debug else None)
     trainer = rl.Trainer(
         engine=_engine(args),

@@ -4,7 +4,8 @@
 
 - completion: the share of the task's specifications that the design meets, in the numbers that get_result gave. The design is the
   simulation that the answer names, or else the last that converged; it must keep the feeds and the property package of the task.
-- efficiency: 1 within the task's budget of tool calls, then budget / calls; a failed call counts twice. 0 if nothing converged.
+- efficiency: 1 within the task's budget of tool calls, then budget / calls; a failed call counts twice. 0 if there is no such
+  design: a simulation of something else is no thrift.
 - quality: how near the numbers of the answer are to the reference's: 1 within 1%, 0 from 10%, and linear in between.
 """
 
@@ -81,10 +82,11 @@ def grade(task: dict[str, Any], spans: Iterable[SpanLike]) -> Grade:
     design = answer.get("run_id")
     if not isinstance(design, str) or design not in converged:
         design = next(reversed(converged), None)
+    fits = design is not None and keeps_feeds(task, read_flowsheet(converged[design]))
     charged = max(len(calls) + failed, 1)
     return Grade(
-        completion=_completion(task, design, converged, calls),
-        efficiency=min(1.0, task["budget"] / charged) if converged else 0.0,
+        completion=_completion(task, design, calls) if fits else 0.0,
+        efficiency=min(1.0, task["budget"] / charged) if fits else 0.0,
         quality=_quality(task["asked"], answer.get("values")),
         calls=len(calls),
         failed=failed,
@@ -103,9 +105,7 @@ def tool_calls(spans: Iterable[SpanLike]) -> list[ToolCall]:
     return found
 
 
-def _completion(task: dict[str, Any], design: str | None, converged: dict[str, Any], calls: list[ToolCall]) -> float:
-    if design is None or not keeps_feeds(task, read_flowsheet(converged[design])):
-        return 0.0
+def _completion(task: dict[str, Any], design: str | None, calls: list[ToolCall]) -> float:
     numbers: dict[str, Any] = {}
     for call in calls:
         if call.name == "get_result" and call.arguments.get("run_id") == design and not call.failed:

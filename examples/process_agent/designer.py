@@ -16,6 +16,7 @@ from examples.process_agent.flowsheets.local import URL_VARIABLE
 
 MAX_CALLS = 20
 """Calls of tools in a rollout; then the model has to answer."""
+NONE_LEFT = '{"error": {"code": "no_calls_left", "message": "there are no tool calls left; answer now"}}'
 SAMPLING: dict[str, Any] = {"max_tokens": 2048}
 PROMPT = """You are a process engineer. You design flowsheets with a simulator and report numbers from it.
 
@@ -67,6 +68,7 @@ async def converse(client: AsyncOpenAI, llm: rl.LLM, messages: list[Any], toolbo
         messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
         if not message.tool_calls or choice == "none":
             return message.content or ""
-        for call in message.tool_calls:
-            result = await toolbox.call(call.function.name, call.function.arguments)
+        for call in message.tool_calls:  # which may be many at once
+            left = len(toolbox.spans) < MAX_CALLS
+            result = await toolbox.call(call.function.name, call.function.arguments) if left else NONE_LEFT
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

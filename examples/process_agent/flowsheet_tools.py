@@ -108,11 +108,13 @@ class Toolbox:
             if not isinstance(paths, list) or not all(isinstance(text, str) and text.isascii() for text in (run_id, *paths)):
                 raise BadCallError("get_result takes run_id, a string, and paths, a list of strings")
             return await self._ask("GET", f"/simulations/{quote(str(run_id), safe='')}", params=[("path", path) for path in paths])
-        raise BadCallError(f"there is no tool {name!r}; there are {', '.join(TOOL_NAMES)}")
+        raise BadCallError(f"there is no tool {name!r:.100}; there are {', '.join(TOOL_NAMES)}")
 
     async def _ask(self, method: str, path: str, **content: Any) -> Any:
         try:
             answer = await self._client.request(method, path, **content)
+        except httpx2.InvalidURL as error:  # longer than a URL may be
+            raise BadCallError(f"the run_id or the paths cannot be asked for: {error}") from None
         except httpx2.HTTPError as error:
             raise SimulatorUnavailableError(f"the simulator at {self._client.base_url} failed: {error!r}") from error
         if answer.status_code >= 500:

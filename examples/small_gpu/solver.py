@@ -21,7 +21,7 @@ PROMPTS = {
     "plain": "{question}",
 }
 """cot asks for a chain of thought; plain is for a model that answers with the number at once."""
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 WELL_FORMED = 0.1
 """Reward of an answer in the right form that is wrong: it gives a model that forgets the form something to learn from."""
 TOLERANCE = 1e-4
@@ -87,7 +87,7 @@ def read_number(text: str, prompt: str) -> float | None:
         _, marker, text = text.rpartition(MARKER)
         if not marker:
             return None
-    found = NUMBER.fullmatch(text.strip().strip("$").rstrip("."))
+    found = NUMBER.fullmatch(text.replace("\N{MINUS SIGN}", "-").strip().strip("$").rstrip("."))
     return float(found[0].replace(",", "")) if found else None
 
 

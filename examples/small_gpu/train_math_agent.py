@@ -56,14 +56,19 @@ def debug(args: argparse.Namespace) -> None:
     rl.print_traces(args.output_dir / "debug", full=True)
 
 
-def train(args: argparse.Namespace) -> None:
-    train_tasks, val_tasks = training_questions(args.data)
-    algorithm = rl.MiniGRPO(
+def algorithm(args: argparse.Namespace) -> rl.MiniGRPO:
+    return rl.MiniGRPO(
         model=args.model, n_steps=args.iterations, tasks_per_step=args.tasks_per_step, group_size=args.group_size, lr=args.lr,
         max_model_len=args.max_new_tokens + ROOM_FOR_PROMPT, max_new_tokens=args.max_new_tokens, memory_limit_gb=args.memory_gb,
         max_concurrent=16, val_every=args.val_every, save_every=args.val_every, seed=args.seed,
     )  # fmt: skip
-    trainer = rl.Trainer(algorithm=algorithm, hooks=NumberReward(args.prompt), n_runners=args.n_runners, output_dir=args.output_dir)
+
+
+def train(args: argparse.Namespace) -> None:
+    train_tasks, val_tasks = training_questions(args.data)
+    trainer = rl.Trainer(
+        algorithm=algorithm(args), hooks=NumberReward(args.prompt), n_runners=args.n_runners, output_dir=args.output_dir
+    )
     trainer.fit(MathSolver(args.prompt, args.max_new_tokens), train_tasks, val_dataset=val_tasks)
 
 

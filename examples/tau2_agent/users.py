@@ -16,6 +16,8 @@ END = "[[END]]"
 PATIENCE = 8
 """What a user says at most, the opening included."""
 MAX_TOKENS = 256
+FURTHER = re.compile(r"[^.!?\n]*\b(?:anything|something|any) (?:else|more|other|further)\b[^.!?\n]*\?", re.IGNORECASE)
+"""An offer of further help, which is no question to a scripted user: a yes to it would ask for nothing."""
 
 PROMPT = """You are a customer who writes to a help desk, and the other one is its assistant. Keep to your part: do not answer as \
 the desk, and do not mention these instructions.
@@ -43,7 +45,7 @@ class ScriptedUser:
     """Follows a person's script, without a model.
 
     An answer of the script is given once, to the first message in which its pattern is found. Any other question is answered by the
-    e-mail address if it asks for that, and else by a yes; after anything else the user is done.
+    e-mail address if it asks for that, and else by a yes; after anything else, or an offer of further help, the user is done.
 
     Raises:
         ConfigError: the person has no script.
@@ -68,7 +70,7 @@ class ScriptedUser:
             if re.search(pattern, heard, re.IGNORECASE):
                 self._left.remove((pattern, text))
                 return text
-        if "?" not in heard:
+        if "?" not in FURTHER.sub("", heard):
             return None
         if re.search(r"e-?mail", heard, re.IGNORECASE):
             return f"It is {self._person.email}."

@@ -13,18 +13,29 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(*arguments: str) -> str:
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"RAY_ADDRESS": "local"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "examples/apo_then_grpo.py", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280,
         check=False,
     )  # fmt: skip
+
+
+def run(*arguments: str) -> str:
+    done = start(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_help() -> None:
     assert "--critic-url" in run("--help")
+
+
+def test_a_model_that_is_not_there_is_told_in_a_line(tmp_path: Path) -> None:
+    done = start("--model", "/no/such/model", "--output-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ModelNotFoundError: there is no model folder /no/such/model"
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from math_helpers import SERVER, Script, ScriptedModel, calling, logging_command
 
 import raylight as rl
 from examples.math_agent import calculator as module
+from examples.math_agent.agent import math_agent
+from examples.math_agent.answers import EXTRACTORS
 from examples.math_agent.calculator import CalculatorError, calculator, close_all
 from examples.math_agent.clients import CLIENTS, find_client
 from examples.math_agent.config import CALCULATOR_COMMAND, MathSettings
@@ -131,6 +133,20 @@ async def test_sampling_parameters_and_instructions_reach_the_model(client: str)
         assert request.get("max_tokens", request.get("max_completion_tokens")) == 64
         assert "###" in text_of(request["messages"][0])
         assert request["messages"][0]["role"] == "system"
+
+
+MARKED = {"hashes": "### 42", "answer_tag": "### ANSWER: 42 ###", "four_hashes": "#### 42", "last_number": "Six times 7 is 42."}
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+async def test_the_agent_asks_for_and_reads_the_mark_of_its_settings(extractor: Any) -> None:
+    with ScriptedModel(lambda messages, tools: {"content": MARKED[extractor]}) as model:
+        llm, task = rl.LLM(endpoint=model.url, model="scripted"), {"question": QUESTION, "result": "42"}
+        assert await math_agent(task, llm, MathSettings(extractor=extractor)) == 1.0
+        other: Any = "four_hashes" if extractor != "four_hashes" else "hashes"
+        assert await math_agent(task, llm, MathSettings(extractor=other)) == 0.0
+    told = [text_of(request["messages"][0]) for request in model.requests]
+    assert [EXTRACTORS[name].instruction in text for name, text in zip((extractor, other), told, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("client", CLIENTS)

@@ -23,7 +23,8 @@ from examples.math_agent.prompts import instructions
         ("answer_tag", "### ANSWER: 1 ###\n### ANSWER: 2 ###", "2"),
         ("four_hashes", "because\n#### 1,200", "1,200"), ("four_hashes", "### 5", None),
         ("last_number", "3 of 4 are 75%", "75"), ("last_number", "it costs $1,234.50.", "1,234.50"),
-        ("last_number", "-2.5e3", "-2.5e3"),
+        ("last_number", "-2.5e3", "-2.5e3"), ("last_number", "= -.5", "-.5"), ("last_number", "it is \u22127", "\u22127"),
+        ("last_number", "20-25", "25"), ("last_number", "x-5", "5"),
         ("last_number", "none", None),
         ("hashes", "### " + "9" * (MAX_ANSWER + 1), None),
     ],
@@ -52,8 +53,12 @@ def test_what_the_model_is_told_is_what_is_found(extractor: str) -> None:
         ("25", "0.25", False), ("42 apples", "42", True), ("6e3", "6000", True), ("\N{MINUS SIGN}5", "-5", True), ("0", "0", True),
         ("0.001", "0", False), ("2*21", "42", True), ("sqrt(2)", "1.414", True), ("x = 5", "5", True), ("**5**", "5", True),
         ("1/0", "1", False), ("forty-two", "42", False), ("nan", "5", False), ("inf", "5", False), ("1_000", "1000", True),
+        ("1,2", "12", False), ("1,00,000", "100000", True), ("5x", "5", False), ("5", "5x", False), ("5 y", "5x", False),
+        ("5 m", "5", True), ("5 million", "5000000", True), ("5 million", "5", True), ("2 dozen eggs", "24", True),
         # LaTeX
         (r"\frac{1}{2}", "0.5", True), (r"\boxed{12}", "12", True), (r"$\sqrt{4}$", "2", True), (r"3 \times 4", "12", True),
+        (r"\boxed{\text{B}}", "B", True), (r"25\%", "0.25", True), (r"\$12", "12", True), (r"12\text{ km}", "12", True),
+        (r"\frac{\sqrt{4}}{2}", "1", True), (r"\sqrt{\frac{1}{4}}", "0.5", True),
         # containers
         ("[1, 2]", "[1, 2]", True), ("(1, 2)", "[1, 2]", True), ("[2, 1]", "[1, 2]", False), ("[1, 2, 3]", "[1, 2]", False),
         ("{2, 1}", "{1, 2}", True), ("{1, 1}", "{1, 2}", False), ("{100, 100.9}", "{100.5, 101.5}", True),
@@ -78,6 +83,7 @@ async def test_what_is_right(answer: str | None, expected: str, right: bool) -> 
         ("[" * 99 + "]" * 99, "[1]"), ("__import__('os')._exit(0)", "x"), ("x.__class__", "x"), ("factorial(x**99)*9**9**9", "x"),
         ("{" + ",".join(map(str, range(70))) + "}", "{" + ",".join(map(str, range(1, 71))) + "}"), ("$" * 50_000, "1"),
         ("1" + " " * 50_000 + "a", "1"), ("1 " * 1000, "1"),
+        ("10**400", "5"), ("[10**400]", "[5]"), ("1" + "0" * 330, "5"), ("factorial(300)", "5"), ("max(x, sqrt(-1))", "x"),
     ],
 )  # fmt: skip
 async def test_a_hostile_answer_is_wrong_in_no_time(answer: str, expected: str) -> None:

@@ -97,6 +97,7 @@ def test_the_baseline_measures_every_split(model: ScriptedModel, endpoint: str, 
     assert all(len(request["tools"]) == 3 for request in model.requests)
 
 
+@pytest.mark.slow
 def test_a_rewritten_prompt_is_found_by_its_score(model: ScriptedModel, endpoint: str, tmp_path: Path) -> None:
     done = train(
         tmp_path, "--endpoint", endpoint, "--algorithm", "prompt_opt", "--rounds", "1", "--candidates", "2", "--use-validation",
@@ -195,6 +196,7 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
     (("--endpoint", "http://127.0.0.1:9/v1"), {"SIMULATOR_URL": "http://127.0.0.1:9"}, 1, "no simulator answers at SIMULATOR_URL"),
     (("--algorithm", "prompt_opt", "--mode", "dev"), {}, 2, "prompt_opt is no fast algorithm"),
     (("--algorithm", "apo"), {}, 2, "invalid choice: 'apo'"),
+    (("--algorithm", "prompt_opt", "--candidates", "0"), {}, 2, "--candidates at least 1"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_message(args: tuple[str, ...], env: dict[str, str], code: int, says: str, tmp_path: Path) -> None:
     done = train(tmp_path, *args, **env)

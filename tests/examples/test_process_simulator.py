@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,36 @@ def test_the_service_tells_what_is_wrong(service: httpx2.Client) -> None:
     path = service.get(f"/simulations/{good}", params={"path": "streams.oil.colour"})
     assert "streams.oil has T_K, P_bar" in path.json()["error"]["message"]
     assert service.get("/simulations/run-none").status_code == 404
+
+
+@pytest.mark.parametrize("composition", [
+    {"propane": 1e308, "n-pentane": 1e308}, {"propane": 1e-320, "n-pentane": 1}, {"propane": 1, "\ud800": 1}, {"propane": 1, "": 0},
+    {"propane": -1, "n-pentane": 2}, {"propane": 0}, {"propane": "much"}, {"x" * 100_000: 1}, {"\u6c34": 1}, {}, [], None,
+])  # fmt: skip
+def test_no_composition_breaks_the_service(composition: Any, service: httpx2.Client) -> None:
+    """What breaks it would end a run, as a simulator that failed."""
+    example = service.get("/schema").json()["example"]
+    example["feeds"]["feed"]["composition"] = composition
+    for components in (example["components"], list(composition or [])):
+        answer = service.post("/simulations", content=json.dumps(example | {"components": components}))
+        assert answer.status_code in (200, 422)
+        assert len(answer.content) < 5000
+
+
+def test_simulations_at_once_do_not_mix(service: httpx2.Client) -> None:
+    """Each result belongs to its flowsheet, whoever else asks meanwhile."""
+    example = service.get("/schema").json()["example"]
+
+    def gas(T: float) -> dict[str, Any]:
+        units = {"drum": example["units"]["drum"] | {"T_K": T}}
+        run_id = service.post("/simulations", json=example | {"units": units}).json()["run_id"]
+        return service.get(f"/simulations/{run_id}").json()["streams"]["gas"]
+
+    temperatures = [310.0 + 2 * i for i in range(16)]
+    one_by_one = [gas(T) for T in temperatures]
+    assert len({stream["flow_kmol_h"] for stream in one_by_one}) == len(temperatures)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(gas, temperatures * 3)) == one_by_one * 3
 
 
 def test_a_simulator_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

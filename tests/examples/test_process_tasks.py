@@ -9,12 +9,16 @@ from typing import Any
 
 import httpx2
 import pytest
-from process_helpers import DEFINITIONS, look
+from openai import AsyncOpenAI
+from process_helpers import DEFINITIONS, look, serving, tool_call
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 import raylight as rl
 from examples.process_agent.design_reward import ANSWER, Grade, grade, read_answer
 from examples.process_agent.design_tasks import load_tasks, make_tasks
-from examples.process_agent.designer import PROMPT, design
+from examples.process_agent.designer import MAX_CALLS, PROMPT, converse, design
 from examples.process_agent.flowsheet_tools import Toolbox
 from examples.process_agent.flowsheets.local import SimulatorUnavailableError, simulator
 
@@ -107,7 +111,15 @@ async def test_another_feed_is_another_task(toolbox: Toolbox) -> None:
     changed = json.loads(json.dumps(definition["reference"]))
     changed["feeds"]["feed"]["T_K"] += 5
     answer = await solved(toolbox, changed, definition["asked"])
-    assert graded(task, toolbox, answer).completion == 0.0
+    found = graded(task, toolbox, answer)
+    assert (found.completion, found.efficiency) == (0.0, 0.0)
+
+
+async def test_a_simulation_of_something_else_earns_nothing(toolbox: Toolbox) -> None:
+    """Such as the schema's example, which always converges."""
+    example = (await use(toolbox, "get_schema"))["example"]
+    answer = await solved(toolbox, example, {"gas_kmol_h": "streams.gas.flow_kmol_h"})
+    assert graded(TASKS[EASY], toolbox, answer).reward == pytest.approx(0.0, abs=1e-6)
 
 
 async def test_the_design_is_the_one_that_the_answer_names(toolbox: Toolbox) -> None:
@@ -160,6 +172,9 @@ def test_the_last_object_of_a_message_is_the_answer() -> None:
     ("get_result", '{"run_id": "a b\\u0000"}', "there is no simulation"),
     ("get_result", '{"run_id": "\\ud800"}', "takes run_id"),
     ("get_result", '{"run_id": "run-none"}', "there is no simulation 'run-none'"),
+    ("get_result", f'{{"run_id": "{"x" * 100_000}"}}', "cannot be asked for"),
+    ("get_result", f'{{"run_id": "x", "paths": ["{"x" * 100_000}"]}}', "cannot be asked for"),
+    ("get_result", f'{{"run_id": "x", "paths": ["{"x" * 60_000}"]}}', "there is no simulation"),
     ("shell", "{}", "there is no tool 'shell'"),
 ])  # fmt: skip
 async def test_bad_calls_are_told_to_the_model(name: str, arguments: str, says: str, toolbox: Toolbox) -> None:
@@ -171,6 +186,26 @@ async def test_a_flowsheet_written_as_text_is_read(toolbox: Toolbox) -> None:
     definition = DEFINITIONS[EASY]
     answer = await solved(toolbox, json.dumps(definition["reference"]), definition["asked"])
     assert graded(TASKS[EASY], toolbox, answer).reward == pytest.approx(1.0)
+
+
+async def test_many_calls_at_once_are_no_more_than_allowed(toolbox: Toolbox) -> None:
+    heard: list[Any] = []
+
+    async def respond(request: Request) -> JSONResponse:
+        body = await request.json()
+        heard.append(body)
+        calls = [tool_call("get_schema", {}, i)["tool_calls"][0] for i in range(MAX_CALLS + 5)]
+        done = body["tool_choice"] == "none"
+        message = {"role": "assistant", "content": "done" if done else None} | ({} if done else {"tool_calls": calls})
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return JSONResponse({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+    with serving(Route("/v1/chat/completions", respond, methods=["POST"])) as url:
+        async with AsyncOpenAI(base_url=url, api_key="key") as client:
+            said = await converse(client, rl.LLM(endpoint=url, model="m"), [], toolbox)
+    assert said == "done"
+    assert len(toolbox.spans) == MAX_CALLS
+    assert sum("no_calls_left" in message["content"] for message in heard[1]["messages"] if message["role"] == "tool") == 5
 
 
 async def test_a_simulator_that_is_gone_is_no_fault_of_the_model() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import raylight as rl
+from examples.small_gpu import benchmark, train_math_agent
 from examples.small_gpu.make_problems import DATA, make_problems
 from examples.small_gpu.questions import benchmark_questions, training_questions
 from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward, is_right, read_number
 from raylight.agent.hooks import HookSet
+from raylight.algorithms.minigrpo.memory import account_of
 from raylight.types import Rollout, Span
 
 
@@ -57,6 +59,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     ("3 + 4 = 7\n#### 7", "cot", 7.0),
     ("#### 1\nno:\n#### 1,200.50", "cot", 1200.5),
     ("so #### $-3.", "cot", -3.0),
+    ("#### \N{MINUS SIGN}3", "cot", -3.0),
+    ("#### 1,2", "cot", None),
     ("7", "cot", None),
     ("#### seven", "cot", None),
     ("#### 7 apples", "cot", None),
@@ -97,3 +101,21 @@ def test_the_agent_and_its_prompts() -> None:
     MathSolver().check({"llm": rl.LLM(model="m")}, ("train", "val"))
     for template in PROMPTS.values():
         assert template.format(question="2+2=").endswith("2+2=")
+
+
+def test_the_defaults_are_50_iterations_within_4_gb() -> None:
+    args = train_math_agent.parse(["--model", "m"])
+    assert (args.iterations, args.prompt, args.debug) == (50, "cot", False)
+    assert args.memory_gb < 4
+    assert benchmark.parse(["--model", "m"]).prompt == args.prompt
+
+    import torch
+    from transformers import Qwen2Config
+
+    shape = Qwen2Config(  # Qwen2.5-0.5B, which the README takes
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+    )  # fmt: skip
+    needed = account_of(shape, train_math_agent.algorithm(args).settings, torch.bfloat16)
+    assert needed.weights == pytest.approx(0.99e9, rel=0.02)
+    assert needed.peak < args.memory_gb * 1e9

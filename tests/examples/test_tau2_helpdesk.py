@@ -63,7 +63,7 @@ def test_what_is_less_is_worth_less(task: dict[str, Any]) -> None:
     facts = len(task["expected"]["facts"])
     silent = played().grade(conversation("Good bye."))
     assert silent == {"reward": 0.0, "database": 1.0, "facts": 0.0}
-    assert HelpDesk().open(task).grade(conversation(facts_told(task)))["reward"] == float(not task["expected"]["changes"])
+    assert HelpDesk().open(task).grade(conversation(facts_told(task)))["reward"] == 0.0  # also where the policy tells the facts
     first = task["expected"]["facts"][0].split("|")[0]
     assert played().grade(conversation(f"It is {first}."))["reward"] == pytest.approx(1 / facts)
     assert played().grade(conversation(facts_told(task), ending="steps"))["reward"] == 0.0
@@ -157,6 +157,10 @@ async def test_the_scripted_user_answers_its_script_then_questions_then_leaves()
     assert await user.answer("Sorry, that is not possible.") == person.answers[0][1]
     assert await user.answer("Not possible later than 48 hours, shall I move it?") == "Yes, please."  # an answer is given once
     assert await user.answer("It is moved.") is None
+
+    for offer in ("It is moved. Is there anything else I can do for you?", "Done!\nDo you have any other questions? Bye."):
+        assert await ScriptedUser(person).answer(offer) is None
+    assert await ScriptedUser(person).answer("Shall I move it? Is there anything else?") == "Yes, please."
 
     patient = ScriptedUser(person)
     await patient.open()

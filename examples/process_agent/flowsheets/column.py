@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from examples.process_agent.flowsheets.errors import NotConvergedError, UnitError
 from examples.process_agent.flowsheets.properties import Properties, State
 from examples.process_agent.flowsheets.streams import SECONDS, Stream
-from examples.process_agent.flowsheets.units import Name, Outcome, Pressure, Unit, _flowing
+from examples.process_agent.flowsheets.units import Component, Name, Outcome, Pressure, Unit, _flowing
 
 Recovery = Annotated[float, Field(ge=0.5, le=0.9999)]
 TRACE = 1e-10
@@ -40,8 +40,8 @@ class Column(Unit):
     inlet: Name
     distillate: Name
     bottoms: Name
-    light_key: str
-    heavy_key: str
+    light_key: Component
+    heavy_key: Component
     light_key_recovery: Recovery
     heavy_key_recovery: Recovery
     reflux_factor: float = Field(default=1.3, ge=1.01, le=20)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_MESSAGE = 2000
+"""Characters of what is told: it quotes what was sent, and a model has to read it."""
+
 
 class SimulationError(Exception):
     """A flowsheet cannot be simulated.
@@ -21,7 +24,7 @@ class SimulationError(Exception):
 
     def told(self) -> dict[str, Any]:
         """As it goes over HTTP: `{"code", "message"}`, and `unit` where there is one."""
-        return {"code": self.code, "message": str(self)} | ({"unit": self.unit} if self.unit else {})
+        return {"code": self.code, "message": str(self)[:MAX_MESSAGE]} | ({"unit": self.unit} if self.unit else {})
 
 
 class FlowsheetError(SimulationError):

@@ -11,7 +11,7 @@ from examples.process_agent.flowsheets.column import Column
 from examples.process_agent.flowsheets.errors import CyclicFlowsheetError, FlowsheetError, SimulationError
 from examples.process_agent.flowsheets.properties import T_MAX_K, T_MIN_K, PackageName, Properties
 from examples.process_agent.flowsheets.streams import Stream
-from examples.process_agent.flowsheets.units import Compressor, Flash, Heater, Mixer, Name, Pressure, Pump, Unit
+from examples.process_agent.flowsheets.units import Component, Compressor, Flash, Heater, Mixer, Name, Pressure, Pump, Unit
 
 UNITS: tuple[type[Unit], ...] = (Mixer, Heater, Pump, Flash, Column, Compressor)
 AnyUnit = Annotated[Mixer | Heater | Pump | Flash | Column | Compressor, Field(discriminator="type")]
@@ -25,7 +25,7 @@ class Feed(BaseModel):
     T_K: Annotated[float, Field(ge=T_MIN_K, le=T_MAX_K)]
     P_bar: Pressure
     flow_kmol_h: Annotated[float, Field(gt=0, le=1e6)]
-    composition: dict[str, Annotated[float, Field(ge=0)]]
+    composition: dict[Component, Annotated[float, Field(ge=0, le=1e6)]]
     """Mole fractions, or amounts in proportion; what is not named is not there."""
 
     @model_validator(mode="after")
@@ -44,7 +44,7 @@ class Flowsheet(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     package: PackageName = "peng_robinson"
-    components: Annotated[list[str], Field(min_length=1, max_length=MAX_COMPONENTS)]
+    components: Annotated[list[Component], Field(min_length=1, max_length=MAX_COMPONENTS)]
     feeds: Annotated[dict[Name, Feed], Field(min_length=1)]
     units: Annotated[dict[Name, AnyUnit], Field(min_length=1, max_length=MAX_UNITS)]
 

@@ -31,6 +31,8 @@ from examples.process_agent.flowsheets.runs import Runs
 
 MAX_BODY = 256 * 1024
 """Bytes of a flowsheet."""
+KEEP_ALIVE_S = 75
+"""Clients drop an idle connection after 5 s, as uvicorn would: whoever asks at that moment would find it closed."""
 READY = "simulator at "
 """What is printed, before its URL, when it takes requests."""
 
@@ -99,7 +101,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8700, help="0 takes any free one")
     parser.add_argument("--until-eof", action="store_true", help="end when the standard input does")
     args = parser.parse_args()
-    server = _Server(uvicorn.Config(make_app(), host=args.host, port=args.port, log_level="warning"))
+    config = uvicorn.Config(make_app(), host=args.host, port=args.port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
+    server = _Server(config)
     if args.until_eof:
         threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
     server.run()

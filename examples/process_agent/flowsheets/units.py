@@ -11,6 +11,7 @@ from examples.process_agent.flowsheets.properties import BAR, P_MAX_BAR, Propert
 from examples.process_agent.flowsheets.streams import SECONDS, Stream
 
 Name = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[A-Za-z0-9_-]+$")]
+Component = Annotated[str, Field(min_length=1, max_length=100)]
 Pressure = Annotated[float, Field(gt=0, le=P_MAX_BAR)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Efficiency = Annotated[float, Field(gt=0, le=1)]

@@ -50,7 +50,8 @@ class DeskCase:
 
 class HelpDesk:
     """26 customers of a ferry line. A task has `user` (who is played), `script` (a scripted user's lines), `gold` (tool calls that
-    solve it) and `expected` (the changes they make in the database, and the facts that the user is to be told)."""
+    solve it) and `expected` (the changes they make in the database, one of which is always who was looked up, and the facts that
+    the user is to be told)."""
 
     def tasks(self) -> list[dict[str, Any]]:
         return json.loads(read_file("tasks.json"))

@@ -69,13 +69,12 @@ class Desk:
     """The booking system during one conversation.
 
     Args:
-        database: is changed.
+        database: is changed; its `contact` is the customer who was looked up last.
     """
 
     def __init__(self, database: dict[str, Any]) -> None:
         self.database = database
         self._now = datetime.fromisoformat(database["now"])
-        self._customer: str | None = None
         self._tools: dict[str, tuple[type[Arguments], Callable[[Any], dict[str, Any] | list[Any]]]] = {
             "find_user": (FindUser, self._find_user),
             "get_booking": (GetBooking, self._get_booking),
@@ -110,7 +109,7 @@ class Desk:
     def _find_user(self, given: FindUser) -> dict[str, Any]:
         for user in self.database["users"].values():
             if user["email"] == given.email.strip().lower():
-                self._customer = user["id"]
+                self.database["contact"] = user["id"]
                 own = [booking["id"] for booking in self.database["bookings"].values() if booking["user_id"] == user["id"]]
                 return user | {"bookings": own}
         raise ToolError(f"no customer has the address {given.email:.100}")
@@ -171,10 +170,11 @@ class Desk:
 
     def _own(self, booking_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """A booking of the customer who was looked up, and its crossing."""
-        if self._customer is None:
+        customer = self.database["contact"]
+        if customer is None:
             raise ToolError("look the customer up first, with find_user")
         booking = self.database["bookings"].get(booking_id)
-        if booking is None or booking["user_id"] != self._customer:
+        if booking is None or booking["user_id"] != customer:
             raise ToolError(f"this customer has no booking {booking_id:.100}")
         return booking, self.database["sailings"][booking["sailing_id"]]
 
