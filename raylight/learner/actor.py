@@ -18,6 +18,7 @@ from raylight.errors import LearnerError
 from raylight.learner.batch import TrainBatch
 from raylight.learner.checkpoints import BackgroundWriter, States
 from raylight.learner.faults import fault_in_rank
+from raylight.learner.heap import keep_freed_memory
 from raylight.learner.settings import PolicySettings
 from raylight.learner.stacks import Stacks, take_stacks
 
@@ -103,6 +104,8 @@ class LearnerActor:
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         torch.manual_seed(seed)
         torch.set_num_threads(threads_of(self._config))
+        if not self._config.num_gpus:
+            keep_freed_memory()
         from raylight.learner.policy import Policy
 
         if self._store is None:
