@@ -101,6 +101,24 @@ def bench() -> Bench:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+async def test_a_call_ends_before_its_client_has_the_answer(bench: Bench, streamed: bool) -> None:
+    call = bench.call(STREAMED if streamed else ASKED)
+    received: list[float] = []
+    sent = call.sent
+
+    class Watched(list):
+        def append(self, message: Any) -> None:
+            received.append(float(next(bench.times)))
+            sent.append(message)
+
+    call.sent = Watched()
+    await call.answered()
+    await bench.sink.has(1, 1)
+    ((_, generation, span),) = bench.sink.closed
+    assert generation.end_time == span.end_time < received[-1]  # a reward that comes at once is for this call
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) -> None:
     call, generation, span = await bench.record(STREAMED if streamed else ASKED, inside=Scope("ro-1", "at-1", "planner"))
     assert call.status == 200

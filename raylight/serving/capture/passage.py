@@ -50,6 +50,7 @@ class Passage:
         self._streams = False
         self._reader: AnswerReader | None = None
         self._first_piece: float | None = None
+        self._end_time: float | None = None
         self._answer: Answer | None = None
         self._began = self._ended = self._crashed = False
 
@@ -156,6 +157,7 @@ class Passage:
         self._reader.feed(piece)
         if not more or (DONE in piece and self._streams and self._all_sampled()):
             self._ended = True
+            self._end_time = self._clock()  # before the client has it, so that its rewards come after
             self._answer = self._reader.finish()
             self._remember(self._answer)
 
@@ -184,4 +186,4 @@ class Passage:
         answer = self._answer or (self._reader.finish() if self._reader else Answer())
         delivered = self._answer is not None
         model = model_of(self._exchange.body, model)
-        return records_of(self._exchange, answer, model, self._clock(), self._first_piece, delivered)
+        return records_of(self._exchange, answer, model, self._end_time or self._clock(), self._first_piece, delivered)
