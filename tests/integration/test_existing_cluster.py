@@ -199,6 +199,7 @@ def test_runners_that_keep_dying_end_the_run(cluster: Cluster, tmp_path: Path) -
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_dead_learner_ends_the_run_with_its_name(cluster: Cluster, tmp_path: Path) -> None:
     import ray
 

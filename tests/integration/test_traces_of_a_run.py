@@ -65,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_only_the_named_agent_is_trained(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -74,6 +75,7 @@ def test_only_the_named_agent_is_trained(folder: Path) -> None:
         assert row["trace/drifts_response"] == 0
 
 
+@pytest.mark.slow
 async def test_adapters_read_the_captured_calls(folder: Path) -> None:
     for item, spans in await read(folder / "store.db"):
         assert item.rollout.status == "succeeded"

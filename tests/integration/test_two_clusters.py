@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from conftest import free_port
 
 import raylight as rl
@@ -12,6 +13,7 @@ from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
 
 
+@pytest.mark.slow
 def test_a_run_on_a_new_cluster_knows_nothing_of_the_serve_of_the_last_one(tmp_path: Path, no_processes_left: None) -> None:
     for number in (1, 2):  # the second asks for another port, which only a Serve of before would refuse
         trainer = rl.Trainer(
