@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 import fsspec
@@ -171,6 +172,17 @@ def step_of(url: str) -> int | None:
     """The step that a URL names a state of; None where it names none."""
     found = NAME.search(url.rstrip("/"))
     return int(found.group(1)) if found else None
+
+
+def locate(given: str) -> tuple[str, int | None]:
+    """The folder of states, and which one, of a state's path, the folder's itself, or a run directory."""
+    step = step_of(given)
+    if "://" in given:
+        return (given.rstrip("/").rpartition("/")[0], step) if step is not None else (given, None)
+    path = Path(given).expanduser().absolute()
+    if step is not None:
+        return str(path.parent), step
+    return str(path / "state" if (path / "state").is_dir() else path), None
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import CheckpointError, ConfigError
 from raylight.learner import state, weights
-from raylight.learner.checkpoints import States, step_of
+from raylight.learner.checkpoints import States, locate
 from raylight.learner.engines import build_policy
 from raylight.learner.settings import PolicySettings
 
@@ -46,8 +46,8 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
 
 
 def _find(source: str) -> tuple[States, int]:
-    step = step_of(source)
-    states = States(source.rstrip("/").rpartition("/")[0] or "." if step is not None else source)
+    url, step = locate(source)
+    states = States(url)
     there = states.steps()
     if not there or (step is not None and step not in there):
         raise CheckpointError(f"no complete training state at {source}" + (f": there are those of steps {there}" if there else ""))

@@ -15,7 +15,7 @@ from raylight.semconv import (
     OPERATION_OUTPUT,
     OUTPUT_MESSAGES,
 )
-from raylight.traces.agents import AgentFilter, agents_of_generations
+from raylight.traces.agents import AgentFilter
 from raylight.traces.attributes import agent_of, response_id_of
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.traces.span_tree import SpanTree
@@ -41,9 +41,7 @@ def transcript(finished: FinishedRollout, *, full: bool = False) -> str:
 class _Transcript:
     def __init__(self, finished: FinishedRollout, full: bool) -> None:
         self._finished, self._full = finished, full
-        names = agents_of_generations(finished.generations, finished.spans)
-        calls = zip(finished.generations, names, strict=True)
-        self._calls: dict[Any, tuple[Generation, str | None]] = {call.key.call_id: (call, name) for call, name in calls}
+        self._calls: dict[Any, Generation] = {call.key.call_id: call for call in finished.generations}
         tree = SpanTree.from_spans(finished.spans)
         tree.repair_hierarchy()
         self._agents = tree.agents_of_responses()
@@ -67,9 +65,9 @@ class _Transcript:
         yield f"\nreward: {told or 'none'}"
 
     def _span(self, span: Span) -> Iterator[str]:
-        call, agent = self._calls.get(span.attributes.get(CALL_ID), (None, None))
+        call = self._calls.get(span.attributes.get(CALL_ID))
         served = DIALECT in span.attributes
-        agent = agent or self._agents.get(response_id_of(span.attributes) or "") or agent_of(span)
+        agent = (call.agent if call else None) or self._agents.get(response_id_of(span.attributes) or "") or agent_of(span)
         failed = f", {span.status.status_code}" if span.status.status_code == "ERROR" else ""
         told = self._of_call(call, agent) if served else ""
         name = span.attributes.get(OPERATION_NAME, span.name)

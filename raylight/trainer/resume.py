@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.errors import ConfigError, StoreError
-from raylight.learner.checkpoints import States, step_of
+from raylight.learner.checkpoints import States, locate
 
 Resume = bool | str | Path
 """False begins anew; True and "auto" continue the run in the output_dir, the latter only if there is one; or where a state is."""
@@ -92,7 +92,7 @@ def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> S
     """
     if resume is False:
         return new_start()
-    source, step = (url, None) if resume in (True, "auto") else _source(str(resume))
+    source, step = (url, None) if resume in (True, "auto") else locate(str(resume))
     steps = States(source).steps()
     if not steps or (step is not None and step not in steps):
         if resume == "auto":
@@ -101,17 +101,6 @@ def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> S
         raise ConfigError(f"no complete training state at {source if step is None else resume}: there is {found}")
     step = steps[-1] if step is None else step
     return start_after(source, step, States(source).about(step), now, highest, own=source == url)
-
-
-def _source(given: str) -> tuple[str, int | None]:
-    """The folder of states, and which one, of a state's path, the folder's itself, or a run directory."""
-    step = step_of(given)
-    if "://" in given:
-        return (given.rstrip("/").rpartition("/")[0], step) if step is not None else (given, None)
-    path = Path(given).expanduser().absolute()
-    if step is not None:
-        return str(path.parent), step
-    return str(path / "state" if (path / "state").is_dir() else path), None
 
 
 def start_after(url: str, step: int, about: dict[str, Any], now: dict[str, Any], highest: int, own: bool = True) -> Start:

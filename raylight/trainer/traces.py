@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from raylight.errors import ConfigError, UnknownIdError
@@ -11,7 +10,7 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.transcript import transcript
 from raylight.trainer.blocking import run_blocking
-from raylight.types import FinishedRollout
+from raylight.types import FINISHED, FinishedRollout
 
 STORES = ("store.db", "eval.db")
 """Of training and of an evaluation."""
@@ -41,7 +40,7 @@ def read_rollouts(
             found = await store.query_rollouts(rollout_id_in=rollout_ids)
             if missing := set(rollout_ids or ()) - {rollout.rollout_id for rollout in found}:
                 raise UnknownIdError(f"no rollout {', '.join(sorted(missing))} in {file}")
-            chosen = [rollout.rollout_id for rollout in found if not failed or rollout.status in ("failed", "cancelled")]
+            chosen = [rollout.rollout_id for rollout in found if not failed or rollout.status in FINISHED - {"succeeded"}]
             return await store.collect(chosen if last is None else chosen[max(len(chosen) - last, 0) :], with_spans=True)
         finally:
             await service.close()
@@ -51,7 +50,7 @@ def read_rollouts(
 
 def print_traces(
     path: str | Path, *, rollout_ids: Sequence[str] | None = None, failed: bool = False, last: int | None = None,
-    full: bool = False, print: Callable[[str], None] = builtins.print,
+    full: bool = False,
 ) -> int:  # fmt: skip
     """Print what was recorded of rollouts: messages, tools, rewards, failures. Returns how many there are.
 

@@ -21,6 +21,8 @@ from raylight.quickstart.additions import additions
 from raylight.traces.agents import agents_of_generations
 from raylight.types import FinishedRollout
 
+pytestmark = pytest.mark.slow
+
 TRAIN, _ = additions(0)
 
 
@@ -124,13 +126,11 @@ def finished(folder: Path) -> list[FinishedRollout]:
     return asyncio.run(read(folder))
 
 
-@pytest.mark.slow
 def test_only_the_solvers_calls_are_trained(folder: Path) -> None:
     (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert (row["train/failed"], row["train/trained"], row["train/other_agents"]) == (0, 8, 8)
 
 
-@pytest.mark.slow
 def test_triplets_have_tokens_and_the_names_of_executors(finished: list[FinishedRollout]) -> None:
     assert [item.rollout.status for item in finished] == ["succeeded"] * 8
     for item in finished:
@@ -142,7 +142,6 @@ def test_triplets_have_tokens_and_the_names_of_executors(finished: list[Finished
         assert {t.metadata["agent_name"]: t.response["token_ids"] for t in triplets if t.response["token_ids"]} == tokens
 
 
-@pytest.mark.slow
 def test_the_solver_and_the_critic_are_not_mixed_up(finished: list[FinishedRollout]) -> None:
     """agent-framework's own spans say which response each of the two was given."""
     for item in finished:
@@ -155,7 +154,6 @@ def test_the_solver_and_the_critic_are_not_mixed_up(finished: list[FinishedRollo
         assert {t.metadata["response_id"]: t.metadata["agent_name"] for t in triplets} == said
 
 
-@pytest.mark.slow
 def test_spans_of_agents_tools_and_executors_are_in_the_store(finished: list[FinishedRollout]) -> None:
     for item in finished:
         names = {span.name for span in item.spans}

@@ -12,6 +12,8 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.traces.trajectory import build_trajectories
 
+pytestmark = pytest.mark.slow
+
 TRAIN, VAL = additions(0)
 
 
@@ -65,7 +67,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_only_the_named_agent_is_trained(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -75,7 +76,6 @@ def test_only_the_named_agent_is_trained(folder: Path) -> None:
         assert row["trace/drifts_response"] == 0
 
 
-@pytest.mark.slow
 async def test_adapters_read_the_captured_calls(folder: Path) -> None:
     for item, spans in await read(folder / "store.db"):
         assert item.rollout.status == "succeeded"

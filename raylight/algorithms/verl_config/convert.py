@@ -139,7 +139,7 @@ def positive_or_zero(value: int | None, read: Values) -> int:
 
 def positive_or_none(value: int | None, read: Values) -> int | None:
     """verl's -1 for never, not even at the end."""
-    return value if value and value > 0 else None
+    return positive_or_zero(value, read) or None
 
 
 def longest(value: Any, read: Values) -> int:
