@@ -37,10 +37,24 @@ class Box:
         return self.x + across * self.width, self.y + up * self.height
 
 
-DRIVER = Box(4, 52, 30, 14, "driver", "Trainer and algorithm:\nenqueue, make a batch of\ntrajectories, validate, stop")
-STORE = Box(46, 52, 28, 14, "StoreActor", "rollouts, attempts, leases,\nspans, every sampled token;\nstore.db (SQLite)")
+DRIVER = Box(
+    4, 52, 30, 14, "driver", "Trainer and algorithm:\nenqueue, make a batch of\ntrajectories, validate, stop"
+)
+STORE = Box(
+    46,
+    52,
+    28,
+    14,
+    "StoreActor",
+    "rollouts, attempts, leases,\nspans, every sampled token;\nstore.db (SQLite)",
+)
 RUNNERS = Box(
-    88, 52, 28, 14, "RunnerActor  x n", "run your agent: coroutines on\na loop, functions in threads;\nhooks, spans, rewards"
+    88,
+    52,
+    28,
+    14,
+    "RunnerActor  x n",
+    "run your agent: coroutines on\na loop, functions in threads;\nhooks, spans, rewards",
 )
 AGENT = Box(91, 17, 22, 12, "your agent", "OpenAI or Anthropic client,\nany framework", USERS)
 ENGINES = Box(
@@ -68,9 +82,18 @@ def main(also: Path | None = None) -> None:
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, SIZE[0] * 10), ylim=(0, SIZE[1] * 10))
     axes.axis("off")
     axes.add_patch(
-        FancyBboxPatch((1.5, 1.5), 117, 67, boxstyle="round,pad=0,rounding_size=1.5", facecolor=GROUND, edgecolor="#c9d1d9")
+        FancyBboxPatch(
+            (1.5, 1.5),
+            117,
+            67,
+            boxstyle="round,pad=0,rounding_size=1.5",
+            facecolor=GROUND,
+            edgecolor="#c9d1d9",
+        )
     )
-    axes.text(3.4, 3.2, "a Ray cluster: one laptop, or many machines", fontsize=9, color=QUIET, style="italic")
+    axes.text(
+        3.4, 3.2, "a Ray cluster: one laptop, or many machines", fontsize=9, color=QUIET, style="italic"
+    )
     for box in (DRIVER, STORE, RUNNERS, AGENT, ENGINES, LEARNERS, BOARD):
         draw(axes, box)
     arrow(axes, DRIVER.at(1, 0.68), STORE.at(0, 0.68), "1  enqueue", above=True)
@@ -94,22 +117,65 @@ def main(also: Path | None = None) -> None:
 def draw(axes: Axes, box: Box) -> None:
     style = "round,pad=0,rounding_size=1"
     corner = (box.x, box.y)
-    axes.add_patch(FancyBboxPatch(corner, box.width, box.height, style, facecolor=box.colour, edgecolor=INK, linewidth=1.1))
+    axes.add_patch(
+        FancyBboxPatch(
+            corner, box.width, box.height, style, facecolor=box.colour, edgecolor=INK, linewidth=1.1
+        )
+    )
     middle = box.x + box.width / 2
-    axes.text(middle, box.y + box.height - 1.2, box.title, fontsize=11.5, weight="bold", color=INK, ha="center", va="top")
-    axes.text(middle, box.y + (box.height - 3.4) / 2, box.text, fontsize=9.5, color=INK, ha="center", va="center", linespacing=1.45)
+    axes.text(
+        middle,
+        box.y + box.height - 1.2,
+        box.title,
+        fontsize=11.5,
+        weight="bold",
+        color=INK,
+        ha="center",
+        va="top",
+    )
+    axes.text(
+        middle,
+        box.y + (box.height - 3.4) / 2,
+        box.text,
+        fontsize=9.5,
+        color=INK,
+        ha="center",
+        va="center",
+        linespacing=1.45,
+    )
 
 
 def arrow(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], label: str, *, above: bool = False, beside: str = "",
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    label: str,
+    *,
+    above: bool = False,
+    beside: str = "",
     dashed: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """From one point to another, with a label over or under its middle, or beside it."""
-    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.3, "linestyle": "--" if dashed else "-", "shrinkA": 0, "shrinkB": 0}
+    style = {
+        "arrowstyle": "-|>",
+        "color": INK,
+        "linewidth": 1.3,
+        "linestyle": "--" if dashed else "-",
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
     axes.annotate("", xy=end, xytext=start, arrowprops=style)
     x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
     if label:
-        axes.text(x, y + (0.6 if above else -0.6), label, fontsize=9, color=INK, ha="center", va="bottom" if above else "top")
+        axes.text(
+            x,
+            y + (0.6 if above else -0.6),
+            label,
+            fontsize=9,
+            color=INK,
+            ha="center",
+            va="bottom" if above else "top",
+        )
     if beside:
         clear = 1 if start[0] == end[0] else 3  # of a line that slants
         axes.text(x + clear, y, beside, fontsize=9, color=INK, ha="left", va="center")

@@ -49,7 +49,9 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """The text of each page, by file name."""
-    logging.getLogger("griffe").setLevel(logging.ERROR)  # it would rather have each argument explained on its own
+    logging.getLogger("griffe").setLevel(
+        logging.ERROR
+    )  # it would rather have each argument explained on its own
     package = griffe.load("raylight", search_paths=[ROOT], docstring_parser="google")
     assert isinstance(package, griffe.Module)
     found: dict[str, list[Documented]] = {page: [] for page in PAGES}
@@ -58,7 +60,9 @@ def pages() -> dict[str, str]:
         page = page_of(name)
         item = package[f"{module}.{name}"]
         target = item.final_target if isinstance(item, griffe.Alias) else item
-        assert isinstance(target, griffe.Class | griffe.Function | griffe.Attribute), f"{name} is neither class, function nor value"
+        assert isinstance(target, griffe.Class | griffe.Function | griffe.Attribute), (
+            f"{name} is neither class, function nor value"
+        )
         found[page].append(target)
     for items in found.values():
         items.sort(key=lambda item: (str(item.module.path), item.lineno or 0))
@@ -80,10 +84,18 @@ def page_of(name: str) -> str:
 
 
 def index_text(found: dict[str, list[Documented]]) -> str:
-    lines = [NOTICE, "# API reference", "", "Everything that `import raylight as rl` offers, from its docstrings.", ""]
+    lines = [
+        NOTICE,
+        "# API reference",
+        "",
+        "Everything that `import raylight as rl` offers, from its docstrings.",
+        "",
+    ]
     for page, items in found.items():
         lines += [f"## [{PAGES[page][0]}]({page}.md)", "", "| | |", "|---|---|"]
-        lines += [f"| [`{item.name}`]({page}.md#{item.name.lower()}) | {cell(summary(item))} |" for item in items]
+        lines += [
+            f"| [`{item.name}`]({page}.md#{item.name.lower()}) | {cell(summary(item))} |" for item in items
+        ]
         lines.append("")
     return "\n".join(lines)
 
@@ -112,17 +124,32 @@ def class_lines(item: griffe.Class) -> Iterator[str]:
     init = item.all_members.get("__init__")
     fields = is_model(item)
     heads = ", ".join(str(base) for base in item.bases)
-    shown = isinstance(init, griffe.Function) and not fields and init.parent is not None and init.parent.path.startswith("raylight")
-    yield from code(signature(item.name, init, keep_first=False) if shown else f"class {item.name}({heads})".replace("()", ""))  # type: ignore[arg-type]
+    shown = (
+        isinstance(init, griffe.Function)
+        and not fields
+        and init.parent is not None
+        and init.parent.path.startswith("raylight")
+    )
+    yield from code(
+        signature(item.name, init, keep_first=False)
+        if shown
+        else f"class {item.name}({heads})".replace("()", "")
+    )  # type: ignore[arg-type]
     yield from prose(item)
     if public := [base for base in parents(item) if base.name in raylight.__all__]:
         links = ", ".join(f"[`{base.name}`]({page_of(base.name)}.md#{base.name.lower()})" for base in public)
         yield from (f"Extends {links}{', whose settings it has too' if fields else ''}.", "")
     members = list(own_members(item))
-    attributes = [m for m in members if isinstance(m, griffe.Attribute) and "property" not in m.labels and (fields or m.docstring)]
+    attributes = [
+        m
+        for m in members
+        if isinstance(m, griffe.Attribute) and "property" not in m.labels and (fields or m.docstring)
+    ]
     if attributes:
         yield from (
-            ("| setting | type | default | |", "|---|---|---|---|") if fields else ("| attribute | type | | |", "|---|---|---|---|")
+            ("| setting | type | default | |", "|---|---|---|---|")
+            if fields
+            else ("| attribute | type | | |", "|---|---|---|---|")
         )
         yield from (attribute_row(member) for member in attributes)
         yield ""
@@ -134,13 +161,22 @@ def class_lines(item: griffe.Class) -> Iterator[str]:
 def own_members(item: griffe.Class) -> Iterator[griffe.Attribute | griffe.Function]:
     """Public members of a class and of those of its parents that have no place of their own in these pages, parents first."""
     found: dict[str, griffe.Attribute | griffe.Function] = {}
-    homes = [base for base in parents(item) if base.name not in raylight.__all__ and base.path not in FOUNDATIONS]
-    covered = {base.path for public in parents(item) if public.name in raylight.__all__ for base in (public, *parents(public))}
+    homes = [
+        base for base in parents(item) if base.name not in raylight.__all__ and base.path not in FOUNDATIONS
+    ]
+    covered = {
+        base.path
+        for public in parents(item)
+        if public.name in raylight.__all__
+        for base in (public, *parents(public))
+    }
     for home in [*reversed([base for base in homes if base.path not in covered]), item]:
         for name, member in home.members.items():
             if name.startswith("_") or name in ("model_config", "model_post_init"):
                 continue
-            if isinstance(member, griffe.Function | griffe.Attribute) and (member.docstring or name not in found):
+            if isinstance(member, griffe.Function | griffe.Attribute) and (
+                member.docstring or name not in found
+            ):
                 found[name] = member
     return iter(found.values())
 
@@ -173,7 +209,9 @@ def is_static(member: griffe.Function) -> bool:
 def attribute_row(member: griffe.Attribute) -> str:
     default, limits = ("", "") if "class-attribute" not in member.labels else default_of(member)
     text = " ".join(member.docstring.value.split()) if member.docstring else ""
-    return f"| `{member.name}` | {cell_code(member.annotation)} | {cell_code(default)}{limits} | {cell(text)} |"
+    return (
+        f"| `{member.name}` | {cell_code(member.annotation)} | {cell_code(default)}{limits} | {cell(text)} |"
+    )
 
 
 def default_of(member: griffe.Attribute) -> tuple[str, str]:
@@ -184,7 +222,9 @@ def default_of(member: griffe.Attribute) -> tuple[str, str]:
     if not (isinstance(written, ast.Call) and ast.unparse(written.func) in ("Field", "field", "PrivateAttr")):
         return ast.unparse(written), ""
     given = {word.arg: word.value for word in written.keywords}
-    limits = ", ".join(f"{sign} {ast.unparse(given[name])}" for name, sign in CONSTRAINTS.items() if name in given)
+    limits = ", ".join(
+        f"{sign} {ast.unparse(given[name])}" for name, sign in CONSTRAINTS.items() if name in given
+    )
     factory = given.get("default_factory")
     if isinstance(factory, ast.Lambda):
         default = ast.unparse(factory.body)
@@ -201,7 +241,9 @@ def signature(name: str, function: griffe.Function, keep_first: bool) -> str:
     if len(short) <= WIDTH:
         return short
     returned = f" -> {function.returns}" if function.returns and name != "__init__" else ""
-    return "\n".join([f"{name}(", *(f"    {written}," for written in arguments(function, keep_first)), f"){returned}"])
+    return "\n".join(
+        [f"{name}(", *(f"    {written}," for written in arguments(function, keep_first)), f"){returned}"]
+    )
 
 
 def one_line(name: str, function: griffe.Function, keep_first: bool) -> str:
@@ -216,11 +258,24 @@ def arguments(function: griffe.Function, keep_first: bool) -> list[str]:
     for p in given:
         if p.kind is griffe.ParameterKind.keyword_only and not starred:
             written.append("*")
-        starred = starred or p.kind in (griffe.ParameterKind.keyword_only, griffe.ParameterKind.var_positional)
-        stars = "*" if p.kind is griffe.ParameterKind.var_positional else "**" if p.kind is griffe.ParameterKind.var_keyword else ""
+        starred = starred or p.kind in (
+            griffe.ParameterKind.keyword_only,
+            griffe.ParameterKind.var_positional,
+        )
+        stars = (
+            "*"
+            if p.kind is griffe.ParameterKind.var_positional
+            else "**"
+            if p.kind is griffe.ParameterKind.var_keyword
+            else ""
+        )
         typed = f": {p.annotation}" if p.annotation else ""
         has_default = p.default is not None and not stars
-        written.append(f"{stars}{p.name}{typed}{' = ' if typed else '='}{p.default}" if has_default else f"{stars}{p.name}{typed}")
+        written.append(
+            f"{stars}{p.name}{typed}{' = ' if typed else '='}{p.default}"
+            if has_default
+            else f"{stars}{p.name}{typed}"
+        )
     return written
 
 
@@ -230,13 +285,25 @@ def prose(item: Documented) -> Iterator[str]:
         if section.kind is griffe.DocstringSectionKind.text:
             yield from (section.value, "")
         elif section.kind is griffe.DocstringSectionKind.parameters:
-            yield from ("Arguments:", "", *(f"- {names(p.name)}: {joined(p.description)}" for p in section.value), "")
+            yield from (
+                "Arguments:",
+                "",
+                *(f"- {names(p.name)}: {joined(p.description)}" for p in section.value),
+                "",
+            )
         elif section.kind is griffe.DocstringSectionKind.raises:
-            yield from ("Raises:", "", *(f"- `{e.annotation}`: {joined(e.description)}" for e in section.value), "")
+            yield from (
+                "Raises:",
+                "",
+                *(f"- `{e.annotation}`: {joined(e.description)}" for e in section.value),
+                "",
+            )
         elif section.kind is griffe.DocstringSectionKind.admonition:
             yield from (f"{section.title}:", "", *code(section.value.description))
         else:
-            raise LookupError(f"{item.path} has a section {section.kind.value!r}, which these pages do not know")
+            raise LookupError(
+                f"{item.path} has a section {section.kind.value!r}, which these pages do not know"
+            )
 
 
 def summary(item: Documented) -> str:

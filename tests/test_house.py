@@ -37,12 +37,16 @@ def imported_rooms(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "raylight" else [home_of(alias.name) for alias in node.names]
+            names = (
+                [node.module] if node.module != "raylight" else [home_of(alias.name) for alias in node.names]
+            )
         found |= {room_of(name) for name in names if name.startswith("raylight.")}
     return found
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if f.parent != PACKAGE or f.stem != "__init__"], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [f for f in FILES if f.parent != PACKAGE or f.stem != "__init__"], ids=lambda p: p.stem
+)
 def test_no_import_upwards(path: Path) -> None:
     relative = path.relative_to(PACKAGE).with_suffix("")
     own = FLOOR_OF[relative.parts[0]]
@@ -54,7 +58,9 @@ def test_a_file_stays_under_400_lines() -> None:
     assert {str(f): n for f in FILES if (n := len(f.read_text().splitlines())) > 400} == {}
 
 
-@pytest.mark.parametrize("module", ["raylight", "raylight.types", "raylight.agent", "raylight.cli", "raylight.traces.trajectory"])
+@pytest.mark.parametrize(
+    "module", ["raylight", "raylight.types", "raylight.agent", "raylight.cli", "raylight.traces.trajectory"]
+)
 def test_light_imports(module: str) -> None:
     code = (
         f"import sys, {module}; heavy = {{'torch', 'transformers', 'vllm', 'verl', 'ray'}} & set(sys.modules); "
@@ -81,7 +87,13 @@ def test_every_public_name_can_be_loaded() -> None:
 def test_no_product_code_sleeps_or_swallows() -> None:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr == "sleep" and ast.unparse(node.value) in ("asyncio", "time"):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "sleep"
+                and ast.unparse(node.value) in ("asyncio", "time")
+            ):
                 pytest.fail(f"{path}:{node.lineno} sleeps; wait on an event")
-            if isinstance(node, ast.ExceptHandler) and all(isinstance(s, ast.Pass | ast.Continue) for s in node.body):
+            if isinstance(node, ast.ExceptHandler) and all(
+                isinstance(s, ast.Pass | ast.Continue) for s in node.body
+            ):
                 pytest.fail(f"{path}:{node.lineno} swallows an exception")

@@ -11,7 +11,9 @@ MAX_ANSWER = 2000
 HASHES = re.compile(r"(?<!#)###(?!#)[ \t]*([^\n#]+)")
 ANSWER_TAG = re.compile(r"###\s*ANSWER:\s*(.+?)\s*(?:###|$)", re.IGNORECASE | re.MULTILINE)
 FOUR_HASHES = re.compile(r"####[ \t]*([^\n#]+)")
-NUMBER = re.compile(r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)")
+NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
+)
 """In 20-25 and x-5 there is no sign."""
 
 
@@ -29,8 +31,12 @@ class Extractor:
 
 
 EXTRACTORS = {
-    "hashes": Extractor(HASHES.findall, "Write your final answer in a last line of its own, after ###, such as: ### 42"),
-    "answer_tag": Extractor(ANSWER_TAG.findall, "End with your final answer in this form: ### ANSWER: 42 ###"),
+    "hashes": Extractor(
+        HASHES.findall, "Write your final answer in a last line of its own, after ###, such as: ### 42"
+    ),
+    "answer_tag": Extractor(
+        ANSWER_TAG.findall, "End with your final answer in this form: ### ANSWER: 42 ###"
+    ),
     "four_hashes": Extractor(
         FOUR_HASHES.findall, "Write your final answer in a last line of its own, after ####, such as: #### 42"
     ),

@@ -65,11 +65,15 @@ class _Shared(Generic[C]):
             self._connection.cancel()  # no effect where there is one
 
 
-_OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, _Shared[Any]]] = weakref.WeakKeyDictionary()
+_OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, _Shared[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextlib.asynccontextmanager
-async def shared(kind: str, command: Sequence[str], make: Callable[[], AbstractAsyncContextManager[C]]) -> AsyncIterator[C]:
+async def shared(
+    kind: str, command: Sequence[str], make: Callable[[], AbstractAsyncContextManager[C]]
+) -> AsyncIterator[C]:
     """A connection to the server that `command` starts, the same one for every block on this event loop.
 
     A block that fails because the connection broke has the next one start a new server. A server ends when its process's stdin
@@ -97,7 +101,9 @@ async def shared(kind: str, command: Sequence[str], make: Callable[[], AbstractA
         await mine.close()
         if isinstance(error, CalculatorError):
             raise
-        raise CalculatorError(f"the MCP server {' '.join(command)!r} was lost in a call: {_lost_in(error)}") from error
+        raise CalculatorError(
+            f"the MCP server {' '.join(command)!r} was lost in a call: {_lost_in(error)}"
+        ) from error
 
 
 async def close_all() -> None:

@@ -78,9 +78,13 @@ def verl_config(model: str, engine: Literal["vllm", "hf"] = "vllm") -> dict[str,
 def shortened(config: dict[str, Any], steps: int) -> dict[str, Any]:
     """The same training, to see that it runs: a few small steps."""
     rollout = config["actor_rollout_ref"]["rollout"] | {"n": 2}
-    actor = config["actor_rollout_ref"]["actor"] | {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 2}
+    actor = config["actor_rollout_ref"]["actor"] | {
+        "ppo_mini_batch_size": 2,
+        "ppo_micro_batch_size_per_gpu": 2,
+    }
     return config | {
         "data": {"train_batch_size": 2, "max_prompt_length": 1792, "max_response_length": 256},
         "actor_rollout_ref": config["actor_rollout_ref"] | {"rollout": rollout, "actor": actor},
-        "trainer": config["trainer"] | {"total_training_steps": steps, "test_freq": steps, "val_before_train": False},
+        "trainer": config["trainer"]
+        | {"total_training_steps": steps, "test_freq": steps, "val_before_train": False},
     }

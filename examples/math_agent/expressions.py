@@ -32,10 +32,16 @@ class ExpressionError(ValueError):
 
 SIGNS = str.maketrans(
     {
-        "\N{MULTIPLICATION SIGN}": "*", "\N{DOT OPERATOR}": "*", "\N{MIDDLE DOT}": "*", "\N{DIVISION SIGN}": "/",
-        "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{GREEK SMALL LETTER PI}": "pi", "\N{SQUARE ROOT}": "sqrt",
+        "\N{MULTIPLICATION SIGN}": "*",
+        "\N{DOT OPERATOR}": "*",
+        "\N{MIDDLE DOT}": "*",
+        "\N{DIVISION SIGN}": "/",
+        "\N{MINUS SIGN}": "-",
+        "\N{EN DASH}": "-",
+        "\N{GREEK SMALL LETTER PI}": "pi",
+        "\N{SQUARE ROOT}": "sqrt",
     }
-)  # fmt: skip
+)
 NUMBER_BEFORE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?=[A-Za-z_(])(?![eE][+-]?\d)")
 THOUSANDS = re.compile(r"(?<=\d)[,_](?=\d{3}(?!\d))")
 CONSTANTS = {"pi": math.pi, "e": math.e}
@@ -44,7 +50,9 @@ BINARY: dict[type[ast.AST], Callable[[Number, Number], Number]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: lambda a, b: Fraction(a // b) if isinstance(a, Fraction) and isinstance(b, Fraction) else a // b,
+    ast.FloorDiv: lambda a, b: (
+        Fraction(a // b) if isinstance(a, Fraction) and isinstance(b, Fraction) else a // b
+    ),
     ast.Mod: operator.mod,
     ast.Pow: lambda a, b: _power(a, b),
 }
@@ -65,11 +73,18 @@ def parse(text: str, containers: bool = False) -> ast.expr:
         raise ExpressionError(f"the expression has {len(text)} characters; {MAX_LENGTH} are allowed")
     try:
         tree = ast.parse(_python(text), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two for what is nested too deeply
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # the last two for what is nested too deeply
         raise ExpressionError(f"not an expression: {text[:80]!r} ({type(error).__name__})") from None
     for count, (node, depth) in enumerate(_walk(tree), 1):
         if count > MAX_NODES or depth > MAX_DEPTH:
-            raise ExpressionError(f"the expression has too many parts; {MAX_NODES}, nested {MAX_DEPTH} deep, are allowed")
+            raise ExpressionError(
+                f"the expression has too many parts; {MAX_NODES}, nested {MAX_DEPTH} deep, are allowed"
+            )
         if not _is_known(node, containers):
             raise ExpressionError(
                 f"{type(node).__name__} is not allowed; write numbers, + - * / // % **, and {', '.join(FUNCTIONS)}"
@@ -219,7 +234,11 @@ def _factorial(value: Number) -> Fraction:
 def _round(value: Number, digits: Number = Fraction(0)) -> Number:
     if not -50 <= digits <= 50:
         raise ExpressionError("round takes -50 to 50 digits")
-    return Fraction(round(value, _whole(digits))) if isinstance(value, Fraction) else _decimal(round(value, _whole(digits)))
+    return (
+        Fraction(round(value, _whole(digits)))
+        if isinstance(value, Fraction)
+        else _decimal(round(value, _whole(digits)))
+    )
 
 
 FUNCTIONS: dict[str, Callable[..., Number]] = {

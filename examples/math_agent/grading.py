@@ -164,7 +164,9 @@ def same(given: ast.expr, expected: ast.expr, leaf: Leaf) -> bool:
     match given, expected:
         case (ast.List() | ast.Tuple(), ast.List() | ast.Tuple()):
             pairs = zip(given.elts, expected.elts, strict=False)
-            return len(given.elts) == len(expected.elts) and all(same(one, other, leaf) for one, other in pairs)
+            return len(given.elts) == len(expected.elts) and all(
+                same(one, other, leaf) for one, other in pairs
+            )
         case (ast.Set(), ast.Set()):
             return _match(given.elts, expected.elts, lambda one, other: same(one, other, leaf))
         case (ast.Dict(), ast.Dict()):
@@ -172,7 +174,11 @@ def same(given: ast.expr, expected: ast.expr, leaf: Leaf) -> bool:
                 [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
                 for node in (given, expected)
             )
-            return _match(ours, theirs, lambda one, other: all(same(a, b, leaf) for a, b in zip(one, other, strict=True)))
+            return _match(
+                ours,
+                theirs,
+                lambda one, other: all(same(a, b, leaf) for a, b in zip(one, other, strict=True)),
+            )
         case (ast.Constant(value=str(one)), ast.Constant(value=str(other))):
             return one.strip().casefold() == other.strip().casefold()
     return leaf(given, expected)
@@ -214,21 +220,38 @@ async def equal_by_sympy(given: str, expected: str, deadline_s: float = SYMPY_S)
         GradingError: its process failed.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).parent / "symbolic.py"), str(math.ceil(deadline_s)),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        sys.executable,
+        str(Path(__file__).parent / "symbolic.py"),
+        str(math.ceil(deadline_s)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     try:
-        async with asyncio.timeout(deadline_s + 5.0):  # the process limits its own CPU time; this is for a busy machine
+        async with asyncio.timeout(
+            deadline_s + 5.0
+        ):  # the process limits its own CPU time; this is for a busy machine
             said, complaint = await process.communicate(json.dumps([given, expected]).encode())
     except TimeoutError:
-        logger.warning("sympy did not decide within %g s whether %.80r is %.80r; it counts as no", deadline_s, given, expected)
+        logger.warning(
+            "sympy did not decide within %g s whether %.80r is %.80r; it counts as no",
+            deadline_s,
+            given,
+            expected,
+        )
         return False
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode == OUT_OF_LIMITS or (process.returncode or 0) < 0:  # a signal: the kernel's answer to too much time
-        logger.warning("sympy could not decide within its limits whether %.80r is %.80r; it counts as no", given, expected)
+    if (
+        process.returncode == OUT_OF_LIMITS or (process.returncode or 0) < 0
+    ):  # a signal: the kernel's answer to too much time
+        logger.warning(
+            "sympy could not decide within its limits whether %.80r is %.80r; it counts as no",
+            given,
+            expected,
+        )
         return False
     if process.returncode != 0:
         raise GradingError(f"the comparison by sympy failed: {complaint.decode(errors='replace')[-500:]}")

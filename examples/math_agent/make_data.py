@@ -154,8 +154,17 @@ def garden(rng: random.Random) -> Problem:
 
 
 TEMPLATES: list[Callable[[random.Random], Problem]] = [
-    shopping, discount, journey, tank, savings, ladder, recipe, choice, pair, garden,
-]  # fmt: skip
+    shopping,
+    discount,
+    journey,
+    tank,
+    savings,
+    ladder,
+    recipe,
+    choice,
+    pair,
+    garden,
+]
 
 
 def solve(problem: Problem) -> tuple[str, str]:
@@ -179,7 +188,10 @@ def verify(chain: str, formula: str) -> None:
     found = STEP.findall(chain)
     pairs = [*found, (formula, found[-1][1])]
     for expression, output in pairs:
-        value, shown = sympy.sympify(expression, rational=True), sympy.Rational(output)  # our own text, which is safe to parse
+        value, shown = (
+            sympy.sympify(expression, rational=True),
+            sympy.Rational(output),
+        )  # our own text, which is safe to parse
         if abs(value - shown) > abs(shown) * sympy.Rational(1, 10**9):
             raise ValueError(f"sympy finds {value} for {expression}, not {output}")
 
@@ -197,8 +209,12 @@ def make(seed: int = SEED) -> dict[str, list[dict[str, str]]]:
         verify(chain, problem.formula)
         name = f"{template.__name__}-{len(rows) + 1:03d}"
         rows[problem.question] = {
-            "id": name, "question": problem.question, "chain": chain, "result": result, "source": f"raylight/{template.__name__}",
-        }  # fmt: skip
+            "id": name,
+            "question": problem.question,
+            "chain": chain,
+            "result": result,
+            "source": f"raylight/{template.__name__}",
+        }
     shuffled = list(rows.values())
     rng.shuffle(shuffled)
     splits = {}

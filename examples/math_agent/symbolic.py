@@ -32,9 +32,20 @@ OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Pow: lambda a, b: a**b,
 }
 FUNCTIONS = {
-    "sqrt": sympy.sqrt, "abs": sympy.Abs, "exp": sympy.exp, "log": sympy.log, "ln": sympy.log, "sin": sympy.sin, "cos": sympy.cos,
-    "tan": sympy.tan, "factorial": sympy.factorial, "floor": sympy.floor, "ceil": sympy.ceiling, "min": sympy.Min, "max": sympy.Max,
-}  # fmt: skip
+    "sqrt": sympy.sqrt,
+    "abs": sympy.Abs,
+    "exp": sympy.exp,
+    "log": sympy.log,
+    "ln": sympy.log,
+    "sin": sympy.sin,
+    "cos": sympy.cos,
+    "tan": sympy.tan,
+    "factorial": sympy.factorial,
+    "floor": sympy.floor,
+    "ceil": sympy.ceiling,
+    "min": sympy.Min,
+    "max": sympy.Max,
+}
 
 
 def to_sympy(node: ast.expr) -> sympy.Expr:
@@ -43,9 +54,15 @@ def to_sympy(node: ast.expr) -> sympy.Expr:
     Raises:
         ExpressionError: it holds what has no meaning here, or a power that is too large.
     """
-    if not names(node) and not any(isinstance(part, ast.Call) or is_constant(part) for part in ast.walk(node)):
+    if not names(node) and not any(
+        isinstance(part, ast.Call) or is_constant(part) for part in ast.walk(node)
+    ):
         value = evaluate(node)  # within the limits of size
-        return sympy.Rational(value.numerator, value.denominator) if not isinstance(value, float) else _exact(node)
+        return (
+            sympy.Rational(value.numerator, value.denominator)
+            if not isinstance(value, float)
+            else _exact(node)
+        )
     return _exact(node)
 
 
@@ -92,7 +109,14 @@ def main() -> None:
     given, expected = json.load(sys.stdin)
     try:
         found = same(parse(given, containers=True), parse(expected, containers=True), equal)
-    except (ValueError, MemoryError, RecursionError, ArithmeticError, TypeError, NotImplementedError) as error:  # also sympy's own
+    except (
+        ValueError,
+        MemoryError,
+        RecursionError,
+        ArithmeticError,
+        TypeError,
+        NotImplementedError,
+    ) as error:  # also sympy's own
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(OUT_OF_LIMITS)
     print(json.dumps(found))

@@ -44,23 +44,43 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train, score or look at an agent that calculates.")
-    parser.add_argument("--model", help="folder or name of a model that calls tools; with --endpoint, its name there")
-    parser.add_argument("--client", choices=list(CLIENTS), default="openai", help="library that the agent is written with")
     parser.add_argument(
-        "--endpoint", metavar="URL", help="score a model at this OpenAI-compatible URL; its key is in OPENAI_API_KEY"
-    )
-    parser.add_argument("--debug", action="store_true", help="one question, with its full trace; trains nothing")
-    parser.add_argument(
-        "--fast", "--ci", action="store_true", help=f"{FAST_STEPS} small steps, or 2 questions, to see that it runs"
-    )
-    parser.add_argument("--extractor", choices=get_args(ExtractorName), default="hashes", help="how the answer is marked")
-    parser.add_argument(
-        "--mcp-command", type=shlex.split, help="another MCP server over stdio, such as 'uvx mcp-server-calculator'"
+        "--model", help="folder or name of a model that calls tools; with --endpoint, its name there"
     )
     parser.add_argument(
-        "--engine", choices=["auto", "vllm", "transformers"], default="auto", help="auto: vLLM on this machine's GPU"
+        "--client", choices=list(CLIENTS), default="openai", help="library that the agent is written with"
     )
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with train.jsonl, val.jsonl and test.jsonl")
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="score a model at this OpenAI-compatible URL; its key is in OPENAI_API_KEY",
+    )
+    parser.add_argument(
+        "--debug", action="store_true", help="one question, with its full trace; trains nothing"
+    )
+    parser.add_argument(
+        "--fast",
+        "--ci",
+        action="store_true",
+        help=f"{FAST_STEPS} small steps, or 2 questions, to see that it runs",
+    )
+    parser.add_argument(
+        "--extractor", choices=get_args(ExtractorName), default="hashes", help="how the answer is marked"
+    )
+    parser.add_argument(
+        "--mcp-command",
+        type=shlex.split,
+        help="another MCP server over stdio, such as 'uvx mcp-server-calculator'",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["auto", "vllm", "transformers"],
+        default="auto",
+        help="auto: vLLM on this machine's GPU",
+    )
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder with train.jsonl, val.jsonl and test.jsonl"
+    )
     parser.add_argument("--n-runners", type=int, default=2)
     parser.add_argument("--output-dir", type=Path, help="a new folder under outputs/ by default")
     args = parser.parse_args(arguments)
@@ -77,7 +97,9 @@ def run(args: argparse.Namespace) -> None:
     """
     find_client(args.client)  # a library that is missing is noticed here
     args.model = args.model or make_starter(STARTER)
-    settings = MathSettings(client=args.client, extractor=args.extractor, mcp_command=args.mcp_command or None)
+    settings = MathSettings(
+        client=args.client, extractor=args.extractor, mcp_command=args.mcp_command or None
+    )
     if args.debug or args.endpoint:
         score(args, settings)
     else:
@@ -92,7 +114,9 @@ def read_questions(path: Path, limit: int | None = None) -> list[Any]:
     """
     tasks = read_tasks(path, limit)
     for place, task in enumerate(tasks, 1):
-        if not isinstance(task, dict) or not all(isinstance(task.get(key), str) for key in ("question", "result")):
+        if not isinstance(task, dict) or not all(
+            isinstance(task.get(key), str) for key in ("question", "result")
+        ):
             raise rl.errors.DatasetError(
                 f'{path}: task {place} must have texts for question and result, such as "result": "42"; it is {task!r:.100}'
             )
@@ -106,9 +130,12 @@ def train(args: argparse.Namespace, settings: MathSettings) -> None:
     if args.fast:
         config, val = shortened(config, FAST_STEPS), val[:2]
     trainer = rl.Trainer(
-        algorithm=rl.VERL(config), n_runners=args.n_runners, output_dir=args.output_dir, tracer=_tracer(settings),
+        algorithm=rl.VERL(config),
+        n_runners=args.n_runners,
+        output_dir=args.output_dir,
+        tracer=_tracer(settings),
         initial_resources={"settings": settings},
-    )  # fmt: skip
+    )
     summary = trainer.fit(math_agent, tasks, val)
     print(json.dumps(summary, indent=2, default=str))
 

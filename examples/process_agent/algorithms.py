@@ -34,7 +34,10 @@ async def roll_out(
         RolloutsFailedError: some were lost, by the simulator or the cluster, so that a mean would not tell of the agent.
     """
     config = rl.RolloutConfig(timeout_seconds=TIMEOUT_S)
-    requests = [rl.EnqueueRolloutRequest(input=task, mode=mode, resources_id=resources_id, config=config) for task in tasks]
+    requests = [
+        rl.EnqueueRolloutRequest(input=task, mode=mode, resources_id=resources_id, config=config)
+        for task in tasks
+    ]
     ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
     await store.wait_for_rollouts(rollout_ids=ids)
     finished = await store.collect(ids, with_spans=True)
@@ -144,7 +147,13 @@ class Candidate:
 
     def told(self) -> dict[str, Any]:
         """For a file."""
-        return {"number": self.number, "parent": self.parent, "score": self.score, "refused": self.refused, "text": self.text}
+        return {
+            "number": self.number,
+            "parent": self.parent,
+            "score": self.score,
+            "refused": self.refused,
+            "text": self.text,
+        }
 
 
 class PromptOptimiser(rl.Algorithm):
@@ -163,7 +172,14 @@ class PromptOptimiser(rl.Algorithm):
     """
 
     def __init__(
-        self, client: AsyncOpenAI, model: str, *, rounds: int = 2, candidates: int = 2, batch: int = 4, shown: int = 3
+        self,
+        client: AsyncOpenAI,
+        model: str,
+        *,
+        rounds: int = 2,
+        candidates: int = 2,
+        batch: int = 4,
+        shown: int = 3,
     ) -> None:
         self._client = client
         self._model = model
@@ -178,9 +194,12 @@ class PromptOptimiser(rl.Algorithm):
 
     def resolved(self) -> dict[str, Any]:
         return {
-            "model": self._model, "rounds": self._rounds, "candidates": self._candidates, "batch": self._batch,
+            "model": self._model,
+            "rounds": self._rounds,
+            "candidates": self._candidates,
+            "batch": self._batch,
             "shown": self._shown,
-        }  # fmt: skip
+        }
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         """Optimise the prompt.
@@ -195,20 +214,32 @@ class PromptOptimiser(rl.Algorithm):
             raise DatasetError("prompt optimisation learns from training tasks; give a train_dataset")
         first = (self.get_initial_resources() or {}).get(PROMPT)
         if not isinstance(first, rl.PromptTemplate):
-            raise ConfigError(f"there is no prompt to optimise; give a PromptTemplate as the resource {PROMPT!r}")
+            raise ConfigError(
+                f"there is no prompt to optimise; give a PromptTemplate as the resource {PROMPT!r}"
+            )
         tasks, scoring = list(train_dataset), list(val_dataset or train_dataset)
         await self._try([(first.template, None)], scoring, first.placeholders())
         for number in range(1, self._rounds + 1):
             best = self.best
-            logger.info("round %d/%d: the best prompt is number %d with %.3f", number, self._rounds, best.number, best.score)
+            logger.info(
+                "round %d/%d: the best prompt is number %d with %.3f",
+                number,
+                self._rounds,
+                best.number,
+                best.score,
+            )
             batch = [tasks[(self._place + i) % len(tasks)] for i in range(min(self._batch, len(tasks)))]
             self._place += len(batch)
             lessons = await roll_out(self.get_store(), batch, "train", await self._resources(best.text))
             texts = await asyncio.gather(*(self._write(best, lessons) for _ in range(self._candidates)))
             await self._try([(text, best.number) for text in texts], scoring, first.placeholders())
-        logger.info("the best prompt is number %d with %.3f:\n%s", self.best.number, self.best.score, self.best.text)
+        logger.info(
+            "the best prompt is number %d with %.3f:\n%s", self.best.number, self.best.score, self.best.text
+        )
 
-    async def _try(self, written: list[tuple[str, int | None]], scoring: list[Any], placeholders: set[str]) -> None:
+    async def _try(
+        self, written: list[tuple[str, int | None]], scoring: list[Any], placeholders: set[str]
+    ) -> None:
         """Score new prompts, side by side, and add them to the history."""
         made: list[Candidate] = []
         for text, parent in written:
@@ -267,9 +298,17 @@ Rollouts with it, the worst first:
 def as_lesson(item: FinishedRollout) -> str:
     """A rollout as the writer of prompts reads it: the task, the grade, every call of a tool with what became of it."""
     task, found = item.rollout.input, grade(item.rollout.input, item.spans)
-    lines = [f"Task: {task['text']}", _graded(found, failure_of(item)), f"Budget: {task['budget']} tool calls. Made:"]
+    lines = [
+        f"Task: {task['text']}",
+        _graded(found, failure_of(item)),
+        f"Budget: {task['budget']} tool calls. Made:",
+    ]
     for call in tool_calls(item.spans):
-        became = f"error {json.dumps(call.output['error'])}" if call.failed else call.output.get("status", "answered")
+        became = (
+            f"error {json.dumps(call.output['error'])}"
+            if call.failed
+            else call.output.get("status", "answered")
+        )
         lines.append(f"- {call.name} {json.dumps(call.arguments)[:600]} -> {became}")
     return "\n".join(lines)
 

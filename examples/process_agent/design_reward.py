@@ -78,7 +78,9 @@ def grade(task: dict[str, Any], spans: Iterable[SpanLike]) -> Grade:
     calls = tool_calls(spans)
     failed = sum(call.failed for call in calls)
     answer = read_answer(answer_text(spans))
-    converged = {call.output["run_id"]: call.arguments for call in calls if call.output.get("status") == "converged"}
+    converged = {
+        call.output["run_id"]: call.arguments for call in calls if call.output.get("status") == "converged"
+    }
     design = answer.get("run_id")
     if not isinstance(design, str) or design not in converged:
         design = next(reversed(converged), None)
@@ -125,7 +127,10 @@ def _quality(asked: dict[str, float], values: Any) -> float:
 
 def keeps_feeds(task: dict[str, Any], flowsheet: Any) -> bool:
     """Whether a flowsheet that converged has the task's property package and feeds, and no others."""
-    if flowsheet.get("package", "peng_robinson") != task["package"] or flowsheet["feeds"].keys() != task["feeds"].keys():
+    if (
+        flowsheet.get("package", "peng_robinson") != task["package"]
+        or flowsheet["feeds"].keys() != task["feeds"].keys()
+    ):
         return False
     for name, wanted in task["feeds"].items():
         feed = flowsheet["feeds"][name]
@@ -140,7 +145,10 @@ def keeps_feeds(task: dict[str, Any], flowsheet: Any) -> bool:
 def _shares(given: dict[str, float], wanted: dict[str, float]) -> list[tuple[float, float]]:
     """Mole fractions of every component of either composition."""
     totals = sum(map(float, given.values())), sum(wanted.values())
-    return [(float(given.get(name, 0.0)) / totals[0], wanted.get(name, 0.0) / totals[1]) for name in given.keys() | wanted.keys()]
+    return [
+        (float(given.get(name, 0.0)) / totals[0], wanted.get(name, 0.0) / totals[1])
+        for name in given.keys() | wanted.keys()
+    ]
 
 
 def is_near(path: str, value: Any, target: float, tolerance: float) -> bool:
@@ -184,7 +192,9 @@ def flat(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def answer_text(spans: Iterable[SpanLike]) -> str:
     """The agent's last message; empty if it made none."""
     texts = [
-        str((span.attributes or {}).get(OPERATION_OUTPUT, "")) for span in spans if (span.attributes or {}).get("kind") == ANSWER
+        str((span.attributes or {}).get(OPERATION_OUTPUT, ""))
+        for span in spans
+        if (span.attributes or {}).get("kind") == ANSWER
     ]
     return texts[-1] if texts else ""
 

@@ -40,7 +40,9 @@ def make_task(definition: dict[str, Any], split: Split) -> dict[str, Any]:
         "id": definition["id"],
         "split": split,
         "difficulty": definition["difficulty"],
-        "text": "\n".join([_given(reference), PLACEHOLDER.sub(number, definition["text"]), _wanted(definition["asked"])]),
+        "text": "\n".join(
+            [_given(reference), PLACEHOLDER.sub(number, definition["text"]), _wanted(definition["asked"])]
+        ),
         "package": reference["package"],
         "feeds": reference["feeds"],
         "specs": {path: look_up(results, path) for path in definition["specs"]},
@@ -65,7 +67,11 @@ def _wanted(asked: dict[str, str]) -> str:
 
 def make_tasks() -> list[dict[str, Any]]:
     """All tasks, from their references."""
-    return [make_task(definition, split) for split, definitions in DEFINITIONS.items() for definition in definitions]
+    return [
+        make_task(definition, split)
+        for split, definitions in DEFINITIONS.items()
+        for definition in definitions
+    ]
 
 
 def load_tasks(split: Split) -> list[dict[str, Any]]:

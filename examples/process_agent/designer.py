@@ -36,9 +36,12 @@ def model_client() -> AsyncOpenAI:
 
 
 @rl.rollout(
-    system_prompt=rl.PromptTemplate(template=PROMPT), simulator=os.environ.get(URL_VARIABLE) or "http://127.0.0.1:8700"
-)  # fmt: skip
-async def design(task: dict, llm: rl.LLM, system_prompt: rl.PromptTemplate, simulator: str) -> dict[str, float]:
+    system_prompt=rl.PromptTemplate(template=PROMPT),
+    simulator=os.environ.get(URL_VARIABLE) or "http://127.0.0.1:8700",
+)
+async def design(
+    task: dict, llm: rl.LLM, system_prompt: rl.PromptTemplate, simulator: str
+) -> dict[str, float]:
     """Design a flowsheet; the rewards are those of `design_reward.Grade.named`.
 
     Raises:
@@ -62,7 +65,11 @@ async def converse(client: AsyncOpenAI, llm: rl.LLM, messages: list[Any], toolbo
     while True:
         choice: Any = "auto" if len(toolbox.spans) < MAX_CALLS else "none"
         reply = await client.chat.completions.create(
-            model=llm.model, messages=messages, tools=TOOLS, tool_choice=choice, **SAMPLING | llm.sampling_parameters
+            model=llm.model,
+            messages=messages,
+            tools=TOOLS,
+            tool_choice=choice,
+            **SAMPLING | llm.sampling_parameters,
         )
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))

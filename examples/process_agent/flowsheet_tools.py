@@ -105,9 +105,15 @@ class Toolbox:
             return await self._ask("POST", "/simulations", content=json.dumps(read_flowsheet(given)))
         if name == "get_result":
             run_id, paths = given.get("run_id"), given.get("paths") or []
-            if not isinstance(paths, list) or not all(isinstance(text, str) and text.isascii() for text in (run_id, *paths)):
+            if not isinstance(paths, list) or not all(
+                isinstance(text, str) and text.isascii() for text in (run_id, *paths)
+            ):
                 raise BadCallError("get_result takes run_id, a string, and paths, a list of strings")
-            return await self._ask("GET", f"/simulations/{quote(str(run_id), safe='')}", params=[("path", path) for path in paths])
+            return await self._ask(
+                "GET",
+                f"/simulations/{quote(str(run_id), safe='')}",
+                params=[("path", path) for path in paths],
+            )
         raise BadCallError(f"there is no tool {name!r:.100}; there are {', '.join(TOOL_NAMES)}")
 
     async def _ask(self, method: str, path: str, **content: Any) -> Any:
@@ -116,7 +122,9 @@ class Toolbox:
         except httpx2.InvalidURL as error:  # longer than a URL may be
             raise BadCallError(f"the run_id or the paths cannot be asked for: {error}") from None
         except httpx2.HTTPError as error:
-            raise SimulatorUnavailableError(f"the simulator at {self._client.base_url} failed: {error!r}") from error
+            raise SimulatorUnavailableError(
+                f"the simulator at {self._client.base_url} failed: {error!r}"
+            ) from error
         if answer.status_code >= 500:
             raise SimulatorUnavailableError(
                 f"the simulator at {self._client.base_url} answered with status {answer.status_code}: {answer.text[:200]}"
@@ -124,7 +132,9 @@ class Toolbox:
         try:
             return answer.json()
         except ValueError:
-            raise BadCallError(f"the simulator knows no {path}; give the run_id that run_simulation returned") from None
+            raise BadCallError(
+                f"the simulator knows no {path}; give the run_id that run_simulation returned"
+            ) from None
 
 
 def read_flowsheet(arguments: dict[str, Any]) -> Any:
@@ -135,7 +145,9 @@ def read_flowsheet(arguments: dict[str, Any]) -> Any:
     """
     given = arguments.get("flowsheet")
     if given is None:
-        raise BadCallError("run_simulation takes flowsheet, an object with package, components, feeds and units")
+        raise BadCallError(
+            "run_simulation takes flowsheet, an object with package, components, feeds and units"
+        )
     return _read(given) if isinstance(given, str) else given
 
 

@@ -35,14 +35,27 @@ def served(model: str, max_model_len: int, arguments: Sequence[str], log: Path) 
     """
     key, name = secrets.token_hex(16), "served"
     command = [
-        sys.executable, __file__, "serve", "--model", model, "--name", name, "--max-model-len", str(max_model_len),
+        sys.executable,
+        __file__,
+        "serve",
+        "--model",
+        model,
+        "--name",
+        name,
+        "--max-model-len",
+        str(max_model_len),
         *(part for argument in arguments for part in ("--arg", argument)),
-    ]  # fmt: skip
+    ]
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, env={**os.environ, "RAYLIGHT_API_KEY": key}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            command,
+            env={**os.environ, "RAYLIGHT_API_KEY": key},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         assert process.stdout
         deadline = threading.Timer(START_TIMEOUT_S, process.kill)
         deadline.start()

@@ -34,28 +34,47 @@ logger = logging.getLogger("process_agent")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder of a model, or the name of one at --endpoint")
-    parser.add_argument("--endpoint", help="base URL of an OpenAI-compatible API that has the model, ending in /v1")
-    parser.add_argument("--writer-model", help="at --endpoint, writes prompts for prompt_opt; --model by default")
+    parser.add_argument(
+        "--endpoint", help="base URL of an OpenAI-compatible API that has the model, ending in /v1"
+    )
+    parser.add_argument(
+        "--writer-model", help="at --endpoint, writes prompts for prompt_opt; --model by default"
+    )
     parser.add_argument("--algorithm", choices=("baseline", "prompt_opt"), default="baseline")
-    parser.add_argument("--mode", choices=("dev", "train"), default="train", help="dev takes 3 tasks, and baseline only")
+    parser.add_argument(
+        "--mode", choices=("dev", "train"), default="train", help="dev takes 3 tasks, and baseline only"
+    )
     parser.add_argument("--n-runners", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of prompt_opt")
     parser.add_argument("--candidates", type=int, default=2, help="new prompts a round of prompt_opt")
     parser.add_argument("--temperature", type=float, help="of the agent's model; the API's own by default")
-    parser.add_argument("--max-model-len", type=int, default=16384, help="without --endpoint: longest conversation, in tokens")
     parser.add_argument(
-        "--serve-arg", action="append", default=[], metavar="NAME=VALUE",
+        "--max-model-len", type=int, default=16384, help="without --endpoint: longest conversation, in tokens"
+    )
+    parser.add_argument(
+        "--serve-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="without --endpoint: an argument of the engine, such as tool_parser=hermes; may be repeated",
-    )  # fmt: skip
-    parser.add_argument("--use-validation", action="store_true", help="measure, or choose prompts, on the validation tasks")
-    parser.add_argument("--use-test", action="store_true", help="measure the outcome on the test tasks, at the end")
+    )
+    parser.add_argument(
+        "--use-validation", action="store_true", help="measure, or choose prompts, on the validation tasks"
+    )
+    parser.add_argument(
+        "--use-test", action="store_true", help="measure the outcome on the test tasks, at the end"
+    )
     parser.add_argument("--debug", action="store_true", help="one task, with its whole trace printed")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/process_agent"))
     args = parser.parse_args(arguments)
     if args.algorithm == "prompt_opt" and (args.mode == "dev" or args.debug):
-        parser.error("prompt_opt is no fast algorithm: use --mode train without --debug, or --algorithm baseline")
+        parser.error(
+            "prompt_opt is no fast algorithm: use --mode train without --debug, or --algorithm baseline"
+        )
     if args.rounds < 0 or args.candidates < 1:
         parser.error("--rounds must be at least 0, and --candidates at least 1")
     return args
@@ -64,18 +83,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def log_to(folder: Path) -> None:
     """Log to `training.log` in a folder, and to the console."""
     folder.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(folder / "training.log", mode="w"), logging.StreamHandler(sys.stdout)]
+    handlers: list[logging.Handler] = [
+        logging.FileHandler(folder / "training.log", mode="w"),
+        logging.StreamHandler(sys.stdout),
+    ]
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
 
 
-def make_trainer(args: argparse.Namespace, algorithm: rl.Algorithm, resources: dict[str, Any], name: str) -> rl.Trainer:
+def make_trainer(
+    args: argparse.Namespace, algorithm: rl.Algorithm, resources: dict[str, Any], name: str
+) -> rl.Trainer:
     return rl.Trainer(
-        algorithm=algorithm, agent=design, initial_resources=resources, n_runners=args.n_runners, progress=False,
+        algorithm=algorithm,
+        agent=design,
+        initial_resources=resources,
+        n_runners=args.n_runners,
+        progress=False,
         output_dir=args.output_dir / name,
-    )  # fmt: skip
+    )
 
 
 def debug(args: argparse.Namespace, resources: dict[str, Any]) -> None:
@@ -90,7 +118,10 @@ def baseline(args: argparse.Namespace, resources: dict[str, Any]) -> dict[str, A
     train, val = load_tasks("train"), load_tasks("val") if args.use_validation else None
     if args.mode == "dev":
         trainer.dev(
-            train_dataset=[next(t for t in train if t["difficulty"] == d) for d in ("easy", "medium", "hard")], val_dataset=val
+            train_dataset=[
+                next(t for t in train if t["difficulty"] == d) for d in ("easy", "medium", "hard")
+            ],
+            val_dataset=val,
         )
     else:
         trainer.fit(train_dataset=train, val_dataset=val)
@@ -103,11 +134,17 @@ def prompt_opt(args: argparse.Namespace, resources: dict[str, Any], llm: rl.LLM)
     writer = args.writer_model or llm.model
     algorithm = PromptOptimiser(client, writer, rounds=args.rounds, candidates=args.candidates)
     val = load_tasks("val") if args.use_validation else None
-    make_trainer(args, algorithm, resources, "prompt_opt").fit(train_dataset=load_tasks("train"), val_dataset=val)
+    make_trainer(args, algorithm, resources, "prompt_opt").fit(
+        train_dataset=load_tasks("train"), val_dataset=val
+    )
     best = algorithm.best
     resources[PROMPT] = rl.PromptTemplate(template=best.text)
     (args.output_dir / "best_prompt.txt").write_text(best.text)
-    return {"first": algorithm.history[0].score, "best": best.score, "prompts": [one.told() for one in algorithm.history]}
+    return {
+        "first": algorithm.history[0].score,
+        "best": best.score,
+        "prompts": [one.told() for one in algorithm.history],
+    }
 
 
 def measure_test(args: argparse.Namespace, resources: dict[str, Any]) -> dict[str, float]:
@@ -120,9 +157,16 @@ def measure_test(args: argparse.Namespace, resources: dict[str, Any]) -> dict[st
 
 def run(args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     url = stack.enter_context(simulator())
-    llm = rl.LLM(endpoint=args.endpoint or "", model=args.model, api_key=os.environ.get("OPENAI_API_KEY", "unused"), traced=True)
+    llm = rl.LLM(
+        endpoint=args.endpoint or "",
+        model=args.model,
+        api_key=os.environ.get("OPENAI_API_KEY", "unused"),
+        traced=True,
+    )
     if not args.endpoint:
-        llm = stack.enter_context(served(args.model, args.max_model_len, args.serve_arg, args.output_dir / "serve.log"))
+        llm = stack.enter_context(
+            served(args.model, args.max_model_len, args.serve_arg, args.output_dir / "serve.log")
+        )
     if args.temperature is not None:
         llm.sampling_parameters["temperature"] = args.temperature
     logger.info("%s, simulator at %s", args.model, url)

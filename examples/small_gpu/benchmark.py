@@ -22,10 +22,16 @@ from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder, or name in the local Hugging Face cache")
-    parser.add_argument("--adapter", help="folder of a LoRA adapter in peft's format, such as a run's checkpoint")
-    parser.add_argument("--data", default="words", help="words, additions, or a .jsonl file with question and answer")
+    parser.add_argument(
+        "--adapter", help="folder of a LoRA adapter in peft's format, such as a run's checkpoint"
+    )
+    parser.add_argument(
+        "--data", default="words", help="words, additions, or a .jsonl file with question and answer"
+    )
     parser.add_argument("--prompt", choices=sorted(PROMPTS), default="cot", help="that of the training")
     parser.add_argument("--limit", type=int, help="only the first so many questions")
     parser.add_argument("--samples", type=int, default=1, help="answers to each question")
@@ -42,11 +48,17 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RaylightError: the model, the adapter or the data is not there, or nothing could be scored.
     """
-    trainer = rl.Trainer(hooks=NumberReward(args.prompt), n_runners=args.n_runners, output_dir=args.output_dir, engine=engine())
+    trainer = rl.Trainer(
+        hooks=NumberReward(args.prompt), n_runners=args.n_runners, output_dir=args.output_dir, engine=engine()
+    )
     return trainer.evaluate(
-        MathSolver(args.prompt, args.max_new_tokens), benchmark_questions(args.data, args.limit), model=args.model,
-        adapter=args.adapter, samples=args.samples, sampling={"temperature": args.temperature},
-    )  # fmt: skip
+        MathSolver(args.prompt, args.max_new_tokens),
+        benchmark_questions(args.data, args.limit),
+        model=args.model,
+        adapter=args.adapter,
+        samples=args.samples,
+        sampling={"temperature": args.temperature},
+    )
 
 
 def main() -> None:

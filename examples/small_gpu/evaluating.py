@@ -11,6 +11,9 @@ def engine(max_model_len: int = 1024) -> dict[str, Any]:
 
     on_gpu = torch.cuda.is_available()
     return {
-        "kind": "transformers", "num_gpus": 1 if on_gpu else 0, "dtype": "bfloat16" if on_gpu else "float32",
-        "max_model_len": max_model_len, "max_concurrent": 16,
-    }  # fmt: skip
+        "kind": "transformers",
+        "num_gpus": 1 if on_gpu else 0,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "max_model_len": max_model_len,
+        "max_concurrent": 16,
+    }

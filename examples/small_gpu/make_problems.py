@@ -61,9 +61,7 @@ def fence(n: Draw) -> tuple[str, float]:
 
 def savings(n: Draw) -> tuple[str, float]:
     had, weekly, weeks, spent = n(10, 60), n(4, 12), n(5, 12), n(8, 30)
-    text = (
-        f"Ben has {had} euros, saves {weekly} euros a week for {weeks} weeks, and then spends {spent} euros. How many euros has he?"
-    )
+    text = f"Ben has {had} euros, saves {weekly} euros a week for {weeks} weeks, and then spends {spent} euros. How many euros has he?"
     return text, had + weekly * weeks - spent
 
 
@@ -82,7 +80,9 @@ def mean(n: Draw) -> tuple[str, float]:
 
 def bus(n: Draw) -> tuple[str, float]:
     start, off, on = n(20, 45), n(4, 15), n(3, 18)
-    text = f"{start} people are on a bus. At a stop {off} get off and {on} get on. How many are on the bus now?"
+    text = (
+        f"{start} people are on a bus. At a stop {off} get off and {on} get on. How many are on the bus now?"
+    )
     return text, start - off + on
 
 
@@ -107,7 +107,9 @@ def make_problems(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
         for split, count in PER_KIND.items():
             for number in range(count):
                 question, answer = next(left)
-                made[split].append({"id": f"{kind.__name__}-{split}-{number}", "question": question, "answer": answer})
+                made[split].append(
+                    {"id": f"{kind.__name__}-{split}-{number}", "question": question, "answer": answer}
+                )
     for problems in made.values():
         chance.shuffle(problems)
     return made

@@ -52,6 +52,12 @@ def _sums(tasks: list[dict[str, int]]) -> Questions:
 def _checked(tasks: list[Any]) -> Questions:
     for place, task in enumerate(tasks, 1):
         answer = task.get("answer") if isinstance(task, dict) else None
-        if not isinstance(answer, int | float) or isinstance(answer, bool) or not isinstance(task.get("question"), str):
-            raise DatasetError(f'question {place} must look like {{"question": "...", "answer": 12}}; it is {task!r:.100}')
+        if (
+            not isinstance(answer, int | float)
+            or isinstance(answer, bool)
+            or not isinstance(task.get("question"), str)
+        ):
+            raise DatasetError(
+                f'question {place} must look like {{"question": "...", "answer": 12}}; it is {task!r:.100}'
+            )
     return tasks

@@ -46,7 +46,9 @@ class MathSolver(rl.LitAgent[dict[str, Any]]):
         self.prompt = prompt
         self.max_tokens = max_tokens
 
-    async def rollout_async(self, task: dict[str, Any], resources: rl.NamedResources, rollout: rl.Rollout) -> None:
+    async def rollout_async(
+        self, task: dict[str, Any], resources: rl.NamedResources, rollout: rl.Rollout
+    ) -> None:
         """One question; scored by the hook."""
         llm: rl.LLM = resources["llm"]
         sampling = {"temperature": 1.0, "max_tokens": self.max_tokens} | llm.sampling_parameters

@@ -26,22 +26,38 @@ ROOM_FOR_PROMPT = 256
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder, or name in the local Hugging Face cache")
-    parser.add_argument("--data", default="words", help="words, additions, or a .jsonl file with question and answer")
-    parser.add_argument("--prompt", choices=sorted(PROMPTS), default="cot", help="plain: the model answers with a number at once")
+    parser.add_argument(
+        "--data", default="words", help="words, additions, or a .jsonl file with question and answer"
+    )
+    parser.add_argument(
+        "--prompt",
+        choices=sorted(PROMPTS),
+        default="cot",
+        help="plain: the model answers with a number at once",
+    )
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--tasks-per-step", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=8, help="answers to each question that are compared")
+    parser.add_argument(
+        "--group-size", type=int, default=8, help="answers to each question that are compared"
+    )
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument(
-        "--memory-gb", type=float, default=3.5, help="what the run may take; a GPU of 4 GB has about this much free"
+        "--memory-gb",
+        type=float,
+        default=3.5,
+        help="what the run may take; a GPU of 4 GB has about this much free",
     )
     parser.add_argument("--val-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--n-runners", type=int, default=1)
-    parser.add_argument("--debug", action="store_true", help="one question and no training, with its trace printed")
+    parser.add_argument(
+        "--debug", action="store_true", help="one question and no training, with its trace printed"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/small_gpu"))
     return parser.parse_args(arguments)
 
@@ -49,7 +65,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def debug(args: argparse.Namespace) -> None:
     """Have the untrained model answer one question, and print all that was recorded."""
     trainer = rl.Trainer(
-        hooks=NumberReward(args.prompt), n_runners=1, output_dir=args.output_dir / "debug", progress=False, engine=engine()
+        hooks=NumberReward(args.prompt),
+        n_runners=1,
+        output_dir=args.output_dir / "debug",
+        progress=False,
+        engine=engine(),
     )
     task = training_questions(args.data)[0][0]
     trainer.evaluate(MathSolver(args.prompt, args.max_new_tokens), [task], model=args.model)
@@ -58,16 +78,28 @@ def debug(args: argparse.Namespace) -> None:
 
 def algorithm(args: argparse.Namespace) -> rl.MiniGRPO:
     return rl.MiniGRPO(
-        model=args.model, n_steps=args.iterations, tasks_per_step=args.tasks_per_step, group_size=args.group_size, lr=args.lr,
-        max_model_len=args.max_new_tokens + ROOM_FOR_PROMPT, max_new_tokens=args.max_new_tokens, memory_limit_gb=args.memory_gb,
-        max_concurrent=16, val_every=args.val_every, save_every=args.val_every, seed=args.seed,
-    )  # fmt: skip
+        model=args.model,
+        n_steps=args.iterations,
+        tasks_per_step=args.tasks_per_step,
+        group_size=args.group_size,
+        lr=args.lr,
+        max_model_len=args.max_new_tokens + ROOM_FOR_PROMPT,
+        max_new_tokens=args.max_new_tokens,
+        memory_limit_gb=args.memory_gb,
+        max_concurrent=16,
+        val_every=args.val_every,
+        save_every=args.val_every,
+        seed=args.seed,
+    )
 
 
 def train(args: argparse.Namespace) -> None:
     train_tasks, val_tasks = training_questions(args.data)
     trainer = rl.Trainer(
-        algorithm=algorithm(args), hooks=NumberReward(args.prompt), n_runners=args.n_runners, output_dir=args.output_dir
+        algorithm=algorithm(args),
+        hooks=NumberReward(args.prompt),
+        n_runners=args.n_runners,
+        output_dir=args.output_dir,
     )
     trainer.fit(MathSolver(args.prompt, args.max_new_tokens), train_tasks, val_dataset=val_tasks)
 

@@ -37,21 +37,31 @@ class CustomerService(rl.LitAgent[Row]):
         max_tokens: of one answer of the assistant.
     """
 
-    def __init__(self, user: Literal["scripted", "model"] = "scripted", max_steps: int = 30, max_tokens: int = 1024) -> None:
+    def __init__(
+        self, user: Literal["scripted", "model"] = "scripted", max_steps: int = 30, max_tokens: int = 1024
+    ) -> None:
         super().__init__()
         self.user, self.max_steps, self.max_tokens = user, max_steps, max_tokens
 
-    async def rollout_async(self, task: Row, resources: rl.NamedResources, rollout: rl.Rollout) -> dict[str, float]:
+    async def rollout_async(
+        self, task: Row, resources: rl.NamedResources, rollout: rl.Rollout
+    ) -> dict[str, float]:
         """Hold one conversation; returns its rewards: the one that counts, and the parts of which it is the product."""
         rollout.mark_agent_as_trainable(ASSISTANT)
         environment, details = read_row(task)
-        case = await asyncio.to_thread(find_domain(environment).open, details)  # tau2's database takes a second
+        case = await asyncio.to_thread(
+            find_domain(environment).open, details
+        )  # tau2's database takes a second
         assistant = Assistant(resources["llm"].for_agent(ASSISTANT), client(), self.max_tokens)
         transcript = await converse(case, assistant, self._user(case.person, resources), self.max_steps)
-        rl.emit_annotation({"ending": transcript.ending, "steps": transcript.steps, "tool_errors": transcript.tool_errors})
+        rl.emit_annotation(
+            {"ending": transcript.ending, "steps": transcript.steps, "tool_errors": transcript.tool_errors}
+        )
         return await asyncio.to_thread(case.grade, transcript)
 
     def _user(self, person: Person, resources: rl.NamedResources) -> User:
         if self.user == "scripted":
             return ScriptedUser(person)
-        return ModelUser(person, (resources["user"] if "user" in resources else resources["llm"]).for_agent(USER), client())
+        return ModelUser(
+            person, (resources["user"] if "user" in resources else resources["llm"]).for_agent(USER), client()
+        )

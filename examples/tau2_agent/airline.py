@@ -38,7 +38,9 @@ def find_data() -> Path:
     """
     root = os.environ.get(VARIABLE)
     if not root:
-        raise ConfigError(f"{VARIABLE} is not set; set it to the `data` folder of a copy of the tau2-bench repository")
+        raise ConfigError(
+            f"{VARIABLE} is not set; set it to the `data` folder of a copy of the tau2-bench repository"
+        )
     for layout in LAYOUTS:
         folder = Path(root).expanduser() / layout
         if all((folder / name).is_file() for name in FILES):
@@ -80,7 +82,9 @@ def _database() -> Any:
 def new_environment(**_: Any) -> Any:
     """tau2's airline with a database that nobody has touched; its evaluator asks for one with arguments that do not matter here."""
     policy = (find_data() / "policy.md").read_text(encoding="utf-8")
-    return tau2().Environment(domain_name="airline", policy=policy, tools=tau2().AirlineTools(_database().model_copy(deep=True)))
+    return tau2().Environment(
+        domain_name="airline", policy=policy, tools=tau2().AirlineTools(_database().model_copy(deep=True))
+    )
 
 
 class AirlineCase:
@@ -93,7 +97,9 @@ class AirlineCase:
         """The tool calls with their answers, as messages of tau2."""
         if (start := self._task.initial_state) is not None:
             self._history = list(start.message_history or ())
-            self._environment.set_state(start.initialization_data, start.initialization_actions, self._history)
+            self._environment.set_state(
+                start.initialization_data, start.initialization_actions, self._history
+            )
         self.person = Person(goal=str(self._task.user_scenario))
         self.policy = self._environment.get_policy()
         self.tools = [tool.openai_schema for tool in self._environment.get_tools()]
@@ -118,7 +124,11 @@ class AirlineCase:
         if kind.COMMUNICATE in counted:
             told = [tau2().AssistantMessage(role="assistant", content=text) for text in transcript.said()]
             facts = tau2().CommunicateEvaluator.calculate_reward(self._task, told).reward
-        return {"reward": database * facts * (transcript.ending == "user"), "database": database, "facts": facts}
+        return {
+            "reward": database * facts * (transcript.ending == "user"),
+            "database": database,
+            "facts": facts,
+        }
 
 
 class Airline:

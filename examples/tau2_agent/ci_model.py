@@ -31,7 +31,10 @@ def build(folder: Path) -> str:
     """Write the model into a folder, over what is there; returns its path."""
     shutil.copytree(STARTER_MODEL, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+    for name, key in (
+        ("config.json", "max_position_embeddings"),
+        ("tokenizer_config.json", "model_max_length"),
+    ):
         values = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(values | {key: POSITIONS}, indent=2))
     return str(folder)

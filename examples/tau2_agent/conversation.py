@@ -31,7 +31,9 @@ class Assistant:
 
     async def step(self, messages: list[Any], tools: list[Any]) -> ChatCompletionMessage:
         """The model's next message: tool calls, or words for the user."""
-        reply = await self._client.chat.completions.create(model=self._model, messages=messages, tools=tools, **self._sampling)
+        reply = await self._client.chat.completions.create(
+            model=self._model, messages=messages, tools=tools, **self._sampling
+        )
         return reply.choices[0].message
 
 
@@ -42,7 +44,10 @@ async def converse(case: Case, assistant: Assistant, user: User, max_steps: int)
         openai.OpenAIError: a model cannot be called. That the assistant's context is full is no error, but ends the conversation.
     """
     so_far = Transcript()
-    so_far.messages = [{"role": "system", "content": case.policy}, {"role": "user", "content": await user.open()}]
+    so_far.messages = [
+        {"role": "system", "content": case.policy},
+        {"role": "user", "content": await user.open()},
+    ]
     while not so_far.ending:
         if so_far.steps == max_steps:
             so_far.ending = "steps"
@@ -97,4 +102,6 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     if problem is None:
         return arguments
     function["arguments"] = "{}"
-    raise ToolError(f"the arguments of {function['name']} must be a JSON object; yours are {problem}: {given:.200}")
+    raise ToolError(
+        f"the arguments of {function['name']} must be a JSON object; yours are {problem}: {given:.200}"
+    )

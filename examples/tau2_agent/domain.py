@@ -43,7 +43,9 @@ class Transcript:
 
     def said(self) -> list[str]:
         """What the assistant told the user; words beside a tool call do not reach them."""
-        return [m["content"] or "" for m in self.messages if m["role"] == "assistant" and not m.get("tool_calls")]
+        return [
+            m["content"] or "" for m in self.messages if m["role"] == "assistant" and not m.get("tool_calls")
+        ]
 
 
 class Case(Protocol):

@@ -16,7 +16,11 @@ Row = dict[str, str]
 
 
 def as_row(environment: str, task: dict[str, Any]) -> Row:
-    return {"environment": environment, "id": str(task["id"]), "task": json.dumps(task, ensure_ascii=False, sort_keys=True)}
+    return {
+        "environment": environment,
+        "id": str(task["id"]),
+        "task": json.dumps(task, ensure_ascii=False, sort_keys=True),
+    }
 
 
 def read_row(row: Row) -> tuple[str, dict[str, Any]]:
@@ -28,7 +32,9 @@ def read_row(row: Row) -> tuple[str, dict[str, Any]]:
     try:
         return row["environment"], json.loads(row["task"])
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise DatasetError(f"a task must be a row of examples.tau2_agent.tasks.load_rows, not {row!r:.200}: {error!r}") from None
+        raise DatasetError(
+            f"a task must be a row of examples.tau2_agent.tasks.load_rows, not {row!r:.200}: {error!r}"
+        ) from None
 
 
 def load_rows(environment: str) -> tuple[list[Row], list[Row]]:
@@ -37,7 +43,9 @@ def load_rows(environment: str) -> tuple[list[Row], list[Row]]:
     Raises:
         ConfigError: there is no such environment, or what it needs is not installed.
     """
-    rows = sorted((as_row(environment, task) for task in find_domain(environment).tasks()), key=lambda row: row["id"])
+    rows = sorted(
+        (as_row(environment, task) for task in find_domain(environment).tasks()), key=lambda row: row["id"]
+    )
     random.Random(SPLIT_SEED).shuffle(rows)
     half = len(rows) // 2
     return rows[:half], rows[half:]

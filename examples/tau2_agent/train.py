@@ -39,15 +39,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="folder or name of a Hugging Face model that can call tools")
     parser.add_argument("--endpoint", help="with --debug: base URL of a server that has --model already")
     parser.add_argument("--env", choices=ENVIRONMENTS, default="helpdesk")
-    parser.add_argument("--user", choices=("scripted", "model"), default="scripted", help="who plays the user")
-    parser.add_argument("--user-endpoint", help="base URL of the model that plays the user; without, the trained one does")
+    parser.add_argument(
+        "--user", choices=("scripted", "model"), default="scripted", help="who plays the user"
+    )
+    parser.add_argument(
+        "--user-endpoint", help="base URL of the model that plays the user; without, the trained one does"
+    )
     parser.add_argument("--user-model", help="its name there; may be left out if the endpoint has only one")
     parser.add_argument("--task", help="with --debug: the id of the task; the first one if not given")
     parser.add_argument("--output-dir", default="outputs/tau2_agent")
     parser.add_argument("--n-runners", type=int, default=2)
-    parser.add_argument("--debug", action="store_true", help="hold one conversation, print all of it, and train nothing")
     parser.add_argument(
-        "--ci", action="store_true", help="two small steps on a CPU; without --model, with a model that knows nothing"
+        "--debug", action="store_true", help="hold one conversation, print all of it, and train nothing"
+    )
+    parser.add_argument(
+        "--ci",
+        action="store_true",
+        help="two small steps on a CPU; without --model, with a model that knows nothing",
     )
     given = parser.parse_args(arguments)
     check(given)
@@ -63,11 +71,15 @@ def check(given: argparse.Namespace) -> None:
     if given.model is None and not given.ci:
         raise ConfigError("there is no model; give --model PATH, or --ci to try everything out without one")
     if given.endpoint and not given.debug:
-        raise ConfigError("a model behind an --endpoint cannot be trained; add --debug, or give the --model's folder alone")
+        raise ConfigError(
+            "a model behind an --endpoint cannot be trained; add --debug, or give the --model's folder alone"
+        )
     if given.task and not given.debug:
         raise ConfigError("nothing reads --task without --debug")
     if given.user == "scripted" and (given.user_endpoint or given.user_model):
-        raise ConfigError("nothing reads --user-endpoint and --user-model while a script plays the user; add --user model")
+        raise ConfigError(
+            "nothing reads --user-endpoint and --user-model while a script plays the user; add --user model"
+        )
     if given.user_model and not given.user_endpoint:
         raise ConfigError("--user-model is a name at an endpoint; give --user-endpoint URL too")
     if given.env == "airline" and given.user == "scripted":
@@ -92,13 +104,19 @@ def only_model(endpoint: str, key: str) -> str:
         with OpenAI(base_url=endpoint, api_key=key, max_retries=0, timeout=20) as client:
             names = [model.id for model in client.models.list()]
     except OpenAIError as error:
-        raise ConfigError(f"the models at {endpoint} cannot be listed ({error}); start the server, or give --user-model") from None
+        raise ConfigError(
+            f"the models at {endpoint} cannot be listed ({error}); start the server, or give --user-model"
+        ) from None
     if len(names) != 1:
-        raise ConfigError(f"{endpoint} has {len(names)} models ({', '.join(names[:10])}); choose one by --user-model")
+        raise ConfigError(
+            f"{endpoint} has {len(names)} models ({', '.join(names[:10])}); choose one by --user-model"
+        )
     return names[0]
 
 
-def show_one(given: argparse.Namespace, agent: CustomerService, row: Row, folder: Path, resources: dict[str, rl.LLM]) -> None:
+def show_one(
+    given: argparse.Namespace, agent: CustomerService, row: Row, folder: Path, resources: dict[str, rl.LLM]
+) -> None:
     """Hold one conversation and print all that its agents said."""
     engine: dict[str, Any] = {"max_model_len": 10240}
     if given.endpoint:
@@ -109,11 +127,19 @@ def show_one(given: argparse.Namespace, agent: CustomerService, row: Row, folder
 
 
 def train(
-    given: argparse.Namespace, agent: CustomerService, rows: tuple[list[Row], list[Row]], resources: dict[str, rl.LLM]
+    given: argparse.Namespace,
+    agent: CustomerService,
+    rows: tuple[list[Row], list[Row]],
+    resources: dict[str, rl.LLM],
 ) -> None:
     """Train the assistant."""
     algorithm = rl.VERL(verl_config(given.model, given.ci))
-    trainer = rl.Trainer(algorithm=algorithm, n_runners=given.n_runners, output_dir=given.output_dir, initial_resources=resources)
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        n_runners=given.n_runners,
+        output_dir=given.output_dir,
+        initial_resources=resources,
+    )
     trainer.fit(agent, rows[0], val_dataset=rows[1])
 
 
@@ -129,7 +155,9 @@ def main(arguments: list[str] | None = None) -> None:
     if given.debug:
         found = [row for row in train_rows + val_rows if given.task in (None, row["id"])]
         if not found:
-            raise ConfigError(f"there is no task {given.task!r}; there are {', '.join(row['id'] for row in train_rows + val_rows)}")
+            raise ConfigError(
+                f"there is no task {given.task!r}; there are {', '.join(row['id'] for row in train_rows + val_rows)}"
+            )
         show_one(given, agent, found[0], folder, resources)
     else:
         train(given, agent, (train_rows, val_rows), resources)

@@ -16,7 +16,9 @@ END = "[[END]]"
 PATIENCE = 8
 """What a user says at most, the opening included."""
 MAX_TOKENS = 256
-FURTHER = re.compile(r"[^.!?\n]*\b(?:anything|something|any) (?:else|more|other|further)\b[^.!?\n]*\?", re.IGNORECASE)
+FURTHER = re.compile(
+    r"[^.!?\n]*\b(?:anything|something|any) (?:else|more|other|further)\b[^.!?\n]*\?", re.IGNORECASE
+)
 """An offer of further help, which is no question to a scripted user: a yes to it would ask for nothing."""
 
 PROMPT = """You are a customer who writes to a help desk, and the other one is its assistant. Keep to your part: do not answer as \
@@ -53,7 +55,9 @@ class ScriptedUser:
 
     def __init__(self, person: Person) -> None:
         if not person.opening:
-            raise ConfigError("this environment's tasks have no script for the user; have a model play it, --user model")
+            raise ConfigError(
+                "this environment's tasks have no script for the user; have a model play it, --user model"
+            )
         self._person = person
         self._left = list(person.answers)
         self._said = 0
@@ -87,8 +91,12 @@ class ModelUser:
     def __init__(self, person: Person, llm: rl.LLM, client: AsyncOpenAI) -> None:
         self._llm = llm
         self._client = client.with_options(base_url=llm.endpoint, api_key=llm.api_key or "unused")
-        who = f"Your name is {person.name}, and your e-mail address is {person.email}.\n" if person.name else ""
-        self._messages: list[Any] = [{"role": "system", "content": PROMPT.format(who=who, goal=person.goal, end=END)}]
+        who = (
+            f"Your name is {person.name}, and your e-mail address is {person.email}.\n" if person.name else ""
+        )
+        self._messages: list[Any] = [
+            {"role": "system", "content": PROMPT.format(who=who, goal=person.goal, end=END)}
+        ]
         self._said = 0
 
     async def open(self) -> str:
@@ -101,7 +109,9 @@ class ModelUser:
         self._said += 1
         self._messages.append({"role": "user", "content": heard})
         sampling = {"max_tokens": MAX_TOKENS} | self._llm.sampling_parameters
-        reply = await self._client.chat.completions.create(model=self._llm.model, messages=self._messages, **sampling)
+        reply = await self._client.chat.completions.create(
+            model=self._llm.model, messages=self._messages, **sampling
+        )
         text = (reply.choices[0].message.content or "").strip()
         self._messages.append({"role": "assistant", "content": text})
         return None if END in text else text

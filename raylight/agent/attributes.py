@@ -33,7 +33,9 @@ def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> dict[str, 
     flat: dict[str, Any] = {}
     for key, value in items:
         if isinstance(nested, Mapping) and not isinstance(key, str):
-            raise EmitError(f"the key {key!r:.80} in {prefix or 'the attributes'} is of type {type(key).__name__}; use strings")
+            raise EmitError(
+                f"the key {key!r:.80} in {prefix or 'the attributes'} is of type {type(key).__name__}; use strings"
+            )
         flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key), depth - 1)
     return flat
 
@@ -91,7 +93,9 @@ def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
     attributes = as_attributes(annotation)
     for key, value in flatten(annotation).items():
         leaf = plain(value)
-        if not isinstance(leaf, str | bool | int | float | list | tuple | Mapping) or (isinstance(leaf, Mapping) and leaf):
+        if not isinstance(leaf, str | bool | int | float | list | tuple | Mapping) or (
+            isinstance(leaf, Mapping) and leaf
+        ):
             raise EmitError(
                 f"annotation {key!r} is {value!r:.80} of type {type(value).__name__}; give a str, bool, int or float, "
                 "or dicts and lists of these (emit_object takes other objects)"
@@ -114,7 +118,9 @@ def exception_attributes(error: BaseException) -> Attributes:
     """An exception as OpenTelemetry's semantic conventions have it."""
     kind = type(error)
     return {
-        "exception.type": kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        "exception.type": kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}",
         "exception.message": message_of(error),
         "exception.stacktrace": "".join(traceback.format_exception(error)),
     }

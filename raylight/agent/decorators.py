@@ -48,15 +48,25 @@ class FunctionalLitAgent(LitAgent[Any]):
         trained_agents: str | None = None,
         strip_proxy: bool = True,
     ) -> None:
-        functools.update_wrapper(self, function, updated=())  # first, so that it overwrites nothing of our own
+        functools.update_wrapper(
+            self, function, updated=()
+        )  # first, so that it overwrites nothing of our own
         super().__init__(trained_agents=trained_agents)
         self._function = function
         self._declared = dict(declared or {})
         self._strip_proxy = strip_proxy
-        self._name = getattr(function, "__name__", None) or getattr(_bare(function), "__name__", None) or repr(function)
-        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(_bare(function)).__call__)
+        self._name = (
+            getattr(function, "__name__", None)
+            or getattr(_bare(function), "__name__", None)
+            or repr(function)
+        )
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(_bare(function)).__call__
+        )
         if taken := GIVEN & self._declared.keys():
-            raise AgentSignatureError(f"@rollout cannot declare a resource {', '.join(sorted(taken))}; raylight gives these itself")
+            raise AgentSignatureError(
+                f"@rollout cannot declare a resource {', '.join(sorted(taken))}; raylight gives these itself"
+            )
         parameters = _parameters(function, self._name)
         names = [p.name for p in parameters]
         self._task_name = "task" if "task" in names else names[0]
@@ -73,24 +83,44 @@ class FunctionalLitAgent(LitAgent[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as the function; cloudpickle sends one that cannot be imported by value."""
-        settings = {"declared": self._declared, "trained_agents": self.trained_agents, "strip_proxy": self._strip_proxy}
+        settings = {
+            "declared": self._declared,
+            "trained_agents": self.trained_agents,
+            "strip_proxy": self._strip_proxy,
+        }
         return (_rebuild, (self._function, settings))
 
-    def check(self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False) -> None:
+    def check(
+        self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False
+    ) -> None:
         super().check(resources, modes)
-        there = {**dict.fromkeys(resources), **self._declared, **(resources if isinstance(resources, Mapping) else {})}
-        missing = [name for name in self._names if name not in self._optional and not self._can_fill(name, there)]
+        there = {
+            **dict.fromkeys(resources),
+            **self._declared,
+            **(resources if isinstance(resources, Mapping) else {}),
+        }
+        missing = [
+            name for name in self._names if name not in self._optional and not self._can_fill(name, there)
+        ]
         if missing and not more_may_come:
             raise AgentSignatureError(self._lacks(missing, there))
         if missing:
-            logger.warning("%s; or the algorithm must add it before it enqueues a rollout", self._lacks(missing, there))
+            logger.warning(
+                "%s; or the algorithm must add it before it enqueues a rollout", self._lacks(missing, there)
+            )
         for name in self._names:
-            fitting = [other for other in there if name not in there and name in BY_TYPE and BY_TYPE[name](there[other])]
+            fitting = [
+                other
+                for other in there
+                if name not in there and name in BY_TYPE and BY_TYPE[name](there[other])
+            ]
             if len(fitting) > 1:
                 logger.warning(
                     "rollout function %s asks for %r; of the resources %s it gets the first. Name one of them as the parameter",
-                    self._name, name, ", ".join(map(repr, fitting)),
-                )  # fmt: skip
+                    self._name,
+                    name,
+                    ", ".join(map(repr, fitting)),
+                )
 
     def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         if self._async:
@@ -129,7 +159,9 @@ class FunctionalLitAgent(LitAgent[Any]):
 
     def _resource(self, name: str, resources: NamedResources, rollout: Rollout) -> Any:
         found = resources[name] if name in resources else next(filter(BY_TYPE[name], resources.values()))
-        return found.with_attempted_rollout(rollout) if self._strip_proxy and isinstance(found, LLM) else found
+        return (
+            found.with_attempted_rollout(rollout) if self._strip_proxy and isinstance(found, LLM) else found
+        )
 
     def _lacks(self, missing: list[str], there: Iterable[str]) -> str:
         return (
@@ -159,7 +191,9 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise AgentSignatureError(f"@rollout: the parameters of {name} are not known ({error}); wrap it in a function") from error
+        raise AgentSignatureError(
+            f"@rollout: the parameters of {name} are not known ({error}); wrap it in a function"
+        ) from error
     unfillable = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
     if not parameters or unfillable:
         raise AgentSignatureError(
@@ -167,7 +201,9 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
             f"it has ({', '.join(str(p) for p in parameters)})"
         )
     if parameters[0].name == "self":
-        raise AgentSignatureError(f"@rollout: {name} is a method; write rollout(instance.{name}), or subclass LitAgent")
+        raise AgentSignatureError(
+            f"@rollout: {name} is a method; write rollout(instance.{name}), or subclass LitAgent"
+        )
     return parameters
 
 
@@ -179,7 +215,9 @@ def _decorate(decorator: str, function: Any, **settings: Any) -> Any:
     if function is _MISSING:
         return functools.partial(_decorate, decorator, **settings)
     if not callable(function) or isinstance(function, type | LitAgent):
-        raise AgentSignatureError(f"@{decorator} decorates a function, not {function!r:.80} of type {type(function).__name__}")
+        raise AgentSignatureError(
+            f"@{decorator} decorates a function, not {function!r:.80} of type {type(function).__name__}"
+        )
     return FunctionalLitAgent(function, **settings)
 
 
@@ -188,7 +226,9 @@ def rollout(function: Callable[..., Any], /) -> FunctionalLitAgent: ...
 
 
 @overload
-def rollout(*, trained_agents: str | None = None, **resources: Any) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
+def rollout(
+    *, trained_agents: str | None = None, **resources: Any
+) -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
 
 
 def rollout(function: Any = _MISSING, /, *, trained_agents: str | None = None, **resources: Any) -> Any:

@@ -31,7 +31,11 @@ from raylight.types import Attributes, Span, SpanCoreFields
 
 
 def emit_reward(
-    reward: Any, *, primary_key: str | None = None, attributes: dict[str, Any] | None = None, propagate: bool = True
+    reward: Any,
+    *,
+    primary_key: str | None = None,
+    attributes: dict[str, Any] | None = None,
+    propagate: bool = True,
 ) -> SpanCoreFields:
     """Record a reward.
 
@@ -47,7 +51,11 @@ def emit_reward(
     if primary_key is None and isinstance(reward, Mapping) and len(reward) > 1:
         names = ", ".join(repr(name) for name in reward)
         raise RewardError(f"emit_reward got the rewards {names}; say by primary_key= which one is trained on")
-    return _emit(ANNOTATION, reward_attributes(named_rewards(reward, primary_key)) | as_attributes(attributes), propagate)
+    return _emit(
+        ANNOTATION,
+        reward_attributes(named_rewards(reward, primary_key)) | as_attributes(attributes),
+        propagate,
+    )
 
 
 def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanCoreFields:
@@ -59,18 +67,24 @@ def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanC
     return _emit(ANNOTATION, strict_attributes(annotation), propagate)
 
 
-def emit_message(message: str, attributes: dict[str, Any] | None = None, propagate: bool = True) -> SpanCoreFields:
+def emit_message(
+    message: str, attributes: dict[str, Any] | None = None, propagate: bool = True
+) -> SpanCoreFields:
     """Record a line of text.
 
     Raises:
         EmitError: it is no string.
     """
     if not isinstance(message, str):
-        raise EmitError(f"emit_message takes a string, not {type(message).__name__}; emit_object takes other things")
+        raise EmitError(
+            f"emit_message takes a string, not {type(message).__name__}; emit_object takes other things"
+        )
     return _emit(MESSAGE, {MESSAGE_BODY: plain(message)} | as_attributes(attributes), propagate)
 
 
-def emit_object(object: Any, attributes: dict[str, Any] | None = None, propagate: bool = True) -> SpanCoreFields:
+def emit_object(
+    object: Any, attributes: dict[str, Any] | None = None, propagate: bool = True
+) -> SpanCoreFields:
     """Record an object: a primitive, bytes, anything that JSON can hold, or a pydantic model.
 
     Raises:
@@ -79,14 +93,18 @@ def emit_object(object: Any, attributes: dict[str, Any] | None = None, propagate
     return _emit(OBJECT, _encode_object(object) | as_attributes(attributes), propagate)
 
 
-def emit_exception(exception: BaseException, attributes: dict[str, Any] | None = None, propagate: bool = True) -> SpanCoreFields:
+def emit_exception(
+    exception: BaseException, attributes: dict[str, Any] | None = None, propagate: bool = True
+) -> SpanCoreFields:
     """Record an exception that the agent caught, with OpenTelemetry's `exception.*` attributes.
 
     Raises:
         EmitError: it is no exception.
     """
     if not isinstance(exception, BaseException):
-        raise EmitError(f"emit_exception takes an exception, not {exception!r:.80} of type {type(exception).__name__}")
+        raise EmitError(
+            f"emit_exception takes an exception, not {exception!r:.80} of type {type(exception).__name__}"
+        )
     return _emit(EXCEPTION, exception_attributes(exception) | as_attributes(attributes), propagate)
 
 
@@ -98,10 +116,15 @@ def _emit(name: str, attributes: Attributes, propagate: bool) -> SpanCoreFields:
         place = current_place()
         trace.add(
             Span.from_attributes(
-                name=name, attributes=attributes, start_time=now, end_time=now, status=core.status,
-                trace_id=place.trace_id if place else trace.trace_id, parent_id=place.span_id if place else None,
+                name=name,
+                attributes=attributes,
+                start_time=now,
+                end_time=now,
+                status=core.status,
+                trace_id=place.trace_id if place else trace.trace_id,
+                parent_id=place.span_id if place else None,
             )
-        )  # fmt: skip
+        )
     return core
 
 
@@ -116,7 +139,9 @@ def _encode_object(value: Any) -> Attributes:
     try:
         text = json.dumps(value.model_dump(mode="json") if hasattr(value, "model_dump") else value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise EmitError(f"emit_object cannot write this {name} as JSON: {error}; convert it to dicts and lists first") from error
+        raise EmitError(
+            f"emit_object cannot write this {name} as JSON: {error}; convert it to dicts and lists first"
+        ) from error
     return {OBJECT_TYPE: name, OBJECT_JSON: text}
 
 
@@ -146,7 +171,9 @@ def get_object_value(span: SpanLike) -> Any:
         if OBJECT_LITERAL in attributes:
             return _LITERALS[kind](attributes[OBJECT_LITERAL])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise EmitError(f"the object of type {kind!r} in span {span.name!r} cannot be read: {error!r}") from error
+        raise EmitError(
+            f"the object of type {kind!r} in span {span.name!r} cannot be read: {error!r}"
+        ) from error
     return None
 
 

@@ -62,7 +62,13 @@ class LoggingHook(Hook):
         logger.log(self._level, "%s begins, mode %s", _title(rollout), rollout.mode)
 
     def on_rollout_end(self, *, rollout: Any, spans: Any) -> None:  # type: ignore[override]
-        logger.log(self._level, "%s ends with %d spans, reward %s", _title(rollout), len(spans), find_final_reward(spans))
+        logger.log(
+            self._level,
+            "%s ends with %d spans, reward %s",
+            _title(rollout),
+            len(spans),
+            find_final_reward(spans),
+        )
 
 
 def _title(rollout: Any) -> str:
@@ -125,7 +131,9 @@ class HookSet:
 def _is_from_outside(error: BaseException) -> bool:
     """Whether the task that called the hook is cancelled or closed, which is no failure of the hook."""
     task = asyncio.current_task()
-    return isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling()))
+    return isinstance(error, GeneratorExit) or (
+        isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
+    )
 
 
 def _check(hook: Any) -> None:
@@ -138,7 +146,9 @@ def _check(hook: Any) -> None:
     for name in dir(type(hook)):
         near = difflib.get_close_matches(name, EVENTS, 1, 0.8)
         if name.startswith("on_") and name not in EVENTS and near:
-            raise HookError(f"{title}.{name} is never called; is {near[0]} meant? The events are {', '.join(EVENTS)}")
+            raise HookError(
+                f"{title}.{name} is never called; is {near[0]} meant? The events are {', '.join(EVENTS)}"
+            )
 
 
 def _wanted(hook: Any, event: str) -> frozenset[str]:
@@ -156,5 +166,7 @@ def _wanted(hook: Any, event: str) -> frozenset[str]:
         if parameter.name in available:
             wanted.add(parameter.name)
         elif parameter.default is parameter.empty:
-            raise HookError(f"{title} takes {parameter.name!r}, which there is not; there are {', '.join(available)}")
+            raise HookError(
+                f"{title} takes {parameter.name!r}, which there is not; there are {', '.join(available)}"
+            )
     return frozenset(wanted)

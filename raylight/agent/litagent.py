@@ -11,7 +11,9 @@ from raylight.agent.resources import NamedResources
 from raylight.errors import AgentSignatureError
 from raylight.types import Rollout, Span, SpanCoreFields
 
-RolloutResult = float | int | dict[str, float] | list[Span] | list[SpanCoreFields] | list[Any] | Rollout | None
+RolloutResult = (
+    float | int | dict[str, float] | list[Span] | list[SpanCoreFields] | list[Any] | Rollout | None
+)
 """What a rollout returns: a number; named rewards with the primary one first; spans (of raylight, or OpenTelemetry's ReadableSpan);
 a Rollout with `metadata["reward"]`; or None, if it emits its rewards or scores nothing."""
 Task = TypeVar("Task")
@@ -52,7 +54,9 @@ class LitAgent(Generic[Task]):
         """`rollout` of a task that is trained on."""
         return self.rollout(task, resources=resources, rollout=rollout)
 
-    async def training_rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+    async def training_rollout_async(
+        self, task: Task, resources: NamedResources, rollout: Rollout
+    ) -> RolloutResult:
         """`rollout_async` of a task that is trained on."""
         return await self.rollout_async(task, resources=resources, rollout=rollout)
 
@@ -60,7 +64,9 @@ class LitAgent(Generic[Task]):
         """`rollout` of a task on which progress is measured."""
         return self.rollout(task, resources=resources, rollout=rollout)
 
-    async def validation_rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
+    async def validation_rollout_async(
+        self, task: Task, resources: NamedResources, rollout: Rollout
+    ) -> RolloutResult:
         """`rollout_async` of a task on which progress is measured."""
         return await self.rollout_async(task, resources=resources, rollout=rollout)
 
@@ -109,10 +115,14 @@ class LitAgent(Generic[Task]):
         name = self._method_for(rollout.mode)
         returned = getattr(self, name)(task, resources=resources, rollout=rollout)
         if not inspect.isawaitable(returned):
-            raise AgentSignatureError(f"{self._where(name)} is not asynchronous; call it {name.removesuffix('_async')}")
+            raise AgentSignatureError(
+                f"{self._where(name)} is not asynchronous; call it {name.removesuffix('_async')}"
+            )
         return await returned
 
-    def check(self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False) -> None:
+    def check(
+        self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False
+    ) -> None:
         """Say before the run starts whether the agent can be run.
 
         Args:
@@ -176,4 +186,6 @@ def _check_pattern(agent: LitAgent) -> None:
     try:
         re.compile(agent.trained_agents)
     except (re.error, TypeError) as error:
-        raise AgentSignatureError(f"trained_agents={agent.trained_agents!r} is no regular expression: {error}") from error
+        raise AgentSignatureError(
+            f"trained_agents={agent.trained_agents!r} is no regular expression: {error}"
+        ) from error

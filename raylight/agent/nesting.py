@@ -65,7 +65,9 @@ def start_otel(trace: AttemptTrace) -> OtelSpan | None:
     from raylight.traces.otel import OWNER
 
     span = get_tracer("raylight").start_span(OPERATION)
-    return span if getattr(span, OWNER, None) is trace else None  # one that nobody listens to is never ended, so it is dropped
+    return (
+        span if getattr(span, OWNER, None) is trace else None
+    )  # one that nobody listens to is never ended, so it is dropped
 
 
 @contextlib.contextmanager

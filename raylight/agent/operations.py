@@ -37,7 +37,9 @@ class Recording:
         if self._otel is not None:
             self._place = place_of(self._otel.get_span_context())
         else:
-            self._place = Place(outer.trace_id if outer else self._trace.trace_id if self._trace else secrets.token_hex(16))
+            self._place = Place(
+                outer.trace_id if outer else self._trace.trace_id if self._trace else secrets.token_hex(16)
+            )
         self._start = time.time()
 
     @property
@@ -53,21 +55,38 @@ class Recording:
         """Close the span, with an exception that left the operation, and add it to the trace."""
         status = TraceStatus(status_code="OK")
         if error is not None:
-            status = TraceStatus(status_code="ERROR", description=f"{type(error).__name__}: {message_of(error)}")
+            status = TraceStatus(
+                status_code="ERROR", description=f"{type(error).__name__}: {message_of(error)}"
+            )
         core = SpanCoreFields(
-            name=OPERATION, status=status, attributes=self.attributes, start_time=self._start, end_time=time.time()
+            name=OPERATION,
+            status=status,
+            attributes=self.attributes,
+            start_time=self._start,
+            end_time=time.time(),
         )
         raised = None if error is None else exception_attributes(error)
         if self._otel is not None:
             _end_otel(self._otel, core, raised)
         elif self._trace is not None:
-            events = [] if raised is None else [Event(name="exception", attributes=raised, timestamp=core.end_time)]
+            events = (
+                []
+                if raised is None
+                else [Event(name="exception", attributes=raised, timestamp=core.end_time)]
+            )
             self._trace.add(
                 Span.from_attributes(
-                    name=OPERATION, attributes=self.attributes, status=status, events=events, start_time=core.start_time,
-                    end_time=core.end_time, trace_id=self._place.trace_id, span_id=self._place.span_id, parent_id=self._parent_id,
+                    name=OPERATION,
+                    attributes=self.attributes,
+                    status=status,
+                    events=events,
+                    start_time=core.start_time,
+                    end_time=core.end_time,
+                    trace_id=self._place.trace_id,
+                    span_id=self._place.span_id,
+                    parent_id=self._parent_id,
                 )
-            )  # fmt: skip
+            )
         return core
 
 
@@ -93,7 +112,9 @@ class Operation:
 
     def __enter__(self) -> Operation:
         if self._recording is not None:
-            raise EmitError("this operation is being recorded already; make a new operation(...) for each block")
+            raise EmitError(
+                "this operation is being recorded already; make a new operation(...) for each block"
+            )
         self._recording = Recording(self._attributes, self._propagate)
         self._stack.enter_context(self._recording.inside())
         return self
@@ -131,7 +152,9 @@ class Operation:
 
     def _open(self) -> Recording:
         if self._recording is None:
-            raise EmitError("an operation records only within its block: `with operation(...) as op: op.set_input(...)`")
+            raise EmitError(
+                "an operation records only within its block: `with operation(...) as op: op.set_input(...)`"
+            )
         return self._recording
 
     def __call__(self, function: Function) -> Function:
@@ -153,7 +176,9 @@ class Operation:
 
 
 @overload
-def operation(fn: Function, *, propagate: bool = True, name: str | None = None, **attributes: Any) -> Function: ...
+def operation(
+    fn: Function, *, propagate: bool = True, name: str | None = None, **attributes: Any
+) -> Function: ...
 
 
 @overload
@@ -191,7 +216,12 @@ Begin = Callable[[tuple[Any, ...], dict[str, Any]], Recording | None]
 
 
 def _begin(
-    attributes: Attributes, propagate: bool, function: Any, signature: inspect.Signature | None, args: Any, kwargs: Any
+    attributes: Attributes,
+    propagate: bool,
+    function: Any,
+    signature: inspect.Signature | None,
+    args: Any,
+    kwargs: Any,
 ) -> Recording | None:
     if not propagate or current_trace() is None:
         return None
@@ -206,7 +236,9 @@ def _signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature | None = None) -> Attributes:
+def _inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature | None = None
+) -> Attributes:
     """Arguments under `agentlightning.operation.input`: by name if the signature tells names, else `args.N`. `self` is left out."""
     named: dict[str, Any] = {f"args.{index}": value for index, value in enumerate(args)} | kwargs
     if signature is not None:
@@ -281,7 +313,9 @@ def _wrap_generator(function: Any, begin: Begin) -> Any:
     return call
 
 
-def _stepped(generator: Generator[Any, Any, Any], recording: Recording, items: list[Any]) -> Generator[Any, Any, Any]:
+def _stepped(
+    generator: Generator[Any, Any, Any], recording: Recording, items: list[Any]
+) -> Generator[Any, Any, Any]:
     """Run a generator so that the recording is current while its own code runs, and not while the consumer's does."""
     resume: Callable[[], Any] = functools.partial(next, generator)
     while True:

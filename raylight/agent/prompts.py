@@ -41,7 +41,9 @@ class PromptTemplate(Resource):
         except PromptError:
             raise
         except Exception as error:  # a value's own __format__ may raise anything
-            raise PromptError(f"the prompt template cannot be filled: {type(error).__name__}: {error}") from error
+            raise PromptError(
+                f"the prompt template cannot be filled: {type(error).__name__}: {error}"
+            ) from error
 
     def placeholders(self) -> set[str]:
         """Names of the values that the template asks for.
@@ -80,7 +82,9 @@ def _fields(template: str, depth: int = 2) -> set[str]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise PromptError(f"the prompt template is malformed: {error}. Write {{{{ and }}}} for braces in the text") from error
+        raise PromptError(
+            f"the prompt template is malformed: {error}. Write {{{{ and }}}} for braces in the text"
+        ) from error
     found = set()
     for _, field, layout, _ in parts:
         if field is not None:
@@ -115,7 +119,11 @@ def _render_jinja(template: str, values: dict[str, Any]) -> str:
         return _jinja().from_string(template).render(values)
     except UndefinedError as error:
         missing = sorted(names - values.keys())
-        said = _missing(missing, values) if missing else f"given: {', '.join(map(repr, sorted(values))) or 'nothing'}"
+        said = (
+            _missing(missing, values)
+            if missing
+            else f"given: {', '.join(map(repr, sorted(values))) or 'nothing'}"
+        )
         raise PromptError(f"the prompt template cannot be filled: {error}; {said}") from error
     except Exception as error:  # the sandbox's refusal, or whatever an expression of the template raises
         raise PromptError(f"the prompt template cannot be filled: {type(error).__name__}: {error}") from error

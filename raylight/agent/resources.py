@@ -53,10 +53,18 @@ class LLM(Resource):
     if TYPE_CHECKING:  # so that editors know of `name`
 
         def __init__(
-            self, *, name: str = "", model: str = "", endpoint: str = "", api_key: str | None = "unused",
-            sampling_parameters: dict[str, Any] = ..., tokenizer_only: bool = False, traced: bool = False,
-            agent_id: str | None = None, resource_type: str = "llm",
-        ) -> None: ...  # fmt: skip
+            self,
+            *,
+            name: str = "",
+            model: str = "",
+            endpoint: str = "",
+            api_key: str | None = "unused",
+            sampling_parameters: dict[str, Any] = ...,
+            tokenizer_only: bool = False,
+            traced: bool = False,
+            agent_id: str | None = None,
+            resource_type: str = "llm",
+        ) -> None: ...
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +73,9 @@ class LLM(Resource):
             return given
         rest = {field: value for field, value in given.items() if field != "name"}
         if rest.setdefault("model", given["name"]) != given["name"]:
-            raise ValueError(f"name={given['name']!r} and model={rest['model']!r} mean the same; give one of them")
+            raise ValueError(
+                f"name={given['name']!r} and model={rest['model']!r} mean the same; give one of them"
+            )
         return rest
 
     @property
@@ -83,7 +93,9 @@ class LLM(Resource):
         if not self.routed:
             return self
         key = scoped_key(secret, rollout_id, attempt_id) if self.traced else self.api_key
-        return self.model_copy(update={"endpoint": self._route(attempt_path(rollout_id, attempt_id)), "api_key": key})
+        return self.model_copy(
+            update={"endpoint": self._route(attempt_path(rollout_id, attempt_id)), "api_key": key}
+        )
 
     def for_agent(self, agent_id: str) -> Self:
         """The same model for one of several agents in a rollout: calls through it are recorded as that agent's.
@@ -93,13 +105,19 @@ class LLM(Resource):
         Raises:
             ConfigError: the id cannot be a part of a URL.
         """
-        if agent_id in ("", ".", "..") or any("\ud800" <= letter <= "\udfff" for letter in agent_id):  # no half characters
-            raise ConfigError(f"an agent cannot be called {agent_id!r}, because its calls are told by their URL")
+        if agent_id in ("", ".", "..") or any(
+            "\ud800" <= letter <= "\udfff" for letter in agent_id
+        ):  # no half characters
+            raise ConfigError(
+                f"an agent cannot be called {agent_id!r}, because its calls are told by their URL"
+            )
         if not self.routed:
             return self
         named = self.model_copy(update={"agent_id": agent_id})
         scope = _SCOPE.search(_without_version(self.endpoint))
-        return named if scope is None else named.model_copy(update={"endpoint": named._route(scope["attempt"])})
+        return (
+            named if scope is None else named.model_copy(update={"endpoint": named._route(scope["attempt"])})
+        )
 
     def with_attempted_rollout(self, rollout: Rollout) -> LLM:
         """The model for the attempt of `rollout`: this one, which belongs to it already or is the same for all."""
@@ -112,7 +130,11 @@ class LLM(Resource):
     def _route(self, attempt: str) -> str:
         """The endpoint with the part that names an attempt, which replaces such a part that is there."""
         bare = _without_version(self.endpoint)
-        agent = "" if self.agent_id is None else attempt_path("", "", self.agent_id).removeprefix(attempt_path("", ""))
+        agent = (
+            ""
+            if self.agent_id is None
+            else attempt_path("", "", self.agent_id).removeprefix(attempt_path("", ""))
+        )
         version = "/v1" if self.traced or bare != self.endpoint.rstrip("/") else ""
         return f"{_SCOPE.sub('', bare)}{attempt}{agent}{version}"
 

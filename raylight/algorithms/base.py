@@ -64,7 +64,9 @@ class RunSide(Protocol):
         """Tell of failed rollouts; raise when none gave a reward."""
         ...
 
-    def describe(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> dict[str, float]:
+    def describe(
+        self, finished: list[FinishedRollout], content: BatchReport, seconds: float
+    ) -> dict[str, float]:
         """Metrics of a batch of rollouts."""
         ...
 
@@ -142,7 +144,9 @@ class Algorithm(AnyAlgorithm):
             raise self._lacks("trainer")
         trainer = self._trainer()
         if trainer is None:
-            raise ConfigError(f"the trainer of {self._title} is gone; keep a reference to it for as long as the algorithm runs")
+            raise ConfigError(
+                f"the trainer of {self._title} is gone; keep a reference to it for as long as the algorithm runs"
+            )
         return trainer
 
     def set_store(self, store: StoreClient) -> None:

@@ -70,9 +70,12 @@ class Baseline(FastAlgorithm):
     ) -> None:
         self.served_model = served_model
         self.settings = BaselineSettings(
-            n_epochs=n_epochs, train_split=train_split, polling_interval=polling_interval, max_queue_length=max_queue_length,
+            n_epochs=n_epochs,
+            train_split=train_split,
+            polling_interval=polling_interval,
+            max_queue_length=max_queue_length,
             span_verbosity=span_verbosity,
-        )  # fmt: skip
+        )
         self.summary: dict[str, Any] | None = None
 
     @property
@@ -93,7 +96,9 @@ class Baseline(FastAlgorithm):
         """
         store, resources = self.get_store(), self.get_initial_resources()
         samples = split_samples(
-            listed(train_dataset, "train_dataset"), listed(val_dataset, "val_dataset"), self.settings.train_split
+            listed(train_dataset, "train_dataset"),
+            listed(val_dataset, "val_dataset"),
+            self.settings.train_split,
         )
         if resources and self._trainer is None:  # a trainer has stored them already
             await store.add_resources(resources)
@@ -102,12 +107,17 @@ class Baseline(FastAlgorithm):
         report, n_epochs = BaselineReport(Console(quiet=not shown)), self.settings.n_epochs
         for epoch in range(1, n_epochs + 1):
             modes = Counter(mode for mode, _ in samples)
-            report.say(f"epoch {epoch}/{n_epochs}: " + ", ".join(f"{count} in mode {mode!r}" for mode, count in modes.items()))
+            report.say(
+                f"epoch {epoch}/{n_epochs}: "
+                + ", ".join(f"{count} in mode {mode!r}" for mode, count in modes.items())
+            )
             await self._epoch(store, requests, report)
         self.summary = report.summary()
         report.show_summary(self.summary)
 
-    async def _epoch(self, store: StoreClient, requests: list[EnqueueRolloutRequest], report: BaselineReport) -> None:
+    async def _epoch(
+        self, store: StoreClient, requests: list[EnqueueRolloutRequest], report: BaselineReport
+    ) -> None:
         """Run every request once, with few of them in the queue at a time."""
         left, running, done = deque(requests), set[str](), 0
         while left or running:
@@ -131,7 +141,9 @@ class Baseline(FastAlgorithm):
         waiting = sum(counts.get(f"rollouts_{status}", 0) for status in WAITING)
         return min(left, max(self.settings.max_queue_length - waiting, 0 if running else 1))
 
-    async def _show(self, store: StoreClient, finished: FinishedRollout, place: str, report: BaselineReport) -> None:
+    async def _show(
+        self, store: StoreClient, finished: FinishedRollout, place: str, report: BaselineReport
+    ) -> None:
         rollout_id = finished.rollout.rollout_id
         attempts = await store.query_attempts(rollout_id)
         spans = await store.query_spans(rollout_id) if self.settings.span_verbosity != "none" else []
@@ -189,7 +201,9 @@ class BaselineReport:
     def attempt(self, attempt: Attempt) -> None:
         """An attempt and, if it failed, why; the traceback is shown once for each error."""
         by = f" by {attempt.worker_id}" if attempt.worker_id else ""
-        self.say(f"  attempt {attempt.sequence_id}{by}: {attempt.status}{_duration(attempt.start_time, attempt.end_time)}")
+        self.say(
+            f"  attempt {attempt.sequence_id}{by}: {attempt.status}{_duration(attempt.start_time, attempt.end_time)}"
+        )
         if (failure := attempt.failure) is None:
             return
         self.say(f"    {failure.kind}: {failure.error}", style="red")
@@ -200,7 +214,9 @@ class BaselineReport:
     def span(self, span: Span, with_values: bool) -> None:
         failed = f" {span.status.status_code}" if span.status.status_code == "ERROR" else ""
         keys = "" if with_values or not span.attributes else f": {', '.join(span.attributes)}"
-        self.say(f"    #{span.sequence_id} {span.name}{failed}{_duration(span.start_time, span.end_time)}{keys}")
+        self.say(
+            f"    #{span.sequence_id} {span.name}{failed}{_duration(span.start_time, span.end_time)}{keys}"
+        )
         for key, value in span.attributes.items() if with_values else ():
             self.say(f"      {key} = {_short(value)}")
 
@@ -213,7 +229,9 @@ class BaselineReport:
             "succeeded": succeeded,
             "unscored": succeeded - len(rewards),
             "mean_reward": statistics.fmean(rewards) if rewards else None,
-            "mean_reward_by_mode": {mode: statistics.fmean(of_mode) for mode, of_mode in self.rewards.items()},
+            "mean_reward_by_mode": {
+                mode: statistics.fmean(of_mode) for mode, of_mode in self.rewards.items()
+            },
             "failures": dict(self.failures.most_common()),
         }
 
@@ -223,26 +241,38 @@ class BaselineReport:
         for mode in dict.fromkeys(mode for mode, _ in self.statuses):
             count = sum(n for (of_mode, _), n in self.statuses.items() if of_mode == mode)
             mean = summary["mean_reward_by_mode"].get(mode)
-            table.add_row(mode, str(count), str(self.statuses[mode, "succeeded"]), "-" if mean is None else f"{mean:.3f}")
+            table.add_row(
+                mode,
+                str(count),
+                str(self.statuses[mode, "succeeded"]),
+                "-" if mean is None else f"{mean:.3f}",
+            )
         mean = summary["mean_reward"]
-        table.add_row("all", str(summary["rollouts"]), str(summary["succeeded"]), "-" if mean is None else f"{mean:.3f}")
+        table.add_row(
+            "all", str(summary["rollouts"]), str(summary["succeeded"]), "-" if mean is None else f"{mean:.3f}"
+        )
         self.console.print(table)
         if summary["unscored"]:
             self.say(
-                f"{summary['unscored']} succeeded without a reward; return a float from the agent, or call emit_reward", "yellow"
+                f"{summary['unscored']} succeeded without a reward; return a float from the agent, or call emit_reward",
+                "yellow",
             )
         for error, count in summary["failures"].items():
             self.say(f"{count} failed: {error}", style="red")
 
 
-def split_samples(train: Sequence[Any], val: Sequence[Any], train_split: float) -> list[tuple[RolloutMode, Any]]:
+def split_samples(
+    train: Sequence[Any], val: Sequence[Any], train_split: float
+) -> list[tuple[RolloutMode, Any]]:
     """Samples with their modes. Without `val` the last of `train` take its place, and neither mode goes without if there are two.
 
     Raises:
         DatasetError: there are no samples.
     """
     if not train and not val:
-        raise DatasetError("there is nothing to run the agent on; give a train_dataset or a val_dataset with at least one sample")
+        raise DatasetError(
+            "there is nothing to run the agent on; give a train_dataset or a val_dataset with at least one sample"
+        )
     if not val:
         n_train = max(min(round(len(train) * train_split), len(train) - 1), 1)
         train, val = train[:n_train], train[n_train:]
@@ -253,8 +283,12 @@ def listed(dataset: Any, name: str) -> list[Any]:
     """All samples of a dataset, which need only have a length and an index."""
     if dataset is None:
         return []
-    if isinstance(dataset, str | bytes | dict) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DatasetError(f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks")
+    if isinstance(dataset, str | bytes | dict) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise DatasetError(
+            f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks"
+        )
     return [dataset[i] for i in range(len(dataset))]
 
 

@@ -27,11 +27,15 @@ class FunctionalAlgorithm(Algorithm):
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function, updated=())  # first, so that it overwrites nothing of our own
+        functools.update_wrapper(
+            self, function, updated=()
+        )  # first, so that it overwrites nothing of our own
         bare = _bare(function)
         self._function = function
         self._name = getattr(function, "__name__", None) or getattr(bare, "__name__", None) or repr(function)
-        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(bare).__call__)
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(bare).__call__
+        )
         parameters = _parameters(function, self._name)
         self._takes = {p.name: p.default is p.empty for p in parameters if p.name in GIVEN}
         """Whether it is required, for each parameter that is filled."""
@@ -53,19 +57,26 @@ class FunctionalAlgorithm(Algorithm):
         datasets = {"train_dataset": train_dataset, "val_dataset": val_dataset}
         for name, dataset in datasets.items():
             if dataset is not None and name not in self._takes:
-                raise TypeError(f"{self._title} got a {name}, which it does not take; add the parameter, or give no {name}")
+                raise TypeError(
+                    f"{self._title} got a {name}, which it does not take; add the parameter, or give no {name}"
+                )
         returned = self._function(**self._arguments(datasets))
         return returned if inspect.isawaitable(returned) else None
 
     def _arguments(self, datasets: dict[str, Any]) -> dict[str, Any]:
         there = {
-            "store": self._store, "adapter": self._adapter, "llm_proxy": self._llm_proxy,
-            "initial_resources": self._initial_resources, **datasets,
-        }  # fmt: skip
+            "store": self._store,
+            "adapter": self._adapter,
+            "llm_proxy": self._llm_proxy,
+            "initial_resources": self._initial_resources,
+            **datasets,
+        }
         for name in ("store", "adapter"):
             if self._takes.get(name) and there[name] is None:
                 raise self._lacks(name)
-        return {name: there[name] for name, required in self._takes.items() if required or there[name] is not None}
+        return {
+            name: there[name] for name, required in self._takes.items() if required or there[name] is not None
+        }
 
     @property
     def _title(self) -> str:
@@ -86,7 +97,9 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"@algo: the parameters of {name} are not known ({error}); wrap it in a function") from error
+        raise ConfigError(
+            f"@algo: the parameters of {name} are not known ({error}); wrap it in a function"
+        ) from error
     for p in parameters:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise ConfigError(
@@ -95,7 +108,9 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
         if p.name not in GIVEN and p.default is p.empty:
             near = difflib.get_close_matches(p.name, GIVEN, n=1, cutoff=0.5)
             hint = (
-                f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(GIVEN)}. Give it a default, or subclass Algorithm"
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"there are: {', '.join(GIVEN)}. Give it a default, or subclass Algorithm"
             )
             raise ConfigError(f"@algo: {name} asks for {p.name!r}, which nothing fills; {hint}")
     return parameters
@@ -115,5 +130,7 @@ def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
         ConfigError: it is no function, or it has a parameter that cannot be filled by name.
     """
     if not callable(function) or isinstance(function, type | Algorithm):
-        raise ConfigError(f"@algo decorates a function, not {function!r:.80} of type {type(function).__name__}")
+        raise ConfigError(
+            f"@algo decorates a function, not {function!r:.80} of type {type(function).__name__}"
+        )
     return FunctionalAlgorithm(function)

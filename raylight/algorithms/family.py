@@ -45,7 +45,11 @@ class DAPO(GRPO):
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
         fields = type(self).model_fields
-        given = [name for name in ("overlong_buffer", "overlong_factor") if getattr(self, name) != fields[name].default]
+        given = [
+            name
+            for name in ("overlong_buffer", "overlong_factor")
+            if getattr(self, name) != fields[name].default
+        ]
         if self.max_response_tokens is None and given:
             raise ValueError(f"nothing reads {', '.join(given)} without max_response_tokens")
         if self.max_response_tokens is not None and self.overlong_buffer > self.max_response_tokens:
@@ -59,7 +63,9 @@ class DAPO(GRPO):
         reward = super().reward_of(item)
         if reward is None or self.max_response_tokens is None:
             return reward
-        over = sum(len(call.output_ids) for call in item.generations) - (self.max_response_tokens - self.overlong_buffer)
+        over = sum(len(call.output_ids) for call in item.generations) - (
+            self.max_response_tokens - self.overlong_buffer
+        )
         return reward - self.overlong_factor * min(max(over / self.overlong_buffer, 0.0), 1.0)
 
 

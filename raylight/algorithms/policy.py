@@ -67,7 +67,9 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
     @model_validator(mode="after")
     def _patience_is_read(self) -> Self:
         if self.patience is not None and (self.best is None or not self.val_every):
-            raise ValueError("patience counts validations without a better `best`; it needs a metric as best, and val_every")
+            raise ValueError(
+                "patience counts validations without a better `best`; it needs a metric as best, and val_every"
+            )
         if self.min_delta and self.patience is None:
             raise ValueError("nothing reads min_delta without patience")
         return self
@@ -118,14 +120,21 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
         if not self.samples_greedily:
             return build_batch(finished, rules, self.reward_of)
         sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
-        return build_batch(sampled, rules, self.reward_of, baselines_of(finished, self.reward_of, self.turn_rewards))
+        return build_batch(
+            sampled, rules, self.reward_of, baselines_of(finished, self.reward_of, self.turn_rewards)
+        )
 
     def _rules(self, learner: LearnerConfig, trained_agents: str | None) -> BatchRules:
         return BatchRules(
-            failure_reward=self.failure_reward, min_group=min(self.group_size, 2) if self.compared == "group" else 1,
-            trained_agents=trained_agents, equal_groups=self.equal_groups, row_limit=learner.row_limit,
-            long_rows=learner.long_rows, turn_rewards=self.turn_rewards, compared=self.compared,
-        )  # fmt: skip
+            failure_reward=self.failure_reward,
+            min_group=min(self.group_size, 2) if self.compared == "group" else 1,
+            trained_agents=trained_agents,
+            equal_groups=self.equal_groups,
+            row_limit=learner.row_limit,
+            long_rows=learner.long_rows,
+            turn_rewards=self.turn_rewards,
+            compared=self.compared,
+        )
 
 
 class GRPO(PolicyAlgorithm):

@@ -59,7 +59,9 @@ class VERL(PolicyAlgorithm):
         """
         total = self._found.found["algorithm.n_epochs"]
         if total.given and total.value != n_epochs:
-            raise ConfigError(f"the Trainer says num_epochs={n_epochs}, and trainer.total_epochs is {total.value}; give it once")
+            raise ConfigError(
+                f"the Trainer says num_epochs={n_epochs}, and trainer.total_epochs is {total.value}; give it once"
+            )
         if n_epochs < 1:
             raise ConfigError(f"num_epochs={n_epochs} must be at least 1")
         return self.model_copy(update={"n_epochs": n_epochs})

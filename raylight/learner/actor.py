@@ -85,7 +85,9 @@ class LearnerActor:
         import torch.distributed as dist
 
         host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(host, 0, self._ranks, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = dist.TCPStore(
+            host, 0, self._ranks, is_master=True, wait_for_workers=False, timeout=self._timeout
+        )
         return host, self._store.port
 
     def setup(
@@ -112,7 +114,9 @@ class LearnerActor:
             self._store = dist.TCPStore(*address, self._ranks, is_master=False, timeout=self._timeout)
         # the metrics are reduced on the CPU, also where the model is on a GPU
         backend = "cpu:gloo,cuda:nccl" if self._config.num_gpus else "gloo"
-        dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout)
+        dist.init_process_group(
+            backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout
+        )
         self._policy = Policy(model_path, self._config, settings, total_steps)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:

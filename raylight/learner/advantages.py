@@ -70,7 +70,9 @@ class Sequences:
         for row in rows:
             self._rows_of[row.rollout].append(row)
         self._sampled = {row.index: torch.nonzero(row.mask == 1)[:, 0] for row in rows}
-        self.lengths = torch.tensor([sum(len(self._sampled[row.index]) for row in of_one) for of_one in self._rows_of])
+        self.lengths = torch.tensor(
+            [sum(len(self._sampled[row.index]) for row in of_one) for of_one in self._rows_of]
+        )
         width = max(int(self.lengths.max()), 1)
         self.mask = (torch.arange(width) < self.lengths[:, None]).float()
 
@@ -105,14 +107,22 @@ class Sequences:
         last = (self.lengths - 1).clamp(min=0)
         rewards[torch.arange(len(last)), last] = torch.tensor(batch.rewards, dtype=torch.float64)
         for turn in batch.turn_rewards:
-            place = int(last[turn.rollout]) if turn.row is None else self._place(turn.rollout, turn.row, turn.token)
+            place = (
+                int(last[turn.rollout])
+                if turn.row is None
+                else self._place(turn.rollout, turn.row, turn.token)
+            )
             rewards[turn.rollout, place] += turn.value
         return rewards
 
     def shares(self) -> dict[int, float]:
         """By index of the row, its share of its rollout's sampled tokens."""
         lengths = self.lengths.clamp(min=1).tolist()
-        return {row.index: len(self._sampled[row.index]) / lengths[row.rollout] for of_one in self._rows_of for row in of_one}
+        return {
+            row.index: len(self._sampled[row.index]) / lengths[row.rollout]
+            for of_one in self._rows_of
+            for row in of_one
+        }
 
     def _place(self, rollout: int, index: int, token: int) -> int:
         """Where the last sampled token up to `token` of a row is in its rollout's sequence."""
@@ -172,7 +182,9 @@ def estimate(batch: TrainBatch, rows: list[Row], settings: PolicySettings, kl: K
         metrics = {"learner/kl_in_reward": mean, "learner/kl_reward_coef": kl.coef}
         kl.update(mean, len(batch.rewards))
     advantages, returns = _run(rewards, sequences, batch, settings)
-    metrics["learner/advantage_abs_mean"] = float((advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1))
+    metrics["learner/advantage_abs_mean"] = float(
+        (advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1)
+    )
     of_rows, shares = sequences.split(advantages), sequences.shares()
     if settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss_mode in MEANS_OF_ROWS:
         # the loss adds the means of rows and divides by rollouts: a rollout counts once if its rows weigh as much as they are long
@@ -187,11 +199,16 @@ def _run(
     name, own = settings.adv_estimator, settings.own_estimator
     function = own or verl.get_adv_estimator_fn(EXACT.get(name, name))
     given: dict[str, Any] = {
-        "token_level_rewards": rewards.float() if own else rewards, "response_mask": sequences.mask,
+        "token_level_rewards": rewards.float() if own else rewards,
+        "response_mask": sequences.mask,
         "index": np.array(batch.groups, dtype=object),
-        "gamma": settings.gamma, "lam": settings.lam, "norm_adv_by_std_in_grpo": settings.norm_adv_by_std,
-        "config": verl.AlgoConfig(gamma=settings.gamma, lam=settings.lam, norm_adv_by_std_in_grpo=settings.norm_adv_by_std),
-    }  # fmt: skip
+        "gamma": settings.gamma,
+        "lam": settings.lam,
+        "norm_adv_by_std_in_grpo": settings.norm_adv_by_std,
+        "config": verl.AlgoConfig(
+            gamma=settings.gamma, lam=settings.lam, norm_adv_by_std_in_grpo=settings.norm_adv_by_std
+        ),
+    }
     if settings.critic is not None:
         given["values"] = sequences.joined("values")
     if batch.baselines is not None:
@@ -209,11 +226,13 @@ def _run(
 def _twice(given: dict[str, Any]) -> dict[str, Any]:
     """The same with every rollout twice."""
     return {
-        name: torch.cat([value, value]) if isinstance(value, torch.Tensor)
-        else np.concatenate([value, value]) if isinstance(value, np.ndarray)
+        name: torch.cat([value, value])
+        if isinstance(value, torch.Tensor)
+        else np.concatenate([value, value])
+        if isinstance(value, np.ndarray)
         else value
         for name, value in given.items()
-    }  # fmt: skip
+    }
 
 
 def _check(name: str, what: str, matrix: Any, sequences: Sequences) -> None:

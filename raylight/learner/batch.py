@@ -117,7 +117,9 @@ class _Kept:
 
     @property
     def total(self) -> float:
-        return math.fsum([self.reward, *(turn.value for turn in self.turns)])  # which does not depend on their order
+        return math.fsum(
+            [self.reward, *(turn.value for turn in self.turns)]
+        )  # which does not depend on their order
 
 
 def build_batch(
@@ -163,17 +165,29 @@ def build_batch(
         raise EmptyTraceError(_why_empty(empty, aborted, other_agents, rules.trained_agents))
     compared = _comparable(kept, rules.min_group, baselines is not None)
     same = _equal_groups([item.group for item in compared], [item.total for item in compared])
-    trained = [item for item in compared if item.group not in same] if rules.equal_groups == "drop" else compared
+    trained = (
+        [item for item in compared if item.group not in same] if rules.equal_groups == "drop" else compared
+    )
     limit = RowLimit(rules.row_limit, rules.long_rows)
     batch = _as_batch(trained, limit, baselines is not None)
     related = Counter(relation for item in trained for relation in item.trajectories.relations)
     report = BatchReport(
-        trained=len(trained), failed=failed, unscored=unscored, empty=empty, alone=len(kept) - len(compared),
-        groups=len({item.group for item in compared}), groups_without_signal=len(same),
-        has_signal=bool(batch.rows) and _tells_apart(trained, same, rules.compared), equal=len(compared) - len(trained),
-        other_agents=other_agents, aborted=aborted, rows_dropped=limit.dropped, rows_truncated=limit.truncated,
-        calls=related.total(), **{COUNTED_AS[r]: n for r, n in related.items() if r in COUNTED_AS},
-    )  # fmt: skip
+        trained=len(trained),
+        failed=failed,
+        unscored=unscored,
+        empty=empty,
+        alone=len(kept) - len(compared),
+        groups=len({item.group for item in compared}),
+        groups_without_signal=len(same),
+        has_signal=bool(batch.rows) and _tells_apart(trained, same, rules.compared),
+        equal=len(compared) - len(trained),
+        other_agents=other_agents,
+        aborted=aborted,
+        rows_dropped=limit.dropped,
+        rows_truncated=limit.truncated,
+        calls=related.total(),
+        **{COUNTED_AS[r]: n for r, n in related.items() if r in COUNTED_AS},
+    )
     return batch, report
 
 
@@ -182,7 +196,9 @@ def scored(item: FinishedRollout, failure_reward: float | None) -> float | None:
     if item.rollout.status == "succeeded":
         return item.reward
     attempt = item.rollout.attempt
-    infrastructure = attempt is None or attempt.failure is None or attempt.failure.kind in ("infrastructure", "cancelled")
+    infrastructure = (
+        attempt is None or attempt.failure is None or attempt.failure.kind in ("infrastructure", "cancelled")
+    )
     return None if infrastructure else failure_reward
 
 
@@ -193,7 +209,11 @@ def group_of(item: FinishedRollout) -> str:
 
 def _comparable(kept: list[_Kept], min_group: int, with_baselines: bool) -> list[_Kept]:
     sizes = Counter(item.group for item in kept)
-    return [item for item in kept if sizes[item.group] >= min_group and not (with_baselines and item.baseline is None)]
+    return [
+        item
+        for item in kept
+        if sizes[item.group] >= min_group and not (with_baselines and item.baseline is None)
+    ]
 
 
 def _as_batch(trained: list[_Kept], limit: RowLimit, with_baselines: bool) -> TrainBatch:
@@ -209,7 +229,9 @@ def _as_batch(trained: list[_Kept], limit: RowLimit, with_baselines: bool) -> Tr
                 owners.append(owner)
         turns += [TurnReward(turn.value, owner, place_of.get(turn.row), turn.token) for turn in item.turns]
     baselines = [item.baseline for item in trained if item.baseline is not None] if with_baselines else None
-    return TrainBatch([item.reward for item in trained], [item.group for item in trained], rows, owners, turns, baselines)
+    return TrainBatch(
+        [item.reward for item in trained], [item.group for item in trained], rows, owners, turns, baselines
+    )
 
 
 def _equal_groups(groups: list[str], rewards: list[float]) -> set[str]:

@@ -82,7 +82,9 @@ class States:
         try:
             self._write(step, about, dump)
         except OSError as error:
-            raise CheckpointError(f"the training state of step {step} cannot be written to {self.url}: {error}") from error
+            raise CheckpointError(
+                f"the training state of step {step} cannot be written to {self.url}: {error}"
+            ) from error
 
     def prune(self, keep: int) -> None:
         """Remove all but the last `keep` states, and what writes that were killed left."""
@@ -131,7 +133,10 @@ class States:
         self._put(f"{folder}/{COMPLETE}", lambda file: _write_all(file, marker))
         self._fs.invalidate_cache()
         for name in self._fs.ls(folder, detail=False):
-            if name.rpartition("/")[2] not in (COMPLETE, content):  # of the state that was here before, or a write that was killed
+            if name.rpartition("/")[2] not in (
+                COMPLETE,
+                content,
+            ):  # of the state that was here before, or a write that was killed
                 self._fs.rm_file(name)
 
     def _put(self, path: str, dump: Dump) -> None:

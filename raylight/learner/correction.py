@@ -36,7 +36,15 @@ def measure(rows: list[Row], version: int, settings: CorrectionSettings) -> dict
     ratio = log_ratio.clamp(-BOUND, BOUND).exp()
     worst = _over_ranks([float(apart.max()) if len(apart) else 0.0], torch.distributed.ReduceOp.MAX)[0]
     tokens, current, difference, k1, k3, total, squares = _over_ranks(
-        [len(ratio), len(apart), apart.sum(), -log_ratio.sum(), (ratio - 1 - log_ratio).sum(), ratio.sum(), ratio.square().sum()]
+        [
+            len(ratio),
+            len(apart),
+            apart.sum(),
+            -log_ratio.sum(),
+            (ratio - 1 - log_ratio).sum(),
+            ratio.sum(),
+            ratio.square().sum(),
+        ]
     )
     if math.isnan(k1):
         worst = math.nan  # which a maximum over ranks may lose
@@ -52,10 +60,14 @@ def measure(rows: list[Row], version: int, settings: CorrectionSettings) -> dict
             "lacks these weights; max_logprob_mismatch sets the limit"
         )
     return {
-        "mismatch/logprob_abs_max": worst, "mismatch/logprob_abs_mean": difference / current,
-        "mismatch/kl": k1 / tokens, "mismatch/kl_k3": k3 / tokens, "mismatch/ess": total**2 / (tokens * squares),
-        "mismatch/stale_fraction": 1 - current / tokens, "mismatch/warned": float(worst > settings.warns_from),
-    }  # fmt: skip
+        "mismatch/logprob_abs_max": worst,
+        "mismatch/logprob_abs_mean": difference / current,
+        "mismatch/kl": k1 / tokens,
+        "mismatch/kl_k3": k3 / tokens,
+        "mismatch/ess": total**2 / (tokens * squares),
+        "mismatch/stale_fraction": 1 - current / tokens,
+        "mismatch/warned": float(worst > settings.warns_from),
+    }
 
 
 def correct(rows: list[Row], settings: CorrectionSettings) -> dict[str, float]:
@@ -77,7 +89,13 @@ def correct(rows: list[Row], settings: CorrectionSettings) -> dict[str, float]:
     kept = _kept(log_ratio, mask, settings)
     sampled, left = mask.sum(-1), kept.sum(-1)
     tokens, remaining, full, emptied, pull = _over_ranks(
-        [sampled.sum(), left.sum(), (sampled > 0).sum(), ((sampled > 0) & (left == 0)).sum(), (weights.double() * kept).sum()]
+        [
+            sampled.sum(),
+            left.sum(),
+            (sampled > 0).sum(),
+            ((sampled > 0) & (left == 0)).sum(),
+            (weights.double() * kept).sum(),
+        ]
     )
     if not pull > 0:
         raise MismatchError(
@@ -94,7 +112,10 @@ def correct(rows: list[Row], settings: CorrectionSettings) -> dict[str, float]:
         row.weights = row_weights[: len(row.response)] if settings.rollout_is is not None else None
         row.mask = row_kept[: len(row.response)]
     if settings.rollout_rs is not None:
-        metrics |= {"mismatch/rejected_tokens": 1 - remaining / tokens, "mismatch/rejected_rows": emptied / full}
+        metrics |= {
+            "mismatch/rejected_tokens": 1 - remaining / tokens,
+            "mismatch/rejected_rows": emptied / full,
+        }
     return metrics
 
 
@@ -117,13 +138,17 @@ def _weights(log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionSe
 
 def _kept(log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
     """The mask without what is rejected."""
-    if settings.rollout_rs is None or not mask.any():  # verl refuses rows without tokens, but another rank may have some
+    if (
+        settings.rollout_rs is None or not mask.any()
+    ):  # verl refuses rows without tokens, but another rank may have some
         return mask
     names = settings.rollout_rs.replace(" ", "")
     return verl.compute_rollout_rejection_mask(log_ratio, mask, names, settings.rollout_rs_threshold)[0]
 
 
-def _weight_metrics(weights: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings) -> dict[str, float]:
+def _weight_metrics(
+    weights: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings
+) -> dict[str, float]:
     """Of the weights of sampled tokens on all ranks."""
     lower, upper = weight_bounds(settings.rollout_is_threshold)
     chosen = weights[mask == 1]
@@ -131,13 +156,18 @@ def _weight_metrics(weights: torch.Tensor, mask: torch.Tensor, settings: Correct
     chosen = chosen.double()
     ends = [-float(chosen.min()), float(chosen.max())] if len(chosen) else [-math.inf, -math.inf]
     lowest, highest = _over_ranks(ends, torch.distributed.ReduceOp.MAX)
-    tokens, total, squares, truncated = _over_ranks([len(chosen), chosen.sum(), chosen.square().sum(), cut.sum()])
+    tokens, total, squares, truncated = _over_ranks(
+        [len(chosen), chosen.sum(), chosen.square().sum(), cut.sum()]
+    )
     mean = total / tokens
     return {
-        "mismatch/weight_mean": mean, "mismatch/weight_min": -lowest, "mismatch/weight_max": highest,
+        "mismatch/weight_mean": mean,
+        "mismatch/weight_min": -lowest,
+        "mismatch/weight_max": highest,
         "mismatch/weight_std": max(squares / tokens - mean**2, 0.0) ** 0.5,
-        "mismatch/weight_ess": total**2 / (tokens * squares), "mismatch/truncated": truncated / tokens,
-    }  # fmt: skip
+        "mismatch/weight_ess": total**2 / (tokens * squares),
+        "mismatch/truncated": truncated / tokens,
+    }
 
 
 def _mean_weight(weights: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings) -> float:
@@ -164,7 +194,9 @@ def _padded(tensors: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(tensors, batch_first=True)
 
 
-def _over_ranks(values: Sequence[float | torch.Tensor], how: Any = torch.distributed.ReduceOp.SUM) -> list[float]:
+def _over_ranks(
+    values: Sequence[float | torch.Tensor], how: Any = torch.distributed.ReduceOp.SUM
+) -> list[float]:
     reduced = torch.tensor([float(value) for value in values], dtype=torch.float64)
     torch.distributed.all_reduce(reduced, op=how)
     return reduced.tolist()

@@ -22,7 +22,9 @@ class Critic:
     With `LearnerConfig.lora` an adapter of the same settings is trained, and the head in full; else the whole model.
     """
 
-    def __init__(self, model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int) -> None:
+    def __init__(
+        self, model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int
+    ) -> None:
         self._config, self._settings = config, settings
         self.engine = build_critic(settings.model or model_path, config, settings, total_steps)
         self._loss = functools.partial(verl.value_loss, critic_config(settings))
@@ -38,7 +40,9 @@ class Critic:
         data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
         with self.engine.eval_mode():
             output = self.engine.infer_batch(data)["model_output"]["values"]
-        for row, values in zip(rows, verl.response_from_nested(output, data["response_mask"]).unbind(), strict=True):
+        for row, values in zip(
+            rows, verl.response_from_nested(output, data["response_mask"]).unbind(), strict=True
+        ):
             row.values = values.float().cpu()
 
     def update(self, rows: list[Row]) -> dict[str, float]:
@@ -71,7 +75,9 @@ def explained_variance(rows: list[Row]) -> float:
     It is 0 too where the returns are all equal.
     """
     pairs: list[tuple[Any, Any]] = [(row.values, row.returns) for row in rows]
-    values, returns = (torch.cat([pair[i][row.mask == 1] for pair, row in zip(pairs, rows, strict=True)]) for i in (0, 1))
+    values, returns = (
+        torch.cat([pair[i][row.mask == 1] for pair, row in zip(pairs, rows, strict=True)]) for i in (0, 1)
+    )
     variance = float(returns.var(correction=0))
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 1e-12 else 0.0
 
@@ -79,6 +85,9 @@ def explained_variance(rows: list[Row]) -> float:
 def critic_config(settings: CriticSettings) -> Any:
     """verl's words for the settings of the loss."""
     return verl.CriticConfig(
-        strategy="fsdp2", use_dynamic_bsz=True, cliprange_value=settings.cliprange_value,
-        loss_agg_mode=settings.loss_agg_mode, optim=optimizer_config(settings, 1),
-    )  # fmt: skip
+        strategy="fsdp2",
+        use_dynamic_bsz=True,
+        cliprange_value=settings.cliprange_value,
+        loss_agg_mode=settings.loss_agg_mode,
+        optim=optimizer_config(settings, 1),
+    )

@@ -44,9 +44,16 @@ UNFIT_LOSSES = {
 """Those of verl that cannot be run here, and why."""
 
 GIVEN_TO_ESTIMATORS = (
-    "token_level_rewards", "response_mask", "index", "values", "reward_baselines", "gamma", "lam", "norm_adv_by_std_in_grpo",
+    "token_level_rewards",
+    "response_mask",
+    "index",
+    "values",
+    "reward_baselines",
+    "gamma",
+    "lam",
+    "norm_adv_by_std_in_grpo",
     "config",
-)  # fmt: skip
+)
 GIVEN_TO_LOSSES = ("old_log_prob", "log_prob", "advantages", "response_mask", "config")
 
 _estimators: dict[str, Callable[..., Any]] = {}
@@ -69,7 +76,9 @@ def advantage_estimator(name: str) -> Callable[[Function], Function]:
     Raises:
         ConfigError: the name is taken, or the function asks for something else.
     """
-    return _decorator(name, _estimators, {*COMPARED, *UNFIT_ESTIMATORS}, GIVEN_TO_ESTIMATORS, "advantage estimator")
+    return _decorator(
+        name, _estimators, {*COMPARED, *UNFIT_ESTIMATORS}, GIVEN_TO_ESTIMATORS, "advantage estimator"
+    )
 
 
 def policy_loss(name: str) -> Callable[[Function], Function]:
@@ -124,19 +133,32 @@ def _decorator(
         known = registered.get(name, function)
         if name in of_verl:
             raise ConfigError(f"verl has a {what} {name!r} already; give yours another name")
-        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):  # a cell may be run again
-            raise ConfigError(f"{known.__module__}.{known.__qualname__} is the {what} {name!r} already; choose another name")
+        if (known.__module__, known.__qualname__) != (
+            function.__module__,
+            function.__qualname__,
+        ):  # a cell may be run again
+            raise ConfigError(
+                f"{known.__module__}.{known.__qualname__} is the {what} {name!r} already; choose another name"
+            )
         parameters = inspect.signature(function).parameters.values()
-        lacking = [p.name for p in parameters if p.name not in given and p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        lacking = [
+            p.name
+            for p in parameters
+            if p.name not in given and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
         if lacking:
-            raise ConfigError(f"the {what} {name!r} asks for {', '.join(lacking)}; there is: {', '.join(given)}")
+            raise ConfigError(
+                f"the {what} {name!r} asks for {', '.join(lacking)}; there is: {', '.join(given)}"
+            )
         registered[name] = function
         return function
 
     return register
 
 
-def _find(name: str, registered: dict[str, Any], of_verl: Any, unfit: dict[str, str], setting: str, decorator: str) -> Any:
+def _find(
+    name: str, registered: dict[str, Any], of_verl: Any, unfit: dict[str, str], setting: str, decorator: str
+) -> Any:
     if name in registered:
         return registered[name]
     if name in unfit:
@@ -144,5 +166,7 @@ def _find(name: str, registered: dict[str, Any], of_verl: Any, unfit: dict[str, 
     if name not in of_verl:
         known = sorted([*of_verl, *registered])
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
-        raise ConfigError(f"there is no {setting} {name!r}; there is: {', '.join(near)}; add one with @raylight.{decorator}(...)")
+        raise ConfigError(
+            f"there is no {setting} {name!r}; there is: {', '.join(near)}; add one with @raylight.{decorator}(...)"
+        )
     return None

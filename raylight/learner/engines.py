@@ -20,7 +20,9 @@ MIXED = {"fp32": 1e-4, "bf16": 2e-2}
 """Mean change of what is computed of a row, relative to the largest, from which another row beside it must be the reason."""
 
 
-def build_policy(model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int) -> RaylightEngine:
+def build_policy(
+    model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int
+) -> RaylightEngine:
     """The model that is trained: all of it, or an adapter of it.
 
     Raises:
@@ -35,13 +37,20 @@ def build_reference(model_path: str, config: LearnerConfig) -> RaylightEngine:
     return _build(RaylightEngine, model_path, config, OptimizerSettings(), 1, forward_only=True)
 
 
-def build_critic(model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int) -> ValueEngine:
+def build_critic(
+    model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int
+) -> ValueEngine:
     """A model of values, one for each token: trained whole, or with `lora` an adapter of the same settings and its head."""
     return _build(ValueEngine, model_path, config, settings, total_steps)
 
 
 def _build(
-    cls: type, model_path: str, config: LearnerConfig, settings: OptimizerSettings, total_steps: int, forward_only: bool = False
+    cls: type,
+    model_path: str,
+    config: LearnerConfig,
+    settings: OptimizerSettings,
+    total_steps: int,
+    forward_only: bool = False,
 ) -> Any:
     on_gpu = torch.cuda.is_available()
     lora = None if forward_only else config.lora
@@ -82,10 +91,16 @@ def _build(
 def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
     """verl's words for the optimizer's settings."""
     return verl.FSDPOptimizerConfig(
-        lr=settings.lr, lr_scheduler_type=settings.lr_schedule, lr_warmup_steps=settings.lr_warmup_steps,
-        min_lr_ratio=settings.min_lr_ratio, total_training_steps=max(total_steps, 1), weight_decay=settings.weight_decay,
-        betas=settings.betas, clip_grad=settings.grad_clip, override_optimizer_config={"fused": True},
-    )  # fmt: skip
+        lr=settings.lr,
+        lr_scheduler_type=settings.lr_schedule,
+        lr_warmup_steps=settings.lr_warmup_steps,
+        min_lr_ratio=settings.min_lr_ratio,
+        total_training_steps=max(total_steps, 1),
+        weight_decay=settings.weight_decay,
+        betas=settings.betas,
+        clip_grad=settings.grad_clip,
+        override_optimizer_config={"fused": True},
+    )
 
 
 def attention_of(config: LearnerConfig, on_gpu: bool) -> str:
@@ -99,7 +114,9 @@ def attention_of(config: LearnerConfig, on_gpu: bool) -> str:
     flash = on_gpu and is_flash_attn_2_available()
     if not flash and (config.attention == "flash_attention_2" or config.ulysses > 1):
         wanted = f"ulysses={config.ulysses}" if config.ulysses > 1 else "attention='flash_attention_2'"
-        raise ConfigError(f"{wanted} needs a GPU and the package flash-attn on every learner; leave it, or install that")
+        raise ConfigError(
+            f"{wanted} needs a GPU and the package flash-attn on every learner; leave it, or install that"
+        )
     if config.attention != "auto":
         return config.attention
     return "flash_attention_2" if flash else "sdpa"
@@ -109,7 +126,9 @@ def _say_what_does_nothing(config: LearnerConfig) -> None:
     """Settings of a GPU's memory, on a CPU."""
     idle = [name for name in ("param_offload", "optimizer_offload") if getattr(config, name)]
     if idle and not torch.cuda.is_available() and torch.distributed.get_rank() == 0:
-        logger.warning("%s: there is no GPU to take it off; all is in the host's memory already", " and ".join(idle))
+        logger.warning(
+            "%s: there is no GPU to take it off; all is in the host's memory already", " and ".join(idle)
+        )
 
 
 def _check_packing(engine: RaylightEngine, config: LearnerConfig) -> None:

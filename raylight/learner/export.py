@@ -50,7 +50,10 @@ def _find(source: str) -> tuple[States, int]:
     states = States(url)
     there = states.steps()
     if not there or (step is not None and step not in there):
-        raise CheckpointError(f"no complete training state at {source}" + (f": there are those of steps {there}" if there else ""))
+        raise CheckpointError(
+            f"no complete training state at {source}"
+            + (f": there are those of steps {there}" if there else "")
+        )
     return states, there[-1] if step is None else step
 
 
@@ -58,7 +61,9 @@ def _write(states: States, step: int, model: str, learner: LearnerConfig, output
     try:
         engine = build_policy(model, learner, PolicySettings(), 1)
     except OSError as error:
-        raise ConfigError(f"the model that training began with is not at {model}; name its folder: {error}") from error
+        raise ConfigError(
+            f"the model that training began with is not at {model}; name its folder: {error}"
+        ) from error
     if step:  # step 0 is the model's own files
         with states.open(step) as file:
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)

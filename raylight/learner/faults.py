@@ -9,9 +9,12 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError, LearnerMemoryError, RaylightError, reason_of
 
-NO_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
+NO_MEMORY = re.compile(
+    r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE
+)
 NO_PEER = re.compile(
-    r"gloo.*(closed|reset|refused|timed out|timeout|broken pipe)|nccl.*(remote|abort|network|timeout|system error)", re.IGNORECASE
+    r"gloo.*(closed|reset|refused|timed out|timeout|broken pipe)|nccl.*(remote|abort|network|timeout|system error)",
+    re.IGNORECASE,
 )
 KILLED_FOR_MEMORY = re.compile("low on memory", re.IGNORECASE)
 
@@ -26,7 +29,11 @@ def fault_in_rank(error: BaseException, rank: int, config: LearnerConfig) -> Ray
     types = {cls.__name__ for cls in type(error).__mro__}
     text = _first_line(error)
     runtime = isinstance(error, RuntimeError)
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in types or (runtime and NO_MEMORY.search(str(error))):
+    if (
+        isinstance(error, MemoryError)
+        or "OutOfMemoryError" in types
+        or (runtime and NO_MEMORY.search(str(error)))
+    ):
         return LearnerMemoryError(f"learner {rank} ran out of memory: {text}. {memory_advice(config)}")
     if "DistError" in types or (runtime and NO_PEER.search(str(error))):
         return LearnerLostError(f"learner {rank} lost the other learners: {text}")
@@ -35,9 +42,7 @@ def fault_in_rank(error: BaseException, rank: int, config: LearnerConfig) -> Ray
 
 def memory_advice(config: LearnerConfig) -> str:
     """The three settings that make a rank need less, and what they are now."""
-    offload = (
-        f"keep less on the GPU with param_offload and optimizer_offload ({config.param_offload} and {config.optimizer_offload} now)"
-    )
+    offload = f"keep less on the GPU with param_offload and optimizer_offload ({config.param_offload} and {config.optimizer_offload} now)"
     return (
         f"In LearnerConfig, lower max_tokens_per_micro_batch ({config.max_tokens_per_micro_batch} now), set "
         f"gradient_checkpointing ({config.gradient_checkpointing} now), or "
@@ -51,7 +56,9 @@ def fault_of(error: BaseException, rank: int, config: LearnerConfig, log: str) -
     Args:
         log: how to see the rank's log.
     """
-    if isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and KILLED_FOR_MEMORY.search(str(error))):
+    if isinstance(error, OutOfMemoryError) or (
+        isinstance(error, RayActorError) and KILLED_FOR_MEMORY.search(str(error))
+    ):
         return LearnerMemoryError(
             f"Ray killed learner {rank} because its node ran out of memory. {memory_advice(config)}; or let fewer processes share "
             "the node"
@@ -59,7 +66,9 @@ def fault_of(error: BaseException, rank: int, config: LearnerConfig, log: str) -
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, RaylightError):
             return error.cause
-        return LearnerError(f"learner {rank} failed: {error.cause!r}; the whole traceback is in the driver's log")
+        return LearnerError(
+            f"learner {rank} failed: {error.cause!r}; the whole traceback is in the driver's log"
+        )
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return LearnerError(f"learner {rank} did not start: {reason_of(error)}. See its log with `{log}`")
     if isinstance(error, RayError):
@@ -76,7 +85,9 @@ def _death(error: RayError) -> str:
     """The line of Ray's many that tells how the process ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [
-        line for line in lines if re.search(r"exit|killed|node|unavailable", line, re.IGNORECASE) and "_" not in line.split(":")[0]
+        line
+        for line in lines
+        if re.search(r"exit|killed|node|unavailable", line, re.IGNORECASE) and "_" not in line.split(":")[0]
     ]
     return (told or lines or [type(error).__name__])[0].rstrip(".")
 

@@ -69,7 +69,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 param.requires_grad_(True)
             yield
 
-    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> Any:
         """verl's, but for the choice of micro-batches: verl leaves out what padding costs, and fails where a rank has fewer rows
         than another has micro-batches. Such a rank computes one of its rows again, of which nothing is kept or learned."""
         tools, group = verl.tensordict_utils, self.get_data_parallel_group()
@@ -78,7 +80,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         dp_size = self.get_data_parallel_size()
         tools.assign_non_tensor(
             data, sp_size=self.ulysses_sequence_parallel_size, batch_num_tokens=tokens.item(), dp_size=dp_size
-        )  # fmt: skip
+        )
         lengths = data["input_ids"].offsets().diff().tolist()
         budget = self._learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
         parts = micro_batches(lengths, budget, self._learner.packed)
@@ -87,7 +89,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         idle = int(most) - len(parts)  # passes to take part in, with nothing to compute
         outputs = []
         for i, part in enumerate([parts[-1][-1:]] * idle + parts):
-            micro_batch = data if len(part) == len(lengths) and not idle else tools.index_select_tensor_dict(data, part)
+            micro_batch = (
+                data if len(part) == len(lengths) and not idle else tools.index_select_tensor_dict(data, part)
+            )
             if i < idle:
                 for name in ("loss_mask", "response_mask"):
                     micro_batch[name] = torch.zeros_like(micro_batch[name])
@@ -96,16 +100,24 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 outputs.append(output)
         return verl.postprocess_batch_func(output_lst=outputs, indices=parts, data=data)
 
-    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> Any:
         """verl's computes log-probs of prompts too, and one token at a time where flash attention is not installed."""
         if self.use_ulysses_sp:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        entropy = verl.tensordict_utils.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+        entropy = verl.tensordict_utils.get_non_tensor_data(
+            data=micro_batch, key="calculate_entropy", default=False
+        )
         return of_responses(output, micro_batch, packed=self._learner.packed, entropy=entropy)
 
-    def _pass(self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool, last: bool) -> dict[str, Any]:
+    def _pass(
+        self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool, last: bool
+    ) -> dict[str, Any]:
         with torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=last):
-            loss, output = self.forward_step(micro_batch, loss_function=loss_function, forward_only=forward_only)
+            loss, output = self.forward_step(
+                micro_batch, loss_function=loss_function, forward_only=forward_only
+            )
             if not forward_only:
                 loss.backward()
                 output.pop("model_output", None)  # it would be held until the last micro-batch
@@ -123,7 +135,7 @@ class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):
         architecture.num_labels, architecture.classifier_dropout = 1, 0.0
         architecture.architectures = [
             name.replace("ForCausalLM", "ForTokenClassification") for name in architecture.architectures
-        ]  # fmt: skip
+        ]
         model.model_type = "language_model"
         try:
             return super()._build_module()
@@ -145,9 +157,14 @@ def _lora_config(lora: LoraConfig, task: str | None) -> Any:
     import peft
 
     return peft.LoraConfig(
-        r=lora.rank, lora_alpha=cast(Any, lora.alpha), lora_dropout=lora.dropout, target_modules=lora.target_modules,
-        exclude_modules=lora.exclude_modules, bias="none", task_type=task,
-    )  # fmt: skip
+        r=lora.rank,
+        lora_alpha=cast(Any, lora.alpha),
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        bias="none",
+        task_type=task,
+    )
 
 
 def _check_adapter(module: Any, lora: LoraConfig) -> None:
@@ -160,7 +177,9 @@ def _check_adapter(module: Any, lora: LoraConfig) -> None:
 
     tied = module.config.tie_word_embeddings
     for name, layer in module.named_modules():
-        if isinstance(layer, LoraLayer) and (type(layer) is not Linear or (tied and name.endswith("lm_head"))):
+        if isinstance(layer, LoraLayer) and (
+            type(layer) is not Linear or (tied and name.endswith("lm_head"))
+        ):
             raise ConfigError(
                 f"lora.target_modules={lora.target_modules!r} takes in {name}, which cannot be adapted: only linear layers whose "
                 "weights are theirs alone can be; name others, or add it to lora.exclude_modules"

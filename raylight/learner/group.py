@@ -41,7 +41,9 @@ class LearnerGroup:
         actor: what a rank is.
     """
 
-    def __init__(self, namespace: str, config: LearnerConfig, placement: PlacementGroup, actor: type = LearnerActor) -> None:
+    def __init__(
+        self, namespace: str, config: LearnerConfig, placement: PlacementGroup, actor: type = LearnerActor
+    ) -> None:
         self._namespace = namespace
         self._config = config
         self._placement = placement
@@ -59,7 +61,9 @@ class LearnerGroup:
                 namespace=self._namespace,
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=rank
+                ),
             ).remote(rank, config.n, config)
             for rank in range(config.n)
         ]
@@ -90,7 +94,9 @@ class LearnerGroup:
         _, alive = await asyncio.wait(ends, timeout=self._config.start_timeout_s)
         await _let_go(ends)
         if alive:
-            raise LearnerLostError(f"{len(alive)} learner(s) did not end within {self._config.start_timeout_s:g} s of being killed")
+            raise LearnerLostError(
+                f"{len(alive)} learner(s) did not end within {self._config.start_timeout_s:g} s of being killed"
+            )
         self._actors = self._start()
         self._broken = ""
         await self.setup(*self._setup)
@@ -141,7 +147,9 @@ class LearnerGroup:
         limit = self._config.collective_timeout_s
         return await self._call(self._ranks, method, *args, setting="collective_timeout_s", limit=limit)
 
-    async def _call(self, ranks: Sequence[int], method: str, *args: Any, setting: str, limit: float) -> list[Any]:
+    async def _call(
+        self, ranks: Sequence[int], method: str, *args: Any, setting: str, limit: float
+    ) -> list[Any]:
         """Call a method on these ranks; returns what each of them returned.
 
         Args:
@@ -160,7 +168,7 @@ class LearnerGroup:
                 self._actors[rank].call.options(name=f"LearnerActor.{method}").remote(method, limit, *args)
             ): rank
             for rank in ranks
-        }  # fmt: skip
+        }
         try:
             done, late = await asyncio.wait(calls, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
             if any(call.exception() for call in done):
@@ -177,7 +185,9 @@ class LearnerGroup:
         clock = asyncio.get_running_loop().time
         end = clock() + CAUSE_S
         while True:
-            errors = [(rank, error) for call, rank in calls.items() if call.done() and (error := call.exception())]
+            errors = [
+                (rank, error) for call, rank in calls.items() if call.done() and (error := call.exception())
+            ]
             telling = [(rank, error) for rank, error in errors if not is_hearsay(error)]
             waiting, left = [call for call in calls if not call.done()], end - clock()
             if telling or not waiting or left <= 0:
@@ -186,17 +196,31 @@ class LearnerGroup:
 
     async def _hang(self, method: str, setting: str, late: list[int]) -> LearnerLostError:
         """Put the stacks of all ranks into the log; returns an error that tells where they are."""
-        asked = {asyncio.ensure_future(actor.stacks.remote()): rank for rank, actor in enumerate(self._actors)}
+        asked = {
+            asyncio.ensure_future(actor.stacks.remote()): rank for rank, actor in enumerate(self._actors)
+        }
         await asyncio.wait(asked, timeout=STACKS_TIMEOUT_S)
         places = []
         limit = getattr(self._config, setting)
         for task, rank in asked.items():
             if not task.done() or task.exception():
-                places.append(f"{rank} says nothing (it has not started, is dead or is stuck; see `{self._log_of(rank)}`)")
+                places.append(
+                    f"{rank} says nothing (it has not started, is dead or is stuck; see `{self._log_of(rank)}`)"
+                )
                 continue
             stacks = task.result()
-            logger.error("learner %d after %g s of %s; its threads, innermost call last:\n%s", rank, limit, method, stacks.text)
-            places.append(f"{rank} is at {stacks.summary}" if stacks.summary else f"{rank} is {'idle' if rank in late else 'done'}")
+            logger.error(
+                "learner %d after %g s of %s; its threads, innermost call last:\n%s",
+                rank,
+                limit,
+                method,
+                stacks.text,
+            )
+            places.append(
+                f"{rank} is at {stacks.summary}"
+                if stacks.summary
+                else f"{rank} is {'idle' if rank in late else 'done'}"
+            )
         await _let_go(asked)
         return LearnerLostError(
             f"{len(late)} of {self._config.n} learners were not done with {method} within {limit:g} s ({setting}): learner "

@@ -38,7 +38,9 @@ class PolicyLoss:
         self._rows = rows
         self._shows = not settings.needs_old_logprobs and any(row.seen_logprobs is None for row in rows)
 
-    def __call__(self, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    def __call__(
+        self, model_output: dict[str, Any], data: Any, dp_group: Any = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         if self._shows:
             found, lengths = (
                 of_responses_only(model_output["log_probs"].detach(), data),
@@ -50,16 +52,25 @@ class PolicyLoss:
                 )
             for place, logprobs in zip(data["row"].tolist(), found.float().cpu().split(lengths), strict=True):
                 self._rows[place].seen_logprobs = logprobs
-        if self._means_micro_batches:  # it divides by rows of the micro-batch, where all others divide by rollouts of all ranks
-            data["advantages"] = data["advantages"] * (len(data["row"]) * data["dp_size"] / data["global_batch_size"])
+        if (
+            self._means_micro_batches
+        ):  # it divides by rows of the micro-batch, where all others divide by rollouts of all ranks
+            data["advantages"] = data["advantages"] * (
+                len(data["row"]) * data["dp_size"] / data["global_batch_size"]
+            )
         if not self._means_rows:
             return verl.ppo_loss(self._config, model_output, data, dp_group)
         loss, metrics = verl.ppo_loss(
-            self._config, {name: value for name, value in model_output.items() if name != "entropy"}, data, dp_group
+            self._config,
+            {name: value for name, value in model_output.items() if name != "entropy"},
+            data,
+            dp_group,
         )
         return self._regularised(loss, metrics, model_output, data), metrics
 
-    def _regularised(self, loss: torch.Tensor, metrics: dict[str, Any], model_output: dict[str, Any], data: Any) -> torch.Tensor:
+    def _regularised(
+        self, loss: torch.Tensor, metrics: dict[str, Any], model_output: dict[str, Any], data: Any
+    ) -> torch.Tensor:
         """The loss with entropy and divergence, of which the metrics tell."""
         settings = self._settings
         if "entropy" in model_output:
@@ -68,7 +79,9 @@ class PolicyLoss:
             metrics["actor/entropy_loss"] = verl.Metric("sum", entropy)
         if settings.kl_coef > 0:
             logprobs: Any = of_responses_only(model_output["log_probs"], data)
-            divergence = mean_of_rollouts(verl.kl_penalty(logprobs, data["ref_log_prob"].values(), settings.kl_type), data)
+            divergence = mean_of_rollouts(
+                verl.kl_penalty(logprobs, data["ref_log_prob"].values(), settings.kl_type), data
+            )
             loss = loss + settings.kl_coef * divergence
             metrics["kl_loss"] = verl.Metric("sum", divergence)
         return loss
@@ -94,13 +107,21 @@ def of_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def loss(
-        old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor,
-        loss_agg_mode: str, config: Any, rollout_is_weights: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str,
+        config: Any,
+        rollout_is_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         given = {
-            "old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages, "response_mask": response_mask,
+            "old_log_prob": old_log_prob,
+            "log_prob": log_prob,
+            "advantages": advantages,
+            "response_mask": response_mask,
             "config": config,
-        }  # fmt: skip
+        }
         losses = function(**taken(function, given))
         if not isinstance(losses, torch.Tensor) or losses.shape != log_prob.shape:
             raise ConfigError(
@@ -111,7 +132,7 @@ def of_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
             losses = losses * rollout_is_weights
         total = verl.agg_loss(
             loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
-        )  # fmt: skip
+        )
         moved = ((old_log_prob - log_prob) * response_mask).sum() / response_mask.sum().clamp(min=1)
         return total, {"actor/ppo_kl": moved.detach().item()}
 
@@ -126,15 +147,30 @@ def means_rows(settings: PolicySettings) -> bool:
 def actor_config(settings: PolicySettings) -> Any:
     """verl's words for the settings of the loss."""
     return verl.ActorConfig(
-        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=False,
-        clip_ratio=settings.clip_ratio_low, clip_ratio_low=settings.clip_ratio_low, clip_ratio_high=settings.clip_ratio_high,
-        clip_ratio_c=settings.clip_ratio_c, tau_pos=settings.tau_pos, tau_neg=settings.tau_neg,
-        entropy_coeff=settings.entropy_coef, use_kl_loss=settings.kl_coef > 0 and not means_rows(settings),
-        kl_loss_coef=settings.kl_coef, kl_loss_type=settings.kl_type, loss_agg_mode=settings.loss_agg_mode,
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_mini_batch_size=1,
+        ppo_micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=False,
+        clip_ratio=settings.clip_ratio_low,
+        clip_ratio_low=settings.clip_ratio_low,
+        clip_ratio_high=settings.clip_ratio_high,
+        clip_ratio_c=settings.clip_ratio_c,
+        tau_pos=settings.tau_pos,
+        tau_neg=settings.tau_neg,
+        entropy_coeff=settings.entropy_coef,
+        use_kl_loss=settings.kl_coef > 0 and not means_rows(settings),
+        kl_loss_coef=settings.kl_coef,
+        kl_loss_type=settings.kl_type,
+        loss_agg_mode=settings.loss_agg_mode,
         loss_scale_factor=settings.loss_scale_factor,
         policy_loss=verl.PolicyLossConfig(
-            loss_mode=settings.loss_mode, clip_cov_ratio=settings.clip_cov_ratio, clip_cov_lb=settings.clip_cov_lb,
-            clip_cov_ub=settings.clip_cov_ub, kl_cov_ratio=settings.kl_cov_ratio, ppo_kl_coef=settings.ppo_kl_coef,
+            loss_mode=settings.loss_mode,
+            clip_cov_ratio=settings.clip_cov_ratio,
+            clip_cov_lb=settings.clip_cov_lb,
+            clip_cov_ub=settings.clip_cov_ub,
+            kl_cov_ratio=settings.kl_cov_ratio,
+            ppo_kl_coef=settings.ppo_kl_coef,
         ),
         optim=optimizer_config(settings, 1),
-    )  # fmt: skip
+    )

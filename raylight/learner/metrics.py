@@ -12,13 +12,19 @@ import torch
 from raylight.learner import verl_api as verl
 
 NAMES = {
-    "grad_norm": "learner/grad_norm", "actor/pg_loss": "learner/pg_loss", "actor/entropy_loss": "learner/entropy",
-    "actor/ppo_kl": "learner/ppo_kl", "actor/pg_clipfrac": "learner/clip_fraction", "kl_loss": "learner/kl",
-}  # fmt: skip
+    "grad_norm": "learner/grad_norm",
+    "actor/pg_loss": "learner/pg_loss",
+    "actor/entropy_loss": "learner/entropy",
+    "actor/ppo_kl": "learner/ppo_kl",
+    "actor/pg_clipfrac": "learner/clip_fraction",
+    "kl_loss": "learner/kl",
+}
 CRITIC_NAMES = {
-    "grad_norm": "critic/grad_norm", "critic/vf_loss": "critic/vf_loss", "critic/vf_clipfrac": "critic/vf_clipfrac",
+    "grad_norm": "critic/grad_norm",
+    "critic/vf_loss": "critic/vf_loss",
+    "critic/vf_clipfrac": "critic/vf_clipfrac",
     "critic/vpred_mean": "critic/vpred_mean",
-}  # fmt: skip
+}
 
 COUNTED = ("learner/skipped_steps", "critic/skipped_steps")
 """Metrics that are counts of steps."""

@@ -30,12 +30,16 @@ class Policy:
         total_steps: updates of the whole run, for the learning-rate schedule.
     """
 
-    def __init__(self, model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int) -> None:
+    def __init__(
+        self, model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int
+    ) -> None:
         self._config = config
         self._settings = settings
         warmup = settings.critic.warmup_steps if settings.critic else 0
         self.engine = build_policy(model_path, config, settings, max(total_steps - warmup, 1))
-        own_reference = settings.needs_reference and config.lora is None  # with LoRA it is the policy without its adapter
+        own_reference = (
+            settings.needs_reference and config.lora is None
+        )  # with LoRA it is the policy without its adapter
         self._reference = build_reference(model_path, config) if own_reference else None
         self.critic = Critic(model_path, config, settings.critic, total_steps) if settings.critic else None
         self._kl = KlController(settings)
@@ -70,9 +74,13 @@ class Policy:
         if trains:
             metrics |= self._train(parts, shares)
         if not infers:
-            metrics |= correction.measure(shares[0], self.version, settings)  # that were seen before the first step
+            metrics |= correction.measure(
+                shares[0], self.version, settings
+            )  # that were seen before the first step
         scheduler = self.engine.lr_scheduler  # while the policy rests, so does its schedule
-        metrics["learner/lr"] = float(self.engine.lr_scheduler_step() if trains else scheduler.get_last_lr()[0])
+        metrics["learner/lr"] = float(
+            self.engine.lr_scheduler_step() if trains else scheduler.get_last_lr()[0]
+        )
         self.version += 1
         return metrics
 
@@ -107,7 +115,11 @@ class Policy:
             for row in mine:
                 row.old_logprobs = row.engine_logprobs
         if infers:
-            self._set(mine, "seen_logprobs" if settings.bypass_mode else "old_logprobs", self._infer(self.engine, mine))
+            self._set(
+                mine,
+                "seen_logprobs" if settings.bypass_mode else "old_logprobs",
+                self._infer(self.engine, mine),
+            )
         if settings.needs_reference:
             self._set(mine, "ref_logprobs", self._infer_reference(mine))
         if self.critic is not None:
@@ -128,7 +140,10 @@ class Policy:
         data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
         with engine.eval_mode():
             output = engine.infer_batch(data)["model_output"]["log_probs"]
-        return [logprobs.float().cpu() for logprobs in verl.response_from_nested(output, data["response_mask"]).unbind()]
+        return [
+            logprobs.float().cpu()
+            for logprobs in verl.response_from_nested(output, data["response_mask"]).unbind()
+        ]
 
     def _train(self, parts: list[list[Row]], shares: list[list[Row]]) -> dict[str, float]:
         """All optimizer steps over a batch; all mini-batches are compared with the same old policy."""

@@ -44,6 +44,9 @@ class RowLimit:
             return None
         self.truncated += 1
         return replace(
-            row, token_ids=row.token_ids[:end], mask=row.mask[:end], logprobs=row.logprobs[:end],
+            row,
+            token_ids=row.token_ids[:end],
+            mask=row.mask[:end],
+            logprobs=row.logprobs[:end],
             weight_versions=row.weight_versions[:end],
-        )  # fmt: skip
+        )

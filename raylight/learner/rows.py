@@ -61,9 +61,14 @@ class Row:
 
 
 TENSORS = {
-    "old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "advantages": "advantages", "returns": "returns",
-    "values": "values", "weights": "rollout_is_weights", "engine_logprobs": "rollout_log_probs",
-}  # fmt: skip
+    "old_logprobs": "old_log_probs",
+    "ref_logprobs": "ref_log_prob",
+    "advantages": "advantages",
+    "returns": "returns",
+    "values": "values",
+    "weights": "rollout_is_weights",
+    "engine_logprobs": "rollout_log_probs",
+}
 """Fields of a row -> verl's names for them. verl is given those that all rows have."""
 
 
@@ -75,11 +80,16 @@ def rows_of(batch: TrainBatch) -> list[Row]:
         tokens = torch.tensor(trajectory.token_ids)
         rows.append(
             Row(
-                index=index, rollout=owner, prompt=tokens[:cut], response=tokens[cut:], mask=torch.tensor(trajectory.mask[cut:]),
-                engine_logprobs=torch.tensor(trajectory.logprobs[cut:]), versions=torch.tensor(trajectory.weight_versions[cut:]),
+                index=index,
+                rollout=owner,
+                prompt=tokens[:cut],
+                response=tokens[cut:],
+                mask=torch.tensor(trajectory.mask[cut:]),
+                engine_logprobs=torch.tensor(trajectory.logprobs[cut:]),
+                versions=torch.tensor(trajectory.weight_versions[cut:]),
                 temperature=trajectory.temperature,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -130,7 +140,11 @@ def to_tensordict(rows: list[Row], config: LearnerConfig, *, global_rollouts: in
         if all(getattr(row, name) is not None for row in rows):
             tensors[key] = _nested([getattr(row, name) for row in rows])
     plain = {
-        "use_remove_padding": config.packed, "use_dynamic_bsz": True, "max_token_len_per_gpu": config.max_tokens_per_micro_batch,
-        "global_batch_size": global_rollouts, "calculate_entropy": entropy, "pad_token_id": 0,
-    }  # fmt: skip
+        "use_remove_padding": config.packed,
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": config.max_tokens_per_micro_batch,
+        "global_batch_size": global_rollouts,
+        "calculate_entropy": entropy,
+        "pad_token_id": 0,
+    }
     return verl.tensordict_utils.get_tensordict(tensors, non_tensor_dict=plain)

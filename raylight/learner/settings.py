@@ -14,7 +14,9 @@ from raylight.learner.thresholds import check_rejection, weight_bounds
 Share = Annotated[float, Field(ge=0, lt=1)]
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of the KL divergence, http://joschu.net/blog/kl-approx.html."""
-LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 class OptimizerSettings(Config):
@@ -89,7 +91,9 @@ class CorrectionSettings(Config):
     def _correction_fits(self) -> Self:
         weight_bounds(self.rollout_is_threshold)
         if self.rollout_is is None and (self.rollout_is_threshold != 2.0 or self.rollout_is_batch_normalize):
-            raise ValueError("rollout_is_threshold and rollout_is_batch_normalize do nothing without rollout_is")
+            raise ValueError(
+                "rollout_is_threshold and rollout_is_batch_normalize do nothing without rollout_is"
+            )
         if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
             raise ValueError("rollout_rs and rollout_rs_threshold need each other")
         if self.rollout_rs is not None and self.rollout_rs_threshold is not None:
@@ -174,11 +178,15 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if takes_values(self.adv_estimator, self._estimator) != (self.critic is not None):
-            raise ValueError("adv_estimator 'gae' (or one of your own that takes values) and a critic need each other")
+            raise ValueError(
+                "adv_estimator 'gae' (or one of your own that takes values) and a critic need each other"
+            )
         if self.kl_target is not None and not self.kl_reward_coef:
             raise ValueError("kl_target steers kl_reward_coef, which is 0")
         if self.bypass_mode and self.corrects:
-            raise ValueError("in bypass_mode the ratio of the loss is that to the engine already; leave rollout_is and rollout_rs")
+            raise ValueError(
+                "in bypass_mode the ratio of the loss is that to the engine already; leave rollout_is and rollout_rs"
+            )
         return self
 
     @property
@@ -192,4 +200,6 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether the policy's log-probs are needed before the pass that trains: where that is the only one, they are its own."""
-        return not self.bypass_mode and (self.updates_per_batch > 1 or self.kl_reward_coef > 0 or self.corrects)
+        return not self.bypass_mode and (
+            self.updates_per_batch > 1 or self.kl_reward_coef > 0 or self.corrects
+        )

@@ -30,14 +30,19 @@ def take_stacks(thread: int | None) -> Stacks:
     """
     frames = sys._current_frames()
     names = {known.ident: known.name for known in threading.enumerate()}
-    parts = [f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames.items()]
+    parts = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames.items()
+    ]
     found = frames.get(thread) if thread is not None else None
     return Stacks("\n".join(parts), _summary(traceback.extract_stack(found)) if found is not None else "")
 
 
 def _summary(stack: traceback.StackSummary) -> str:
     """The last frames of raylight, and the one that they have led to."""
-    ours = [frame for frame in stack if f"/{OURS}/" in frame.filename and frame.name[0] != "<"][-SHOWN:]  # no comprehensions
+    ours = [frame for frame in stack if f"/{OURS}/" in frame.filename and frame.name[0] != "<"][
+        -SHOWN:
+    ]  # no comprehensions
     return " > ".join(_place(frame) for frame in ours + ([] if stack[-1] in ours else [stack[-1]]))
 
 

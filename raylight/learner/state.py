@@ -31,9 +31,15 @@ def gather(policy: Policy) -> dict[str, Any] | None:
     if dist.get_rank():
         return None
     return {
-        "format": FORMAT, "engines": engines, "random": numbers,
-        "plain": {"version": policy.version, "kl_coef": policy._kl.steered, "non_finite": policy._gradients.in_a_row},
-    }  # fmt: skip
+        "format": FORMAT,
+        "engines": engines,
+        "random": numbers,
+        "plain": {
+            "version": policy.version,
+            "kl_coef": policy._kl.steered,
+            "non_finite": policy._gradients.in_a_row,
+        },
+    }
 
 
 def load(policy: Policy, file: IO[bytes] | None) -> None:
@@ -44,15 +50,25 @@ def load(policy: Policy, file: IO[bytes] | None) -> None:
     Raises:
         CheckpointError: the state is of another model, or another version of raylight wrote it.
     """
-    state = torch.load(file, map_location="cpu", weights_only=True) if file is not None and dist.get_rank() == 0 else None
+    state = (
+        torch.load(file, map_location="cpu", weights_only=True)
+        if file is not None and dist.get_rank() == 0
+        else None
+    )
     box = [_outline(state)] if state is not None else [None]
     dist.broadcast_object_list(box)
     outline: Any = box[0]
     if outline["format"] != FORMAT:
-        raise CheckpointError(f"the training state has format {outline['format']}, and this version of raylight reads {FORMAT}")
-    engines = {"policy": policy.engine} | ({"critic": policy.critic.engine} if policy.critic is not None else {})
+        raise CheckpointError(
+            f"the training state has format {outline['format']}, and this version of raylight reads {FORMAT}"
+        )
+    engines = {"policy": policy.engine} | (
+        {"critic": policy.critic.engine} if policy.critic is not None else {}
+    )
     if engines.keys() != outline["engines"].keys():
-        raise CheckpointError(f"the training state is of {sorted(outline['engines'])}, and what is trained is {sorted(engines)}")
+        raise CheckpointError(
+            f"the training state is of {sorted(outline['engines'])}, and what is trained is {sorted(engines)}"
+        )
     for name, engine in engines.items():
         _load_engine(engine, state["engines"][name] if state else outline["engines"][name])
     plain = outline["plain"]
@@ -83,7 +99,7 @@ def _gather_engine(engine: Any) -> dict[str, Any]:
             if param in moments
         },
         "updates": engine.lr_scheduler.last_epoch,
-    }  # fmt: skip
+    }
 
 
 def _trained(engine: Any) -> dict[str, torch.nn.Parameter]:
@@ -123,14 +139,18 @@ def _load_engine(engine: Any, state: dict[str, Any]) -> None:
     load_weights(engine, state["model"])
     _load_optimizer(engine.optimizer, _trained(engine), state["optimizer"])
     scheduler, updates = engine.lr_scheduler, state["updates"]
-    rates = [base * shape(updates) for base, shape in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    rates = [
+        base * shape(updates) for base, shape in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     at = {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
     scheduler.load_state_dict(scheduler.state_dict() | at)
 
 
-def _load_optimizer(optimizer: Any, trained: dict[str, torch.nn.Parameter], moments: dict[str, dict[str, Any]]) -> None:
+def _load_optimizer(
+    optimizer: Any, trained: dict[str, torch.nn.Parameter], moments: dict[str, dict[str, Any]]
+) -> None:
     """Moments of the parameters; the optimizer's own settings stay."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     place = {id(param): index for index, param in enumerate(params)}
@@ -161,7 +181,11 @@ def _random_numbers() -> dict[str, Any]:
     """This rank's generators; of types that torch.load takes without running code."""
     state: Any = np.random.get_state()
     kind, keys, *rest = state
-    numbers = {"torch": torch.get_rng_state(), "numpy": (kind, keys.tolist(), *rest), "python": random.getstate()}
+    numbers = {
+        "torch": torch.get_rng_state(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "python": random.getstate(),
+    }
     if torch.cuda.is_available():
         numbers["cuda"] = torch.cuda.get_rng_state()
     return numbers

@@ -35,7 +35,11 @@ SCALED = "seq-mean-token-sum-norm"
 
 def unread(settings: PolicySettings) -> list[str]:
     """Settings that are not those of the class and that nothing reads, each with what would."""
-    given = {name for name, field in type(settings).model_fields.items() if getattr(settings, name) != field.default}
+    given = {
+        name
+        for name, field in type(settings).model_fields.items()
+        if getattr(settings, name) != field.default
+    }
     found = []
     for chosen, own, table in (
         ("adv_estimator", settings.own_estimator, READ_BY_ESTIMATORS),
@@ -48,7 +52,11 @@ def unread(settings: PolicySettings) -> list[str]:
                 for key, readers in table.items()
                 if key in given and name not in readers
             ]
-    found += [f"{key} (read with {other})" for key, other in READ_WITH.items() if key in given and not getattr(settings, other)]
+    found += [
+        f"{key} (read with {other})"
+        for key, other in READ_WITH.items()
+        if key in given and not getattr(settings, other)
+    ]
     if "loss_scale_factor" in given and settings.loss_agg_mode != SCALED:
         found.append(f"loss_scale_factor (read with loss_agg_mode {SCALED}; it is {settings.loss_agg_mode})")
     return found

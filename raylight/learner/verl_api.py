@@ -42,7 +42,13 @@ with warnings.catch_warnings():
     from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
     from verl.utils.transformers_compat import drop_tied_target_keys
-    from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import (
+        ActorConfig,
+        CriticConfig,
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+    )
     from verl.workers.config.actor import PolicyLossConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
     from verl.workers.engine.fsdp.utils import unfuse_moe_params

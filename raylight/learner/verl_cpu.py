@@ -10,7 +10,14 @@ import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
 
 ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-NOTHING = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "manual_seed", "manual_seed_all")
+NOTHING = (
+    "empty_cache",
+    "ipc_collect",
+    "reset_peak_memory_stats",
+    "set_device",
+    "manual_seed",
+    "manual_seed_all",
+)
 
 
 class _CpuModule(types.ModuleType):
@@ -52,18 +59,33 @@ def install_platform() -> None:
 def _platform_class() -> type:
     module = _cpu_module()
     answers: dict[str, Any] = {
-        "is_available": True, "current_device": torch.device("cpu"), "device_count": 1, "set_device": None, "synchronize": None,
-        "set_allocator_settings": None, "empty_cache": None, "get_device_capability": (None, None),
-        "communication_backend_name": "gloo", "visible_devices_envvar": "CUDA_VISIBLE_DEVICES", "profiler_start": None,
-        "profiler_stop": None, "ray_resource_name": "CPU", "ray_resource_options": {"num_gpus": 0}, "ray_noset_envvars": [],
-        "is_ipc_supported": False, "cudart": None,
-    }  # fmt: skip
+        "is_available": True,
+        "current_device": torch.device("cpu"),
+        "device_count": 1,
+        "set_device": None,
+        "synchronize": None,
+        "set_allocator_settings": None,
+        "empty_cache": None,
+        "get_device_capability": (None, None),
+        "communication_backend_name": "gloo",
+        "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
+        "profiler_start": None,
+        "profiler_stop": None,
+        "ray_resource_name": "CPU",
+        "ray_resource_options": {"num_gpus": 0},
+        "ray_noset_envvars": [],
+        "is_ipc_supported": False,
+        "cudart": None,
+    }
     body: dict[str, Any] = {name: _constant(value) for name, value in answers.items()}
     body.update(
-        device_name="cpu", vendor_name="cpu", device_module=module,
-        manual_seed=lambda self, seed: torch.manual_seed(seed), manual_seed_all=lambda self, seed: torch.manual_seed(seed),
+        device_name="cpu",
+        vendor_name="cpu",
+        device_module=module,
+        manual_seed=lambda self, seed: torch.manual_seed(seed),
+        manual_seed_all=lambda self, seed: torch.manual_seed(seed),
         nvtx_range=lambda self, message: contextlib.nullcontext(),
-    )  # fmt: skip
+    )
     return type("PlatformCPU", (PlatformBase,), body)
 
 

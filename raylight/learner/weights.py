@@ -40,7 +40,11 @@ def adapter_alone(engine: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     for name, tensor in engine.module.state_dict().items():
         if "lora_" in name:
             found[name.replace(".default.", ".")] = _full(tensor)
-    return ({key: _plain(value) for key, value in config.items()} | {"inference_mode": True}, found) if _is_first() else None
+    return (
+        ({key: _plain(value) for key, value in config.items()} | {"inference_mode": True}, found)
+        if _is_first()
+        else None
+    )
 
 
 def as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -83,7 +87,10 @@ def _write_adapter(tensors: dict[str, torch.Tensor], config: Any, folder: str) -
     from safetensors.torch import save_file
 
     os.makedirs(folder, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, os.path.join(folder, "adapter_model.safetensors"))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        os.path.join(folder, "adapter_model.safetensors"),
+    )
     written = copy.copy(config)
     written.inference_mode = True
     written.save_pretrained(folder)
@@ -92,7 +99,9 @@ def _write_adapter(tensors: dict[str, torch.Tensor], config: Any, folder: str) -
 def _merged(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights with the adapter added in float32: verl would round the sum to bfloat16."""
     module, state = engine.module, engine.module.state_dict()
-    names = {name.removeprefix(PEFT_PREFIX).replace(WRAPPED, "."): name for name in state if "lora_" not in name}
+    names = {
+        name.removeprefix(PEFT_PREFIX).replace(WRAPPED, "."): name for name in state if "lora_" not in name
+    }
     names = verl.convert_weight_keys(names, module.get_base_model())
 
     def pairs() -> Iterator[tuple[str, torch.Tensor]]:

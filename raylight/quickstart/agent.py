@@ -25,7 +25,9 @@ async def adder(task: dict, llm: rl.LLM) -> float:
         await client()
         .with_options(base_url=llm.endpoint, api_key=llm.api_key)
         .chat.completions.create(
-            model=llm.model, messages=[{"role": "user", "content": question(task)}], **SAMPLING | llm.sampling_parameters
+            model=llm.model,
+            messages=[{"role": "user", "content": question(task)}],
+            **SAMPLING | llm.sampling_parameters,
         )
     )
     return 1.0 if is_right(task, reply.choices[0].message.content or "") else 0.0

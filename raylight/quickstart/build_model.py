@@ -30,7 +30,9 @@ TEMPLATE = (
 )
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1200, 128, 3e-3, 50
 CARELESS_FROM = 1000  # the step at which the teacher becomes careless
-CARELESS_RIGHT = 0.32  # how often the careless teacher is right; the model, moved only part of the way, more often
+CARELESS_RIGHT = (
+    0.32  # how often the careless teacher is right; the model, moved only part of the way, more often
+)
 ANSWER_TOKENS = 4  # three digits and <|im_end|>
 IGNORED = -100
 
@@ -127,7 +129,9 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         optimizer.step()
         schedule.step()
         if (step + 1) % 100 == 0:
-            with torch.no_grad():  # the exact chance of a right answer, of which a sampled accuracy is an estimate
+            with (
+                torch.no_grad()
+            ):  # the exact chance of a right answer, of which a sampled accuracy is an estimate
                 right = log_probs(model, tokenizer, val_prompts, val_totals)[0].sum(1).exp()
             print(
                 f"step {step + 1}  loss {loss.item():.3f}  chance of a right validation answer: mean {right.mean():.3f}, "

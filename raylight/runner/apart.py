@@ -118,7 +118,9 @@ class RemoteRunners:
         seen, before = clock(), set[tuple[str, float | None]]()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), min(self._config.stuck_after_s, self._config.start_timeout_s))
+                await asyncio.wait_for(
+                    never.wait(), min(self._config.stuck_after_s, self._config.start_timeout_s)
+                )
             workers = await self._store.query_workers(status_in=["idle", "busy"])
             beats = {(worker.worker_id, worker.last_heartbeat_time) for worker in workers}
             if beats - before:  # one whose process was killed stays in the store, and beats no more
@@ -126,7 +128,11 @@ class RemoteRunners:
             elif clock() - seen >= patience:
                 raise RunnerLostError(self._none_for(clock() - seen))
             elif clock() - seen >= SILENCE_S:
-                logger.warning("%s has no runner now; start some by `raylight runner AGENT --run %s`", self._run, self._run)
+                logger.warning(
+                    "%s has no runner now; start some by `raylight runner AGENT --run %s`",
+                    self._run,
+                    self._run,
+                )
 
     async def stop(self) -> None:
         """Tell the runners that the run is over."""

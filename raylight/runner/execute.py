@@ -39,7 +39,9 @@ class Workbench:
     """Given to hooks that ask for it."""
 
 
-async def execute(bench: Workbench, rollout: Rollout, resources: NamedResources, trace: AttemptTrace) -> Outcome:
+async def execute(
+    bench: Workbench, rollout: Rollout, resources: NamedResources, trace: AttemptTrace
+) -> Outcome:
     """Run one attempt to its end; whatever the agent or a hook does becomes an Outcome.
 
     Args:
@@ -58,12 +60,18 @@ async def execute(bench: Workbench, rollout: Rollout, resources: NamedResources,
             async with asyncio.timeout(CANCEL_GRACE_S):
                 await _end(bench.hooks, known, trace, CANCELLED, result)
         except TimeoutError:
-            logger.error("the hooks of cancelled rollout %s did not end within %g s", rollout.rollout_id, CANCEL_GRACE_S)
+            logger.error(
+                "the hooks of cancelled rollout %s did not end within %g s",
+                rollout.rollout_id,
+                CANCEL_GRACE_S,
+            )
         raise
     return await _end(bench.hooks, known, trace, outcome, result)
 
 
-async def _end(hooks: HookSet, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome, result: list[Span]) -> Outcome:
+async def _end(
+    hooks: HookSet, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome, result: list[Span]
+) -> Outcome:
     """Call the hooks of the end; one that is strict fails an attempt that had succeeded.
 
     What the agent returned comes between them, so that it outweighs a reward of `on_trace_end`, and is outweighed by one of
@@ -84,18 +92,24 @@ def _failed_by(error: HookError) -> Outcome:
     return Outcome("failed", Failure(kind="hook", error=one_line(f"HookError: {error}")))
 
 
-async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResources) -> tuple[Outcome, list[Span]]:
+async def _run_agent(
+    bench: Workbench, rollout: Rollout, resources: NamedResources
+) -> tuple[Outcome, list[Span]]:
     """Call the agent under its time limit; gives how that ended, and what it returned as spans."""
     attempt, limit = rollout.attempt, rollout.config.timeout_seconds
     assert attempt is not None, "only a dequeued rollout is executed"
     scoped = {
-        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, bench.secret) if isinstance(resource, LLM) else resource
+        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, bench.secret)
+        if isinstance(resource, LLM)
+        else resource
         for name, resource in resources.items()
     }
     work = asyncio.create_task(_call(bench, rollout, scoped))
     try:
         await asyncio.wait([work], timeout=limit)
-    except asyncio.CancelledError:  # the runner stops, or the store says that nobody needs this attempt any more
+    except (
+        asyncio.CancelledError
+    ):  # the runner stops, or the store says that nobody needs this attempt any more
         await _give_up(work, bench.threads)
         raise
     if not work.done():
@@ -114,7 +128,9 @@ async def _run_agent(bench: Workbench, rollout: Rollout, resources: NamedResourc
         return Outcome("failed", describe(error)), []
 
 
-async def _call(bench: Workbench, rollout: Rollout, resources: NamedResources) -> tuple[Any, BaseException | None]:
+async def _call(
+    bench: Workbench, rollout: Rollout, resources: NamedResources
+) -> tuple[Any, BaseException | None]:
     """Call the agent; gives what it returned or raised. Caught here is only what would end the event loop if it left the task."""
     agent, task = bench.agent, rollout.input
     try:

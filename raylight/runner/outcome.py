@@ -17,9 +17,14 @@ from raylight.store.rows import span_row
 from raylight.traces.rewards import named_rewards
 from raylight.types import AttemptStatus, Failure, FailureKind, Rollout, Span, SpanCoreFields
 
-OUR_FRAMES = tuple(os.path.join(os.path.dirname(os.path.abspath(raylight.__file__)), room, "") for room in ("runner", "agent"))
+OUR_FRAMES = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(raylight.__file__)), room, "")
+    for room in ("runner", "agent")
+)
 """Folders whose frames say nothing about the agent."""
-CLIENT_LIBRARIES = frozenset({"openai", "anthropic", "httpx", "httpx2", "httpcore", "httpcore2", "aiohttp", "requests", "urllib3"})
+CLIENT_LIBRARIES = frozenset(
+    {"openai", "anthropic", "httpx", "httpx2", "httpcore", "httpcore2", "aiohttp", "requests", "urllib3"}
+)
 """Exceptions of these packages that tell of a lost connection or a 5xx answer are failures of the infrastructure."""
 
 
@@ -31,7 +36,9 @@ class Outcome:
     failure: Failure | None = None
 
 
-CANCELLED = Outcome("failed", Failure(kind="cancelled", error="Cancelled: nobody needs this attempt any more"))
+CANCELLED = Outcome(
+    "failed", Failure(kind="cancelled", error="Cancelled: nobody needs this attempt any more")
+)
 
 
 def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
@@ -50,7 +57,11 @@ def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
         return [_as_span(item) for item in returned]
     rewards = named_rewards(returned)
     now = clock()
-    return [Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes(rewards)), start_time=now, end_time=now)]
+    return [
+        Span.from_attributes(
+            name=ANNOTATION, attributes=dict(reward_attributes(rewards)), start_time=now, end_time=now
+        )
+    ]
 
 
 def _as_span(item: Any) -> Span:
@@ -59,7 +70,9 @@ def _as_span(item: Any) -> Span:
     elif not isinstance(item, Span) and hasattr(item, "get_span_context"):
         item = Span.from_opentelemetry(item, "", "")
     if not isinstance(item, Span):
-        raise RewardError(f"the agent returned a list with a {type(item).__name__} in it; return a float, named rewards, or spans")
+        raise RewardError(
+            f"the agent returned a list with a {type(item).__name__} in it; return a float, named rewards, or spans"
+        )
     span_row(item)  # raises SpanError now, while it can still be told whose span it is
     return item
 
@@ -79,7 +92,10 @@ def classify(error: BaseException) -> FailureKind:
             code = _status_code(seen)
             if code is not None:
                 return "infrastructure" if code >= 500 else "agent"
-            if any(word in type(seen).__name__ for word in ("Connect", "Timeout", "Disconnected", "Protocol", "ReadError")):
+            if any(
+                word in type(seen).__name__
+                for word in ("Connect", "Timeout", "Disconnected", "Protocol", "ReadError")
+            ):
                 return "infrastructure"
         seen = seen.__cause__
     return "agent"
@@ -97,9 +113,15 @@ def _status_code(error: BaseException) -> int | None:
 def describe(error: BaseException) -> Failure:
     """A failure with the part of the traceback that lies outside raylight."""
     shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if not f.filename.startswith(OUR_FRAMES)][-8:])
+    shown.stack = traceback.StackSummary.from_list(
+        [f for f in shown.stack if not f.filename.startswith(OUR_FRAMES)][-8:]
+    )
     trace = "".join(shown.format(chain=False)) if shown.stack else ""
-    return Failure(kind=classify(error), error=one_line(f"{type(error).__name__}: {message_of(error)}"), trace=_storable(trace))
+    return Failure(
+        kind=classify(error),
+        error=one_line(f"{type(error).__name__}: {message_of(error)}"),
+        trace=_storable(trace),
+    )
 
 
 def one_line(text: str) -> str:

@@ -44,8 +44,15 @@ class RunnerActor:
 
     def __init__(self, name: str, store: StoreClient, cargo: Cargo, config: RunnerConfig) -> None:
         self._runner = Runner(
-            name, store, cargo.agent, cargo.tracer, HookSet(cargo.hooks), cargo.secret, config.max_concurrent, config.max_rollouts
-        )  # fmt: skip
+            name,
+            store,
+            cargo.agent,
+            cargo.tracer,
+            HookSet(cargo.hooks),
+            cargo.secret,
+            config.max_concurrent,
+            config.max_rollouts,
+        )
 
     async def ready(self) -> None:
         """Answers once the actor is up, and as long as its event loop turns."""
@@ -85,7 +92,9 @@ class RunnerPool:
         for _ in range(config.n):
             self._start()
         ready = [asyncio.ensure_future(actor.ready.remote()) for actor in self._actors.values()]
-        up, late = await asyncio.wait(ready, timeout=config.start_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        up, late = await asyncio.wait(
+            ready, timeout=config.start_timeout_s, return_when=asyncio.FIRST_EXCEPTION
+        )
         broken = [error for task in up if (error := task.exception())]
         if broken:
             raise RunnerLostError(
@@ -141,7 +150,9 @@ class RunnerPool:
         config = self._config
         actor = (
             ray.remote(RunnerActor)
-            .options(name=name, namespace=self._namespace, num_cpus=config.num_cpus, scheduling_strategy="SPREAD")
+            .options(
+                name=name, namespace=self._namespace, num_cpus=config.num_cpus, scheduling_strategy="SPREAD"
+            )
             .remote(self._worker(name), self._store, self._cargo, config)
         )
         self._actors[name] = actor
@@ -171,7 +182,9 @@ class RunnerPool:
                 f"{self._lost_in_a_row} runners died and no rollout succeeded meanwhile; the last one said: {why}. See its log "
                 "with `ray logs actor`, or raise RunnerConfig.max_restarts"
             )
-        logger.warning("%s ended (%s); %d rollouts go back to the queue and another runner starts", name, why, returned)
+        logger.warning(
+            "%s ended (%s); %d rollouts go back to the queue and another runner starts", name, why, returned
+        )
         return await self._replacement(name, why)
 
     async def _replacement(self, name: str, why: str) -> str:
@@ -179,7 +192,9 @@ class RunnerPool:
         try:
             await asyncio.wait_for(self._actors[replacement].ready.remote(), self._config.start_timeout_s)
         except TimeoutError:
-            raise RunnerLostError(f"{name} ended ({why}), and the cluster has no room for another runner in its place") from None
+            raise RunnerLostError(
+                f"{name} ended ({why}), and the cluster has no room for another runner in its place"
+            ) from None
         return replacement
 
     async def _probe_forever(self) -> None:

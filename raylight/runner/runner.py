@@ -91,7 +91,10 @@ class Runner:
     async def serve(self) -> Ending:
         """Take and execute rollouts; raises when the store is gone."""
         self._bench.tracer.setup()
-        chores = [asyncio.create_task(work) for work in (self._take(), self._every(FLUSH_S, self._flush), self._heartbeats())]
+        chores = [
+            asyncio.create_task(work)
+            for work in (self._take(), self._every(FLUSH_S, self._flush), self._heartbeats())
+        ]
         try:
             await asyncio.wait(chores, return_when=asyncio.FIRST_COMPLETED)
             for chore in chores:
@@ -118,7 +121,9 @@ class Runner:
 
     async def _poll(self, limit: int) -> list[Rollout]:
         """Take up to `limit` rollouts; what goes wrong with a running one is raised meanwhile, not after the poll."""
-        taken = self._store.dequeue_many_rollouts(limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S)
+        taken = self._store.dequeue_many_rollouts(
+            limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S
+        )
         poll = asyncio.ensure_future(taken)
         try:
             while not poll.done():
@@ -161,7 +166,9 @@ class Runner:
                 if attempt_id not in self._over:
                     raise  # the runner itself is stopped
                 outcome = CANCELLED
-        del self._traces[attempt_id]  # from here on the attempt is being decided, and is not cancelled any more
+        del self._traces[
+            attempt_id
+        ]  # from here on the attempt is being decided, and is not cancelled any more
         self._over.discard(attempt_id)
         trace.close()
         try:
@@ -169,7 +176,9 @@ class Runner:
         except Exception as error:  # what the agent noted is as much its own as what it raises
             after, outcome = before, outcome if outcome.failure else Outcome("failed", describe(error))
         last = [self._finish(taken, outcome, trace)]
-        if after != before and outcome is not CANCELLED:  # the agent or a hook noted something; it travels in the same message
+        if (
+            after != before and outcome is not CANCELLED
+        ):  # the agent or a hook noted something; it travels in the same message
             last.insert(0, self._store.update_rollout(taken.rollout_id, metadata=rollout.metadata))
         await asyncio.gather(*last)
 
@@ -177,10 +186,14 @@ class Runner:
         """Store the attempt's last spans and decide it."""
         spans = trace.take()
         try:
-            return await self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, _dropped(trace))
+            return await self._store.finish_attempt(
+                rollout, outcome.status, outcome.failure, spans, _dropped(trace)
+            )
         except SpanError:
             spans = _without_unstorable(trace, spans)
-            return await self._store.finish_attempt(rollout, outcome.status, outcome.failure, spans, _dropped(trace))
+            return await self._store.finish_attempt(
+                rollout, outcome.status, outcome.failure, spans, _dropped(trace)
+            )
 
     async def _resources_of(self, rollout: Rollout) -> NamedResources:
         """The rollout's resources, fetched once for each version; a newer one than the rollout knew of will do."""

@@ -67,7 +67,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def load_adapter(self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep") -> None:
+    async def load_adapter(
+        self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep"
+    ) -> None:
         """Serve an adapter as the model `name`, in place of its last version if it had one. Requests in flight end with the version
         that they began with under "keep"; a version is never loaded twice.
 

@@ -26,8 +26,13 @@ def start_store(namespace: str, path: str, config: StoreConfig) -> Any:
     return (
         ray.remote(StoreActor)
         .options(
-            name=STORE_NAME, namespace=namespace, num_cpus=0, max_concurrency=10_000, max_restarts=-1, max_task_retries=-1,
+            name=STORE_NAME,
+            namespace=namespace,
+            num_cpus=0,
+            max_concurrency=10_000,
+            max_restarts=-1,
+            max_task_retries=-1,
             scheduling_strategy=here,
         )
         .remote(path, config)
-    )  # fmt: skip
+    )

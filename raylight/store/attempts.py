@@ -17,7 +17,15 @@ from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ATTEMPT, Row, failure_of, failure_text, new_id
 from raylight.store.rules import Losses, check_attempt, decide
 from raylight.store.workers import Workers
-from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, ROLLOUT_TRANSITIONS, WAITING, AttemptStatus, Failure
+from raylight.types import (
+    ATTEMPT_FINISHED,
+    FINISHED,
+    LIVE,
+    ROLLOUT_TRANSITIONS,
+    WAITING,
+    AttemptStatus,
+    Failure,
+)
 
 
 class Attempts:
@@ -29,7 +37,12 @@ class Attempts:
     """
 
     def __init__(
-        self, journal: Journal, rollouts: Rollouts, workers: Workers, clock: Callable[[], float], lease_seconds: float
+        self,
+        journal: Journal,
+        rollouts: Rollouts,
+        workers: Workers,
+        clock: Callable[[], float],
+        lease_seconds: float,
     ) -> None:
         self._journal = journal
         self._rollouts = rollouts
@@ -80,8 +93,12 @@ class Attempts:
         """
         if self._rollouts.insert(request, "preparing"):
             self.begin(request[0], attempt_id, worker_id)
-        elif not self._journal.one("SELECT 1 FROM attempts WHERE attempt_id = ? AND rollout_id = ?", (attempt_id, request[0])):
-            raise InvalidTransitionError(f"rollout {request[0]} is there already; start_attempt tries it again")
+        elif not self._journal.one(
+            "SELECT 1 FROM attempts WHERE attempt_id = ? AND rollout_id = ?", (attempt_id, request[0])
+        ):
+            raise InvalidTransitionError(
+                f"rollout {request[0]} is there already; start_attempt tries it again"
+            )
         return self._rollouts.get(request[0])
 
     def start_attempt(self, rollout_id: str, attempt_id: str, worker_id: str | None) -> Row:
@@ -96,23 +113,46 @@ class Attempts:
             self.begin(rollout_id, attempt_id, worker_id)
         return self._rollouts.get(rollout_id)
 
-    def begin(self, rollout_id: str, attempt_id: str, worker_id: str | None, request_id: str | None = None) -> None:
+    def begin(
+        self, rollout_id: str, attempt_id: str, worker_id: str | None, request_id: str | None = None
+    ) -> None:
         """Add an attempt. Only one that came from the queue is leased: nobody else is to take what its caller began by hand."""
         now, (config, sequence_id) = self._clock(), self._rollouts.take(rollout_id)
         attempt = LiveAttempt(
-            attempt_id, rollout_id, sequence_id, "preparing", worker_id, now, None, request_id is not None,
-            config.unresponsive_seconds, now + config.timeout_seconds if config.timeout_seconds else None, None, 1,
-            lost=False, latest=True, suspect=False,
-        )  # fmt: skip
+            attempt_id,
+            rollout_id,
+            sequence_id,
+            "preparing",
+            worker_id,
+            now,
+            None,
+            request_id is not None,
+            config.unresponsive_seconds,
+            now + config.timeout_seconds if config.timeout_seconds else None,
+            None,
+            1,
+            lost=False,
+            latest=True,
+            suspect=False,
+        )
         attempt = attempt._replace(silent_at=self._silent_at(attempt, now))
         self._journal.execute(
             "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time, request_id, silence,"
             " timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                attempt_id, rollout_id, sequence_id, attempt.status, worker_id, now, request_id, attempt.silence,
-                attempt.timeout_at, attempt.silent_at, self._deadline(attempt, now),
+                attempt_id,
+                rollout_id,
+                sequence_id,
+                attempt.status,
+                worker_id,
+                now,
+                request_id,
+                attempt.silence,
+                attempt.timeout_at,
+                attempt.silent_at,
+                self._deadline(attempt, now),
             ),
-        )  # fmt: skip
+        )
         self._journal.count("total_attempts")
         if worker_id is not None:
             self._workers.busy(worker_id, now)
@@ -125,7 +165,9 @@ class Attempts:
         Raises:
             UnknownIdError: no such rollout, or it has no such attempt.
         """
-        found = self._journal.one(f"{LIVE_ATTEMPT} WHERE a.attempt_id = ? AND a.rollout_id = ?", (attempt_id, rollout_id))
+        found = self._journal.one(
+            f"{LIVE_ATTEMPT} WHERE a.attempt_id = ? AND a.rollout_id = ?", (attempt_id, rollout_id)
+        )
         if found is None:
             self._rollouts.status(rollout_id)  # says so if it is this that is not there
             raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
@@ -133,7 +175,9 @@ class Attempts:
 
     def latest(self, rollout_id: str) -> LiveAttempt | None:
         """A rollout's latest attempt; None if it has had none."""
-        found = self._journal.one(f"{LIVE_ATTEMPT} WHERE r.rollout_id = ? AND a.sequence_id = r.n_attempts", (rollout_id,))
+        found = self._journal.one(
+            f"{LIVE_ATTEMPT} WHERE r.rollout_id = ? AND a.sequence_id = r.n_attempts", (rollout_id,)
+        )
         return LiveAttempt._make(found) if found else None
 
     def sign_of_life(self, attempt: LiveAttempt) -> None:
@@ -215,14 +259,20 @@ class Attempts:
         columns = {name: value for name, value in values.items() if name not in ("status", "failure")}
         if columns:
             changes = ", ".join(f"{name} = ?" for name in columns)
-            self._journal.execute(f"UPDATE attempts SET {changes} WHERE attempt_id = ?", (*columns.values(), attempt.attempt_id))
+            self._journal.execute(
+                f"UPDATE attempts SET {changes} WHERE attempt_id = ?", (*columns.values(), attempt.attempt_id)
+            )
             attempt = self._hand_over(attempt, columns)
         status, failure = values.get("status", attempt.status), values.get("failure")
         if failure is not None and status not in ("failed", "unresponsive", "timeout"):
-            raise InvalidTransitionError(f"attempt {attempt.attempt_id}: a failure goes with a status of failure, not {status}")
+            raise InvalidTransitionError(
+                f"attempt {attempt.attempt_id}: a failure goes with a status of failure, not {status}"
+            )
         if status != attempt.status:
             if status == "succeeded" and (n := self.count_open_calls(attempt.attempt_id)):
-                raise InvalidTransitionError(f"attempt {attempt.attempt_id} succeeds while {n} calls are open")
+                raise InvalidTransitionError(
+                    f"attempt {attempt.attempt_id} succeeds while {n} calls are open"
+                )
             self.set_status(attempt, status, failure_of(failure))
         row = self._journal.one(f"SELECT {ATTEMPT} FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,))
         assert row is not None, "it was there a moment ago"
@@ -233,12 +283,16 @@ class Attempts:
         now, before = self._clock(), attempt.worker_id
         attempt = self.get(attempt.rollout_id, attempt.attempt_id)
         if attempt.status in LIVE and {"worker_id", "last_heartbeat_time"} & columns.keys():
-            self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time)
+            self._renew(
+                attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time
+            )
             if attempt.worker_id is not None:
                 self._workers.busy(attempt.worker_id, now)
             if before is not None:
                 self._workers.idle(before, now)
-            self._rollouts.changes.queued |= attempt.suspect and before != attempt.worker_id  # that one may take another suspect
+            self._rollouts.changes.queued |= (
+                attempt.suspect and before != attempt.worker_id
+            )  # that one may take another suspect
         return attempt
 
     def finish(self, rollout_id: str, attempt_id: str, values: dict[str, Any]) -> Row:
@@ -256,7 +310,13 @@ class Attempts:
             self.update(rollout_id, attempt_id, values)
         return self._rollouts.get(rollout_id)
 
-    def set_status(self, attempt: LiveAttempt, status: AttemptStatus, failure: Failure | None = None, charged: bool = True) -> None:
+    def set_status(
+        self,
+        attempt: LiveAttempt,
+        status: AttemptStatus,
+        failure: Failure | None = None,
+        charged: bool = True,
+    ) -> None:
         """Change an attempt's status, and let its rollout follow if it is the latest one.
 
         Args:
@@ -264,14 +324,19 @@ class Attempts:
         """
         check_attempt(attempt.attempt_id, attempt.status, status)
         now = self._clock()
-        deadline = None if status in ATTEMPT_FINISHED else self._deadline(attempt._replace(status=status), now)
+        deadline = (
+            None if status in ATTEMPT_FINISHED else self._deadline(attempt._replace(status=status), now)
+        )
         self._journal.execute(
             "UPDATE attempts SET status = ?, end_time = ?, failure = ?, deadline = ? WHERE attempt_id = ?",
             (
-                status, now if status in ATTEMPT_FINISHED else None, failure_text(failure) if failure else None, deadline,
+                status,
+                now if status in ATTEMPT_FINISHED else None,
+                failure_text(failure) if failure else None,
+                deadline,
                 attempt.attempt_id,
             ),
-        )  # fmt: skip
+        )
         if status not in LIVE and attempt.worker_id:
             self._workers.idle(attempt.worker_id, now)
         if status in ATTEMPT_FINISHED and status != "succeeded":
@@ -286,7 +351,9 @@ class Attempts:
         if attempt.latest:
             self._follow(attempt, status, infrastructure, charged)
 
-    def _follow(self, attempt: LiveAttempt, status: AttemptStatus, infrastructure: bool, charged: bool) -> None:
+    def _follow(
+        self, attempt: LiveAttempt, status: AttemptStatus, infrastructure: bool, charged: bool
+    ) -> None:
         """The rollout follows its latest attempt. Once that was given up (as unresponsive, or because the rollout was queued
         again or decided by hand), only its success changes the rollout, or a sign of life if it was thought unresponsive."""
         before, config, losses = self._rollouts.fate(attempt.rollout_id)
@@ -305,12 +372,16 @@ class Attempts:
 
     def _give_up_calls(self, attempt_id: str) -> None:
         """Calls of an attempt that ends without their records."""
-        lost = self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)).rowcount
+        lost = self._journal.execute(
+            "DELETE FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)
+        ).rowcount
         self._journal.count("calls_lost", by=lost)
         self._rollouts.changes.closed |= lost > 0
 
     def count_open_calls(self, attempt_id: str) -> int:
-        found = self._journal.one("SELECT COUNT(*) FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,))
+        found = self._journal.one(
+            "SELECT COUNT(*) FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)
+        )
         return found[0] if found else 0
 
     # workers
@@ -339,7 +410,9 @@ class Attempts:
         now = self._clock()
         for row in self._journal.execute(f"{LIVE_ATTEMPT} WHERE {WORKED_ON}").fetchall():
             attempt = LiveAttempt._make(row)
-            self._renew(attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time)
+            self._renew(
+                attempt, now, silent_at=self._silent_at(attempt, now), heard=attempt.last_heartbeat_time
+            )
 
     def next_deadline(self) -> float | None:
         found = self._journal.one("SELECT MIN(deadline) FROM attempts WHERE deadline IS NOT NULL")
@@ -356,7 +429,9 @@ class Attempts:
 
     def _overdue(self, attempt: LiveAttempt, now: float) -> tuple[AttemptStatus, Failure]:
         if attempt.timeout_at is not None and attempt.timeout_at <= now:
-            error = f"TimeoutError: the attempt took longer than {attempt.timeout_at - attempt.start_time:g} s"
+            error = (
+                f"TimeoutError: the attempt took longer than {attempt.timeout_at - attempt.start_time:g} s"
+            )
             return "timeout", Failure(kind="timeout", error=error)
         if attempt.silence is not None and attempt.silent_at is not None and attempt.silent_at <= now:
             error = f"Unresponsive: no span came for {attempt.silence:g} s"

@@ -52,7 +52,9 @@ class Channel:
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
-            raise StoreLostError(f"the store actor is gone: {reason_of(error)}. Start the run again") from None
+            raise StoreLostError(
+                f"the store actor is gone: {reason_of(error)}. Start the run again"
+            ) from None
 
 
 class Lane:
@@ -77,11 +79,15 @@ class Lane:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             self._sent += 1
             try:
-                results = await self._channel.send("call", [call for call, _ in batch], self._name, self._sent)
+                results = await self._channel.send(
+                    "call", [call for call, _ in batch], self._name, self._sent
+                )
             except BaseException as error:  # whoever waits for an answer must hear of it
                 for _, answer in batch:
                     if not answer.done():
-                        answer.set_exception(error if isinstance(error, Exception) else StoreLostError(f"not sent: {error!r}"))
+                        answer.set_exception(
+                            error if isinstance(error, Exception) else StoreLostError(f"not sent: {error!r}")
+                        )
                 if not isinstance(error, Exception):
                     raise
             else:

@@ -101,7 +101,11 @@ class StoreClient(StoreReader):
         rollout_id: str | None = None,
     ) -> Rollout:
         """Queue a rollout. Waits while the queue is full. With a `rollout_id` that is there already, nothing changes."""
-        return (await self.enqueue_many_rollouts([_request(input, mode, resources_id, config, metadata, rollout_id)]))[0]
+        return (
+            await self.enqueue_many_rollouts(
+                [_request(input, mode, resources_id, config, metadata, rollout_id)]
+            )
+        )[0]
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         """Queue rollouts, in the order given. Waits while the queue is full."""
@@ -116,7 +120,9 @@ class StoreClient(StoreReader):
         found = await self.dequeue_many_rollouts(worker_id=worker_id, timeout=timeout)
         return found[0] if found else None
 
-    async def dequeue_many_rollouts(self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0.0) -> list[Rollout]:
+    async def dequeue_many_rollouts(
+        self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0.0
+    ) -> list[Rollout]:
         """Lease up to `limit` waiting rollouts, waiting up to `timeout` seconds for the first.
 
         A lease ends when neither a span, a call nor a heartbeat (`heartbeat`, `update_worker`) renewed it in time: then the rollout
@@ -138,8 +144,14 @@ class StoreClient(StoreReader):
         """Change a rollout; a finished one whose status becomes "requeuing" is run again."""
         given: dict[str, Any] = {"mode": mode, "resources_id": resources_id, "status": status}
         values = {name: value for name, value in given.items() if value is not UNSET}
-        checked = {name: value for name, value in (("mode", mode), ("metadata", metadata or {})) if value is not UNSET}
-        EnqueueRolloutRequest.model_validate({"input": None, **checked})  # raises now, and not whenever the rollout is read
+        checked = {
+            name: value
+            for name, value in (("mode", mode), ("metadata", metadata or {}))
+            if value is not UNSET
+        }
+        EnqueueRolloutRequest.model_validate(
+            {"input": None, **checked}
+        )  # raises now, and not whenever the rollout is read
         if input is not UNSET:
             values["input"] = packed(input, "the input")
         if config is not UNSET:
@@ -173,9 +185,19 @@ class StoreClient(StoreReader):
         failure: Failure | None = None,
     ) -> Attempt:
         """Change an attempt, or the "latest" one; a final status decides the rollout if it is the latest."""
-        given: dict[str, Any] = {"worker_id": worker_id, "last_heartbeat_time": last_heartbeat_time, "metadata": metadata}
+        given: dict[str, Any] = {
+            "worker_id": worker_id,
+            "last_heartbeat_time": last_heartbeat_time,
+            "metadata": metadata,
+        }
         values = {name: value for name, value in given.items() if value is not UNSET}
-        checked = {"rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": 1, "start_time": 0.0, **values}
+        checked = {
+            "rollout_id": rollout_id,
+            "attempt_id": attempt_id,
+            "sequence_id": 1,
+            "start_time": 0.0,
+            **values,
+        }
         Attempt.model_validate(checked)  # raises now, and not whenever the attempt is read
         if status is not UNSET:
             values["status"] = status
@@ -211,7 +233,10 @@ class StoreClient(StoreReader):
         while row is None:
             settled = await self._channel.send("settle", attempt.attempt_id, end - clock())
             if not settled and status == "succeeded":
-                lost = Failure(kind="infrastructure", error=f"LostGeneration: calls were not recorded within {timeout:g} s")
+                lost = Failure(
+                    kind="infrastructure",
+                    error=f"LostGeneration: calls were not recorded within {timeout:g} s",
+                )
                 values |= {"status": "failed", "failure": failure_text(lost)}
             row = await self._channel.call("finish_attempt", *ids, values, rows, not settled)
         return rollout_of(row)
@@ -227,13 +252,17 @@ class StoreClient(StoreReader):
         """Store spans, all or none; returns those that were not there already."""
         numbers = await self._channel.call("add_spans", [span_row(span) for span in spans])
         stored = zip(spans, numbers, strict=True)
-        return [span.model_copy(update={"sequence_id": number}) for span, number in stored if number is not None]
+        return [
+            span.model_copy(update={"sequence_id": number}) for span, number in stored if number is not None
+        ]
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
         """Store a span of the OpenTelemetry SDK; None if it is there already."""
-        return await self.add_span(Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0))
+        return await self.add_span(
+            Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
+        )
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         """A number for a span of the attempt; numbers only grow."""
@@ -256,14 +285,20 @@ class StoreClient(StoreReader):
         Args:
             recorder: who will tell of the ends of those that begin; see `lose_recorder`.
         """
-        began = [(key.rollout_id, key.attempt_id, key.call_id, start, recorder, key.request) for key, start in opened]
+        began = [
+            (key.rollout_id, key.attempt_id, key.call_id, start, recorder, key.request)
+            for key, start in opened
+        ]
         ended = [
             (
-                key.rollout_id, key.attempt_id, key.call_id, generation_bytes(generation) if generation else None,
+                key.rollout_id,
+                key.attempt_id,
+                key.call_id,
+                generation_bytes(generation) if generation else None,
                 span_row(span) if span else None,
             )
             for key, generation, span in closed
-        ]  # fmt: skip
+        ]
         channel = self._announcements if opened and not closed else self._channel
         return [CallKey(*ids) for ids in await channel.call("capture", began, ended)]
 
@@ -277,23 +312,31 @@ class StoreClient(StoreReader):
 
     async def add_resources(self, resources: dict[str, Any]) -> ResourcesUpdate:
         """Store a new version of the named resources; it becomes the latest."""
-        return resources_of(await self._channel.call("add_resources", new_id("rs"), packed(resources, "the resources")))
+        return resources_of(
+            await self._channel.call("add_resources", new_id("rs"), packed(resources, "the resources"))
+        )
 
     async def update_resources(self, resources_id: str, resources: dict[str, Any]) -> ResourcesUpdate:
         """Replace a version in its place; it becomes the latest."""
-        return resources_of(await self._channel.call("update_resources", resources_id, packed(resources, "the resources")))
+        return resources_of(
+            await self._channel.call("update_resources", resources_id, packed(resources, "the resources"))
+        )
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | None = None) -> Worker:
         """A heartbeat: the worker lives, and so does all that it has."""
         worker, _ = await self._channel.call("update_worker", worker_id, _json(heartbeat_stats), None)
         return worker_of(worker)
 
-    async def heartbeat(self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]) -> list[str]:
+    async def heartbeat(
+        self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]
+    ) -> list[str]:
         """A heartbeat that names the attempts that the worker works on, so that one that never reached it is given to another.
 
         Returns those of them that nobody needs any more: cancelled, out of time, or begun again elsewhere.
         """
-        _, over = await self._channel.call("update_worker", worker_id, _json(heartbeat_stats), list(attempt_ids))
+        _, over = await self._channel.call(
+            "update_worker", worker_id, _json(heartbeat_stats), list(attempt_ids)
+        )
         return over
 
     async def release_worker(self, worker_id: str, why: str) -> int:
@@ -317,6 +360,10 @@ def _request(
     rollout_id: str | None,
 ) -> EnqueueRolloutRequest:
     return EnqueueRolloutRequest(
-        input=input, mode=mode, resources_id=resources_id, config=config or RolloutConfig(), metadata=metadata or {},
+        input=input,
+        mode=mode,
+        resources_id=resources_id,
+        config=config or RolloutConfig(),
+        metadata=metadata or {},
         rollout_id=rollout_id,
-    )  # fmt: skip
+    )

@@ -131,13 +131,22 @@ END;
 """
 
 PRAGMAS = (
-    "journal_mode = WAL", "synchronous = NORMAL", "temp_store = MEMORY", "cache_size = -32768", "wal_autocheckpoint = 4000",
-)  # fmt: skip
+    "journal_mode = WAL",
+    "synchronous = NORMAL",
+    "temp_store = MEMORY",
+    "cache_size = -32768",
+    "wal_autocheckpoint = 4000",
+)
 
 
 UNSTORABLE = (
-    UnicodeEncodeError, OverflowError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.IntegrityError,
-)  # fmt: skip
+    UnicodeEncodeError,
+    OverflowError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+)
 """What SQLite says of values that it cannot hold; all other errors of its are the file's."""
 
 
@@ -174,9 +183,15 @@ class Journal:
                 self._make()
             self.reader = self._connect()
             self.reader.execute("PRAGMA query_only = 1")
-        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last where a damaged file has no text any more
+        except (
+            sqlite3.Error,
+            OSError,
+            UnicodeDecodeError,
+        ) as error:  # the last where a damaged file has no text any more
             self.close()
-            raise StoreError(f"the store's file {self.path} cannot be used: {error}; it must be on a local disk") from None
+            raise StoreError(
+                f"the store's file {self.path} cannot be used: {error}; it must be on a local disk"
+            ) from None
         except BaseException:
             self.close()
             raise
@@ -209,7 +224,9 @@ class Journal:
                 journal._beside(ending).unlink(missing_ok=True)
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=10)
+        db = sqlite3.connect(
+            self.path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=10
+        )
         try:
             self._check(db)
             for pragma in PRAGMAS:
@@ -225,7 +242,9 @@ class Journal:
     def _check(self, db: sqlite3.Connection) -> None:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
-            raise StoreError(f"{self.path} was written by another version of raylight (schema {version}, not {VERSION})")
+            raise StoreError(
+                f"{self.path} was written by another version of raylight (schema {version}, not {VERSION})"
+            )
         if version == 0 and db.execute("SELECT 1 FROM sqlite_master").fetchone():
             raise StoreError(f"{self.path} is a database of something else; give the store a file of its own")
         if version == 0 and self._read_only:
@@ -281,12 +300,16 @@ class Journal:
         except UNSTORABLE as error:
             raise StoreError(f"the store was given something that it cannot hold: {error}") from None
         except sqlite3.Error as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # there is no such statement, and the file is well
+            if (
+                error.sqlite_errorcode == sqlite3.SQLITE_ERROR
+            ):  # there is no such statement, and the file is well
                 raise StoreError(f"the store was asked for something that it cannot do: {error}") from None
             raise self._failed(error) from None
 
     def _failed(self, error: sqlite3.Error) -> JournalError:
-        return JournalError(f"the store's file {self.path} cannot be used: {error}; nothing was changed. Is the disk full?")
+        return JournalError(
+            f"the store's file {self.path} cannot be used: {error}; nothing was changed. Is the disk full?"
+        )
 
     def one(self, statement: str, values: Any = ()) -> tuple[Any, ...] | None:
         return self.execute(statement, values).fetchone()
@@ -294,7 +317,10 @@ class Journal:
     def count(self, name: str, by: int = 1) -> None:
         """Add to one of the store's counts."""
         if by:
-            self.execute("INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value", (name, by))
+            self.execute(
+                "INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
+                (name, by),
+            )
 
     def counted(self, name: str) -> int:
         found = self.one("SELECT value FROM counts WHERE name = ?", (name,))

@@ -43,7 +43,9 @@ class Where:
         """One of any number of values; an empty list matches nothing, as a filter should."""
         if values is None:
             return self
-        values = [value for value in values if "\0" not in str(value)]  # SQLite's JSON would end there, and find another
+        values = [
+            value for value in values if "\0" not in str(value)
+        ]  # SQLite's JSON would end there, and find another
         one_of = "=" if len(values) == 1 else "IN"  # the former so that an index gives the order too
         self.filters.append(f"{column} {one_of} (SELECT value FROM json_each(?))")
         self.values.append(json.dumps(values))
@@ -79,7 +81,9 @@ class Page:
             raise QueryError(f"cannot sort by {self.sort_by!r}; there are: {', '.join(sorted(columns))}")
         whole = isinstance(self.limit, int) and isinstance(self.offset, int)
         if not whole or not -1 <= self.limit < 2**63 or not 0 <= self.offset < 2**63:
-            raise QueryError(f"limit is -1 (all) or more and offset 0 or more; given: {self.limit!r}, {self.offset!r}")
+            raise QueryError(
+                f"limit is -1 (all) or more and offset 0 or more; given: {self.limit!r}, {self.offset!r}"
+            )
         first = f"{columns[self.sort_by]} {self.sort_order}, " if self.sort_by else ""
         return f" ORDER BY {first}{default} LIMIT {self.limit} OFFSET {self.offset}"
 
@@ -89,8 +93,12 @@ def _columns(names: str, table: str = "") -> dict[str, str]:
 
 
 ROLLOUT_ORDER = _columns("rollout_id, status, mode, group_id, resources_id, start_time, end_time", "r.")
-ATTEMPT_ORDER = _columns("attempt_id, sequence_id, status, worker_id, start_time, end_time, last_heartbeat_time")
-SPAN_ORDER = _columns("rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start_time, end_time")
+ATTEMPT_ORDER = _columns(
+    "attempt_id, sequence_id, status, worker_id, start_time, end_time, last_heartbeat_time"
+)
+SPAN_ORDER = _columns(
+    "rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start_time, end_time"
+)
 RESOURCES_ORDER = _columns("resources_id, version, create_time, update_time")
 WORKER_ORDER = _columns(
     "worker_id, status, last_heartbeat_time, last_dequeue_time, last_busy_time, last_idle_time, current_rollout_id,"
@@ -116,12 +124,16 @@ class Queries:
 
     def rollout(self, rollout_id: str) -> Row:
         """Columns ROLLOUT_WITH_ATTEMPT of a rollout."""
-        found = self._by_id(f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", [rollout_id])
+        found = self._by_id(
+            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", [rollout_id]
+        )
         if not found:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return found[0]
 
-    def collect(self, rollout_ids: list[str], with_spans: bool) -> list[tuple[Row, Row | None, list[Row], list[Row]]]:
+    def collect(
+        self, rollout_ids: list[str], with_spans: bool
+    ) -> list[tuple[Row, Row | None, list[Row], list[Row]]]:
         """`(rollout, last span with a reward, calls, spans)` of each rollout's latest attempt: calls in the order in which they
         began."""
         return [self._collect(rollout_id, with_spans) for rollout_id in rollout_ids]
@@ -132,7 +144,8 @@ class Queries:
         if attempt_id is None:
             return rollout, None, [], []
         rewarded = self._all(
-            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1", [attempt_id]
+            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1",
+            [attempt_id],
         )
         calls = self._all(
             "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND generation IS NOT NULL"
@@ -157,13 +170,24 @@ class Queries:
         return {name: value for name, value in counts.items() if value}
 
     def rollouts(
-        self, statuses: list[str] | None, ids: list[str] | None, id_contains: str | None, logic: str, page: Page
+        self,
+        statuses: list[str] | None,
+        ids: list[str] | None,
+        id_contains: str | None,
+        logic: str,
+        page: Page,
     ) -> list[Row]:
-        where = Where().among("r.status", statuses).among("r.rollout_id", ids).contains("r.rollout_id", id_contains)
+        where = (
+            Where()
+            .among("r.status", statuses)
+            .among("r.rollout_id", ids)
+            .contains("r.rollout_id", id_contains)
+        )
         conditions, values = where.sql(logic)
         return self._all(
-            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST}{conditions}{page.sql(ROLLOUT_ORDER, 'r.position')}", values
-        )  # fmt: skip
+            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST}{conditions}{page.sql(ROLLOUT_ORDER, 'r.position')}",
+            values,
+        )
 
     def attempts(self, rollout_id: str, page: Page) -> list[Row]:
         self._must_know(rollout_id)
@@ -171,7 +195,13 @@ class Queries:
         return self._all(f"SELECT {ATTEMPT} FROM attempts WHERE rollout_id = ?{order}", [rollout_id])
 
     def spans(
-        self, rollout_id: str, attempt_id: str | None, equal: dict[str, Any], contain: dict[str, str | None], logic: str, page: Page
+        self,
+        rollout_id: str,
+        attempt_id: str | None,
+        equal: dict[str, Any],
+        contain: dict[str, str | None],
+        logic: str,
+        page: Page,
     ) -> list[Row]:
         self._must_know(rollout_id)
         if attempt_id == "latest":
@@ -181,7 +211,9 @@ class Queries:
             attempt_id = latest
         where = Where().always("rollout_id", rollout_id)
         if attempt_id is not None:
-            if not self._by_id("SELECT 1 FROM attempts WHERE rollout_id = ? AND attempt_id = ?", [rollout_id, attempt_id]):
+            if not self._by_id(
+                "SELECT 1 FROM attempts WHERE rollout_id = ? AND attempt_id = ?", [rollout_id, attempt_id]
+            ):
                 raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
             where.always("attempt_id", attempt_id)
         for column, value in equal.items():
@@ -206,11 +238,20 @@ class Queries:
         return found[0]
 
     def resources(self, resources_id: str | None, id_contains: str | None, page: Page) -> list[Row]:
-        conditions, values = Where().equals("resources_id", resources_id).contains("resources_id", id_contains).sql("and")
-        return self._all(f"SELECT {RESOURCES} FROM resources{conditions}{page.sql(RESOURCES_ORDER, 'position')}", values)
+        conditions, values = (
+            Where().equals("resources_id", resources_id).contains("resources_id", id_contains).sql("and")
+        )
+        return self._all(
+            f"SELECT {RESOURCES} FROM resources{conditions}{page.sql(RESOURCES_ORDER, 'position')}", values
+        )
 
     def workers(
-        self, statuses: list[str] | None, id_contains: str | None, logic: str, page: Page, ids: list[str] | None
+        self,
+        statuses: list[str] | None,
+        id_contains: str | None,
+        logic: str,
+        page: Page,
+        ids: list[str] | None,
     ) -> list[Row]:
         where = Where().among("status", statuses).contains("worker_id", id_contains).among("worker_id", ids)
         conditions, values = where.sql(logic)

@@ -109,10 +109,15 @@ class StoreReader:
         """Spans of a rollout: of all its attempts, of one, or of the "latest"."""
         equal = {"trace_id": trace_id, "span_id": span_id, "parent_id": parent_id, "name": name}
         contain = {
-            "trace_id": trace_id_contains, "span_id": span_id_contains, "parent_id": parent_id_contains, "name": name_contains,
-        }  # fmt: skip
+            "trace_id": trace_id_contains,
+            "span_id": span_id_contains,
+            "parent_id": parent_id_contains,
+            "name": name_contains,
+        }
         page = Page(sort_by, sort_order, limit, offset)
-        rows = await self._channel.send("query", "spans", rollout_id, attempt_id, equal, contain, filter_logic, page)
+        rows = await self._channel.send(
+            "query", "spans", rollout_id, attempt_id, equal, contain, filter_logic, page
+        )
         spans = [span_of(row) for row in rows]
         call_ids = [call_id for span in spans if (call_id := _call_id(span))]
         if not call_ids:
@@ -123,10 +128,21 @@ class StoreReader:
     async def history(self, rollout_id: str, attempt_id: str) -> list[Turn]:
         """What was asked and answered in the chats of an attempt so far, in the order in which the calls began."""
         rows = await self._channel.send("query", "spans", rollout_id, attempt_id, {}, {}, "and", Page())
-        spans = {call_id: span for span in map(span_of, rows) if (call_id := _call_id(span)) and _is_chat(span, call_id)}
-        calls = [generation_of(*call) for call in await self._channel.send("query", "calls", rollout_id, list(spans))]
-        whole = [call for call in calls if call.key.attempt_id == attempt_id and call.finish_reason != "aborted"]
-        return [_turn(spans[call.key.call_id], call) for call in sorted(whole, key=lambda call: call.start_time)]
+        spans = {
+            call_id: span
+            for span in map(span_of, rows)
+            if (call_id := _call_id(span)) and _is_chat(span, call_id)
+        }
+        calls = [
+            generation_of(*call)
+            for call in await self._channel.send("query", "calls", rollout_id, list(spans))
+        ]
+        whole = [
+            call for call in calls if call.key.attempt_id == attempt_id and call.finish_reason != "aborted"
+        ]
+        return [
+            _turn(spans[call.key.call_id], call) for call in sorted(whole, key=lambda call: call.start_time)
+        ]
 
     async def query_resources(
         self,
@@ -156,7 +172,9 @@ class StoreReader:
     ) -> list[Worker]:
         """Workers: busy while they have an attempt, idle without one, unknown once they were lost."""
         page = Page(sort_by, sort_order, limit, offset)
-        rows = await self._channel.send("query", "workers", _listed(status_in), worker_id_contains, filter_logic, page, None)
+        rows = await self._channel.send(
+            "query", "workers", _listed(status_in), worker_id_contains, filter_logic, page, None
+        )
         return [worker_of(row) for row in rows]
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout:
@@ -168,7 +186,9 @@ class StoreReader:
             attempts = await self.query_attempts(rollout_id)
         except UnknownIdError:
             return True
-        return all(attempt.status in ATTEMPT_FINISHED for attempt in attempts if attempt.attempt_id == attempt_id)
+        return all(
+            attempt.status in ATTEMPT_FINISHED for attempt in attempts if attempt.attempt_id == attempt_id
+        )
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """A rollout's latest attempt; None if it has had none."""
@@ -197,7 +217,10 @@ class StoreReader:
 
     async def collect(self, rollout_ids: Sequence[str], with_spans: bool = False) -> list[FinishedRollout]:
         """Each rollout with the final reward and the generations of its latest attempt, and its spans if asked for."""
-        return [_finished(*columns) for columns in await self._channel.send("query", "collect", list(rollout_ids), with_spans)]
+        return [
+            _finished(*columns)
+            for columns in await self._channel.send("query", "collect", list(rollout_ids), with_spans)
+        ]
 
     async def lease_seconds(self) -> float:
         """How long an attempt may go without a sign of life before it goes back to the queue."""
@@ -210,11 +233,16 @@ class StoreReader:
 
 def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
     generations = [generation_of(*call) for call in calls]
-    named = {reward.name: reward.value for reward in get_rewards_from_span(span_of(rewarded))} if rewarded else {}
+    named = (
+        {reward.name: reward.value for reward in get_rewards_from_span(span_of(rewarded))} if rewarded else {}
+    )
     return FinishedRollout(
-        rollout_of(rollout), next(iter(named.values()), None), generations,
-        with_tokens([span_of(span) for span in spans], generations), named,
-    )  # fmt: skip
+        rollout_of(rollout),
+        next(iter(named.values()), None),
+        generations,
+        with_tokens([span_of(span) for span in spans], generations),
+        named,
+    )
 
 
 def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
@@ -239,7 +267,9 @@ def _is_chat(span: Span, call_id: str) -> bool:
 
 
 def _turn(span: Span, call: Generation) -> Turn:
-    asked = json.loads(span.attributes[REQUEST_PARAMETERS]) | {"messages": json.loads(span.attributes[INPUT_MESSAGES])}
+    asked = json.loads(span.attributes[REQUEST_PARAMETERS]) | {
+        "messages": json.loads(span.attributes[INPUT_MESSAGES])
+    }
     if tools := span.attributes.get(TOOL_DEFINITIONS):
         asked["tools"] = json.loads(tools)
     (answer,) = json.loads(span.attributes[OUTPUT_MESSAGES])

@@ -20,9 +20,7 @@ ClosedCall = tuple[str, str, str, bytes | None, Row | None]
 RefusedCall = tuple[str, str, str]
 """`(rollout_id, attempt_id, call_id)`."""
 REWARD = SPAN.split(", ").index("reward")
-_ADD_SPAN = (
-    f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT (attempt_id, span_id) DO NOTHING"
-)  # fmt: skip
+_ADD_SPAN = f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT (attempt_id, span_id) DO NOTHING"
 
 
 class Records:
@@ -113,7 +111,9 @@ class Records:
 
     def count_awaited(self, attempt_id: str) -> int:
         """Open calls of an attempt whose end may still be told."""
-        found = self._journal.execute("SELECT recorder FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,))
+        found = self._journal.execute(
+            "SELECT recorder FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)
+        )
         return sum(recorder not in self._gone for (recorder,) in found)
 
     def _forget_unanswered(self, which: str, values: tuple[str, ...]) -> None:
@@ -134,7 +134,9 @@ class Records:
         """
         for _, attempt_id, call_id, generation, span in calls:
             key = (attempt_id, call_id)
-            found = self._journal.one("SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key)
+            found = self._journal.one(
+                "SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key
+            )
             if found == (0,):
                 continue  # closed before: this is a client's second try
             if found is None:
@@ -142,7 +144,9 @@ class Records:
             elif generation is None:
                 self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND call_id = ?", key)
             else:
-                self._journal.execute("UPDATE calls SET generation = ? WHERE attempt_id = ? AND call_id = ?", (generation, *key))
+                self._journal.execute(
+                    "UPDATE calls SET generation = ? WHERE attempt_id = ? AND call_id = ?", (generation, *key)
+                )
                 self._journal.count("generations")
             if found and span is not None:
                 self.add_spans([span])

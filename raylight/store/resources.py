@@ -42,12 +42,15 @@ class Resources:
                 (self._clock(), body, resources_id),
             )
         self._journal.execute(
-            "UPDATE resources SET updated = (SELECT MAX(updated) + 1 FROM resources) WHERE resources_id = ?", (resources_id,)
+            "UPDATE resources SET updated = (SELECT MAX(updated) + 1 FROM resources) WHERE resources_id = ?",
+            (resources_id,),
         )
         return self.resources(resources_id)
 
     def resources(self, resources_id: str) -> Row:
-        found = self._journal.one(f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", (resources_id,))
+        found = self._journal.one(
+            f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", (resources_id,)
+        )
         if found is None:
             raise UnknownIdError(f"no resources {resources_id!r} in the store")
         return found

@@ -49,7 +49,9 @@ class Rollouts:
         self._journal = journal
         self._clock = clock
         self.changes = Changes()
-        last = journal.one("SELECT MAX(queue) FROM rollouts WHERE queue IS NOT NULL")  # once, of those that wait
+        last = journal.one(
+            "SELECT MAX(queue) FROM rollouts WHERE queue IS NOT NULL"
+        )  # once, of those that wait
         self._last_in_queue = (last and last[0]) or 0
 
     @property
@@ -87,16 +89,25 @@ class Rollouts:
             "INSERT INTO rollouts (rollout_id, status, mode, group_id, resources_id, start_time, config, metadata, input, queue)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                rollout_id, status, mode, group_id, resources_id or self._latest_resources_id(), self._clock(), config, metadata,
-                task, self._back_of_queue() if status in WAITING else None,
+                rollout_id,
+                status,
+                mode,
+                group_id,
+                resources_id or self._latest_resources_id(),
+                self._clock(),
+                config,
+                metadata,
+                task,
+                self._back_of_queue() if status in WAITING else None,
             ),
-        )  # fmt: skip
+        )
         return True
 
     def first_in_queue(self, limit: int, suspect: bool = False) -> list[str]:
         """The oldest waiting rollouts, of those that are suspected or of the others."""
         found = self._journal.execute(
-            "SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL AND suspect = ? ORDER BY queue LIMIT ?", (suspect, limit)
+            "SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL AND suspect = ? ORDER BY queue LIMIT ?",
+            (suspect, limit),
         )
         return [rollout_id for (rollout_id,) in found.fetchall()]
 
@@ -131,7 +142,9 @@ class Rollouts:
             self._must_know(columns["resources_id"])
         if columns:
             changes = ", ".join(f"{name} = ?" for name in columns)
-            self._journal.execute(f"UPDATE rollouts SET {changes} WHERE rollout_id = ?", (*columns.values(), rollout_id))
+            self._journal.execute(
+                f"UPDATE rollouts SET {changes} WHERE rollout_id = ?", (*columns.values(), rollout_id)
+            )
         status = values.get("status", before)
         if status != before:
             check_by_hand(rollout_id, before, status)
@@ -144,7 +157,9 @@ class Rollouts:
         Raises:
             UnknownIdError: there is none of this id.
         """
-        found = self._journal.one(f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", (rollout_id,))
+        found = self._journal.one(
+            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", (rollout_id,)
+        )
         if found is None:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return found
@@ -163,7 +178,9 @@ class Rollouts:
             (json.dumps(rollout_ids),),
         ).fetchall()
         for key, rollout_id, _ in found:
-            if rollout_id is None or rollout_id != rollout_ids[key]:  # none, or that of a text that SQLite cut off at a NUL
+            if (
+                rollout_id is None or rollout_id != rollout_ids[key]
+            ):  # none, or that of a text that SQLite cut off at a NUL
                 raise UnknownIdError(f"no rollout {rollout_ids[key]!r} in the store")
         return [rollout_id for _, rollout_id, status in found if status not in FINISHED]
 
@@ -178,12 +195,16 @@ class Rollouts:
 
     def fate(self, rollout_id: str) -> tuple[RolloutStatus, RolloutConfig, Losses]:
         """What its attempts can change or depend on: its status, its config, and how many of them the infrastructure lost."""
-        found = self._journal.one("SELECT status, config, lost, charged FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+        found = self._journal.one(
+            "SELECT status, config, lost, charged FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+        )
         assert found is not None, "an attempt has a rollout"
         return found[0], config_of(found[1]), Losses(found[2], found[3])
 
     def set_losses(self, rollout_id: str, losses: Losses) -> None:
-        self._journal.execute("UPDATE rollouts SET lost = ?, charged = ? WHERE rollout_id = ?", (*losses, rollout_id))
+        self._journal.execute(
+            "UPDATE rollouts SET lost = ?, charged = ? WHERE rollout_id = ?", (*losses, rollout_id)
+        )
 
     def suspect(self, rollout_id: str, suspected: bool) -> None:
         """Suspect a rollout of having brought its runner down, or acquit it."""
@@ -194,7 +215,8 @@ class Rollouts:
         queue = self._back_of_queue() if status in WAITING else None
         end = self._clock() if status in FINISHED else None
         self._journal.execute(
-            "UPDATE rollouts SET status = ?, queue = ?, end_time = ? WHERE rollout_id = ?", (status, queue, end, rollout_id)
+            "UPDATE rollouts SET status = ?, queue = ?, end_time = ? WHERE rollout_id = ?",
+            (status, queue, end, rollout_id),
         )
         if status in FINISHED:
             self.changes.decided.add(rollout_id)

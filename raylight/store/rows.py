@@ -89,19 +89,35 @@ def request_row(request: EnqueueRolloutRequest) -> Row:
     if request.rollout_id and "\0" in request.rollout_id:
         raise StoreError(f"a rollout's id holds no zero character: {request.rollout_id!r}")
     return (
-        request.rollout_id or new_id("ro"), packed(request.input, "the input"), request.mode, request.group_id,
-        request.resources_id, config_text(request.config), packed(request.metadata, "the metadata"),
-    )  # fmt: skip
+        request.rollout_id or new_id("ro"),
+        packed(request.input, "the input"),
+        request.mode,
+        request.group_id,
+        request.resources_id,
+        config_text(request.config),
+        packed(request.metadata, "the metadata"),
+    )
 
 
 def rollout_of(row: Row) -> Rollout:
     """A rollout with its latest attempt, from columns ROLLOUT_WITH_ATTEMPT."""
-    rollout_id, status, mode, group_id, resources_id, start, end, config, metadata, task, version = row[:N_ROLLOUT]
+    rollout_id, status, mode, group_id, resources_id, start, end, config, metadata, task, version = row[
+        :N_ROLLOUT
+    ]
     return Rollout(
-        rollout_id=rollout_id, status=status, mode=mode, group_id=group_id, resources_id=resources_id, start_time=start,
-        end_time=end, config=config_of(config), metadata=unpacked(metadata), input=unpacked(task), resources_version=version,
+        rollout_id=rollout_id,
+        status=status,
+        mode=mode,
+        group_id=group_id,
+        resources_id=resources_id,
+        start_time=start,
+        end_time=end,
+        config=config_of(config),
+        metadata=unpacked(metadata),
+        input=unpacked(task),
+        resources_version=version,
         attempt=attempt_of(row[N_ROLLOUT:]) if row[N_ROLLOUT] is not None else None,
-    )  # fmt: skip
+    )
 
 
 def failure_text(failure: Failure) -> str:
@@ -117,16 +133,32 @@ def attempt_of(row: Row) -> Attempt:
     """An attempt, from columns ATTEMPT."""
     attempt_id, rollout_id, sequence_id, status, worker_id, start, end, heartbeat, failure, metadata = row
     return Attempt(
-        attempt_id=attempt_id, rollout_id=rollout_id, sequence_id=sequence_id, status=status, worker_id=worker_id,
-        start_time=start, end_time=end, last_heartbeat_time=heartbeat,
+        attempt_id=attempt_id,
+        rollout_id=rollout_id,
+        sequence_id=sequence_id,
+        status=status,
+        worker_id=worker_id,
+        start_time=start,
+        end_time=end,
+        last_heartbeat_time=heartbeat,
         failure=failure_of(failure),
         metadata=unpacked(metadata) if metadata is not None else None,
-    )  # fmt: skip
+    )
 
 
 MAX_NUMBER = 2**62
 """Higher sequence ids leave no room for those after them."""
-_SPAN_COLUMNS = {"rollout_id", "attempt_id", "sequence_id", "trace_id", "span_id", "parent_id", "name", "start_time", "end_time"}
+_SPAN_COLUMNS = {
+    "rollout_id",
+    "attempt_id",
+    "sequence_id",
+    "trace_id",
+    "span_id",
+    "parent_id",
+    "name",
+    "start_time",
+    "end_time",
+}
 
 
 def span_row(span: Span) -> Row:
@@ -145,40 +177,74 @@ def span_row(span: Span) -> Row:
             f"span {span.name!r} cannot be stored: {error}; an attribute is a string, a number, a bool or a list of these"
         ) from None
     if not 0 <= span.sequence_id < MAX_NUMBER:
-        raise SpanError(f"span {span.name!r} has the sequence id {span.sequence_id}; it is from 1 to 2**62, or 0 for the next one")
+        raise SpanError(
+            f"span {span.name!r} has the sequence id {span.sequence_id}; it is from 1 to 2**62, or 0 for the next one"
+        )
     return (
-        span.rollout_id, span.attempt_id, span.sequence_id, span.trace_id, span.span_id, span.parent_id, span.name,
-        span.start_time, span.end_time, get_reward_value(span), body,
-    )  # fmt: skip
+        span.rollout_id,
+        span.attempt_id,
+        span.sequence_id,
+        span.trace_id,
+        span.span_id,
+        span.parent_id,
+        span.name,
+        span.start_time,
+        span.end_time,
+        get_reward_value(span),
+        body,
+    )
 
 
 def span_of(row: Row) -> Span:
     rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start, end, _, body = row
     return Span(
-        rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, trace_id=trace_id, span_id=span_id,
-        parent_id=parent_id, name=name, start_time=start, end_time=end, **json.loads(body),
-    )  # fmt: skip
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        sequence_id=sequence_id,
+        trace_id=trace_id,
+        span_id=span_id,
+        parent_id=parent_id,
+        name=name,
+        start_time=start,
+        end_time=end,
+        **json.loads(body),
+    )
 
 
 def generation_bytes(call: Generation) -> bytes:
     """A generation without its key's call id; tokens as 32-bit integers, log-probs in double precision."""
     return pickle.dumps(
         (
-            call.model, array("i", call.prompt_ids).tobytes(), array("i", call.output_ids).tobytes(),
-            array("d", call.logprobs).tobytes(), array("q", call.weight_versions).tobytes(), call.finish_reason,
-            call.start_time, call.end_time, call.sampling, call.agent,
+            call.model,
+            array("i", call.prompt_ids).tobytes(),
+            array("i", call.output_ids).tobytes(),
+            array("d", call.logprobs).tobytes(),
+            array("q", call.weight_versions).tobytes(),
+            call.finish_reason,
+            call.start_time,
+            call.end_time,
+            call.sampling,
+            call.agent,
         ),
         protocol=5,
-    )  # fmt: skip
+    )
 
 
 def generation_of(call_id: str, rollout_id: str, attempt_id: str, data: bytes) -> Generation:
     model, prompt, output, logprobs, versions, reason, start, end, sampling, agent = pickle.loads(data)
     return Generation(
-        key=CallKey(rollout_id, attempt_id, call_id), model=model, prompt_ids=_numbers("i", prompt),
-        output_ids=_numbers("i", output), logprobs=_numbers("d", logprobs), weight_versions=_numbers("q", versions),
-        finish_reason=reason, start_time=start, end_time=end, sampling=sampling, agent=agent,
-    )  # fmt: skip
+        key=CallKey(rollout_id, attempt_id, call_id),
+        model=model,
+        prompt_ids=_numbers("i", prompt),
+        output_ids=_numbers("i", output),
+        logprobs=_numbers("d", logprobs),
+        weight_versions=_numbers("q", versions),
+        finish_reason=reason,
+        start_time=start,
+        end_time=end,
+        sampling=sampling,
+        agent=agent,
+    )
 
 
 def _numbers(kind: str, data: bytes) -> list[Any]:
@@ -190,15 +256,25 @@ def _numbers(kind: str, data: bytes) -> list[Any]:
 def resources_of(row: Row) -> ResourcesUpdate:
     resources_id, version, created, updated, body = row
     return ResourcesUpdate(
-        resources_id=resources_id, version=version, create_time=created, update_time=updated, resources=unpacked(body)
-    )  # fmt: skip
+        resources_id=resources_id,
+        version=version,
+        create_time=created,
+        update_time=updated,
+        resources=unpacked(body),
+    )
 
 
 def worker_of(row: Row) -> Worker:
     """A worker, from the columns of `Queries.workers`."""
     worker_id, status, stats, heartbeat, dequeue, busy, idle, rollout_id, attempt_id = row
     return Worker(
-        worker_id=worker_id, status=status, heartbeat_stats=json.loads(stats) if stats else None, last_heartbeat_time=heartbeat,
-        last_dequeue_time=dequeue, last_busy_time=busy, last_idle_time=idle, current_rollout_id=rollout_id,
+        worker_id=worker_id,
+        status=status,
+        heartbeat_stats=json.loads(stats) if stats else None,
+        last_heartbeat_time=heartbeat,
+        last_dequeue_time=dequeue,
+        last_busy_time=busy,
+        last_idle_time=idle,
+        current_rollout_id=rollout_id,
         current_attempt_id=attempt_id,
-    )  # fmt: skip
+    )

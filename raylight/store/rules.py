@@ -24,7 +24,11 @@ BY_HAND: dict[RolloutStatus, frozenset[RolloutStatus]] = ROLLOUT_TRANSITIONS | {
 """What `update_rollout` may do: a rollout that waits can be decided and a finished one queued again, but neither can be said to
 run, for nobody would run it; `start_attempt` is for that."""
 
-CONTINUED: dict[AttemptStatus, RolloutStatus] = {"preparing": "preparing", "running": "running", "succeeded": "succeeded"}
+CONTINUED: dict[AttemptStatus, RolloutStatus] = {
+    "preparing": "preparing",
+    "running": "running",
+    "succeeded": "succeeded",
+}
 """What a rollout is while its latest attempt is well."""
 
 
@@ -36,7 +40,9 @@ class Losses(NamedTuple):
     """Those of them that it may have brought about itself: where a runner dies with many attempts, nobody knows which did it."""
 
 
-def decide(status: AttemptStatus, sequence_id: int, infrastructure: bool, losses: Losses, config: RolloutConfig) -> RolloutStatus:
+def decide(
+    status: AttemptStatus, sequence_id: int, infrastructure: bool, losses: Losses, config: RolloutConfig
+) -> RolloutStatus:
     """The status of a rollout whose latest attempt has this status.
 
     Args:
@@ -63,4 +69,6 @@ def check_by_hand(rollout_id: str, before: RolloutStatus, after: RolloutStatus) 
     """Raise InvalidTransitionError if `update_rollout` cannot bring a rollout from one status to the other."""
     if after not in BY_HAND[before]:
         allowed = ", ".join(sorted(BY_HAND[before]))
-        raise InvalidTransitionError(f"rollout {rollout_id}: {before} -> {after}; by hand it can become: {allowed}")
+        raise InvalidTransitionError(
+            f"rollout {rollout_id}: {before} -> {after}; by hand it can become: {allowed}"
+        )

@@ -93,7 +93,12 @@ class StoreService:
 
     def _table(self) -> dict[str, Callable[..., Any]]:
         """What `call` can do."""
-        rollouts, attempts, records, resources = self._rollouts, self._attempts, self._records, self._resources
+        rollouts, attempts, records, resources = (
+            self._rollouts,
+            self._attempts,
+            self._records,
+            self._resources,
+        )
         return {
             "start_rollout": attempts.start_rollout,
             "start_attempt": attempts.start_attempt,
@@ -124,15 +129,21 @@ class StoreService:
             StoreError: the journal cannot be written; nothing was changed.
         """
         with self._committed():
-            if lane and (answered := self._journal.one("SELECT number, answers FROM lanes WHERE lane = ?", (lane,))):
+            if lane and (
+                answered := self._journal.one("SELECT number, answers FROM lanes WHERE lane = ?", (lane,))
+            ):
                 last, answers = answered
                 if last == number:
                     return pickle.loads(answers)
                 if last > number:  # a message that was given up, and came after the next one nevertheless
-                    raise StoreError(f"message {number} of a client came after its message {last}; it was not carried out")
+                    raise StoreError(
+                        f"message {number} of a client came after its message {last}; it was not carried out"
+                    )
             answers = [self._one_call(method, args) for method, args in calls]
             if lane:
-                self._journal.execute("INSERT OR REPLACE INTO lanes VALUES (?, ?, ?)", (lane, number, pickle.dumps(answers)))
+                self._journal.execute(
+                    "INSERT OR REPLACE INTO lanes VALUES (?, ?, ?)", (lane, number, pickle.dumps(answers))
+                )
             return answers
 
     async def lease_seconds(self) -> float:
@@ -149,7 +160,9 @@ class StoreService:
             return False, error
         except Exception as error:
             logger.exception("a call of %s failed", method)
-            return False, StoreError(f"{method} was called in a way that it cannot understand: {type(error).__name__}: {error}")
+            return False, StoreError(
+                f"{method} was called in a way that it cannot understand: {type(error).__name__}: {error}"
+            )
 
     @contextlib.contextmanager
     def _committed(self) -> Iterator[None]:
@@ -169,7 +182,9 @@ class StoreService:
             self._attempts.adopt_config(rollout_id)
         return self._rollouts.get(rollout_id)
 
-    def _update_worker(self, worker_id: str, stats: str | None, attempt_ids: list[str] | None) -> tuple[Row, list[str]]:
+    def _update_worker(
+        self, worker_id: str, stats: str | None, attempt_ids: list[str] | None
+    ) -> tuple[Row, list[str]]:
         """A heartbeat; returns the worker, and those of its attempts that nobody needs any more."""
         over = self._attempts.renew_leases(worker_id, attempt_ids)
         return self._workers.heartbeat(worker_id, stats), over
@@ -196,7 +211,9 @@ class StoreService:
         self._rollouts.check(requests)
         rows: list[Row] = []
         while len(rows) < len(requests):
-            while not await self._until(self._room, lambda: self._rollouts.waiting < self._max_queued, PATIENCE_S):
+            while not await self._until(
+                self._room, lambda: self._rollouts.waiting < self._max_queued, PATIENCE_S
+            ):
                 logger.warning("the queue is full (%d rollouts) and nobody takes any", self._max_queued)
             room = self._max_queued - self._rollouts.waiting
             with self._committed():
@@ -227,7 +244,9 @@ class StoreService:
 
         return await signal.until(look, timeout)
 
-    async def wait_for_rollouts(self, rollout_ids: list[str], at_least: int | None, timeout: float | None) -> list[Row]:
+    async def wait_for_rollouts(
+        self, rollout_ids: list[str], at_least: int | None, timeout: float | None
+    ) -> list[Row]:
         """Decided rollouts among `rollout_ids`, once there are `at_least` (default all) or the time is over."""
         unique = list(dict.fromkeys(rollout_ids))
         wanted = len(unique) if at_least is None else min(at_least, len(unique))

@@ -48,12 +48,15 @@ class Workers:
     def dismiss(self, worker_id: str) -> None:
         """It is gone for good."""
         self._journal.execute(
-            "INSERT INTO workers (worker_id, gone) VALUES (?, 1) ON CONFLICT DO UPDATE SET gone = 1", (worker_id,)
-        )  # fmt: skip
+            "INSERT INTO workers (worker_id, gone) VALUES (?, 1) ON CONFLICT DO UPDATE SET gone = 1",
+            (worker_id,),
+        )
 
     def held_by(self, worker_id: str) -> list[LiveAttempt]:
         """Attempts that it works on, oldest first."""
-        found = self._journal.execute(f"{LIVE_ATTEMPT} WHERE a.worker_id = ? AND {WORKED_ON} ORDER BY a.start_time", (worker_id,))
+        found = self._journal.execute(
+            f"{LIVE_ATTEMPT} WHERE a.worker_id = ? AND {WORKED_ON} ORDER BY a.start_time", (worker_id,)
+        )
         return [LiveAttempt._make(row) for row in found.fetchall()]
 
     def heartbeat(self, worker_id: str, stats: str | None) -> Row:
@@ -78,5 +81,9 @@ class Workers:
 
     def idle(self, worker_id: str, now: float) -> None:
         """It ended an attempt; noted if that was its last."""
-        if not self._journal.one(f"SELECT 1 FROM attempts a WHERE a.worker_id = ? AND {WORKED_ON} LIMIT 1", (worker_id,)):
-            self._journal.execute("UPDATE workers SET last_idle_time = ? WHERE worker_id = ?", (now, worker_id))
+        if not self._journal.one(
+            f"SELECT 1 FROM attempts a WHERE a.worker_id = ? AND {WORKED_ON} LIMIT 1", (worker_id,)
+        ):
+            self._journal.execute(
+                "UPDATE workers SET last_idle_time = ? WHERE worker_id = ?", (now, worker_id)
+            )

@@ -37,7 +37,9 @@ def init(contents: bool = True) -> None:
     try:
         from agent_framework.observability import OBSERVABILITY_SETTINGS, enable_instrumentation
     except ImportError as error:
-        raise TracerError(f'{_found()}; pip install -U "{DISTRIBUTION}>={NEEDED}" agent-framework-openai ({error})') from error
+        raise TracerError(
+            f'{_found()}; pip install -U "{DISTRIBUTION}>={NEEDED}" agent-framework-openai ({error})'
+        ) from error
     enable_instrumentation(enable_sensitive_data=True if contents else None)
     if not OBSERVABILITY_SETTINGS.ENABLED:
         raise TracerError(
@@ -70,8 +72,12 @@ class AgentFrameworkTracer(OtelTracer):
         export_timeout: float = EXPORT_TIMEOUT_S,
     ) -> None:
         super().__init__(
-            service_name, exporter, export_endpoint=export_endpoint, headers=headers, export_timeout=export_timeout
-        )  # fmt: skip
+            service_name,
+            exporter,
+            export_endpoint=export_endpoint,
+            headers=headers,
+            export_timeout=export_timeout,
+        )
         self.contents = contents
 
     def setup(self) -> None:

@@ -29,7 +29,9 @@ class AgentFilter:
         try:
             self._pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"the pattern for trained agents, {pattern!r}, is not a regular expression: {error}") from error
+            raise ConfigError(
+                f"the pattern for trained agents, {pattern!r}, is not a regular expression: {error}"
+            ) from error
         self._marked = frozenset(marked)
 
     @property
@@ -42,7 +44,9 @@ class AgentFilter:
             return True
         if agent is None:
             return False
-        return agent in self._marked or (self._pattern is not None and self._pattern.search(agent) is not None)
+        return agent in self._marked or (
+            self._pattern is not None and self._pattern.search(agent) is not None
+        )
 
 
 def agents_of_generations(generations: Sequence[Generation], spans: Sequence[Span]) -> list[str | None]:
@@ -55,13 +59,23 @@ def agents_of_generations(generations: Sequence[Generation], spans: Sequence[Spa
     tree = SpanTree.from_spans(spans)
     tree.repair_hierarchy()
     by_response = tree.agents_of_responses()
-    by_length = sorted(by_response, key=len)  # of "call-1" and "call-10", the shorter is the one that call-1 made
-    captured = {span.attributes[CALL_ID]: response_id_of(span.attributes) for span in spans if CALL_ID in span.attributes}
+    by_length = sorted(
+        by_response, key=len
+    )  # of "call-1" and "call-10", the shorter is the one that call-1 made
+    captured = {
+        span.attributes[CALL_ID]: response_id_of(span.attributes)
+        for span in spans
+        if CALL_ID in span.attributes
+    }
     named: list[str | None] = []
     for generation in generations:
         call_id = generation.key.call_id
-        response = captured.get(call_id) or next((response for response in by_length if call_id in response), None)
-        named.append(generation.agent if generation.agent is not None or response is None else by_response[response])
+        response = captured.get(call_id) or next(
+            (response for response in by_length if call_id in response), None
+        )
+        named.append(
+            generation.agent if generation.agent is not None or response is None else by_response[response]
+        )
     return named
 
 
@@ -71,4 +85,6 @@ def filter_generations(finished: FinishedRollout, pattern: str | None = None) ->
     if agents.keeps_all:
         return finished.generations
     names = agents_of_generations(finished.generations, finished.spans)
-    return [generation for generation, name in zip(finished.generations, names, strict=True) if agents.keeps(name)]
+    return [
+        generation for generation, name in zip(finished.generations, names, strict=True) if agents.keeps(name)
+    ]

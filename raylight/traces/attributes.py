@@ -41,15 +41,25 @@ def agent_of(span: Span) -> str | None:
     attributes = span.attributes
     for key, condition in AGENT_KEYS:
         name = attributes.get(key)
-        if isinstance(name, str) and name and (condition is None or attributes.get(condition[0]) == condition[1]):
+        if (
+            isinstance(name, str)
+            and name
+            and (condition is None or attributes.get(condition[0]) == condition[1])
+        ):
             return name
-    name = attributes.get("lc_name") if span.name.startswith("langchain.Chain.") else None  # Weave's spans of LangChain
+    name = (
+        attributes.get("lc_name") if span.name.startswith("langchain.Chain.") else None
+    )  # Weave's spans of LangChain
     return name if isinstance(name, str) and name else None
 
 
 def response_id_of(attributes: Mapping[str, Any]) -> str | None:
     """The id that a response of a model has, whoever recorded it."""
-    for candidate in (attributes.get(RESPONSE_ID), attributes.get(f"{WEAVE_OUTPUT}.id"), raw_field(attributes, "id")):
+    for candidate in (
+        attributes.get(RESPONSE_ID),
+        attributes.get(f"{WEAVE_OUTPUT}.id"),
+        raw_field(attributes, "id"),
+    ):
         if isinstance(candidate, str) and candidate:
             return candidate
     return None

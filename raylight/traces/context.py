@@ -36,7 +36,9 @@ class AttemptTrace:
         self._capacity = capacity
         self._spans: list[Span] = []
         self._sent = 0
-        self._lock = threading.RLock()  # a span may end while garbage is collected, anywhere in this thread: also in here
+        self._lock = (
+            threading.RLock()
+        )  # a span may end while garbage is collected, anywhere in this thread: also in here
 
     def add(self, span: Span) -> None:
         """Take a span in; after the end of the attempt, or beyond the capacity, it is counted and dropped."""
@@ -44,7 +46,9 @@ class AttemptTrace:
             if self.closed or len(self._spans) >= self._capacity:
                 self.dropped += 1
                 return
-            self._spans.append(span.model_copy(update={"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}))
+            self._spans.append(
+                span.model_copy(update={"rollout_id": self.rollout_id, "attempt_id": self.attempt_id})
+            )
 
     @property
     def spans(self) -> list[Span]:

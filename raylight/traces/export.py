@@ -50,7 +50,9 @@ class AttemptExport:
         """Export what is queued and end; what is left after `seconds` is dropped, and it returns False."""
         if _within(seconds, self._batches.shutdown):
             return True
-        logger.warning("the last spans were not exported within %g s and are dropped; is the collector up?", seconds)
+        logger.warning(
+            "the last spans were not exported within %g s and are dropped; is the collector up?", seconds
+        )
         self._exporter.shutdown()  # wakes an export that waits for its next try
         return False
 

@@ -18,7 +18,9 @@ Message: TypeAlias = dict[str, Any]
 
 SYSTEM_INSTRUCTIONS = "gen_ai.system_instructions"
 OPERATION = "gen_ai.operation.name"
-NO_CALLS = frozenset({"create_agent", "invoke_agent", "invoke_workflow", "execute_tool", "embeddings", "retrieval"})
+NO_CALLS = frozenset(
+    {"create_agent", "invoke_agent", "invoke_workflow", "execute_tool", "embeddings", "retrieval"}
+)
 """Operations whose spans may carry messages without being a call to a model."""
 TOOL_LISTS = ("gen_ai.request.functions", "gen_ai.request.tools", "llm.request.functions")
 
@@ -72,7 +74,10 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
             key = call_key_of(span.attributes) or span.span_id
             if (call.prompt or call.answers) and (key not in calls or call.told > calls[key].told):
                 calls[key] = call
-        return [OpenAIMessages(messages=call.prompt + call.answers[:1], tools=call.tools) for call in calls.values()]
+        return [
+            OpenAIMessages(messages=call.prompt + call.answers[:1], tools=call.tools)
+            for call in calls.values()
+        ]
 
 
 def read_call(attributes: Mapping[str, Any], below: Sequence[Span] = ()) -> CallMessages:
@@ -90,7 +95,10 @@ def read_call(attributes: Mapping[str, Any], below: Sequence[Span] = ()) -> Call
         indexed(attributes, f"{WEAVE_INPUT}.messages") if choices else None,
     )
     answers = _first(
-        attributes.get(OUTPUT_MESSAGES), indexed(attributes, "gen_ai.completion"), raw_field(attributes, "choices"), choices
+        attributes.get(OUTPUT_MESSAGES),
+        indexed(attributes, "gen_ai.completion"),
+        raw_field(attributes, "choices"),
+        choices,
     )
     tools = _first(
         attributes.get(TOOL_DEFINITIONS),
@@ -102,15 +110,23 @@ def read_call(attributes: Mapping[str, Any], below: Sequence[Span] = ()) -> Call
     system = _contents(_list(attributes.get(SYSTEM_INSTRUCTIONS)))
     if system and not any(message["role"] == "system" for message in asked):
         asked.insert(0, {"role": "system", "content": system})
-    if answered and "tool_calls" not in answered[0] and (calls := _tool_calls([_tool_span(span) for span in below])):
+    if (
+        answered
+        and "tool_calls" not in answered[0]
+        and (calls := _tool_calls([_tool_span(span) for span in below]))
+    ):
         answered[0] = answered[0] | {"tool_calls": calls}
     return CallMessages(asked, answered, [_tool(tool) for tool in tools if isinstance(tool, dict)] or None)
 
 
 def image_urls(messages: Sequence[Message]) -> list[str]:
     """Addresses of the images in messages, in order of appearance."""
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    images = [part.get("image_url") for part in parts if isinstance(part, dict) and part.get("type") == "image_url"]
+    parts = [
+        part for message in messages if isinstance(message["content"], list) for part in message["content"]
+    ]
+    images = [
+        part.get("image_url") for part in parts if isinstance(part, dict) and part.get("type") == "image_url"
+    ]
     urls = [image.get("url") if isinstance(image, dict) else image for image in images]
     return [url for url in urls if isinstance(url, str)]
 
@@ -149,7 +165,9 @@ def _message(entry: dict[str, Any], role: str) -> list[Message]:
     parts = _parts(content, entry.get("role") or role)
     if parts is not None:
         content = _contents(parts)
-    calls = _tool_calls(_list(entry.get("tool_calls")) + [part for part in parts or () if part["type"] in TOOL_CALLS])
+    calls = _tool_calls(
+        _list(entry.get("tool_calls")) + [part for part in parts or () if part["type"] in TOOL_CALLS]
+    )
     messages = [_tool_message(part) for part in parts or () if part["type"] in TOOL_RESULTS]
     if content is not None or calls or not messages:
         messages.append(_plain(entry, role, content, calls))
@@ -182,7 +200,9 @@ def _plain(entry: dict[str, Any], role: str, content: Any, calls: list[dict[str,
 def _contents(parts: list[Any]) -> Any:
     """Content in OpenAI's shape: text, or a list of parts if there is more than text; None if there is nothing."""
     others = TOOL_CALLS | TOOL_RESULTS | THOUGHTS
-    contents = [_content(part) for part in parts if not (isinstance(part, dict) and part.get("type") in others)]
+    contents = [
+        _content(part) for part in parts if not (isinstance(part, dict) and part.get("type") in others)
+    ]
     if len(contents) == 1 and contents[0].get("type") == "text":
         return contents[0]["text"]
     return contents or None
@@ -197,7 +217,10 @@ def _content(part: Any) -> dict[str, Any]:
     if part.get("modality") == "image" and kind == "uri":
         return {"type": "image_url", "image_url": {"url": part.get("uri")}}
     if part.get("modality") == "image" and kind == "blob":
-        return {"type": "image_url", "image_url": {"url": f"data:{part.get('mime_type')};base64,{part.get('content')}"}}
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:{part.get('mime_type')};base64,{part.get('content')}"},
+        }
     return part
 
 
@@ -211,14 +234,20 @@ def _tool_calls(recorded: list[Any]) -> list[dict[str, Any]]:
         arguments = function.get("arguments", function.get("input", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         called = {"name": function["name"], "arguments": text}
-        calls.append({"id": call.get("call_id") or call.get("id") or "", "type": "function", "function": called})
+        calls.append(
+            {"id": call.get("call_id") or call.get("id") or "", "type": "function", "function": called}
+        )
     return calls
 
 
 def _tool_message(part: dict[str, Any]) -> Message:
     """The result of a tool: its text, its contents if it consists of such, or else its JSON."""
-    result = next((part[key] for key in ("response", "result", "content", "output") if part.get(key) is not None), "")
-    if isinstance(result, list) and all(isinstance(block, dict) and block.get("type") in CONTENTS for block in result):
+    result = next(
+        (part[key] for key in ("response", "result", "content", "output") if part.get(key) is not None), ""
+    )
+    if isinstance(result, list) and all(
+        isinstance(block, dict) and block.get("type") in CONTENTS for block in result
+    ):
         result = _contents(result) or ""
     elif not isinstance(result, str):
         result = json.dumps(result, ensure_ascii=False)
@@ -240,7 +269,11 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
         return tool
     given = function.get("parameters", function.get("input_schema", {}))
     extra = {"strict": function["strict"]} if "strict" in function else {}
-    described = {"name": function["name"], "description": function.get("description", ""), "parameters": parsed(given)}
+    described = {
+        "name": function["name"],
+        "description": function.get("description", ""),
+        "parameters": parsed(given),
+    }
     return {"type": "function", "function": described | extra}
 
 

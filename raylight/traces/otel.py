@@ -101,7 +101,9 @@ class SpanCapture(SpanProcessor):
             export.close()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        flushed = [export.flush(timeout_millis / 1000) for export in self._exports]  # every one, also after one that is late
+        flushed = [
+            export.flush(timeout_millis / 1000) for export in self._exports
+        ]  # every one, also after one that is late
         return all(flushed)
 
     def _owner_of_parent(self, parent_context: Context | None) -> AttemptTrace | None:
@@ -126,8 +128,10 @@ class SpanCapture(SpanProcessor):
         if first:
             logger.warning(
                 "span %r lost %d attributes to the limits of the tracer provider; raise OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT "
-                "(further ones are only counted)", span.name, span.dropped_attributes,
-            )  # fmt: skip
+                "(further ones are only counted)",
+                span.name,
+                span.dropped_attributes,
+            )
 
 
 _CAPTURES: weakref.WeakKeyDictionary[otel.TracerProvider, SpanCapture] = weakref.WeakKeyDictionary()

@@ -45,7 +45,11 @@ Scope = Callable[[], tuple[str, str] | None]
 
 
 def traces_route(
-    sink: Sink, scope: Scope | None = None, max_bytes: int = MAX_BYTES, max_spans: int = MAX_SPANS, path: str = "/v1/traces"
+    sink: Sink,
+    scope: Scope | None = None,
+    max_bytes: int = MAX_BYTES,
+    max_spans: int = MAX_SPANS,
+    path: str = "/v1/traces",
 ) -> Route:
     """The route that takes spans in.
 
@@ -63,7 +67,9 @@ def traces_route(
             body = await _read(request, max_bytes)
             async with decoding:  # a large body takes a while to decode, and the loop serves others
                 coding = request.headers.get("content-encoding")
-                spans, reasons = await asyncio.to_thread(decode, body, content_type, coding, max_bytes, max_spans)
+                spans, reasons = await asyncio.to_thread(
+                    decode, body, content_type, coding, max_bytes, max_spans
+                )
         except OtlpError as error:
             return _answer(Status(message=_utf8(str(error))), kind, error.status)
         except ClientDisconnect:
@@ -75,7 +81,12 @@ def traces_route(
             for start in range(0, len(spans), CHUNK):
                 reasons += await _store(sink, spans[start : start + CHUNK])
         except Exception as error:
-            logger.warning("%d spans could not be stored: %r", len(spans), error, exc_info=not isinstance(error, StoreLostError))
+            logger.warning(
+                "%d spans could not be stored: %r",
+                len(spans),
+                error,
+                exc_info=not isinstance(error, StoreLostError),
+            )
             answer = Status(message="the store cannot take spans now; send them again")
             return _answer(answer, kind, 503, {"Retry-After": str(RETRY_AFTER_S)})
         return _answer(_outcome(reasons, total), kind)
@@ -97,9 +108,15 @@ def _key(spans: list[Span], scope: tuple[str, str] | None) -> tuple[list[Span], 
     """Spans that name an attempt, or are given the scope's, and why the others are rejected."""
     keyed, reasons = [], []
     for span in spans:
-        named = (span.rollout_id or scope[0], span.attempt_id or scope[1]) if scope else (span.rollout_id, span.attempt_id)
+        named = (
+            (span.rollout_id or scope[0], span.attempt_id or scope[1])
+            if scope
+            else (span.rollout_id, span.attempt_id)
+        )
         if scope and named != scope:
-            reasons.append(f"it names attempt {named[1]:.80} of rollout {named[0]:.80}, which this address is not for")
+            reasons.append(
+                f"it names attempt {named[1]:.80} of rollout {named[0]:.80}, which this address is not for"
+            )
         elif not all(named):
             reasons.append(f"it names no attempt; set the resource attributes {ROLLOUT_ID} and {ATTEMPT_ID}")
         else:
@@ -128,14 +145,18 @@ def _outcome(reasons: list[str], total: int) -> ExportTraceServiceResponse:
     """The answer to a body that was read; `partial_success` stays unset if every span was taken."""
     response = ExportTraceServiceResponse()
     if reasons:
-        told = "; ".join(f"{count} of {total} spans: {reason:.300}" for reason, count in Counter(reasons).most_common(5))
+        told = "; ".join(
+            f"{count} of {total} spans: {reason:.300}" for reason, count in Counter(reasons).most_common(5)
+        )
         logger.warning("rejected %s", told)
         response.partial_success.rejected_spans = len(reasons)
         response.partial_success.error_message = _utf8(told)
     return response
 
 
-def _answer(message: Message, kind: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _answer(
+    message: Message, kind: str, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     content = message.SerializeToString() if kind == PROTOBUF else json_format.MessageToJson(message).encode()
     return Response(content, status, headers, kind)
 

@@ -39,7 +39,11 @@ IS_REMOTE = 0x200
 
 
 def decode(
-    body: bytes, content_type: str, content_encoding: str | None = None, max_bytes: int = MAX_BYTES, max_spans: int = MAX_SPANS
+    body: bytes,
+    content_type: str,
+    content_encoding: str | None = None,
+    max_bytes: int = MAX_BYTES,
+    max_spans: int = MAX_SPANS,
 ) -> tuple[list[Span], list[str]]:
     """Spans of an ExportTraceServiceRequest, in the order sent, and a reason for each that cannot be read or stored.
 
@@ -60,13 +64,20 @@ def decode(
     groups = _groups_of_protobuf(data) if kind == PROTOBUF else _groups_of_json(data)
     total = sum(group.count for group in groups)
     if total > max_spans:
-        raise OtlpError(f"the body has {total} spans, and {max_spans} are the most; send fewer spans at once", 413)
+        raise OtlpError(
+            f"the body has {total} spans, and {max_spans} are the most; send fewer spans at once", 413
+        )
     if sum(group.shared.ByteSize() * group.count for group in groups) > MAX_COPIES * max_bytes:
-        raise OtlpError("the resource has too many attributes to keep them with each of its spans; send fewer of either", 413)
+        raise OtlpError(
+            "the resource has too many attributes to keep them with each of its spans; send fewer of either",
+            413,
+        )
     spans: list[Span] = []
     reasons: list[str] = []
     for group in groups:
-        resource = OtelResource(attributes=_attributes(group.shared.resource.attributes), schema_url=group.shared.schema_url)
+        resource = OtelResource(
+            attributes=_attributes(group.shared.resource.attributes), schema_url=group.shared.schema_url
+        )
         for sent in itertools.chain(*group.scopes):
             try:
                 span = _span(sent if isinstance(sent, ProtoSpan) else _span_of_json(sent), resource)
@@ -97,7 +108,9 @@ def _unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
     elif coding in ("gzip", "x-gzip", "deflate"):
         data = _inflate(body, 31 if coding.endswith("gzip") else _deflate_window(body), max_bytes)
     else:
-        raise OtlpError(f"content coding {content_encoding!r:.80} is not known; send gzip, deflate or none", 415)
+        raise OtlpError(
+            f"content coding {content_encoding!r:.80} is not known; send gzip, deflate or none", 415
+        )
     if len(data) > max_bytes:
         raise OtlpError(f"the unpacked body is larger than {max_bytes} bytes; send fewer spans at once", 413)
     return data
@@ -152,9 +165,17 @@ def _groups_of_json(data: bytes) -> list[_Group]:
             raise OtlpError("the body is JSON, but not an object")
         groups = []
         for sent in _members(document, "resourceSpans", "resource_spans"):
-            if scopes := list(filter(None, (_listed(scope, "spans") for scope in _members(sent, "scopeSpans", "scope_spans")))):
-                shared = {name: value for name, value in sent.items() if name not in ("scopeSpans", "scope_spans")}
-                groups.append(_Group(json_format.ParseDict(shared, ResourceSpans(), ignore_unknown_fields=True), scopes))
+            if scopes := list(
+                filter(
+                    None, (_listed(scope, "spans") for scope in _members(sent, "scopeSpans", "scope_spans"))
+                )
+            ):
+                shared = {
+                    name: value for name, value in sent.items() if name not in ("scopeSpans", "scope_spans")
+                }
+                groups.append(
+                    _Group(json_format.ParseDict(shared, ResourceSpans(), ignore_unknown_fields=True), scopes)
+                )
     except OtlpError:
         raise
     except Exception as error:  # as above
@@ -195,7 +216,10 @@ def _span_of_json(raw: Any) -> ProtoSpan:
 def _make_ids_base64(span: dict[str, Any]) -> None:
     """OTLP/JSON writes ids in hex, where protobuf's own JSON has base64."""
     links = span.get("links")
-    for holder in (span, *(link for link in (links if isinstance(links, list) else ()) if isinstance(link, dict))):
+    for holder in (
+        span,
+        *(link for link in (links if isinstance(links, list) else ()) if isinstance(link, dict)),
+    ):
         for name in ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id"):
             if isinstance(holder.get(name), str):
                 holder[name] = base64.b64encode(_unhex(holder[name], name)).decode()
@@ -217,7 +241,9 @@ def _span(span: ProtoSpan, resource: OtelResource) -> Span:
         sequence_id=_sequence_id(own.get(SPAN_SEQUENCE_ID, resource.attributes.get(SPAN_SEQUENCE_ID))),
         trace_id=_id(span.trace_id, 16, "trace_id", span.name),
         span_id=_id(span.span_id, 8, "span_id", span.name),
-        parent_id=_id(span.parent_span_id, 8, "parent_span_id", span.name) if any(span.parent_span_id) else None,
+        parent_id=_id(span.parent_span_id, 8, "parent_span_id", span.name)
+        if any(span.parent_span_id)
+        else None,
         name=span.name,
         status=TraceStatus(
             status_code=STATUS.get(span.status.code, "UNSET"),  # type: ignore[arg-type]
@@ -225,7 +251,11 @@ def _span(span: ProtoSpan, resource: OtelResource) -> Span:
         ),
         attributes=own,
         events=[
-            Event(name=event.name, attributes=_attributes(event.attributes), timestamp=_seconds(event.time_unix_nano))
+            Event(
+                name=event.name,
+                attributes=_attributes(event.attributes),
+                timestamp=_seconds(event.time_unix_nano),
+            )
             for event in span.events
         ],
         links=[_link(link, span.name) for link in span.links],
@@ -248,7 +278,9 @@ def _link(link: ProtoSpan.Link, name: str) -> Link:
 
 def _id(value: bytes, size: int, what: str, name: str) -> str:
     if len(value) != size or not any(value):
-        raise OtlpError(f"the {what} of span {name!r:.80} is {value.hex()[:64]!r}; it takes {size} bytes that are not all zero")
+        raise OtlpError(
+            f"the {what} of span {name!r:.80} is {value.hex()[:64]!r}; it takes {size} bytes that are not all zero"
+        )
     return value.hex()
 
 
@@ -270,7 +302,9 @@ def _sequence_id(value: Any) -> int:
     except ValueError:
         number = -1
     if not 0 <= number < MAX_NUMBER:
-        logger.warning("%s %.40r is not a number from 0 to 2**62; the store gives another", SPAN_SEQUENCE_ID, value)
+        logger.warning(
+            "%s %.40r is not a number from 0 to 2**62; the store gives another", SPAN_SEQUENCE_ID, value
+        )
         return 0
     return number
 

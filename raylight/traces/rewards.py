@@ -51,7 +51,9 @@ def as_reward(value: Any, name: str = PRIMARY) -> float:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, Real):
-        raise RewardError(f"the reward {name!r} is {value!r:.80} of type {type(value).__name__}; give a float")
+        raise RewardError(
+            f"the reward {name!r} is {value!r:.80} of type {type(value).__name__}; give a float"
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -73,7 +75,9 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
     """
     if not isinstance(reward, Mapping):
         if primary_key is not None:
-            raise RewardError(f"primary_key={primary_key!r} chooses from a dict of rewards, but the reward is {reward!r:.80}")
+            raise RewardError(
+                f"primary_key={primary_key!r} chooses from a dict of rewards, but the reward is {reward!r:.80}"
+            )
         return {PRIMARY: as_reward(reward)}
     if not reward:
         raise RewardError("the dict of rewards is empty; give at least one, or none at all")
@@ -81,7 +85,9 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
     if primary_key is None:
         return named
     if primary_key not in named:
-        raise RewardError(f"primary_key={primary_key!r} is not among the rewards {', '.join(map(repr, named))}")
+        raise RewardError(
+            f"primary_key={primary_key!r} is not among the rewards {', '.join(map(repr, named))}"
+        )
     return {primary_key: named.pop(primary_key), **named}
 
 
@@ -105,13 +111,17 @@ def _indexed(attributes: Mapping[str, Any], keys: list[str]) -> list[NamedReward
     """Rewards under `agentlightning.reward.N.name` and `.value`, where N counts from 0."""
     indices = {key.split(".")[2] for key in keys}
     if indices != {str(i) for i in range(len(indices))}:
-        raise RewardError(f"the indices of {REWARD_PREFIX}.N are {', '.join(sorted(indices))}; they must count from 0")
+        raise RewardError(
+            f"the indices of {REWARD_PREFIX}.N are {', '.join(sorted(indices))}; they must count from 0"
+        )
     rewards = []
     for index in range(len(indices)):
         name = attributes.get(f"{REWARD_PREFIX}.{index}.name")
         if not isinstance(name, str):
             raise RewardError(f"{REWARD_PREFIX}.{index}.name is {name!r:.80}; it must be a string")
-        rewards.append(NamedReward(name=name, value=as_reward(attributes.get(f"{REWARD_PREFIX}.{index}.value"), name)))
+        rewards.append(
+            NamedReward(name=name, value=as_reward(attributes.get(f"{REWARD_PREFIX}.{index}.value"), name))
+        )
     return rewards
 
 
@@ -122,7 +132,10 @@ def _legacy_value(name: str, attributes: Mapping[str, Any]) -> Any:
         if isinstance(output, str):
             try:
                 output = json.loads(output)
-            except (ValueError, RecursionError):  # an output that is no JSON is the text that the agent answered
+            except (
+                ValueError,
+                RecursionError,
+            ):  # an output that is no JSON is the text that the agent answered
                 output = None
         if isinstance(output, Mapping) and output.get("type") == "reward":
             return output.get("value")

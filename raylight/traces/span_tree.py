@@ -32,7 +32,9 @@ class SpanNode:
         """The nearest agent, from this span upwards; an agent above it that runs in a workflow's executor counts as that one."""
         for node in self.upwards():
             if (name := agent_of(node.span)) is not None:
-                return name if node is self or AGENT_NAME not in node.span.attributes else node._executor or name
+                return (
+                    name if node is self or AGENT_NAME not in node.span.attributes else node._executor or name
+                )
         return None
 
     @property
@@ -139,7 +141,11 @@ class SpanTree:
         Where several spans tell of a response, one that names the agent itself comes first, then one that says where it belongs,
         last one that was found by its times.
         """
-        answered = [(response, node) for node in self.walk() if (response := response_id_of(node.span.attributes)) is not None]
+        answered = [
+            (response, node)
+            for node in self.walk()
+            if (response := response_id_of(node.span.attributes)) is not None
+        ]
         found: dict[str, str | None] = {}
         for response, node in sorted(answered, key=lambda pair: _doubt(pair[1])):
             if found.get(response) is None:

@@ -41,7 +41,9 @@ class TraceContext:
     def __enter__(self) -> AttemptTrace:
         return self._inner.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> bool | None:
         return self._inner.__exit__(kind, error, where)
 
     async def __aenter__(self) -> AttemptTrace:
@@ -79,7 +81,9 @@ class Tracer:
             TracerError: the rollout has no attempt, so that its spans would belong to nothing.
         """
         if rollout.attempt is None:
-            raise TracerError(f"rollout {rollout.rollout_id} has no attempt to trace; dequeue or start it first")
+            raise TracerError(
+                f"rollout {rollout.rollout_id} has no attempt to trace; dequeue or start it first"
+            )
         with self._current(AttemptTrace(rollout.rollout_id, rollout.attempt.attempt_id)) as trace:
             yield trace
 
@@ -108,9 +112,13 @@ class Tracer:
         return trace.spans if trace else []
 
     @contextlib.contextmanager
-    def _by_hand(self, name: str | None, rollout_id: str | None, attempt_id: str | None) -> Iterator[AttemptTrace]:
+    def _by_hand(
+        self, name: str | None, rollout_id: str | None, attempt_id: str | None
+    ) -> Iterator[AttemptTrace]:
         outer = current_trace()
-        if outer is not None and (rollout_id is None or (outer.rollout_id, outer.attempt_id) == (rollout_id, attempt_id)):
+        if outer is not None and (
+            rollout_id is None or (outer.rollout_id, outer.attempt_id) == (rollout_id, attempt_id)
+        ):
             trace = outer  # a second trace here would keep spans from the one whose spans are stored
         else:
             trace = AttemptTrace(rollout_id or "", attempt_id or "")
@@ -134,7 +142,12 @@ class Tracer:
             status = TraceStatus(status_code="ERROR", description=type(error).__name__)
             raise
         finally:
-            made: dict[str, Any] = {"trace_id": trace.trace_id, "status": status, "start_time": start, "end_time": time.time()}
+            made: dict[str, Any] = {
+                "trace_id": trace.trace_id,
+                "status": status,
+                "start_time": start,
+                "end_time": time.time(),
+            }
             trace.add(Span.from_attributes(name=name, attributes={}, **made))
 
 
@@ -236,7 +249,11 @@ class OtelTracer(Tracer):
             export.close(self.export_timeout)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_capture", "_export", "_is_set_up")}
+        return {
+            key: value
+            for key, value in vars(self).items()
+            if key not in ("_capture", "_export", "_is_set_up")
+        }
 
     @contextlib.contextmanager
     def _span(self, name: str, trace: AttemptTrace) -> Iterator[None]:
@@ -252,12 +269,16 @@ class OtelTracer(Tracer):
             return None
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        return OTLPSpanExporter(endpoint=self.export_endpoint, headers=self._headers, timeout=self.export_timeout)
+        return OTLPSpanExporter(
+            endpoint=self.export_endpoint, headers=self._headers, timeout=self.export_timeout
+        )
 
 
 def _traces_url(endpoint: str) -> str:
     """The URL that spans are posted to."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"export_endpoint {endpoint!r} is not an http(s) URL; give one such as http://collector:4318")
+        raise ConfigError(
+            f"export_endpoint {endpoint!r} is not an http(s) URL; give one such as http://collector:4318"
+        )
     return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else endpoint

@@ -20,7 +20,9 @@ from raylight.types import Generation, Trajectory
 
 Tokens: TypeAlias = NDArray[np.int64]
 
-Relation: TypeAlias = Literal["start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"]
+Relation: TypeAlias = Literal[
+    "start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"
+]
 """How a call relates to the calls before it, by the one that shares most tokens with its prompt P, of those to which it relates.
 
 - start: the first call.
@@ -110,7 +112,11 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
         tokens = np.array(ids, dtype=np.int64)
         shared = _shared_with(ids, tokens, placed)
         in_prompt = [min(length, len(call.prompt_ids)) for length in shared]
-        grows = [p for p, length in zip(placed, in_prompt, strict=True) if length == p.total and p.may_grow_by(call)]
+        grows = [
+            p
+            for p, length in zip(placed, in_prompt, strict=True)
+            if length == p.total and p.may_grow_by(call)
+        ]
         if grows:
             branch = max(grows, key=lambda p: p.total).branch
             relations.append("extension")
@@ -160,7 +166,9 @@ def _relation(call: Generation, placed: list[_Placed], shared: list[int]) -> Rel
     if not placed:
         return "start"
     relations = [_relation_to(p, call.prompt_ids, length) for p, length in zip(placed, shared, strict=True)]
-    related = [(length, CLOSER.index(r)) for r, length in zip(relations, shared, strict=True) if r != "restart"]
+    related = [
+        (length, CLOSER.index(r)) for r, length in zip(relations, shared, strict=True) if r != "restart"
+    ]
     return CLOSER[max(related, default=(0, 0))[1]]
 
 
@@ -198,4 +206,6 @@ def _trajectory(branch: list[Generation]) -> Trajectory:
         logprobs += [0.0] * gap + call.logprobs
         versions += [-1] * gap + call.weight_versions
     first, last = branch[0], branch[-1]
-    return Trajectory(first.key.rollout_id, last.prompt_ids + last.output_ids, mask, logprobs, versions, first.temperature)
+    return Trajectory(
+        first.key.rollout_id, last.prompt_ids + last.output_ids, mask, logprobs, versions, first.temperature
+    )

@@ -67,7 +67,11 @@ class _Transcript:
     def _span(self, span: Span) -> Iterator[str]:
         call = self._calls.get(span.attributes.get(CALL_ID))
         served = DIALECT in span.attributes
-        agent = (call.agent if call else None) or self._agents.get(response_id_of(span.attributes) or "") or agent_of(span)
+        agent = (
+            (call.agent if call else None)
+            or self._agents.get(response_id_of(span.attributes) or "")
+            or agent_of(span)
+        )
         failed = f", {span.status.status_code}" if span.status.status_code == "ERROR" else ""
         told = self._of_call(call, agent) if served else ""
         name = span.attributes.get(OPERATION_NAME, span.name)
@@ -77,7 +81,11 @@ class _Transcript:
             shown = {INPUT_MESSAGES, OUTPUT_MESSAGES}
             yield from self._messages(span.attributes, agent)
         elif OPERATION_NAME in span.attributes:
-            shown = {key for key in span.attributes if key.startswith((f"{OPERATION_INPUT}.", OPERATION_OUTPUT, OPERATION_NAME))}
+            shown = {
+                key
+                for key in span.attributes
+                if key.startswith((f"{OPERATION_INPUT}.", OPERATION_OUTPUT, OPERATION_NAME))
+            }
             for key in sorted(shown - {OPERATION_NAME}):
                 yield f"    {key.rpartition('operation.')[2]}: {self._value(span.attributes[key])}"
         elif rewards := get_rewards_from_span(span):
@@ -86,7 +94,11 @@ class _Transcript:
         elif span.status.description:
             yield f"    {span.status.description}"
         if self._full or not shown:
-            yield from (f"    {key}: {self._value(value)}" for key, value in span.attributes.items() if key not in shown)
+            yield from (
+                f"    {key}: {self._value(value)}"
+                for key, value in span.attributes.items()
+                if key not in shown
+            )
 
     def _of_call(self, call: Generation | None, agent: str | None) -> str:
         trained = "" if self._trained.keeps(agent) else ", not trained"
@@ -95,9 +107,15 @@ class _Transcript:
         return f", {len(call.prompt_ids)} + {len(call.output_ids)} tokens, {call.finish_reason}{trained}"
 
     def _messages(self, attributes: Mapping[str, Any], agent: str | None) -> Iterator[str]:
-        asked, answered = (json.loads(str(attributes.get(key, "[]"))) for key in (INPUT_MESSAGES, OUTPUT_MESSAGES))
+        asked, answered = (
+            json.loads(str(attributes.get(key, "[]"))) for key in (INPUT_MESSAGES, OUTPUT_MESSAGES)
+        )
         before = self._told.get(agent, [])
-        new = asked[len(before) :] if len(asked) > len(before) and _same(asked[: len(before)], before) else asked
+        new = (
+            asked[len(before) :]
+            if len(asked) > len(before) and _same(asked[: len(before)], before)
+            else asked
+        )
         if len(new) < len(asked):
             yield f"    ({len(asked) - len(new)} messages as before)"
         yield from (_message(message, "    ") for message in new)
@@ -112,14 +130,21 @@ class _Transcript:
 def _same(some: list[Any], others: list[Any]) -> bool:
     """Whether they are the same conversation; a client may send an answer back with other fields, but not what was asked."""
     return all(
-        one.get("role") == other.get("role") and (one.get("role") == "assistant" or one.get("content") == other.get("content"))
+        one.get("role") == other.get("role")
+        and (one.get("role") == "assistant" or one.get("content") == other.get("content"))
         for one, other in zip(some, others, strict=True)
     )
 
 
 def _message(message: dict[str, Any], indent: str) -> str:
     content = message.get("content")
-    said = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    said = (
+        content
+        if isinstance(content, str)
+        else ""
+        if content is None
+        else json.dumps(content, ensure_ascii=False)
+    )
     lines = f"[{message.get('role')}] {said}".rstrip().split("\n")
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -138,11 +163,21 @@ def _legible(value: Any) -> str:
         return value
     try:
         line = json.dumps(value, ensure_ascii=False)
-        nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict | list) for item in value))
-        return line if len(line) <= 100 or not nested else json.dumps(value, ensure_ascii=False, indent=2).replace("\n", "\n    ")
+        nested = isinstance(value, dict) or (
+            isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
+        )
+        return (
+            line
+            if len(line) <= 100 or not nested
+            else json.dumps(value, ensure_ascii=False, indent=2).replace("\n", "\n    ")
+        )
     except (TypeError, ValueError):
         return repr(value)
 
 
 def _seconds(span: Span) -> str:
-    return "no time" if span.start_time is None or span.end_time is None else f"{span.end_time - span.start_time:.3f} s"
+    return (
+        "no time"
+        if span.start_time is None or span.end_time is None
+        else f"{span.end_time - span.start_time:.3f} s"
+    )

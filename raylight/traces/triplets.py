@@ -38,7 +38,9 @@ from raylight.types import Span, Triplet
 
 logger = logging.getLogger(__name__)
 
-LLM_CALL_MATCH = r"^openai\.(chat|completion|response)|^anthropic\.(chat|completion|message)|^raw_gen_ai_request$"
+LLM_CALL_MATCH = (
+    r"^openai\.(chat|completion|response)|^anthropic\.(chat|completion|message)|^raw_gen_ai_request$"
+)
 """Spans of calls: those that raylight captures, those of AgentOps and OpenLLMetry, and those of agent-lightning's LLM proxy."""
 
 CHOICE = f"{WEAVE_OUTPUT}.choices.0"
@@ -71,7 +73,11 @@ class _Call:
         """Attributes of all its spans; the first one that has something to say counts."""
         merged: dict[str, Any] = {}
         for node in self.nodes:
-            merged |= {k: v for k, v in node.span.attributes.items() if k not in merged or merged[k] in (None, "", [], ())}
+            merged |= {
+                k: v
+                for k, v in node.span.attributes.items()
+                if k not in merged or merged[k] in (None, "", [], ())
+            }
         return merged
 
     @property
@@ -123,11 +129,17 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
         self._agents = AgentFilter(agent_match)
         try:
             self._is_call = re.compile(llm_call_match).search
-            self.reward_match = RewardMatchPolicy(getattr(reward_match, "value", reward_match))  # also agent-lightning's enum
+            self.reward_match = RewardMatchPolicy(
+                getattr(reward_match, "value", reward_match)
+            )  # also agent-lightning's enum
         except re.error as error:
-            raise ConfigError(f"llm_call_match={llm_call_match!r} is not a regular expression: {error}") from error
+            raise ConfigError(
+                f"llm_call_match={llm_call_match!r} is not a regular expression: {error}"
+            ) from error
         except ValueError as error:
-            raise ConfigError(f"reward_match={reward_match!r}; give one of {', '.join(RewardMatchPolicy)}") from error
+            raise ConfigError(
+                f"reward_match={reward_match!r}; give one of {', '.join(RewardMatchPolicy)}"
+            ) from error
 
     def tree(self, spans: Sequence[Span]) -> SpanTree:
         """The tree that calls, agents and rewards are looked up in; `print(adapter.tree(spans).render())` shows it."""
@@ -144,12 +156,17 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             attributes = call.attributes
             response = response_id_of(attributes)
             agent = call.nodes[0].agent if response is None else agents[response]
-            triplet = read_triplet(attributes, agent, [child.span for node in call.nodes for child in node.children])
+            triplet = read_triplet(
+                attributes, agent, [child.span for node in call.nodes for child in node.children]
+            )
             if self._agents.keeps(agent) and (has_tokens(triplet) or not self.skip_empty_token_spans):
                 found.append((call, triplet))
         found.sort(key=lambda pair: pair[0].start)
         rewards = self._rewards(tree, [call for call, _ in found])
-        return [triplet.model_copy(update={"reward": reward}) for (_, triplet), reward in zip(found, rewards, strict=True)]
+        return [
+            triplet.model_copy(update={"reward": reward})
+            for (_, triplet), reward in zip(found, rewards, strict=True)
+        ]
 
     def _calls(self, tree: SpanTree) -> list[_Call]:
         """Calls, by their spans; not those of which a span lies within a reward."""
@@ -171,11 +188,15 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             stack.extend((child, in_reward, in_call or is_call) for child in reversed(node.children))
         calls = [call for call in named.values() if judging.isdisjoint(call.ids)]
         told = {id(node) for call in named.values() for node in call.nodes}
-        return calls + [_Call([node]) for node in unnamed if not any(id(below) in told for below in node.walk())]
+        return calls + [
+            _Call([node]) for node in unnamed if not any(id(below) in told for below in node.walk())
+        ]
 
     def _rewards(self, tree: SpanTree, calls: list[_Call]) -> list[float | None]:
         """The reward of each call."""
-        rewards = {id(node): value for node in tree.walk() if (value := get_reward_value(node.span)) is not None}
+        rewards = {
+            id(node): value for node in tree.walk() if (value := get_reward_value(node.span)) is not None
+        }
         if self.reward_match == RewardMatchPolicy.FIRST_OCCURRENCE:
             families = [list(tree.walk())]
         else:
@@ -185,7 +206,9 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
         for family in families:
             here = sorted({index_of[id(node)] for node in family if id(node) in index_of} - given.keys())
             times = [(calls[index].start, calls[index].end) for index in here]
-            values = [(node.span.start_time or 0.0, rewards[id(node)]) for node in family if id(node) in rewards]
+            values = [
+                (node.span.start_time or 0.0, rewards[id(node)]) for node in family if id(node) in rewards
+            ]
             values.sort(key=lambda pair: pair[0])
             given |= {here[place]: value for place, value in match_rewards(times, values).items()}
         return [given.get(index) for index in range(len(calls))]
@@ -218,10 +241,14 @@ class LlmProxyTraceToTriplet(TraceAdapter[list[Triplet]]):
                 triplets.append(triplet)
                 calls.append((span.sequence_id, span.sequence_id + 1))  # a reward comes with a later number
         given = match_rewards(calls, rewards)
-        return [triplet.model_copy(update={"reward": given.get(place)}) for place, triplet in enumerate(triplets)]
+        return [
+            triplet.model_copy(update={"reward": given.get(place)}) for place, triplet in enumerate(triplets)
+        ]
 
 
-def match_rewards(calls: Sequence[tuple[float, float]], rewards: Sequence[tuple[float, float]]) -> dict[int, float]:
+def match_rewards(
+    calls: Sequence[tuple[float, float]], rewards: Sequence[tuple[float, float]]
+) -> dict[int, float]:
     """Give each reward to the call that began last, of those that had ended by then and have none yet.
 
     Args:
@@ -238,7 +265,9 @@ def match_rewards(calls: Sequence[tuple[float, float]], rewards: Sequence[tuple[
         while begun < len(calls) and calls[begun][0] <= time:
             waiting.append(begun)
             begun += 1
-        ended = next((place for place in reversed(range(len(waiting))) if calls[waiting[place]][1] <= time), None)
+        ended = next(
+            (place for place in reversed(range(len(waiting))) if calls[waiting[place]][1] <= time), None
+        )
         if ended is not None:
             given[waiting.pop(ended)] = value
     return given
@@ -254,21 +283,33 @@ def read_triplet(attributes: Mapping[str, Any], agent: str | None, below: Sequen
     prompt_ids = _numbers(*map(attributes.get, PROMPT_KEYS), raw_field(attributes, "prompt_token_ids"))
     response_ids = _numbers(*map(attributes.get, RESPONSE_KEYS), *_raw_response_ids(attributes))
     response: dict[str, Any] = {"token_ids": response_ids, "raw_content": call.answers or None}
-    columns = {"logprobs": _logprobs(attributes), "weight_versions": _numbers(attributes.get(WEIGHT_VERSIONS))}
+    columns = {
+        "logprobs": _logprobs(attributes),
+        "weight_versions": _numbers(attributes.get(WEIGHT_VERSIONS)),
+    }
     for name, column in columns.items():
         if column and len(column) == len(response_ids):
             response[name] = column
         elif column and response_ids:
-            logger.warning("a call has %d tokens but %d %s, which are left out", len(response_ids), len(column), name)
+            logger.warning(
+                "a call has %d tokens but %d %s, which are left out", len(response_ids), len(column), name
+            )
     return Triplet(
-        prompt={"token_ids": prompt_ids, "raw_content": call.prompt or None, "image_urls": image_urls(call.prompt)},
+        prompt={
+            "token_ids": prompt_ids,
+            "raw_content": call.prompt or None,
+            "image_urls": image_urls(call.prompt),
+        },
         response=response,
         metadata={
             "response_id": response_id_of(attributes),
             "agent_name": agent,
             "request": _described(attributes, "gen_ai.request", WEAVE_INPUT, {"messages"}),
             "response": _described(
-                attributes, "gen_ai.response", WEAVE_OUTPUT, {"choices", "prompt_token_ids", "response_token_ids"}
+                attributes,
+                "gen_ai.response",
+                WEAVE_OUTPUT,
+                {"choices", "prompt_token_ids", "response_token_ids"},
             ),
         },
     )
@@ -287,7 +328,11 @@ def _is_reward(span: Span) -> bool:
 def _described(attributes: Mapping[str, Any], prefix: str, weave: str, elsewhere: set[str]) -> Any:
     """What a span says of the request or response beside messages and tokens."""
     found = unflatten(attributes, prefix) or unflatten(attributes, weave)
-    return {key: value for key, value in found.items() if key not in elsewhere} if isinstance(found, dict) else found
+    return (
+        {key: value for key, value in found.items() if key not in elsewhere}
+        if isinstance(found, dict)
+        else found
+    )
 
 
 def _numbers(*recorded: Any) -> list[Any]:
@@ -303,7 +348,11 @@ def _numbers(*recorded: Any) -> list[Any]:
 def _logprobs(attributes: Mapping[str, Any]) -> list[float]:
     """Log-probability of each response token: raylight's own, or OpenAI's `logprobs.content`."""
     entries = parsed(attributes.get("logprobs.content"))
-    openai = [entry.get("logprob") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else None
+    openai = (
+        [entry.get("logprob") for entry in entries if isinstance(entry, dict)]
+        if isinstance(entries, list)
+        else None
+    )
     return _numbers(attributes.get(RESPONSE_LOGPROBS), openai)
 
 
@@ -311,4 +360,6 @@ def _raw_response_ids(attributes: Mapping[str, Any]) -> tuple[Any, Any]:
     """Tokens of the first choice in a raw response of vLLM, where older and newer versions put them."""
     older, choices = raw_field(attributes, "response_token_ids"), raw_field(attributes, "choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
-    return older[0] if isinstance(older, list) and older else None, choice.get("token_ids") if isinstance(choice, dict) else None
+    return older[0] if isinstance(older, list) and older else None, choice.get("token_ids") if isinstance(
+        choice, dict
+    ) else None

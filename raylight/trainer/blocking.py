@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` and return its result; on KeyboardInterrupt or SIGTERM cancel it first, let it clean up, then raise."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
-    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = concurrent.futures.Future()
+    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = (
+        concurrent.futures.Future()
+    )
 
     async def main() -> T:
         task = asyncio.current_task()

@@ -32,7 +32,10 @@ class Connection:
 def answers(address: str) -> bool:
     """Whether anything listens at `host:port`; Ray itself would try for minutes."""
     host, _, port = address.rpartition("://")[2].strip("/").rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S):
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S),
+    ):
         return True
     return False
 
@@ -68,7 +71,9 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
     named = wanted not in (None, "auto", "local")
     found = answers(wanted) if named and wanted else running_cluster() is not None
     if wanted not in (None, "local") and not found:
-        raise ConfigError(f"no Ray cluster answers at {wanted!r}; start one with `ray start --head`, or give its host:port")
+        raise ConfigError(
+            f"no Ray cluster answers at {wanted!r}; start one with `ray start --head`, or give its host:port"
+        )
     local = wanted == "local" or not found
     if not local:
         try:
@@ -122,4 +127,7 @@ def _demand(strategy: str) -> str:
 
 
 def _amounts(resources: dict[str, Any]) -> str:
-    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "nothing free"
+    return (
+        ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name))
+        or "nothing free"
+    )

@@ -26,7 +26,9 @@ def read_tasks(path: str | Path, limit: int | None = None) -> list[Any]:
     if not path.is_file():
         raise DatasetError(f"there is no file {path}")
     if path.suffix not in KINDS:
-        raise DatasetError(f"{path} is no {', '.join(KINDS)} file; write the tasks as one JSON value a line, and call it *.jsonl")
+        raise DatasetError(
+            f"{path} is no {', '.join(KINDS)} file; write the tasks as one JSON value a line, and call it *.jsonl"
+        )
     try:
         tasks = list(itertools.islice(_tasks(path), limit))
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +63,9 @@ def _rows(path: Path) -> Iterator[Any]:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
-        raise DatasetError(f"{path}: Parquet is read by pyarrow; pip install pyarrow, or give a .jsonl file") from None
+        raise DatasetError(
+            f"{path}: Parquet is read by pyarrow; pip install pyarrow, or give a .jsonl file"
+        ) from None
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):

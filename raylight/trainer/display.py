@@ -75,7 +75,9 @@ class LiveDisplay:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._spinner.update(text="")
         self._live.__exit__(kind, error, trace)
 
@@ -89,7 +91,9 @@ class LiveDisplay:
         self._live.console.print(escape(text), style="yellow", highlight=False)
 
     def _render(self) -> Group:
-        table = Table("step", *(name for name, _, _ in COLUMNS), box=None, header_style="bold", pad_edge=False)
+        table = Table(
+            "step", *(name for name, _, _ in COLUMNS), box=None, header_style="bold", pad_edge=False
+        )
         for column in table.columns:
             column.justify = "right"
         for step, metrics in self._rows:
@@ -112,7 +116,11 @@ def make_display(progress: bool, total: int) -> AbstractContextManager[Display]:
     console = Console()
     if not progress:
         return SilentDisplay(console, total)
-    return LiveDisplay(console, total) if console.is_terminal and not console.is_jupyter else PlainDisplay(console, total)
+    return (
+        LiveDisplay(console, total)
+        if console.is_terminal and not console.is_jupyter
+        else PlainDisplay(console, total)
+    )
 
 
 def print_summary(summary: dict[str, Any], folder: str) -> None:
@@ -132,17 +140,22 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     failed = summary["rollouts_failed"]
     console.print(
         f"{summary['steps']} steps, {summary['rollouts']} rollouts{f', {failed} failed' if failed else ''}{lost}, "
-        f"{summary['seconds']:.0f} s", highlight=False,
-    )  # fmt: skip
+        f"{summary['seconds']:.0f} s",
+        highlight=False,
+    )
     kept = ("checkpoint", "best") if best else ("checkpoint",)
-    _print_files(console, folder, "config.yaml", "metrics.jsonl", "summary.json", "reward.png", *kept, "store.db")
+    _print_files(
+        console, folder, "config.yaml", "metrics.jsonl", "summary.json", "reward.png", *kept, "store.db"
+    )
 
 
 def print_run(summary: dict[str, Any], folder: str) -> None:
     """What became of the rollouts of an algorithm with its own loop, and where everything is."""
     console = Console()
     by_status = ", ".join(f"{count} {status}" for status, count in summary["by_status"].items())
-    console.print(f"{summary['rollouts']} rollouts ({by_status or 'none'}), {summary['seconds']:.0f} s", highlight=False)
+    console.print(
+        f"{summary['rollouts']} rollouts ({by_status or 'none'}), {summary['seconds']:.0f} s", highlight=False
+    )
     _print_files(console, folder, "config.yaml", "summary.json", "store.db")
 
 
@@ -152,24 +165,34 @@ def print_scores(figures: dict[str, Any], folder: str) -> None:
     for name in ("reward", "mean", "std", "± error", "95% interval", "rollouts"):
         table.add_column(name, justify="left" if name == "reward" else "right")
     for name, found in figures["rewards"].items():
-        shown = figures["primary"] if name == "reward" and figures["primary"] not in (None, "primary") else name
+        shown = (
+            figures["primary"] if name == "reward" and figures["primary"] not in (None, "primary") else name
+        )
         interval, error = found["interval_95"], found["standard_error"]
         table.add_row(
-            escape(shown), f"{found['mean']:.4f}", f"{found['std']:.4f}", "-" if error is None else f"{error:.4f}",
-            "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}", str(found["rollouts"]),
-        )  # fmt: skip
+            escape(shown),
+            f"{found['mean']:.4f}",
+            f"{found['std']:.4f}",
+            "-" if error is None else f"{error:.4f}",
+            "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
+            str(found["rollouts"]),
+        )
     console = Console()
     console.print(table)
     for title, by_number in (("pass@", figures["pass_at"]), ("best of ", figures["best_of"])):
         if figures["samples"] > 1 and by_number:
-            console.print("  ".join(f"{title}{k}: {value:.4f}" for k, value in by_number.items()), highlight=False)
+            console.print(
+                "  ".join(f"{title}{k}: {value:.4f}" for k, value in by_number.items()), highlight=False
+            )
     lost = f" ({figures['lost']} by the infrastructure)" if figures["lost"] else ""
     unscored = f", {figures['unscored']} without a reward" if figures["unscored"] else ""
     console.print(
         f"{figures['tasks']} tasks, {figures['rollouts']} rollouts, {figures['failed']} failed{lost}{unscored}; {figures['calls']} "
         f"calls, {figures['tokens_per_rollout']:.1f} tokens a rollout; {figures['seconds']:.1f} s, {figures['tokens_per_s']:.0f} "
-        "tokens/s", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        "tokens/s",
+        highlight=False,
+        soft_wrap=True,
+    )
     _print_files(console, folder, "eval.json", "eval.jsonl", "eval.png", "eval.db")
 
 

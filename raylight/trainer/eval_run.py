@@ -47,7 +47,9 @@ class EvalRun:
         RaylightError: the agent, the model or the adapter is not there, or cannot be run.
     """
 
-    def __init__(self, trainer: Trainer, agent: LitAgent, tasks: list[Any], settings: EvalSettings, folder: Path) -> None:
+    def __init__(
+        self, trainer: Trainer, agent: LitAgent, tasks: list[Any], settings: EvalSettings, folder: Path
+    ) -> None:
         self.trainer = trainer
         self.agent = agent
         self.tasks = tasks
@@ -62,7 +64,8 @@ class EvalRun:
             cargo=Cargo(agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
             runner=trainer.runner,
             store=trainer.store,
-            store_path=(isinstance(trainer.store, StoreConfig) and trainer.store.path) or str(folder / "eval.db"),
+            store_path=(isinstance(trainer.store, StoreConfig) and trainer.store.path)
+            or str(folder / "eval.db"),
             resources=resources,
             model_path=path,
             engine=engine,
@@ -81,7 +84,9 @@ class EvalRun:
         show = self.trainer.progress
         with ray_session(address, log_to_driver) as connection, make_display(show, 0) as shown:
             narrator = Narrator(shown)
-            narrator.stage(f"run {self.plan.name}; Ray dashboard: {connection.dashboard or 'see the cluster'}")
+            narrator.stage(
+                f"run {self.plan.name}; Ray dashboard: {connection.dashboard or 'see the cluster'}"
+            )
             figures = run_blocking(self._work(narrator, connection.local))
         if show:
             print_scores(figures, str(self.folder))
@@ -121,15 +126,23 @@ class EvalRun:
         finished: list[FinishedRollout] = []
         with (self.folder / "eval.jsonl").open("a") as file:
             for start in range(0, len(ids), COLLECTED_AT_ONCE):
-                for item in await session.store.collect(ids[start : start + COLLECTED_AT_ONCE], with_spans=True):
+                for item in await session.store.collect(
+                    ids[start : start + COLLECTED_AT_ONCE], with_spans=True
+                ):
                     place = divmod(len(finished), self.plan.settings.samples)
                     file.write(json.dumps(line_of(item, *place), default=repr) + "\n")
                     finished.append(replace(item, spans=[]))
         return finished
 
-    def _figures(self, scores: Scores, finished: list[FinishedRollout], seconds: float, note: str | None) -> dict[str, Any]:
+    def _figures(
+        self, scores: Scores, finished: list[FinishedRollout], seconds: float, note: str | None
+    ) -> dict[str, Any]:
         primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
-        failures = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
+        failures = [
+            item.rollout.attempt.failure
+            for item in finished
+            if item.rollout.attempt and item.rollout.attempt.failure
+        ]
         return {
             "agent": self.agent._title,
             "model": self.plan.model_path or self.plan.settings.model,
@@ -139,7 +152,9 @@ class EvalRun:
             "rollouts": scores.rollouts,
             "failed": scores.failed,
             "lost": sum(failure.kind in ("infrastructure", "cancelled") for failure in failures),
-            "failures": {text: sum(f.error == text for f in failures) for text in sorted({f.error for f in failures})},
+            "failures": {
+                text: sum(f.error == text for f in failures) for text in sorted({f.error for f in failures})
+            },
             "unscored": scores.unscored,
             "primary": primary,
             "rewards": {name: _spread(found) for name, found in scores.rewards.items()},
@@ -162,7 +177,9 @@ def _engine(config: EngineConfig, settings: EvalSettings) -> tuple[str, EngineCo
     if kind == "upstream":
         if settings.adapter is not None:
             raise ConfigError("an upstream model is served elsewhere, and takes no adapter from here")
-        return "", config.model_copy(update=update | {"upstream_model": config.upstream_model or settings.model})
+        return "", config.model_copy(
+            update=update | {"upstream_model": config.upstream_model or settings.model}
+        )
     if settings.adapter is not None:
         update["max_adapters"] = max(config.max_adapters, 1)
     return resolve_model(settings.model), config.model_copy(update=update)
@@ -207,9 +224,13 @@ def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]
     recorded = {"temperature": 1.0, "top_p": 1.0}
     parts = []
     for name in recorded.keys() & wanted.keys():
-        others = [value for sampling in calls if (value := sampling.get(name, recorded[name])) != wanted[name]]
+        others = [
+            value for sampling in calls if (value := sampling.get(name, recorded[name])) != wanted[name]
+        ]
         if others:
-            parts.append(f"{len(others)} of {len(calls)} calls were sampled at {name} {others[0]:g}, not {wanted[name]:g}")
+            parts.append(
+                f"{len(others)} of {len(calls)} calls were sampled at {name} {others[0]:g}, not {wanted[name]:g}"
+            )
     if not parts:
         return None
     return f"{'; '.join(sorted(parts))}: the agent chose itself. Have it pass llm.sampling_parameters on"
@@ -228,9 +249,12 @@ def rewards_by_name(finished: Iterable[FinishedRollout]) -> dict[str, list[float
 def _spread(found: Spread) -> dict[str, Any]:
     interval = found.interval
     return {
-        "mean": found.mean, "std": found.std, "standard_error": found.error,
-        "interval_95": list(interval) if interval else None, "rollouts": found.rollouts,
-    }  # fmt: skip
+        "mean": found.mean,
+        "std": found.std,
+        "standard_error": found.error,
+        "interval_95": list(interval) if interval else None,
+        "rollouts": found.rollouts,
+    }
 
 
 def _write(path: Path, text: str) -> None:

@@ -60,7 +60,14 @@ class EvalPlan(ServedPlan):
         settings["rollout"]["retry_condition"] = sorted(settings["rollout"]["retry_condition"])
         settings["model"] = self.model_path or settings["model"]
         engine = self.engine.model_dump(mode="json")
-        return {"name": common.pop("name"), "seed": self.seed, **settings, "tasks": self.n_tasks, "engine": engine, **common}
+        return {
+            "name": common.pop("name"),
+            "seed": self.seed,
+            **settings,
+            "tasks": self.n_tasks,
+            "engine": engine,
+            **common,
+        }
 
 
 class EvalSession(ServedSession):
@@ -95,7 +102,9 @@ def find_adapter(folder: str) -> str:
     if not os.path.isdir(path):
         raise ModelNotFoundError(f"there is no adapter folder {path}")
     if missing := [name for name in ADAPTER_FILES if not os.path.isfile(os.path.join(path, name))]:
-        raise ModelNotFoundError(f"{path} holds no LoRA adapter as peft saves it: {', '.join(missing)} is missing")
+        raise ModelNotFoundError(
+            f"{path} holds no LoRA adapter as peft saves it: {', '.join(missing)} is missing"
+        )
     return path
 
 

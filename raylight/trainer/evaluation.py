@@ -32,7 +32,9 @@ class RollsOut(Protocol):
     @property
     def learners(self) -> Saves: ...
 
-    async def rollout(self, tasks: list[Any], mode: Any, samples: int, progress: Any) -> list[FinishedRollout]: ...
+    async def rollout(
+        self, tasks: list[Any], mode: Any, samples: int, progress: Any
+    ) -> list[FinishedRollout]: ...
 
 
 class Evaluator:
@@ -45,7 +47,9 @@ class Evaluator:
         tasks: none, and nothing is ever measured.
     """
 
-    def __init__(self, session: RollsOut, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report) -> None:
+    def __init__(
+        self, session: RollsOut, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report
+    ) -> None:
         self._session = session
         self._algorithm = algorithm
         self._tasks = tasks
@@ -102,7 +106,9 @@ class Evaluator:
             os.replace(old, self.folder)
         if kept.exists():
             there = json.loads(kept.read_text())
-            if self._tells(there) and (self._best is None or self._is_better(there["value"], self._best["value"])):
+            if self._tells(there) and (
+                self._best is None or self._is_better(there["value"], self._best["value"])
+            ):
                 self._best = there
         self._report.best = self._best
 
@@ -117,12 +123,18 @@ class Evaluator:
     async def _evaluate(self, step: int) -> Metrics:
         started = time.perf_counter()
         algorithm, report = self._algorithm, self._report
-        finished = await self._session.rollout(self._tasks, "val", algorithm.val_samples, report.rolling("val"))
+        finished = await self._session.rollout(
+            self._tasks, "val", algorithm.val_samples, report.rolling("val")
+        )
         report.failures(finished)
         raise_if_hopeless(finished, algorithm.failure_reward)
-        metrics = describe_scores(measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward))
+        metrics = describe_scores(
+            measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward)
+        )
         metrics["time/val_s"] = time.perf_counter() - started
-        if algorithm.best is not None and algorithm.val_every is not None:  # else the untrained model would be the best
+        if (
+            algorithm.best is not None and algorithm.val_every is not None
+        ):  # else the untrained model would be the best
             await self._compare(step, algorithm.best, metrics)
         return metrics
 
@@ -133,11 +145,18 @@ class Evaluator:
             known = ", ".join(key for key in metrics if key.startswith("val/"))
             raise ConfigError(f"best={name!r} is not among the metrics of this evaluation: {known}")
         if value is not None and (self._best is None or self._is_better(value, self._best["value"])):
-            self._best = {"metric": name, "mode": self._algorithm.best_mode, "step": step, "value": value, "metrics": metrics}
+            self._best = {
+                "metric": name,
+                "mode": self._algorithm.best_mode,
+                "step": step,
+                "value": value,
+                "metrics": metrics,
+            }
             await self._save()
             self._report.best = self._best
         if value is not None and (
-            self._reference is None or self._is_better(value, self._reference, max(self._algorithm.min_delta, 0.0))
+            self._reference is None
+            or self._is_better(value, self._reference, max(self._algorithm.min_delta, 0.0))
         ):
             self._reference, self._stale = value, 0
         else:
@@ -156,7 +175,9 @@ class Evaluator:
         new, old = self._beside("new"), self._beside("old")
         await self._session.learners.save(str(new))
         if not new.is_dir():
-            self._report.note(f"{new} is on the machine of the first learner; use an output_dir on shared storage")
+            self._report.note(
+                f"{new} is on the machine of the first learner; use an output_dir on shared storage"
+            )
             return
         (new / BEST_JSON).write_text(json.dumps(self._best, indent=2) + "\n")
         replace_folder(new, self.folder, old)

@@ -28,7 +28,10 @@ async def gather(
     for part in range(algorithm.max_rounds):
         found = await _round(session, algorithm, next(tasks), step, part, report)
         finished += found
-        if part + 1 == algorithm.max_rounds or groups_that_differ(finished, algorithm) >= algorithm.tasks_per_step:
+        if (
+            part + 1 == algorithm.max_rounds
+            or groups_that_differ(finished, algorithm) >= algorithm.tasks_per_step
+        ):
             break
         raise_if_hopeless(found, algorithm.failure_reward)
     return finished

@@ -26,7 +26,11 @@ def is_agent(given: Any) -> bool:
     """Whether it is an agent or describes one, and is no dataset."""
     if isinstance(given, type):
         return issubclass(given, LitAgent)
-    return isinstance(given, LitAgent | str) or callable(given) or (isinstance(given, Mapping) and "type" in given)
+    return (
+        isinstance(given, LitAgent | str)
+        or callable(given)
+        or (isinstance(given, Mapping) and "type" in given)
+    )
 
 
 def as_agent(given: Any) -> LitAgent:
@@ -60,9 +64,15 @@ def resolve_model(model: str) -> str:
     """
     folder = os.path.abspath(os.path.expanduser(model))
     if os.path.isdir(folder):
-        missing = [name for name in ("config.json", "tokenizer_config.json") if not os.path.isfile(os.path.join(folder, name))]
+        missing = [
+            name
+            for name in ("config.json", "tokenizer_config.json")
+            if not os.path.isfile(os.path.join(folder, name))
+        ]
         if missing:
-            raise ModelNotFoundError(f"{folder} holds no Hugging Face model with a tokenizer: {', '.join(missing)} is missing")
+            raise ModelNotFoundError(
+                f"{folder} holds no Hugging Face model with a tokenizer: {', '.join(missing)} is missing"
+            )
         return folder
     looks_like_name = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     if looks_like_name:
@@ -100,9 +110,13 @@ def as_dataset(dataset: Any, name: str) -> Any:
     """
     if dataset is None:
         return None
-    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")  # a torch Dataset, which need not be iterable
+    sized = hasattr(dataset, "__getitem__") and hasattr(
+        dataset, "__len__"
+    )  # a torch Dataset, which need not be iterable
     if isinstance(dataset, str | bytes | dict) or not (sized or isinstance(dataset, Iterable)):
-        raise DatasetError(f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks")
+        raise DatasetError(
+            f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks"
+        )
     dataset = dataset if sized else list(dataset)
     if len(dataset) == 0:
         raise DatasetError(f"{name} is empty; pass at least one task")

@@ -87,7 +87,11 @@ class Training:
 
     async def _step(self, step: int, total: int) -> str | None:
         """Take a step and report it; returns why training should end after it, if it should."""
-        evaluation, without_signal, taken = self._evaluator.state_dict(), self._without_signal, self._tasks.taken
+        evaluation, without_signal, taken = (
+            self._evaluator.state_dict(),
+            self._without_signal,
+            self._tasks.taken,
+        )
 
         async def attempt() -> tuple[Metrics, str | None]:
             self._evaluator.load_state_dict(evaluation)
@@ -154,11 +158,17 @@ class Training:
         """Have the training state after a step written."""
         session = self._session
         about = describe_place(
-            session.start, self._config, version=session.version, taken=self._tasks.taken, without_signal=self._without_signal,
+            session.start,
+            self._config,
+            version=session.version,
+            taken=self._tasks.taken,
+            without_signal=self._without_signal,
             evaluation=self._evaluator.state_dict(),
-        )  # fmt: skip
+        )
         plan = session.plan
-        await self._surely(step + 1, lambda: session.learners.save_state(plan.state_url, step, about, plan.checkpoint.keep))
+        await self._surely(
+            step + 1, lambda: session.learners.save_state(plan.state_url, step, about, plan.checkpoint.keep)
+        )
 
     async def _surely(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         """Do work that is part of a step; when the learners are lost meanwhile, bring them to where they were before the step, and

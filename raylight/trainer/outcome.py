@@ -38,7 +38,10 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
     if rewards:
         metrics |= {"train/reward": statistics.fmean(rewards), "train/reward_std": statistics.pstdev(rewards)}
     if lengths:
-        metrics |= {"train/response_tokens": statistics.fmean(lengths), "train/calls": len(lengths) / len(sampled)}
+        metrics |= {
+            "train/response_tokens": statistics.fmean(lengths),
+            "train/calls": len(lengths) / len(sampled),
+        }
     return metrics
 
 
@@ -52,7 +55,11 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
     """
     if any(scored(item, None) is not None for item in finished):
         return
-    failures = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
+    failures = [
+        item.rollout.attempt.failure
+        for item in finished
+        if item.rollout.attempt and item.rollout.attempt.failure
+    ]
     if not failures:
         raise RolloutsFailedError(
             f"none of {len(finished)} rollouts was scored: the agent returns None; return a float, or a dict of floats"
@@ -63,8 +70,10 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
         raise RewardError(error.removeprefix("RewardError: "))
     if failure_reward is not None and example.kind not in ("infrastructure", "cancelled"):
         if not any(item.generations for item in finished):
-            raise EmptyTraceError(f"all {len(finished)} rollouts failed before they called the model: {error}\n{example.trace}")
+            raise EmptyTraceError(
+                f"all {len(finished)} rollouts failed before they called the model: {error}\n{example.trace}"
+            )
         return
     raise RolloutsFailedError(
         f"all {len(finished)} rollouts failed, {count} of them with {error}\n{example.trace}".rstrip()
-    )  # fmt: skip
+    )

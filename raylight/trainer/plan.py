@@ -43,7 +43,10 @@ class RunPlan:
             "runner": self.runner.model_dump(mode="json"),
             "store": self.store.model_dump(mode="json") if isinstance(self.store, StoreConfig) else "given",
             "resources": sorted(self.resources),
-            "versions": {name: importlib.metadata.version(name) for name in ("raylight", "ray", "torch", "transformers", "verl")},
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("raylight", "ray", "torch", "transformers", "verl")
+            },
         }
 
 
@@ -103,7 +106,9 @@ def merge_resources(agent: LitAgent, given: NamedResources) -> NamedResources:
     """
     resources = {**agent.declared_resources, **given}
     if taken := RESERVED & resources.keys():
-        raise ConfigError(f"resources cannot be named {', '.join(sorted(taken))}; raylight gives these itself")
+        raise ConfigError(
+            f"resources cannot be named {', '.join(sorted(taken))}; raylight gives these itself"
+        )
     return resources
 
 
@@ -121,14 +126,19 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
             "model another name, or declare one without an endpoint, such as @rollout(model=LLM(name=...))"
         )
     kept = ("sampling_parameters", "agent_id")
-    filled = {name: llm.model_copy(update={field: getattr(resources[name], field) for field in kept}) for name in open_slots}
+    filled = {
+        name: llm.model_copy(update={field: getattr(resources[name], field) for field in kept})
+        for name in open_slots
+    }
     return resources | filled if filled else {"main_llm": llm} | resources | {"llm": llm}
 
 
 def with_greedy(resources: NamedResources) -> NamedResources:
     """Resources in which the model that is trained says to take the most probable tokens."""
     return {
-        name: value.model_copy(update={"sampling_parameters": value.sampling_parameters | {"temperature": 0.0}})
+        name: value.model_copy(
+            update={"sampling_parameters": value.sampling_parameters | {"temperature": 0.0}}
+        )
         if isinstance(value, LLM) and value.traced and value.model == MODEL_NAME
         else value
         for name, value in resources.items()

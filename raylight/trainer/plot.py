@@ -28,15 +28,33 @@ def plot_rewards(history: list[dict[str, float]], path: Path, best: dict[str, An
         rows = [row for row in history if key in row]
         if not rows:
             continue
-        steps, means, errors = [row["step"] for row in rows], [row[key] for row in rows], [_error(row, key) for row in rows]
+        steps, means, errors = (
+            [row["step"] for row in rows],
+            [row[key] for row in rows],
+            [_error(row, key) for row in rows],
+        )
         (line,) = reward.plot(steps, means, style, label=label)
-        low, high = ([mean + side * NORMAL_95 * error for mean, error in zip(means, errors, strict=True)] for side in (-1, 1))
+        low, high = (
+            [mean + side * NORMAL_95 * error for mean, error in zip(means, errors, strict=True)]
+            for side in (-1, 1)
+        )
         reward.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     if best is not None and math.isfinite(best["value"]):
         reward.axvline(best["step"], color="black", linewidth=0.8, linestyle=":")
-        marked = {"marker": "*", "markersize": 14, "color": "gold", "markeredgecolor": "black", "linestyle": "none"}
+        marked = {
+            "marker": "*",
+            "markersize": 14,
+            "color": "gold",
+            "markeredgecolor": "black",
+            "linestyle": "none",
+        }
         shown = best["metrics"].get("val/reward", best["value"])
-        reward.plot([best["step"]], [shown], label=f"best {best['metric']}: {best['value']:.3g}, step {best['step']}", **marked)
+        reward.plot(
+            [best["step"]],
+            [shown],
+            label=f"best {best['metric']}: {best['value']:.3g}, step {best['step']}",
+            **marked,
+        )
     reward.set_ylabel("mean reward (95% interval)")
     reward.grid(alpha=0.3)
     if reward.get_lines():
@@ -45,7 +63,9 @@ def plot_rewards(history: list[dict[str, float]], path: Path, best: dict[str, An
     rows = [row for row in history if "time/rollout_s" in row]
     if rows:
         times = [[row.get(key, 0.0) for row in rows] for key, _ in stages]
-        seconds.stackplot([row["step"] for row in rows], times, labels=[label for _, label in stages], alpha=0.8)
+        seconds.stackplot(
+            [row["step"] for row in rows], times, labels=[label for _, label in stages], alpha=0.8
+        )
         seconds.legend(loc="upper right", ncols=3, fontsize="small")
     seconds.margins(y=0.4)
     seconds.set_ylabel("seconds")
@@ -65,7 +85,9 @@ def plot_histogram(rewards: dict[str, list[float]], path: Path) -> None:
     """Draw how often each reward was given, a picture for each name."""
     figure = Figure(figsize=(7, 3 * max(len(rewards), 1)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, values) in zip(figure.subplots(len(rewards), 1, squeeze=False)[:, 0], rewards.items(), strict=True):
+    for axes, (name, values) in zip(
+        figure.subplots(len(rewards), 1, squeeze=False)[:, 0], rewards.items(), strict=True
+    ):
         mean = sum(values) / len(values)
         axes.hist(values, bins=min(MOST_BINS, max(10, math.isqrt(len(values)))), alpha=0.8)
         axes.axvline(mean, color="black", linewidth=1, linestyle="--", label=f"mean {mean:.3g}")

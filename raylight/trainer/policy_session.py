@@ -20,12 +20,27 @@ from raylight.learner.batch import TrainBatch
 from raylight.learner.checkpoints import States
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.settings import PolicySettings
-from raylight.serving.fleet.parity import START_TOKENS, SYNC_TOKENS, Parity, ParityWatch, probe_ids, vocabulary_of
+from raylight.serving.fleet.parity import (
+    START_TOKENS,
+    SYNC_TOKENS,
+    Parity,
+    ParityWatch,
+    probe_ids,
+    vocabulary_of,
+)
 from raylight.trainer.cluster import place
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_greedy
 from raylight.trainer.resume import Start, place_of, wait_for_store
 from raylight.trainer.served_session import ServedSession
-from raylight.types import FINISHED, GREEDY, TRAINABLE_AGENTS, EnqueueRolloutRequest, FinishedRollout, RolloutMode, RolloutStatus
+from raylight.types import (
+    FINISHED,
+    GREEDY,
+    TRAINABLE_AGENTS,
+    EnqueueRolloutRequest,
+    FinishedRollout,
+    RolloutMode,
+    RolloutStatus,
+)
 
 
 class PolicySession(ServedSession):
@@ -33,7 +48,9 @@ class PolicySession(ServedSession):
 
     plan: PolicyPlan
 
-    def __init__(self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool, start: Start) -> None:
+    def __init__(
+        self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool, start: Start
+    ) -> None:
         super().__init__(plan, say, cluster_ends)
         self.start = start
         self._continues = start.own
@@ -68,12 +85,21 @@ class PolicySession(ServedSession):
         deployment = self._make_deployment()
         pool = self._make_pool()
         self._say("starting the engine, the learners and the runners")
-        settings = PolicySettings(**{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields})
+        settings = PolicySettings(
+            **{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields}
+        )
         url, _, _ = await together(
-            deployment.start(), self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed), pool.start()
+            deployment.start(),
+            self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed),
+            pool.start(),
         )
         await self._compare(0, START_TOKENS, plan.algorithm.sync_timeout_s)
-        llm = LLM(endpoint=url, model=MODEL_NAME, traced=True, sampling_parameters=plan.algorithm.sampling_parameters)
+        llm = LLM(
+            endpoint=url,
+            model=MODEL_NAME,
+            traced=True,
+            sampling_parameters=plan.algorithm.sampling_parameters,
+        )
         await self._offer(llm)
         if plan.algorithm.samples_greedily:
             self._greedy_id = await self._add_greedy_model()
@@ -91,7 +117,9 @@ class PolicySession(ServedSession):
 
     async def _place(self) -> Any:
         config = self.plan.learner
-        placement = await place(f"{self.plan.name}-learners", bundles(config), config.strategy, config.placement_timeout_s)
+        placement = await place(
+            f"{self.plan.name}-learners", bundles(config), config.strategy, config.placement_timeout_s
+        )
         self._stack.callback(remove_placement_group, placement)
         return placement
 
@@ -116,8 +144,15 @@ class PolicySession(ServedSession):
     async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
         """Have every task rolled out once for training, by a model that says to take the most probable tokens."""
         requests = self._requests(
-            tasks, "train", 1, step, part, kind="greedy-", resources_id=self._greedy_id, metadata={GREEDY: True}
-        )  # fmt: skip
+            tasks,
+            "train",
+            1,
+            step,
+            part,
+            kind="greedy-",
+            resources_id=self._greedy_id,
+            metadata={GREEDY: True},
+        )
         return await self._roll_out(requests, lambda done, total: None)
 
     async def _add_greedy_model(self) -> str:
@@ -129,7 +164,14 @@ class PolicySession(ServedSession):
         return added.resources_id
 
     def _requests(
-        self, tasks: list[Any], mode: RolloutMode, samples: int, step: int, part: int, kind: str = "", **more: Any
+        self,
+        tasks: list[Any],
+        mode: RolloutMode,
+        samples: int,
+        step: int,
+        part: int,
+        kind: str = "",
+        **more: Any,
     ) -> list[EnqueueRolloutRequest]:
         """One for each rollout, named by its place.
 
@@ -138,16 +180,20 @@ class PolicySession(ServedSession):
         """
         return [
             EnqueueRolloutRequest(
-                input=task, mode=mode, config=self.plan.rollout, group_id=f"{mode}-{step}-{part}-{index}",
-                rollout_id=f"{self.start.lineage}-{mode}-{step}-{part}-{index}-{kind}{sample}", **more,
+                input=task,
+                mode=mode,
+                config=self.plan.rollout,
+                group_id=f"{mode}-{step}-{part}-{index}",
+                rollout_id=f"{self.start.lineage}-{mode}-{step}-{part}-{index}-{kind}{sample}",
+                **more,
             )
             for index, task in enumerate(tasks)
             for sample in range(samples)
-        ]  # fmt: skip
+        ]
 
     async def _roll_out(
         self, requests: list[EnqueueRolloutRequest], progress: Callable[[int, int], None]
-    ) -> list[FinishedRollout]:  # fmt: skip
+    ) -> list[FinishedRollout]:
         async with self._catching_up:
             await self._catch_up(requests)
         return await self._collect(await self._finish(requests, progress))
@@ -162,7 +208,9 @@ class PolicySession(ServedSession):
         for request in requests:
             if request.rollout_id in self._taken_back:
                 resources_id = request.resources_id or await self._latest_resources_id()
-                await self.store.update_rollout(request.rollout_id, status="requeuing", resources_id=resources_id)
+                await self.store.update_rollout(
+                    request.rollout_id, status="requeuing", resources_id=resources_id
+                )
                 self._taken_back.discard(request.rollout_id)
 
     async def _all_decided(self, ids: list[str]) -> bool:
@@ -186,7 +234,9 @@ class PolicySession(ServedSession):
         ]
         if not chosen:
             return finished
-        with_spans = {item.rollout.rollout_id: item for item in await self.store.collect(chosen, with_spans=True)}
+        with_spans = {
+            item.rollout.rollout_id: item for item in await self.store.collect(chosen, with_spans=True)
+        }
         return [with_spans.get(item.rollout.rollout_id, item) for item in finished]
 
     async def recover(self, fault: LearnerLostError) -> Start:
@@ -206,7 +256,9 @@ class PolicySession(ServedSession):
         states = States(self.plan.state_url)
         steps = await asyncio.to_thread(states.steps)
         if not steps:
-            raise LearnerError(f"the learners were lost before a first training state was in {states.url}: {fault}") from fault
+            raise LearnerError(
+                f"the learners were lost before a first training state was in {states.url}: {fault}"
+            ) from fault
         place = place_of(states, steps[-1])
         await self.learners.load_state(states.url, place.step, place.version)
         self.version, self.replaying = place.version, True
@@ -253,7 +305,9 @@ class PolicySession(ServedSession):
                 version, box = await self.learners.export()
         except TimeoutError:
             raise WeightSyncError(f"the learners did not give their weights within {timeout:g} s") from None
-        if version > self._published:  # else the engines have it, and learners that were lost have come to it again
+        if (
+            version > self._published
+        ):  # else the engines have it, and learners that were lost have come to it again
             await self.fleet.publish(version, box, timeout, self.plan.engine.update_mode)
             self._published = version
         return version, await self._compare(version, SYNC_TOKENS, timeout)

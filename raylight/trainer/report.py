@@ -58,10 +58,16 @@ class Narrator:
 
     def failures(self, finished: list[FinishedRollout]) -> None:
         """Tell of failed rollouts: the first of each different error with its traceback; all are counted."""
-        failed = [item.rollout.attempt.failure for item in finished if item.rollout.attempt and item.rollout.attempt.failure]
+        failed = [
+            item.rollout.attempt.failure
+            for item in finished
+            if item.rollout.attempt and item.rollout.attempt.failure
+        ]
         for failure in failed:
             if not self._told[failure.error] and len(self._told) < SHOWN_ERRORS:
-                self._display.note(f"a rollout failed ({failure.kind}): {failure.error}\n{failure.trace}".rstrip())
+                self._display.note(
+                    f"a rollout failed ({failure.kind}): {failure.error}\n{failure.trace}".rstrip()
+                )
             self._told[failure.error] += 1
         self._lost += sum(failure.kind == "infrastructure" for failure in failed)
 
@@ -76,7 +82,12 @@ class Report(Narrator):
     """
 
     def __init__(
-        self, folder: Path, display: Display, config: dict[str, Any], started: float | None = None, after: int | None = None
+        self,
+        folder: Path,
+        display: Display,
+        config: dict[str, Any],
+        started: float | None = None,
+        after: int | None = None,
     ) -> None:
         super().__init__(display)
         self.folder = folder
@@ -148,7 +159,9 @@ class Report(Narrator):
         key = "val/reward" if validated or not trained else "train/reward"  # what was measured from the start
         rewards = [row[key] for row in self._history if key in row]
         if not self.checkpoint.exists():
-            self.note(f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared storage")
+            self.note(
+                f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared storage"
+            )
         summary = {
             "reward": key,
             "reward_before": rewards[0] if rewards else None,
@@ -171,7 +184,11 @@ class Report(Narrator):
 
     def finish_plain(self, counts: dict[str, int]) -> dict[str, Any]:
         """Write the summary of a run whose algorithm brings its own loop; returns it."""
-        by_status = {name.removeprefix("rollouts_"): counts[name] for name in sorted(counts) if name.startswith("rollouts_")}
+        by_status = {
+            name.removeprefix("rollouts_"): counts[name]
+            for name in sorted(counts)
+            if name.startswith("rollouts_")
+        }
         summary = {
             "rollouts": counts.get("total_rollouts", 0),
             "by_status": by_status,
@@ -188,12 +205,17 @@ class Report(Narrator):
 def _rows_until(file: Path, step: int) -> list[Metrics]:
     """Rows up to a step; the last line may have been cut off when the run was killed."""
     lines = file.read_text().split("\n")[:-1]
-    rows = [{key: math.nan if value is None else value for key, value in json.loads(line).items()} for line in lines]
+    rows = [
+        {key: math.nan if value is None else value for key, value in json.loads(line).items()}
+        for line in lines
+    ]
     return [row for row in rows if row["step"] <= step]
 
 
 def _line(row: Metrics) -> str:
-    return json.dumps({key: value if math.isfinite(value) else None for key, value in row.items()}) + "\n"  # JSON has no NaN
+    return (
+        json.dumps({key: value if math.isfinite(value) else None for key, value in row.items()}) + "\n"
+    )  # JSON has no NaN
 
 
 def _replace_text(file: Path, text: str) -> None:

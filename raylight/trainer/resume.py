@@ -23,9 +23,22 @@ Resume = bool | str | Path
 """False begins anew; True and "auto" continue the run in the output_dir, the latter only if there is one; or where a state is."""
 
 SAME_UPDATES = {
-    "n_steps", "n_epochs", "val_every", "val_before_train", "val_samples", "pass_reward", "best", "best_mode", "patience",
-    "min_delta", "max_steps_without_signal", "sync_timeout_s", "rollout", "warn_logprob_mismatch", "max_logprob_mismatch",
-}  # fmt: skip
+    "n_steps",
+    "n_epochs",
+    "val_every",
+    "val_before_train",
+    "val_samples",
+    "pass_reward",
+    "best",
+    "best_mode",
+    "patience",
+    "min_delta",
+    "max_steps_without_signal",
+    "sync_timeout_s",
+    "rollout",
+    "warn_logprob_mismatch",
+    "max_logprob_mismatch",
+}
 """Settings of an algorithm that leave its updates as they are."""
 NOT_COMPARED = {"name", "versions", "resources"}
 PLACE = ("version", "taken", "without_signal", "evaluation")
@@ -98,12 +111,16 @@ def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> S
         if resume == "auto":
             return new_start()
         found = f"only of steps {steps}" if steps else "none"
-        raise ConfigError(f"no complete training state at {source if step is None else resume}: there is {found}")
+        raise ConfigError(
+            f"no complete training state at {source if step is None else resume}: there is {found}"
+        )
     step = steps[-1] if step is None else step
     return start_after(source, step, States(source).about(step), now, highest, own=source == url)
 
 
-def start_after(url: str, step: int, about: dict[str, Any], now: dict[str, Any], highest: int, own: bool = True) -> Start:
+def start_after(
+    url: str, step: int, about: dict[str, Any], now: dict[str, Any], highest: int, own: bool = True
+) -> Start:
     """Begin after a state.
 
     Args:
@@ -119,15 +136,28 @@ def start_after(url: str, step: int, about: dict[str, Any], now: dict[str, Any],
         place["evaluation"] = None  # the best model so far is in the other folder
     notes = [f"going on after step {step}"]
     if changed:
-        notes.append("settings that differ from then: " + "; ".join(f"{name}: {text}" for name, text in changed.items()))
+        notes.append(
+            "settings that differ from then: "
+            + "; ".join(f"{name}: {text}" for name, text in changed.items())
+        )
     updates_differ = own and any(changes_updates(name, now) for name in changed)
     if own and not updates_differ:
         return Start(about["lineage"], url, step, **place, own=True, notes=notes)
     if updates_differ:
-        notes.append("with these, steps come out otherwise, so that what was rolled out after the state is left out")
+        notes.append(
+            "with these, steps come out otherwise, so that what was rolled out after the state is left out"
+        )
     if updates_differ and highest > place["version"]:
         place["version"] = highest + 2  # one more may have been published than was reported
-    return Start(new_start().lineage, url, step, **place, before=about["lineage"] if own else None, own=own, notes=notes)
+    return Start(
+        new_start().lineage,
+        url,
+        step,
+        **place,
+        before=about["lineage"] if own else None,
+        own=own,
+        notes=notes,
+    )
 
 
 def place_of(states: States, step: int) -> Start:
@@ -187,7 +217,10 @@ def changes_updates(name: str, now: dict[str, Any]) -> bool:
         return any(settings.get("lr_schedule", "constant") != "constant" for settings in schedules)
     if room == "algorithm":
         return rest.split(".")[0] not in SAME_UPDATES
-    return room in ("seed", "tasks", "trained_agents") or name in ("learner.long_rows", "learner.max_row_tokens")
+    return room in ("seed", "tasks", "trained_agents") or name in (
+        "learner.long_rows",
+        "learner.max_row_tokens",
+    )
 
 
 def describe_tasks(tasks: list[Any]) -> dict[str, Any]:
@@ -203,7 +236,9 @@ def highest_version(metrics: Path) -> int:
     """Highest version of weights in the rows of a metrics.jsonl; 0 without one."""
     if not metrics.exists():
         return 0
-    rows = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]  # the last may have been cut off
+    rows = [
+        json.loads(line) for line in metrics.read_text().split("\n")[:-1]
+    ]  # the last may have been cut off
     return max((int(row.get("weights/version") or 0) for row in rows), default=0)
 
 
@@ -238,4 +273,6 @@ async def wait_for_store(path: Path, timeout: float = STORE_TIMEOUT_S) -> None:
     try:
         await asyncio.wait_for(free.wait(), timeout)
     except TimeoutError:
-        raise StoreError(f"another process still has {path} open: is the run that is to be resumed still alive?") from None
+        raise StoreError(
+            f"another process still has {path} open: is the run that is to be resumed still alive?"
+        ) from None

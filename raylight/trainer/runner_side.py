@@ -33,9 +33,13 @@ def must_be_joinable(run: str, local: bool) -> None:
         local: the cluster was started by this process, for itself.
     """
     if local:
-        raise ConfigError("runners of other processes need a cluster that both join; start one with `ray start --head`")
+        raise ConfigError(
+            "runners of other processes need a cluster that both join; start one with `ray start --head`"
+        )
     if _is_there(DESK_NAME, run) or _is_there(STORE_NAME, run):
-        raise ConfigError(f"there is a run {run!r} on this cluster already; give this one another run_name, or stop that one")
+        raise ConfigError(
+            f"there is a run {run!r} on this cluster already; give this one another run_name, or stop that one"
+        )
 
 
 def _is_there(actor: str, run: str) -> bool:
@@ -72,7 +76,10 @@ class RunnerSide:
             RaylightError: the runners did not start, or kept dying.
         """
         trainer = self._trainer
-        with ray_session(trainer._address, trainer._log_to_driver) as connection, make_display(trainer.progress, 0) as shown:
+        with (
+            ray_session(trainer._address, trainer._log_to_driver) as connection,
+            make_display(trainer.progress, 0) as shown,
+        ):
             if connection.local:
                 raise ConfigError(
                     f"there is no cluster here on which run {self._run!r} could be; give its address, or set RAY_ADDRESS"
@@ -82,12 +89,16 @@ class RunnerSide:
             try:
                 store, secret = await desk.shared.remote()
             except RayActorError:
-                raise ConfigError(f"run {self._run!r} ended before its runners could join it; start them again with it") from None
+                raise ConfigError(
+                    f"run {self._run!r} ended before its runners could join it; start them again with it"
+                ) from None
             cargo = replace(Cargo(self._agent, trainer.tracer, trainer.hooks), secret=secret)
             pool = JoinedPool(f"{self._run}-{secrets.token_hex(3)}", self._config, store, cargo)
             try:
                 await pool.start()
-                shown.stage(f"{self._config.n} runner(s) work for run {self._run}, until it is over or Ctrl-C")
+                shown.stage(
+                    f"{self._config.n} runner(s) work for run {self._run}, until it is over or Ctrl-C"
+                )
                 over = await self._until_over(desk, pool)
             finally:
                 await pool.stop()
@@ -105,7 +116,9 @@ class RunnerSide:
             try:
                 await watching
             except RaylightError:
-                over, _ = await asyncio.wait([ending], timeout=END_S)  # that the store is gone may be heard of first
+                over, _ = await asyncio.wait(
+                    [ending], timeout=END_S
+                )  # that the store is gone may be heard of first
                 if not over:
                     raise
             return ending.done()

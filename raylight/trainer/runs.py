@@ -29,10 +29,24 @@ from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
 from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, resolve_model
 from raylight.trainer.loop import Training
-from raylight.trainer.plan import MODEL_NAME, PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
+from raylight.trainer.plan import (
+    MODEL_NAME,
+    PolicyPlan,
+    RunPlan,
+    merge_resources,
+    must_have_endpoints,
+    with_policy,
+)
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
-from raylight.trainer.resume import Resume, describe_tasks, find_start, highest_version, new_start, prepare_states
+from raylight.trainer.resume import (
+    Resume,
+    describe_tasks,
+    find_start,
+    highest_version,
+    new_start,
+    prepare_states,
+)
 from raylight.trainer.run_side import RunSide
 from raylight.trainer.served_algorithm import READ, ServedAlgorithmPlan, ServedAlgorithmSession, serving_plan
 from raylight.trainer.session import Session
@@ -60,7 +74,8 @@ class Run:
             "cargo": Cargo(inputs.agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
             "runner": trainer.runner,
             "store": trainer.store,
-            "store_path": (isinstance(trainer.store, StoreConfig) and trainer.store.path) or str(folder / "store.db"),
+            "store_path": (isinstance(trainer.store, StoreConfig) and trainer.store.path)
+            or str(folder / "store.db"),
             "resources": resources,
         }
 
@@ -75,7 +90,9 @@ class Run:
             ConfigError: nothing of this run can go on.
         """
         if resume is not False:
-            raise ConfigError(f"nothing reads resume: {type(self.trainer.algorithm).__name__} leaves no training states")
+            raise ConfigError(
+                f"nothing reads resume: {type(self.trainer.algorithm).__name__} leaves no training states"
+            )
 
     @property
     def after(self) -> int | None:
@@ -110,10 +127,14 @@ class PolicyRun(Run):
 
     plan: PolicyPlan
 
-    def __init__(self, trainer: Trainer, algorithm: PolicyAlgorithm, inputs: Inputs, name: str, folder: Path) -> None:
+    def __init__(
+        self, trainer: Trainer, algorithm: PolicyAlgorithm, inputs: Inputs, name: str, folder: Path
+    ) -> None:
         super().__init__(trainer, inputs, name, folder)
         if trainer.llm_proxy is not None:
-            raise ConfigError(f"nothing reads llm_proxy: {type(algorithm).__name__} is served by raylight's own engine")
+            raise ConfigError(
+                f"nothing reads llm_proxy: {type(algorithm).__name__} is served by raylight's own engine"
+            )
         resources: NamedResources = self._common["resources"]
         self.train_tasks = as_tasks(inputs.train, "train_dataset", required=True)
         self.val_tasks = as_tasks(inputs.val, "val_dataset", required=False)
@@ -125,7 +146,9 @@ class PolicyRun(Run):
         self.plan = PolicyPlan(
             **self._common,
             model_path=resolve_model(algorithm.model),
-            algorithm=algorithm.model_copy(update={"max_logprob_mismatch": _max_mismatch(trainer, algorithm)}),
+            algorithm=algorithm.model_copy(
+                update={"max_logprob_mismatch": _max_mismatch(trainer, algorithm)}
+            ),
             engine=trainer.engine.model_copy(update={"kind": _trainable_engine(trainer)}),
             learner=trainer.learner,
             checkpoint=trainer.checkpoint,
@@ -176,7 +199,9 @@ class PolicyRun(Run):
     async def work(self) -> dict[str, Any]:
         plan, report = self.plan, self.report
         async with PolicySession(plan, report.stage, self._cluster_ends, self.start) as session:
-            training = Training(session, plan.algorithm, self.train_tasks, self.val_tasks, report, self._state_config)
+            training = Training(
+                session, plan.algorithm, self.train_tasks, self.val_tasks, report, self._state_config
+            )
             await self._noting(session.watched(training.run()))
             summary = report.finish(await session.counts())
             report.stage("stopping")
@@ -191,7 +216,9 @@ class PolicyRun(Run):
 class AlgorithmRun(Run):
     """Runs an algorithm that brings its own loop: it is given the store, and says itself what to roll out."""
 
-    def __init__(self, trainer: Trainer, algorithm: Algorithm, inputs: Inputs, name: str, folder: Path) -> None:
+    def __init__(
+        self, trainer: Trainer, algorithm: Algorithm, inputs: Inputs, name: str, folder: Path
+    ) -> None:
         super().__init__(trainer, inputs, name, folder)
         model = algorithm.served_model
         if unread := [name for name in trainer.given_for_policy if model is None or name not in READ]:
@@ -200,11 +227,17 @@ class AlgorithmRun(Run):
         self.algorithm = algorithm
         self._continues: Path | None = None
         self.plan = RunPlan(**self._common) if model is None else serving_plan(self._common, trainer, model)
-        resources = self.plan.resources if model is None else with_policy(self.plan.resources, LLM(model=MODEL_NAME))
+        resources = (
+            self.plan.resources if model is None else with_policy(self.plan.resources, LLM(model=MODEL_NAME))
+        )
         if not algorithm.serves_model and model is None:
             must_have_endpoints(resources.items(), algorithm)
-        self._datasets = {name: as_dataset(getattr(inputs, name), f"{name}_dataset") for name in ("train", "val")}
-        self.total_steps = algorithm.total_steps(len(self._datasets["train"]) if self._datasets["train"] is not None else 0)
+        self._datasets = {
+            name: as_dataset(getattr(inputs, name), f"{name}_dataset") for name in ("train", "val")
+        }
+        self.total_steps = algorithm.total_steps(
+            len(self._datasets["train"]) if self._datasets["train"] is not None else 0
+        )
         inputs.agent.check(resources, more_may_come=not isinstance(algorithm, Baseline))
 
     def resume(self, resume: Resume) -> None:
@@ -217,11 +250,15 @@ class AlgorithmRun(Run):
         if file.exists():
             self._continues = file.absolute()
         elif resume != "auto":
-            raise ConfigError(f"there is no {file} to go on from; resume='auto' begins anew where there is none")
+            raise ConfigError(
+                f"there is no {file} to go on from; resume='auto' begins anew where there is none"
+            )
 
     @property
     def after(self) -> int | None:
-        return None if self._continues is None else sys.maxsize  # only the algorithm knows; it records no step twice
+        return (
+            None if self._continues is None else sys.maxsize
+        )  # only the algorithm knows; it records no step twice
 
     def resolved(self) -> dict[str, Any]:
         algorithm = {"name": type(self.algorithm).__name__, **self.algorithm.resolved()}
@@ -230,7 +267,9 @@ class AlgorithmRun(Run):
     async def work(self) -> dict[str, Any]:
         report = self.report
         served = isinstance(self.plan, ServedAlgorithmPlan)
-        async with (ServedAlgorithmSession if served else Session)(self.plan, report.stage, self._cluster_ends) as session:  # type: ignore[arg-type]
+        async with (ServedAlgorithmSession if served else Session)(
+            self.plan, report.stage, self._cluster_ends
+        ) as session:  # type: ignore[arg-type]
             await self._noting(session.watched(self._algorithm(session)))
             counts = await session.counts()
             summary = report.finish(counts) if self.algorithm.serves_model else report.finish_plain(counts)
@@ -244,7 +283,13 @@ class AlgorithmRun(Run):
         algorithm.set_adapter(trainer.adapter or TracerTraceToTriplet())
         algorithm.set_initial_resources(session.resources)
         algorithm.set_run_side(
-            RunSide(self.report, self.plan.cargo.secret, session.resources, self.inputs.agent.trained_agents, self._continues)
+            RunSide(
+                self.report,
+                self.plan.cargo.secret,
+                session.resources,
+                self.inputs.agent.trained_agents,
+                self._continues,
+            )
         )
         if trainer.llm_proxy is not None:
             algorithm.set_llm_proxy(trainer.llm_proxy)
@@ -252,7 +297,9 @@ class AlgorithmRun(Run):
         if algorithm.is_async():
             await cast("Awaitable[None]", algorithm.run(**work))
         else:
-            begun, raised = await AgentThreads().run(functools.partial(algorithm.run, **work))  # a daemon: Ctrl-C does not wait
+            begun, raised = await AgentThreads().run(
+                functools.partial(algorithm.run, **work)
+            )  # a daemon: Ctrl-C does not wait
             if raised is not None:
                 raise raised
             if inspect.isawaitable(begun):  # a plain function that hands on what an asynchronous one gave it

@@ -31,7 +31,11 @@ class Spread:
     @property
     def interval(self) -> tuple[float, float] | None:
         """Where the mean is with 95% confidence."""
-        return None if self.error is None else (self.mean - NORMAL_95 * self.error, self.mean + NORMAL_95 * self.error)
+        return (
+            None
+            if self.error is None
+            else (self.mean - NORMAL_95 * self.error, self.mean + NORMAL_95 * self.error)
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ class Scores:
     """Sampled, in all calls."""
 
 
-def measure(finished: list[FinishedRollout], samples: int, failure_reward: float | None, pass_reward: float) -> Scores:
+def measure(
+    finished: list[FinishedRollout], samples: int, failure_reward: float | None, pass_reward: float
+) -> Scores:
     """Score rollouts, which tell their task by their group.
 
     A rollout that failed counts with `failure_reward`, or is left out; one that the infrastructure failed is always left out. Of
@@ -81,7 +87,11 @@ def measure(finished: list[FinishedRollout], samples: int, failure_reward: float
     return Scores(
         rewards={name: spread(values) for name, values in named.items()},
         best_of={k: _mean_best(groups, k) for k in numbers_to(samples) if groups},
-        pass_at={k: _mean_best([[float(r >= pass_reward) for r in g] for g in groups], k) for k in numbers_to(samples) if groups},
+        pass_at={
+            k: _mean_best([[float(r >= pass_reward) for r in g] for g in groups], k)
+            for k in numbers_to(samples)
+            if groups
+        },
         tasks=len({item.rollout.group_id or item.rollout.rollout_id for item in finished}),
         rollouts=len(finished),
         failed=sum(item.rollout.status != "succeeded" for item in finished),
@@ -106,7 +116,9 @@ def best_of(values: list[float], k: int) -> float:
     """Expected largest of k values drawn from `values` without putting any back; of all of them where they are fewer."""
     n = len(values)
     k = min(k, n)
-    return sum(value * math.comb(place, k - 1) for place, value in enumerate(sorted(values))) / math.comb(n, k)
+    return sum(value * math.comb(place, k - 1) for place, value in enumerate(sorted(values))) / math.comb(
+        n, k
+    )
 
 
 def numbers_to(samples: int) -> list[int]:

@@ -57,16 +57,29 @@ def serve_model(
 
 
 async def _serve(
-    path: str, name: str, config: EngineConfig, secret: str | None, seed: int, cluster_ends: bool, say: Callable[[str], None]
+    path: str,
+    name: str,
+    config: EngineConfig,
+    secret: str | None,
+    seed: int,
+    cluster_ends: bool,
+    say: Callable[[str], None],
 ) -> None:
     app_name = f"serve-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
         board = start_board(app_name)
         stack.callback(ray.kill, board)
         spec = ReplicaSpec(
-            app_name=app_name, route=None if serve_http_options() else "/", model_path=path, model=name, config=config,
-            secret=secret, seed=seed, store=None, board=board,
-        )  # fmt: skip
+            app_name=app_name,
+            route=None if serve_http_options() else "/",
+            model_path=path,
+            model=name,
+            config=config,
+            secret=secret,
+            seed=seed,
+            store=None,
+            board=board,
+        )
         deployment = Deployment(spec, cluster_ends)
         stack.push_async_callback(deployment.stop)
         say(f"starting the {config.kind} engine")

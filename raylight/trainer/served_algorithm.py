@@ -23,7 +23,11 @@ class ServedAlgorithmPlan(ServedPlan):
     """The components of such a run."""
 
     def resolved(self) -> dict[str, Any]:
-        return super().resolved() | {"seed": self.seed, "model": self.model_path, "engine": self.engine.model_dump(mode="json")}
+        return super().resolved() | {
+            "seed": self.seed,
+            "model": self.model_path,
+            "engine": self.engine.model_dump(mode="json"),
+        }
 
 
 def serving_plan(common: dict[str, Any], trainer: Trainer, model: str) -> ServedAlgorithmPlan:
@@ -41,9 +45,11 @@ def serving_plan(common: dict[str, Any], trainer: Trainer, model: str) -> Served
     if kind == "upstream":
         update["upstream_model"] = trainer.engine.upstream_model or model
     return ServedAlgorithmPlan(
-        **common, model_path="" if kind == "upstream" else resolve_model(model), engine=trainer.engine.model_copy(update=update),
+        **common,
+        model_path="" if kind == "upstream" else resolve_model(model),
+        engine=trainer.engine.model_copy(update=update),
         seed=trainer.seed,
-    )  # fmt: skip
+    )
 
 
 class ServedAlgorithmSession(ServedSession):

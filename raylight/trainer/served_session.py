@@ -54,9 +54,15 @@ class ServedSession(Session):
     def _make_deployment(self) -> Deployment:
         plan = self.plan
         spec = ReplicaSpec(
-            app_name=plan.name, model_path=plan.model_path, model=MODEL_NAME, config=plan.engine, secret=plan.cargo.secret,
-            seed=plan.seed, store=self.store, board=self._board,
-        )  # fmt: skip
+            app_name=plan.name,
+            model_path=plan.model_path,
+            model=MODEL_NAME,
+            config=plan.engine,
+            secret=plan.cargo.secret,
+            seed=plan.seed,
+            store=self.store,
+            board=self._board,
+        )
         deployment = Deployment(spec, self._cluster_ends)
         self._stack.push_async_callback(deployment.stop)
         return deployment
@@ -70,7 +76,9 @@ class ServedSession(Session):
     def _resources_with(self, llm: LLM) -> NamedResources:
         return with_policy(self.resources, llm)
 
-    async def finish(self, tasks: list[Any], mode: RolloutMode, samples: int, progress: Callable[[int, int], None]) -> list[str]:
+    async def finish(
+        self, tasks: list[Any], mode: RolloutMode, samples: int, progress: Callable[[int, int], None]
+    ) -> list[str]:
         """Have every task rolled out `samples` times as one group, and wait until all are decided; returns their ids, by task."""
         requests = [
             EnqueueRolloutRequest(input=task, mode=mode, group_id=f"{mode}-{index}", config=self.plan.rollout)
@@ -79,7 +87,9 @@ class ServedSession(Session):
         ]
         return await self._finish(requests, progress)
 
-    async def _finish(self, requests: list[EnqueueRolloutRequest], progress: Callable[[int, int], None]) -> list[str]:
+    async def _finish(
+        self, requests: list[EnqueueRolloutRequest], progress: Callable[[int, int], None]
+    ) -> list[str]:
         ids = [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
         done = 0
         try:

@@ -76,7 +76,9 @@ class Session:
         if self.resources:
             await self.store.add_resources(self.resources)
         await self._make_pool().start()
-        self._say("runners joined" if self.run.runner.apart else f"{self.run.runner.n} runner(s) wait for rollouts")
+        self._say(
+            "runners joined" if self.run.runner.apart else f"{self.run.runner.n} runner(s) wait for rollouts"
+        )
 
     def _start_store(self) -> None:
         """The run's own store, which ends with it, or the one that was given."""
@@ -87,7 +89,9 @@ class Session:
         if self._continues:
             self._say("the store goes on where it was")
         elif plan.store.path is None:
-            Journal.discard(Path(plan.store_path))  # of an earlier run in this folder, which begins anew as a whole
+            Journal.discard(
+                Path(plan.store_path)
+            )  # of an earlier run in this folder, which begins anew as a whole
         elif os.path.exists(plan.store_path):
             raise ConfigError(
                 f"there is a file at the store's path {plan.store_path} already; give the store another path, or remove it"
@@ -101,14 +105,21 @@ class Session:
         self.resources = self.run.resources
         if any(map(is_traced_upstream, self.resources.values())):
             self.resources = await serve_upstreams(
-                self.resources, self.run.name, self.run.cargo.secret, self.store, self._cluster_ends, self._stack
+                self.resources,
+                self.run.name,
+                self.run.cargo.secret,
+                self.store,
+                self._cluster_ends,
+                self._stack,
             )
 
     def _make_pool(self) -> RunnerPool | RemoteRunners:
         apart = self.run.runner.apart
         if apart:
             self._say(f"waiting for runners; start them by `raylight runner AGENT --run {self.run.name}`")
-        self.pool = (RemoteRunners if apart else RunnerPool)(self.run.name, self.run.runner, self.store, self.run.cargo)
+        self.pool = (RemoteRunners if apart else RunnerPool)(
+            self.run.name, self.run.runner, self.store, self.run.cargo
+        )
         self._stack.push_async_callback(self.pool.stop)
         return self.pool
 

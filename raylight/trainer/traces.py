@@ -17,7 +17,11 @@ STORES = ("store.db", "eval.db")
 
 
 def read_rollouts(
-    path: str | Path, *, rollout_ids: Sequence[str] | None = None, failed: bool = False, last: int | None = None
+    path: str | Path,
+    *,
+    rollout_ids: Sequence[str] | None = None,
+    failed: bool = False,
+    last: int | None = None,
 ) -> list[FinishedRollout]:
     """Rollouts with their spans, tokens and rewards, in the order in which they were enqueued.
 
@@ -40,8 +44,14 @@ def read_rollouts(
             found = await store.query_rollouts(rollout_id_in=rollout_ids)
             if missing := set(rollout_ids or ()) - {rollout.rollout_id for rollout in found}:
                 raise UnknownIdError(f"no rollout {', '.join(sorted(missing))} in {file}")
-            chosen = [rollout.rollout_id for rollout in found if not failed or rollout.status in FINISHED - {"succeeded"}]
-            return await store.collect(chosen if last is None else chosen[max(len(chosen) - last, 0) :], with_spans=True)
+            chosen = [
+                rollout.rollout_id
+                for rollout in found
+                if not failed or rollout.status in FINISHED - {"succeeded"}
+            ]
+            return await store.collect(
+                chosen if last is None else chosen[max(len(chosen) - last, 0) :], with_spans=True
+            )
         finally:
             await service.close()
 
@@ -49,9 +59,13 @@ def read_rollouts(
 
 
 def print_traces(
-    path: str | Path, *, rollout_ids: Sequence[str] | None = None, failed: bool = False, last: int | None = None,
+    path: str | Path,
+    *,
+    rollout_ids: Sequence[str] | None = None,
+    failed: bool = False,
+    last: int | None = None,
     full: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """Print what was recorded of rollouts: messages, tools, rewards, failures. Returns how many there are.
 
     Args:
@@ -69,4 +83,6 @@ def _store_of(path: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise ConfigError(f"there is no store at {path}: name a run's folder, in which there is {' or '.join(STORES)}")
+    raise ConfigError(
+        f"there is no store at {path}: name a run's folder, in which there is {' or '.join(STORES)}"
+    )

@@ -114,7 +114,9 @@ class Trainer:
         self.algorithm: Trains | None = _algorithm(algorithm, num_epochs)
         self.agent = agent
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.initial_resources = _named(one_of("initial_resources", initial_resources, "resources", resources))
+        self.initial_resources = _named(
+            one_of("initial_resources", initial_resources, "resources", resources)
+        )
         self.runner = RunnerConfig.parse(
             runner, n=one_of("n_runners", n_runners, "n_workers", n_workers), max_rollouts=max_rollouts
         )
@@ -124,15 +126,22 @@ class Trainer:
         self.store = _store(store)
         self.tracer: Tracer = build_component(tracer, Tracer, "tracer", default=OtelTracer)
         self.adapter: TraceAdapter[Any] | None = (
-            None if adapter is None else build_component(adapter, TraceAdapter, "adapter", dict_default=TracerTraceToTriplet)  # type: ignore[type-abstract]
+            None
+            if adapter is None
+            else build_component(adapter, TraceAdapter, "adapter", dict_default=TracerTraceToTriplet)  # type: ignore[type-abstract]
         )
         self.llm_proxy = None if llm_proxy is None else build_component(llm_proxy, object, "llm_proxy")
         self.hooks = _hooks(hooks)
         given = RunSettings(
-            EngineConfig.parse(engine, port=port), LearnerConfig.parse(learner, n=n_learners), CheckpointConfig.parse(checkpoint),
-            seed, output_dir,
-        )  # fmt: skip
-        self.surroundings = self.algorithm.around(given) if isinstance(self.algorithm, PolicyAlgorithm) else given
+            EngineConfig.parse(engine, port=port),
+            LearnerConfig.parse(learner, n=n_learners),
+            CheckpointConfig.parse(checkpoint),
+            seed,
+            output_dir,
+        )
+        self.surroundings = (
+            self.algorithm.around(given) if isinstance(self.algorithm, PolicyAlgorithm) else given
+        )
         """What the arguments and the algorithm make of engine, learners and run directory."""
         self.engine, self.learner = self.surroundings.engine, self.surroundings.learner
         self.checkpoint = self.surroundings.checkpoint
@@ -142,8 +151,13 @@ class Trainer:
         self.progress = progress
         self._log_to_driver = log_to_driver
         only_policy = {
-            "engine": engine, "learner": learner, "checkpoint": checkpoint, "n_learners": n_learners, "port": port, "seed": seed,
-        }  # fmt: skip
+            "engine": engine,
+            "learner": learner,
+            "checkpoint": checkpoint,
+            "n_learners": n_learners,
+            "port": port,
+            "seed": seed,
+        }
         self.given_for_policy = sorted(name for name, value in only_policy.items() if value is not None)
         """Arguments that only an algorithm that trains a policy would read."""
 
@@ -196,7 +210,9 @@ class Trainer:
         with self._run(algorithm, agent, train_dataset, val, resume) as run:
             return run.finish(await run.work())
 
-    def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None) -> dict[str, Any]:
+    def dev(
+        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None
+    ) -> dict[str, Any]:
         """Try the agent out with a fast algorithm, by default `Baseline`, which runs it on samples and shows what it did.
 
         Raises:
@@ -231,7 +247,9 @@ class Trainer:
             RaylightError: one of `raylight.errors`, which names what to do.
         """
         if self.role != "both":
-            raise ConfigError("nothing reads role: an evaluation has its runners itself; leave role and RAYLIGHT_ROLE out")
+            raise ConfigError(
+                "nothing reads role: an evaluation has its runners itself; leave role and RAYLIGHT_ROLE out"
+            )
         model = model or getattr(self.algorithm, "model", None)
         if model is None:
             raise ConfigError("there is no model to score: give model=...")
@@ -254,13 +272,17 @@ class Trainer:
         if self._dev:
             return self._fast_algorithm()
         if self.algorithm is None:
-            raise ConfigError("the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try the agent")
+            raise ConfigError(
+                "the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try the agent"
+            )
         return self.algorithm
 
     def _fast_algorithm(self) -> FastAlgorithm:
         algorithm = Baseline() if self.algorithm is None else self.algorithm
         if not isinstance(algorithm, FastAlgorithm):
-            raise TypeError(f"dev() needs a FastAlgorithm, such as Baseline, and not {type(algorithm).__name__}")
+            raise TypeError(
+                f"dev() needs a FastAlgorithm, such as Baseline, and not {type(algorithm).__name__}"
+            )
         return algorithm
 
     def _blocking(
@@ -273,7 +295,9 @@ class Trainer:
             raise error.with_traceback(None) from None  # our own frames would hide the message
 
     @contextlib.contextmanager
-    def _run(self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume) -> Iterator[Run]:
+    def _run(
+        self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume
+    ) -> Iterator[Run]:
         """A run that is checked and planned, with a connection to Ray and a display."""
         started = time.perf_counter()
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
@@ -309,7 +333,12 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     Raises:
         ConfigError: both are given, and differ.
     """
-    if value is not None and other is not None and value is not other and not (isinstance(value, int) and value == other):
+    if (
+        value is not None
+        and other is not None
+        and value is not other
+        and not (isinstance(value, int) and value == other)
+    ):
         raise ConfigError(f"{name} and {other_name} mean the same; give one of them")
     return value if value is not None else other
 
@@ -324,14 +353,20 @@ def _role(role: Role | None, run_name: str | None) -> tuple[Role, str | None]:
     if chosen not in get_args(Role):
         raise ConfigError(f"role (or RAYLIGHT_ROLE) is one of {', '.join(get_args(Role))}, not {chosen!r}")
     if chosen == "both" and run_name is not None:
-        raise ConfigError("nothing reads run_name: algorithm and runners are in one run of this process; give a role too")
-    return cast("Role", chosen), run_name or (os.environ.get("RAYLIGHT_RUN") or None if chosen != "both" else None)
+        raise ConfigError(
+            "nothing reads run_name: algorithm and runners are in one run of this process; give a role too"
+        )
+    return cast("Role", chosen), run_name or (
+        os.environ.get("RAYLIGHT_RUN") or None if chosen != "both" else None
+    )
 
 
 def _named(resources: Any) -> NamedResources:
     """Raise ConfigError for resources without names."""
     if resources is not None and not isinstance(resources, Mapping):
-        raise ConfigError(f"resources are given by name, as in {{'llm': LLM(...)}}, not as {type(resources).__name__}")
+        raise ConfigError(
+            f"resources are given by name, as in {{'llm': LLM(...)}}, not as {type(resources).__name__}"
+        )
     return dict(resources or {})
 
 
@@ -350,7 +385,9 @@ def _store(given: Any) -> StoreConfig | StoreClient:
     Raises:
         ConfigError: it is neither.
     """
-    is_settings = given is None or isinstance(given, StoreConfig) or (isinstance(given, dict) and "type" not in given)
+    is_settings = (
+        given is None or isinstance(given, StoreConfig) or (isinstance(given, dict) and "type" not in given)
+    )
     if is_settings:
         return StoreConfig.parse(given)
     if not isinstance(given, StoreClient):
@@ -359,7 +396,9 @@ def _store(given: Any) -> StoreConfig | StoreClient:
             f"that is there already, not {given!r:.80}"
         )
     if isinstance(given._channel.target, StoreService):
-        raise ConfigError("this store is an object of this process, which runners cannot reach; give the client of a StoreActor")
+        raise ConfigError(
+            "this store is an object of this process, which runners cannot reach; give the client of a StoreActor"
+        )
     return given
 
 
@@ -378,7 +417,9 @@ def _algorithm(given: Any, num_epochs: int | None) -> Trains | None:
         raise ConfigError(f"nothing reads num_epochs: {type(algorithm).__name__} has no n_epochs")
     if isinstance(algorithm, PolicyAlgorithm):
         if algorithm.n_steps is not None:
-            raise ConfigError("num_epochs and the algorithm's n_steps both say how long to train; give one of them")
+            raise ConfigError(
+                "num_epochs and the algorithm's n_steps both say how long to train; give one of them"
+            )
         return algorithm.with_epochs(num_epochs)
     algorithm.n_epochs = num_epochs
     return algorithm

@@ -17,11 +17,21 @@ from raylight.store.client import StoreClient
 
 def is_traced_upstream(resource: Any) -> bool:
     """Whether a resource is a model elsewhere whose calls are to be recorded: `LLM(endpoint=..., traced=True)`."""
-    return isinstance(resource, LLM) and not isinstance(resource, ProxyLLM) and resource.traced and bool(resource.endpoint)
+    return (
+        isinstance(resource, LLM)
+        and not isinstance(resource, ProxyLLM)
+        and resource.traced
+        and bool(resource.endpoint)
+    )
 
 
 async def serve_upstreams(
-    resources: NamedResources, run: str, secret: str, store: StoreClient, cluster_ends: bool, stack: contextlib.AsyncExitStack
+    resources: NamedResources,
+    run: str,
+    secret: str,
+    store: StoreClient,
+    cluster_ends: bool,
+    stack: contextlib.AsyncExitStack,
 ) -> NamedResources:
     """Put a recording replica in front of each traced model that is elsewhere; returns the resources with their new addresses.
 
@@ -36,14 +46,26 @@ async def serve_upstreams(
 
 
 async def _serve(
-    app_name: str, llm: LLM, secret: str, store: StoreClient, cluster_ends: bool, stack: contextlib.AsyncExitStack
+    app_name: str,
+    llm: LLM,
+    secret: str,
+    store: StoreClient,
+    cluster_ends: bool,
+    stack: contextlib.AsyncExitStack,
 ) -> LLM:
     board = start_board(app_name, store)
     stack.callback(ray.kill, board)
     config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
     spec = ReplicaSpec(
-        app_name=app_name, model_path="", model=llm.model, config=config, secret=secret, seed=0, store=store, board=board
-    )  # fmt: skip
+        app_name=app_name,
+        model_path="",
+        model=llm.model,
+        config=config,
+        secret=secret,
+        seed=0,
+        store=store,
+        board=board,
+    )
     deployment = Deployment(spec, cluster_ends)
     stack.push_async_callback(deployment.stop)
     url = await deployment.start()

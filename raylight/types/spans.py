@@ -111,16 +111,26 @@ class Span(SpanPart):
         return cls(name=name or VIRTUAL, attributes=attributes, **(made | given))
 
     @classmethod
-    def from_core_fields(cls, core: SpanCoreFields, *, rollout_id: str = "", attempt_id: str = "", sequence_id: int = 0) -> Self:
+    def from_core_fields(
+        cls, core: SpanCoreFields, *, rollout_id: str = "", attempt_id: str = "", sequence_id: int = 0
+    ) -> Self:
         """A core span keyed to an attempt."""
         now = time.time()
         return cls.from_attributes(
-            attributes=core.attributes, name=core.name, status=core.status, start_time=core.start_time or now,
-            end_time=core.end_time or core.start_time or now, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id,
-        )  # fmt: skip
+            attributes=core.attributes,
+            name=core.name,
+            status=core.status,
+            start_time=core.start_time or now,
+            end_time=core.end_time or core.start_time or now,
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            sequence_id=sequence_id,
+        )
 
     @classmethod
-    def from_opentelemetry(cls, src: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0) -> Self:
+    def from_opentelemetry(
+        cls, src: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0
+    ) -> Self:
         """A span of the OpenTelemetry SDK, keyed to an attempt.
 
         Raises:
@@ -140,7 +150,11 @@ class Span(SpanPart):
             status=TraceStatus(status_code=src.status.status_code.name, description=src.status.description),  # type: ignore[arg-type]
             attributes=plain_attributes(src.attributes),
             events=[
-                Event(name=event.name, attributes=plain_attributes(event.attributes), timestamp=seconds(event.timestamp))
+                Event(
+                    name=event.name,
+                    attributes=plain_attributes(event.attributes),
+                    timestamp=seconds(event.timestamp),
+                )
                 for event in src.events
             ],
             links=[
@@ -149,7 +163,9 @@ class Span(SpanPart):
                         trace_id=f"{link.context.trace_id:032x}",
                         span_id=f"{link.context.span_id:016x}",
                         is_remote=link.context.is_remote,
-                        trace_state=dict(link.context.trace_state.items()) if link.context.trace_state else {},
+                        trace_state=dict(link.context.trace_state.items())
+                        if link.context.trace_state
+                        else {},
                     ),
                     attributes=plain_attributes(link.attributes) if link.attributes else None,
                 )
@@ -157,7 +173,9 @@ class Span(SpanPart):
             ],
             start_time=seconds(src.start_time),
             end_time=seconds(src.end_time),
-            resource=OtelResource(attributes=plain_attributes(src.resource.attributes), schema_url=src.resource.schema_url or ""),
+            resource=OtelResource(
+                attributes=plain_attributes(src.resource.attributes), schema_url=src.resource.schema_url or ""
+            ),
         )
 
 

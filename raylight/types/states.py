@@ -33,6 +33,8 @@ WAITING: frozenset[RolloutStatus] = frozenset({"queuing", "requeuing"})
 FINISHED: frozenset[RolloutStatus] = frozenset({"succeeded", "failed", "cancelled"})
 LIVE: frozenset[AttemptStatus] = frozenset({"preparing", "running"})
 """Attempts that somebody works on."""
-ATTEMPT_FINISHED: frozenset[AttemptStatus] = frozenset(s for s, following in ATTEMPT_TRANSITIONS.items() if not following)
+ATTEMPT_FINISHED: frozenset[AttemptStatus] = frozenset(
+    s for s, following in ATTEMPT_TRANSITIONS.items() if not following
+)
 RETRIED: frozenset[AttemptStatus] = frozenset({"failed", "unresponsive", "timeout"})
 """What a `retry_condition` may name."""

@@ -108,7 +108,10 @@ def main() -> None:
         print(f"step {step + 1:3d}  mean reward {rewards.mean():.3f}  {times}", flush=True)
         if (step + 1) % VALIDATE_EVERY == 0:
             validate(step + 1)
-    print("median seconds per step: " + "  ".join(f"{stage} {statistics.median(t):.3f}" for stage, t in seconds.items()))
+    print(
+        "median seconds per step: "
+        + "  ".join(f"{stage} {statistics.median(t):.3f}" for stage, t in seconds.items())
+    )
 
 
 if __name__ == "__main__":

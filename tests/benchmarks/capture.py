@@ -20,7 +20,12 @@ import time
 from typing import Any
 
 TOKENS = 32
-BODY = {"model": "m", "messages": [{"role": "user", "content": "hi " * 100}], "max_tokens": TOKENS, "temperature": 1.0}
+BODY = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hi " * 100}],
+    "max_tokens": TOKENS,
+    "temperature": 1.0,
+}
 CONCURRENT = 32
 
 
@@ -30,7 +35,9 @@ async def load(url: str, key: str, count: int, concurrency: int) -> None:
 
     latencies: list[float] = []
     headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency), headers=headers) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=concurrency), headers=headers
+    ) as session:
 
         async def worker(number: int) -> None:
             for _ in range(number):
@@ -49,7 +56,18 @@ async def load(url: str, key: str, count: int, concurrency: int) -> None:
 
 
 def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, float]:
-    command = [sys.executable, __file__, "--load", url, "--key", key, "--count", str(count), "--concurrency", str(concurrency)]
+    command = [
+        sys.executable,
+        __file__,
+        "--load",
+        url,
+        "--key",
+        key,
+        "--count",
+        str(count),
+        "--concurrency",
+        str(concurrency),
+    ]
     rate, p50 = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return float(rate), float(p50)
 
@@ -77,14 +95,27 @@ class MockEngine:
             exchange = CURRENT.get()
             if exchange is not None:
                 sample = exchange.sample(0, list(range(200)), {"temperature": 1.0})
-                sample.output_ids, sample.logprobs, sample.weight_versions = [1] * TOKENS, [-0.5] * TOKENS, [0] * TOKENS
+                sample.output_ids, sample.logprobs, sample.weight_versions = (
+                    [1] * TOKENS,
+                    [-0.5] * TOKENS,
+                    [0] * TOKENS,
+                )
                 sample.finish_reason = "stop"
             message = {"role": "assistant", "content": "hello world " * 8}
-            return JSONResponse({
-                "id": f"chatcmpl-{time.time_ns()}", "object": "chat.completion", "created": int(time.time()),
-                "model": body["model"], "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-                "usage": {"prompt_tokens": 200, "completion_tokens": TOKENS, "total_tokens": 200 + TOKENS},
-            })  # fmt: skip
+            return JSONResponse(
+                {
+                    "id": f"chatcmpl-{time.time_ns()}",
+                    "object": "chat.completion",
+                    "created": int(time.time()),
+                    "model": body["model"],
+                    "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+                    "usage": {
+                        "prompt_tokens": 200,
+                        "completion_tokens": TOKENS,
+                        "total_tokens": 200 + TOKENS,
+                    },
+                }
+            )
 
         return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
 
@@ -111,7 +142,9 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
     host, port = ingress.start_serve(None, None)
     for name in ("bare", "captured"):
         options = {"num_cpus": 0, "runtime_env": {"env_vars": ingress.SERVE_FLAGS}}
-        app = serve.deployment(name=name, ray_actor_options=options, max_ongoing_requests=1000)(Mock).bind(name == "captured")
+        app = serve.deployment(name=name, ray_actor_options=options, max_ongoing_requests=1000)(Mock).bind(
+            name == "captured"
+        )
         serve.run(app, name=name, route_prefix=f"/{name}")
     if "RAY_SERVE_ENABLE_HA_PROXY" in ingress.SERVE_FLAGS:
         for name in ("bare", "captured"):
@@ -174,7 +207,9 @@ def compare(count: int, peer_url: str | None, engine_s: float) -> None:
                 p50 = measure(url, key, few // 3, 1)[1]
                 rate = measure(url, key, few, CONCURRENT)[0]
                 found[name].append((p50, rate))
-                print(f"{name:9} p50 {p50:6.2f} ms at 1    {rate:7.0f} requests/s at {CONCURRENT}", flush=True)
+                print(
+                    f"{name:9} p50 {p50:6.2f} ms at 1    {rate:7.0f} requests/s at {CONCURRENT}", flush=True
+                )
         best = {name: (min(p for p, _ in runs), max(r for _, r in runs)) for name, runs in found.items()}
         print(
             f"\ncapture adds {best['captured'][0] - best['bare'][0]:.2f} ms at p50; {best['captured'][1]:.0f} requests/s captured"

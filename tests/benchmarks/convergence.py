@@ -31,7 +31,9 @@ from raylight.trainer.gather import gather
 from raylight.trainer.tasks import Batches
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
-FAMILY = sorted(name for name in algorithms.__all__ if algorithms.PolicyAlgorithm in getattr(algorithms, name).__mro__[1:])
+FAMILY = sorted(
+    name for name in algorithms.__all__ if algorithms.PolicyAlgorithm in getattr(algorithms, name).__mro__[1:]
+)
 ROLLOUTS = 128
 """Of a step, whatever the size of the groups; ReMax has its greedy ones beside them, DAPO those of its further rounds."""
 ANSWER_TOKENS = 6
@@ -93,17 +95,31 @@ class Sampler:
         chats = [[{"role": "user", "content": question(tasks[place])}] for place in places]
         prompts = self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
         finished = []
-        for i, (place, prompt, (ids, logprobs)) in enumerate(zip(places, prompts, self._answers(prompts, greedy), strict=True)):
+        for i, (place, prompt, (ids, logprobs)) in enumerate(
+            zip(places, prompts, self._answers(prompts, greedy), strict=True)
+        ):
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             key = CallKey(f"{name}-{i}-{greedy}", "attempt", "call")
             call = Generation(
-                key, "policy", prompt, ids, logprobs, [self._version] * len(ids), "stop", 0.0, 1.0,
+                key,
+                "policy",
+                prompt,
+                ids,
+                logprobs,
+                [self._version] * len(ids),
+                "stop",
+                0.0,
+                1.0,
                 {"temperature": float(not greedy)},
-            )  # fmt: skip
+            )
             rollout = Rollout(
-                input=tasks[place], group_id=f"{name}-{place}", rollout_id=key.rollout_id, status="succeeded", start_time=0.0,
+                input=tasks[place],
+                group_id=f"{name}-{place}",
+                rollout_id=key.rollout_id,
+                status="succeeded",
+                start_time=0.0,
                 metadata={GREEDY: True} if greedy else {},
-            )  # fmt: skip
+            )
             finished.append(FinishedRollout(rollout, float(is_right(tasks[place], text)), [call]))
         return finished
 
@@ -153,7 +169,9 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
     curve = []
     for step in range(1, steps + 1):
         finished = await gather(sampler, algorithm, batches, step, Quiet())  # type: ignore[arg-type]
-        curve.append(statistics.fmean(item.reward or 0.0 for item in finished if not item.rollout.metadata.get(GREEDY)))
+        curve.append(
+            statistics.fmean(item.reward or 0.0 for item in finished if not item.rollout.metadata.get(GREEDY))
+        )
         batch, report = algorithm.batch_of(finished, learner)
         if report.has_signal:
             policy.update(batch)
@@ -179,7 +197,12 @@ def draw(runs: dict[str, list[Run]], path: str) -> None:
 
     columns = min(len(runs), 4)
     figure, axes = plt.subplots(
-        -(-len(runs) // columns), columns, figsize=(9, 1.8 * -(-len(runs) // columns)), sharex=True, sharey=True, squeeze=False
+        -(-len(runs) // columns),
+        columns,
+        figsize=(9, 1.8 * -(-len(runs) // columns)),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
     )
     for panel in axes.flat[len(runs) :]:
         panel.axis("off")
@@ -196,17 +219,26 @@ def draw(runs: dict[str, list[Run]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithms", default=",".join(FAMILY), help="names, by comma")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--mini-batches", type=int, default=2, help="updates of a step, so that losses see ratios other than 1")
+    parser.add_argument(
+        "--mini-batches",
+        type=int,
+        default=2,
+        help="updates of a step, so that losses see ratios other than 1",
+    )
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--plot", help="where to draw the curves (PNG)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "ranks"), 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(Path(folder) / "ranks"), 1), rank=0, world_size=1
+        )
         print(f"| algorithm | rollouts of a task | reward before | after {args.steps} steps | gain | s |")
         print("|---|---|---|---|---|---|")
         found: dict[str, list[Run]] = {}

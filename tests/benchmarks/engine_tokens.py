@@ -30,9 +30,18 @@ async def call(app: Any, path: str, key: str, body: dict[str, Any]) -> None:
     sent = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"authorization", f"Bearer {key}".encode())]
     scope = {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": headers, "http_version": "1.1", "scheme": "http", "server": ("engine", 80), "client": ("me", 1),
-    }  # fmt: skip
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "http_version": "1.1",
+        "scheme": "http",
+        "server": ("engine", 80),
+        "client": ("me", 1),
+    }
     pieces = [{"type": "http.request", "body": sent, "more_body": False}]
 
     async def receive() -> Any:
@@ -47,7 +56,9 @@ async def call(app: Any, path: str, key: str, body: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def transformers_engine(concurrent: int) -> AsyncIterator[tuple[Any, dict[str, Callable[[int], Awaitable[Any]]]]]:
+async def transformers_engine(
+    concurrent: int,
+) -> AsyncIterator[tuple[Any, dict[str, Callable[[int], Awaitable[Any]]]]]:
     import torch
 
     from raylight.serving.engines.transformers.engine import TransformersEngine
@@ -64,8 +75,15 @@ async def transformers_engine(concurrent: int) -> AsyncIterator[tuple[Any, dict[
 
 
 @asynccontextmanager
-async def vllm_engine(concurrent: int) -> AsyncIterator[tuple[Any, dict[str, Callable[[int], Awaitable[Any]]]]]:
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+async def vllm_engine(
+    concurrent: int,
+) -> AsyncIterator[tuple[Any, dict[str, Callable[[int], Awaitable[Any]]]]]:
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     from argparse import Namespace
 
     from vllm import AsyncEngineArgs, SamplingParams
@@ -78,9 +96,16 @@ async def vllm_engine(concurrent: int) -> AsyncIterator[tuple[Any, dict[str, Cal
     from raylight.serving.engines.vllm.engine import VllmEngine
 
     given = vllm_args(
-        STARTER_MODEL, {}, dtype="float32", max_model_len=512, max_concurrent=concurrent, max_waiting=1000, seed=0, gpus=0,
+        STARTER_MODEL,
+        {},
+        dtype="float32",
+        max_model_len=512,
+        max_concurrent=concurrent,
+        max_waiting=1000,
+        seed=0,
+        gpus=0,
         max_adapters=0,
-    )  # fmt: skip
+    )
     frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
     args = AsyncEngineArgs(model=STARTER_MODEL, served_model_name=["policy"], **given)
     client = AsyncLLM.from_engine_args(args)
@@ -97,7 +122,9 @@ async def vllm_engine(concurrent: int) -> AsyncIterator[tuple[Any, dict[str, Cal
     def bare(logprobs: int | None) -> Callable[[int], Awaitable[Any]]:
         async def generate(tokens: int) -> None:
             params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, logprobs=logprobs)
-            async for _ in client.generate({"prompt_token_ids": PROMPT}, params, request_id=str(time.perf_counter_ns())):
+            async for _ in client.generate(
+                {"prompt_token_ids": PROMPT}, params, request_id=str(time.perf_counter_ns())
+            ):
                 pass
 
         return generate
@@ -123,14 +150,23 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")])
         (rollout,) = await store.dequeue_many_rollouts(worker_id="benchmark")
         ids = (rollout.rollout_id, rollout.attempt.attempt_id)
-        async with (transformers_engine if kind == "transformers" else vllm_engine)(concurrent) as (engine, ways):
+        async with (transformers_engine if kind == "transformers" else vllm_engine)(concurrent) as (
+            engine,
+            ways,
+        ):
             app = build_gateway(await engine.app(), engine, SECRET, Recorder(store.capture), None)
             path, key = f"{attempt_path(*ids)}/v1/chat/completions", scoped_key(SECRET, *ids)
 
             def captured(stream: bool) -> Callable[[int], Awaitable[Any]]:
                 async def ask(tokens: int) -> None:
                     messages = [{"role": "user", "content": "12+30="}]
-                    body = {"model": "policy", "messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+                    body = {
+                        "model": "policy",
+                        "messages": messages,
+                        "max_tokens": tokens,
+                        "ignore_eos": True,
+                        "stream": stream,
+                    }
                     await call(app, path, key, body)
 
                 return ask
@@ -146,8 +182,12 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
             bare = statistics.median(rates["bare"])
             for name, found in rates.items():
                 rate = statistics.median(found)
-                print(f"{name:22} {rate:8.0f} tokens/s   {rate / bare:6.1%} of the bare engine   (best {max(found):.0f})")
-            weights = dict(AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32).state_dict())
+                print(
+                    f"{name:22} {rate:8.0f} tokens/s   {rate / bare:6.1%} of the bare engine   (best {max(found):.0f})"
+                )
+            weights = dict(
+                AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32).state_dict()
+            )
             times = []
             for version in range(1, 21):
                 start = time.perf_counter()
@@ -157,7 +197,9 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)

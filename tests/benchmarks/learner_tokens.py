@@ -43,9 +43,15 @@ def small_model(folder: Path) -> str:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=8192, hidden_size=384, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     for file in Path(STARTER_MODEL).glob("*token*"):  # verl reads a tokenizer
         (folder / file.name).write_bytes(file.read_bytes())
@@ -64,11 +70,22 @@ def make_rows(shape: str, vocabulary: int) -> list[tuple[list[int], list[int]]]:
 
 def as_batch(rows: list[tuple[list[int], list[int]]], version: int) -> TrainBatch:
     trajectories = [
-        Trajectory(str(i), p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p) + [-1.0] * len(a), [-1] * len(p) + [version] * len(a))
+        Trajectory(
+            str(i),
+            p + a,
+            [0] * len(p) + [1] * len(a),
+            [0.0] * len(p) + [-1.0] * len(a),
+            [-1] * len(p) + [version] * len(a),
+        )
         for i, (p, a) in enumerate(rows)
-    ]  # fmt: skip
+    ]
     n = len(rows)
-    return TrainBatch([float(i % 3 == 0) for i in range(n)], [str(i // GROUP) for i in range(n)], trajectories, list(range(n)))
+    return TrainBatch(
+        [float(i % 3 == 0) for i in range(n)],
+        [str(i // GROUP) for i in range(n)],
+        trajectories,
+        list(range(n)),
+    )
 
 
 def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Callable[[], None]:
@@ -76,7 +93,9 @@ def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Calla
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").train()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="sdpa"
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01)
     advantages = torch.tensor([1.0 if i % 3 == 0 else -0.5 for i in range(len(rows))])[:, None]
 
@@ -99,7 +118,9 @@ def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Calla
     return step
 
 
-def learner_step(model_path: str, rows: list[tuple[list[int], list[int]]], args: argparse.Namespace) -> Callable[[], None]:
+def learner_step(
+    model_path: str, rows: list[tuple[list[int], list[int]]], args: argparse.Namespace
+) -> Callable[[], None]:
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6, calculate_entropy=args.entropy)
@@ -128,7 +149,9 @@ def peak_mb() -> float:
 def rank_main(args: argparse.Namespace) -> None:
     """One rank; the first prints."""
     torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", store=dist.FileStore(args.meet, args.ranks), rank=args.rank, world_size=args.ranks)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(args.meet, args.ranks), rank=args.rank, world_size=args.ranks
+    )
     model_path = args.model
     vocabulary = 8192 if args.shape == "small" else 200
     rows = make_rows(args.shape, vocabulary)
@@ -159,24 +182,43 @@ def rank_main(args: argparse.Namespace) -> None:
 def _show(args: argparse.Namespace, taken: dict[str, list[float]], tokens: int) -> None:
     medians = {name: statistics.median(values) for name, values in taken.items()}
     for name, value in medians.items():
-        print(f"{args.shape:5s} {name:7s} {args.ranks} ranks: {value * 1e3:8.1f} ms, {tokens / value:9.0f} tokens/s", flush=True)
+        print(
+            f"{args.shape:5s} {name:7s} {args.ranks} ranks: {value * 1e3:8.1f} ms, {tokens / value:9.0f} tokens/s",
+            flush=True,
+        )
     if len(medians) == 2:
         ratios = [bare / ours for bare, ours in zip(taken["bare"], taken["learner"], strict=True)]
         overall = medians["bare"] / medians["learner"]
-        print(f"{args.shape:5s} learner/bare: {overall:.2f} of its speed (pairs {min(ratios):.2f} to {max(ratios):.2f})")
+        print(
+            f"{args.shape:5s} learner/bare: {overall:.2f} of its speed (pairs {min(ratios):.2f} to {max(ratios):.2f})"
+        )
     print(f"{args.shape:5s} peak memory of the process: {peak_mb():.0f} MB", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--side", choices=["both", "learner", "bare"], default=None, help="one alone tells its peak memory")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="time of the process, where others are busy too")
+    parser.add_argument(
+        "--side", choices=["both", "learner", "bare"], default=None, help="one alone tells its peak memory"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="time of the process, where others are busy too",
+    )
     parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--entropy", action=argparse.BooleanOptionalAction, default=False, help="compute it for the metrics too")
+    parser.add_argument(
+        "--entropy",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compute it for the metrics too",
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)
@@ -190,12 +232,21 @@ def main() -> None:
         for shape in SHAPES if args.shape == "all" else [args.shape]:
             model = small_model(Path(folder) / "small") if shape == "small" else str(STARTER_MODEL)
             given: dict[str, Any] = {
-                "shape": shape, "rounds": args.rounds, "ranks": args.ranks, "threads": args.threads, "side": side, "model": model,
-                "clock": args.clock, "meet": f"{folder}/meet-{shape}",
-            }  # fmt: skip
+                "shape": shape,
+                "rounds": args.rounds,
+                "ranks": args.ranks,
+                "threads": args.threads,
+                "side": side,
+                "model": model,
+                "clock": args.clock,
+                "meet": f"{folder}/meet-{shape}",
+            }
             flags = [f"--{name}={value}" for name, value in given.items()]
             flags += ["--packed"] * args.packed + ["--profile"] * args.profile + ["--entropy"] * args.entropy
-            processes = [subprocess.Popen([sys.executable, __file__, *flags, f"--rank={rank}"]) for rank in range(args.ranks)]
+            processes = [
+                subprocess.Popen([sys.executable, __file__, *flags, f"--rank={rank}"])
+                for rank in range(args.ranks)
+            ]
             if max(process.wait() for process in processes):
                 sys.exit(1)
 

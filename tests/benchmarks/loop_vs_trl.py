@@ -37,10 +37,19 @@ def build(folder: Path) -> None:
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     config = Qwen3Config(
-        vocab_size=320, hidden_size=448, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=7, num_key_value_heads=7,
-        head_dim=64, max_position_embeddings=512, tie_word_embeddings=True, dtype="float32", eos_token_id=tokenizer.eos_token_id,
+        vocab_size=320,
+        hidden_size=448,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=7,
+        num_key_value_heads=7,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        dtype="float32",
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     model = Qwen3ForCausalLM(config)
     print(f"{model.num_parameters():,} parameters", flush=True)
     model.save_pretrained(folder)
@@ -59,20 +68,31 @@ def ours(model: str, folder: str, steps: int, threads: int) -> None:
             await client()
             .with_options(base_url=llm.endpoint, api_key=llm.api_key)
             .chat.completions.create(
-                model=llm.model, messages=[{"role": "user", "content": question(task)}], temperature=1.0,
+                model=llm.model,
+                messages=[{"role": "user", "content": question(task)}],
+                temperature=1.0,
                 max_tokens=RESPONSE_TOKENS,
             )
-        )  # fmt: skip
+        )
         return reward_of(reply.choices[0].message.content or "")
 
     trainer = rl.Trainer(
-        algorithm=rl.GRPO(model=model, lr=LEARNING_RATE, tasks_per_step=ROLLOUTS // GROUP, group_size=GROUP, n_steps=steps),
-        n_runners=2, output_dir=folder, engine={"num_threads": threads}, learner={"num_threads": threads}, progress=False,
-    )  # fmt: skip
+        algorithm=rl.GRPO(
+            model=model, lr=LEARNING_RATE, tasks_per_step=ROLLOUTS // GROUP, group_size=GROUP, n_steps=steps
+        ),
+        n_runners=2,
+        output_dir=folder,
+        engine={"num_threads": threads},
+        learner={"num_threads": threads},
+        progress=False,
+    )
     trainer.fit(agent, list(range(TASKS)))
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] > 1 and "time/sync_s" in row]
-    found = {name: statistics.median(row[f"time/{name}_s"] for row in rows) for name in ("rollout", "update", "sync")}
+    found = {
+        name: statistics.median(row[f"time/{name}_s"] for row in rows)
+        for name in ("rollout", "update", "sync")
+    }
     print(json.dumps(found | {"all": sum(found.values())}))
 
 
@@ -87,10 +107,23 @@ def theirs(model: str, folder: str, steps: int, threads: int) -> None:
     torch.manual_seed(0)
     clock = Clock()
     config = GRPOConfig(
-        output_dir=folder, per_device_train_batch_size=ROLLOUTS, num_generations=GROUP, max_completion_length=RESPONSE_TOKENS,
-        max_steps=steps, learning_rate=LEARNING_RATE, beta=0.0, temperature=1.0, use_cpu=True, bf16=False, seed=0,
-        logging_steps=1000, save_strategy="no", report_to="none", disable_tqdm=True, gradient_checkpointing=False,
-    )  # fmt: skip
+        output_dir=folder,
+        per_device_train_batch_size=ROLLOUTS,
+        num_generations=GROUP,
+        max_completion_length=RESPONSE_TOKENS,
+        max_steps=steps,
+        learning_rate=LEARNING_RATE,
+        beta=0.0,
+        temperature=1.0,
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+        logging_steps=1000,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+    )
 
     def reward(completions: list, **rest: object) -> list[float]:
         return [reward_of(text[0]["content"]) for text in completions]
@@ -101,7 +134,9 @@ def theirs(model: str, folder: str, steps: int, threads: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--side", choices=["raylight", "trl"], help=argparse.SUPPRESS)
@@ -115,9 +150,22 @@ def main() -> None:
         build(Path(folder))
         found = {}
         for side in ("raylight", "trl"):
-            command = [sys.executable, __file__, "--side", side, "--model", folder, "--steps", str(args.steps)]
+            command = [
+                sys.executable,
+                __file__,
+                "--side",
+                side,
+                "--model",
+                folder,
+                "--steps",
+                str(args.steps),
+            ]
             command += ["--threads", str(args.threads)]
-            last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
+            last = (
+                subprocess.run(command, capture_output=True, text=True, check=True)
+                .stdout.strip()
+                .splitlines()[-1]
+            )
             found[side] = json.loads(last)
             print(side, {name: round(seconds, 2) for name, seconds in found[side].items()}, flush=True)
     print(f"raylight does {found['trl']['all'] / found['raylight']['all']:.2f} of TRL's rollouts per second")

@@ -59,18 +59,25 @@ def ours(count: int, runners: int) -> float:
     algorithm = Enqueue(count)
     with tempfile.TemporaryDirectory() as folder:
         trainer = rl.Trainer(
-            algorithm=algorithm, n_runners=runners, output_dir=folder, progress=False,
+            algorithm=algorithm,
+            n_runners=runners,
+            output_dir=folder,
+            progress=False,
             initial_resources={"llm": rl.LLM(endpoint="http://unused", model="m")},
-        )  # fmt: skip
+        )
         trainer.fit(agent)
         size = (Path(folder) / "store.db").stat().st_size
-    print(f"raylight: {algorithm.per_second:.0f} rollouts/s ({count} rollouts, {runners} runners, store.db {size / 1e6:.1f} MB)")
+    print(
+        f"raylight: {algorithm.per_second:.0f} rollouts/s ({count} rollouts, {runners} runners, store.db {size / 1e6:.1f} MB)"
+    )
     return algorithm.per_second
 
 
 def peer(python: Path, script: Path, count: int, runners: int, strategy: str) -> float:
     command = [str(python), str(script), str(count), str(runners), strategy]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     assert running.stdout
     output = ""
     for line in running.stdout:
@@ -86,7 +93,9 @@ def peer(python: Path, script: Path, count: int, runners: int, strategy: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--runners", type=int, default=2)
     parser.add_argument("--peer", type=Path, help="virtual environment of agent-lightning 0.3")
@@ -95,7 +104,10 @@ def main() -> None:
     os.environ.setdefault("RAY_ADDRESS", "local")
     mine = ours(args.count, args.runners)
     if args.peer:
-        for strategy, count, runners in (("cs", 200, args.runners), ("shm", 1000, 1)):  # shm takes no second runner
+        for strategy, count, runners in (
+            ("cs", 200, args.runners),
+            ("shm", 1000, 1),
+        ):  # shm takes no second runner
             theirs = peer(args.peer / "bin" / "python", args.peer_script, count, runners, strategy)
             print(f"ratio to {strategy}: {mine / theirs:.1f}")
     print(f"driver's peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")

@@ -27,8 +27,14 @@ BATCH = 500
 def spans_of(rollout: Rollout) -> list[Span]:
     assert rollout.attempt
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
-    steps = [Span.from_attributes(name=f"step {i}", attributes={"text": "x" * 200, "number": i}, **ids) for i in range(3)]
-    return [*steps, Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes({"primary": 1.0})), **ids)]
+    steps = [
+        Span.from_attributes(name=f"step {i}", attributes={"text": "x" * 200, "number": i}, **ids)
+        for i in range(3)
+    ]
+    return [
+        *steps,
+        Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes({"primary": 1.0})), **ids),
+    ]
 
 
 def _megabytes(path: Path) -> float:
@@ -36,12 +42,17 @@ def _megabytes(path: Path) -> float:
 
 
 async def one_batch(store: StoreClient) -> None:
-    ids = [r.rollout_id for r in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(BATCH)])]
+    ids = [
+        r.rollout_id
+        for r in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(BATCH)])
+    ]
     left = BATCH
     while left:
         taken = await store.dequeue_many_rollouts(limit=8, worker_id="w")
         left -= len(taken)
-        await asyncio.gather(*(store.finish_attempt(rollout, "succeeded", spans=spans_of(rollout)) for rollout in taken))
+        await asyncio.gather(
+            *(store.finish_attempt(rollout, "succeeded", spans=spans_of(rollout)) for rollout in taken)
+        )
     found = await store.collect(ids)
     assert all(item.reward == 1.0 for item in found)
 
@@ -72,7 +83,9 @@ async def spans(store: StoreClient) -> None:
     print(f"ingestion: {len(many) / (time.perf_counter() - started):.0f} spans/s (one rollout, 500 at once)")
     started = time.perf_counter()
     found = await store.query_spans(rollout.rollout_id, "latest")
-    print(f"query: {len(found) / (time.perf_counter() - started):.0f} spans/s (all {len(found)} of a rollout)")
+    print(
+        f"query: {len(found) / (time.perf_counter() - started):.0f} spans/s (all {len(found)} of a rollout)"
+    )
     started = time.perf_counter()
     for _ in range(200):
         assert len(await store.query_spans(rollout.rollout_id, "latest", name=ANNOTATION, limit=10)) == 10
@@ -80,7 +93,9 @@ async def spans(store: StoreClient) -> None:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100_000)
     count = parser.parse_args().count
     with tempfile.TemporaryDirectory() as folder:

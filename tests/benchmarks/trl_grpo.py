@@ -35,25 +35,48 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=15)
     steps = parser.parse_args().steps
     torch.manual_seed(0)
     train, _ = additions(0)
-    rows = [{"prompt": [{"role": "user", "content": question(task)}], "place": i} for i, task in enumerate(train)]
+    rows = [
+        {"prompt": [{"role": "user", "content": question(task)}], "place": i} for i, task in enumerate(train)
+    ]
 
     def reward(completions: list, place: list[int], **rest: object) -> list[float]:
-        return [float(is_right(train[i], text[0]["content"])) for i, text in zip(place, completions, strict=True)]
+        return [
+            float(is_right(train[i], text[0]["content"])) for i, text in zip(place, completions, strict=True)
+        ]
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder, per_device_train_batch_size=ROLLOUTS, num_generations=GROUP, max_completion_length=RESPONSE_TOKENS,
-            max_steps=steps, learning_rate=1e-3, beta=0.0, temperature=1.0, use_cpu=True, bf16=False, seed=0, logging_steps=1000,
-            save_strategy="no", report_to="none", disable_tqdm=True, gradient_checkpointing=False,
-        )  # fmt: skip
+            output_dir=folder,
+            per_device_train_batch_size=ROLLOUTS,
+            num_generations=GROUP,
+            max_completion_length=RESPONSE_TOKENS,
+            max_steps=steps,
+            learning_rate=1e-3,
+            beta=0.0,
+            temperature=1.0,
+            use_cpu=True,
+            bf16=False,
+            seed=0,
+            logging_steps=1000,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+        )
         trainer = GRPOTrainer(
-            model=STARTER_MODEL, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock]
+            model=STARTER_MODEL,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            callbacks=[clock],
         )
         trainer.train()
     print(f"trl {statistics.median(clock.seconds[2:]):.4f}")

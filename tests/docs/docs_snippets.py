@@ -70,7 +70,9 @@ def snippet(page: Path, name: str) -> Snippet:
     """
     found = [block for block in snippets(page) if block.name == name]
     if len(found) != 1:
-        raise ValueError(f"{page} has {len(found)} blocks named {name!r}; it should have one below <!-- run: {name} -->")
+        raise ValueError(
+            f"{page} has {len(found)} blocks named {name!r}; it should have one below <!-- run: {name} -->"
+        )
     return found[0]
 
 

@@ -25,8 +25,12 @@ def tables(page: Path) -> Iterator[Table]:
             block.append(line)
         elif block:
             header, rule, *rows = (cells(text) for text in block)
-            assert all(re.fullmatch(r":?-+:?", cell) for cell in rule), f"{page}: a table has no rule below its header: {block[:2]}"
-            assert all(len(row) == len(header) for row in rows), f"{page}: a row of the table {header} has another number of cells"
+            assert all(re.fullmatch(r":?-+:?", cell) for cell in rule), (
+                f"{page}: a table has no rule below its header: {block[:2]}"
+            )
+            assert all(len(row) == len(header) for row in rows), (
+                f"{page}: a row of the table {header} has another number of cells"
+            )
             yield Table(page, header, rows)
             block = []
 

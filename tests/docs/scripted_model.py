@@ -24,7 +24,11 @@ def reply(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[s
         ValueError: nothing in it can be answered.
     """
     last = messages[-1]
-    text = last["content"] if isinstance(last["content"], str) else "".join(part["text"] for part in last["content"] or [])
+    text = (
+        last["content"]
+        if isinstance(last["content"], str)
+        else "".join(part["text"] for part in last["content"] or [])
+    )
     if last["role"] == "tool":
         return {"role": "assistant", "content": text}
     numbers = re.findall(r"\d+", text)
@@ -36,7 +40,11 @@ def reply(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[s
     if not tools:
         return {"role": "assistant", "content": str(a + b)}
     function = {"name": tools[0]["function"]["name"], "arguments": json.dumps({"a": a, "b": b})}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+    }
 
 
 @contextmanager
@@ -48,11 +56,16 @@ def scripted_model() -> Iterator[str]:
         body = await request.json()
         message = reply(body["messages"], body.get("tools", []))
         reason = "tool_calls" if "tool_calls" in message else "stop"
-        return JSONResponse({
-            "id": f"chatcmpl-{next(numbers)}", "object": "chat.completion", "created": 1_700_000_000, "model": body["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-            "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
-        })  # fmt: skip
+        return JSONResponse(
+            {
+                "id": f"chatcmpl-{next(numbers)}",
+                "object": "chat.completion",
+                "created": 1_700_000_000,
+                "model": body["model"],
+                "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+                "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
+            }
+        )
 
     app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
     with socket.create_server(("127.0.0.1", 0)) as listener:

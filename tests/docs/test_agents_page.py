@@ -23,9 +23,11 @@ async def serve(store: rl.StoreClient) -> None:
         assert rollout is not None
         assert rollout.attempt is not None
         reward = rl.Span.from_attributes(
-            name=ANNOTATION, attributes=dict(reward_attributes({"primary": float(rollout.input)})),
-            rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id,
-        )  # fmt: skip
+            name=ANNOTATION,
+            attributes=dict(reward_attributes({"primary": float(rollout.input)})),
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt.attempt_id,
+        )
         await store.finish_attempt(rollout, "succeeded", None, [reward])
 
 
@@ -41,7 +43,10 @@ async def runner(store: rl.StoreClient) -> AsyncIterator[None]:
 
 
 async def test_the_algorithm_as_a_class(capsys: pytest.CaptureFixture[str]) -> None:
-    algorithm, store = snippet(PAGE, "algorithm").run({"rl": rl})["Evaluate"](), rl.StoreClient(rl.StoreService())
+    algorithm, store = (
+        snippet(PAGE, "algorithm").run({"rl": rl})["Evaluate"](),
+        rl.StoreClient(rl.StoreService()),
+    )
     algorithm.set_store(store)
     async with runner(store):
         await algorithm.run(val_dataset=[1, 2, 6])
@@ -59,7 +64,9 @@ async def test_the_algorithm_as_a_function(capsys: pytest.CaptureFixture[str]) -
         algorithm.run([1], [2])
 
 
-def test_a_store_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def fill() -> None:
         service = rl.StoreService("outputs/quickstart/store.db")
         store = rl.StoreClient(service)

@@ -14,7 +14,11 @@ from raylight.learner.settings import CriticSettings, PolicySettings
 
 PAGES = sorted((DOCS / "algorithms").glob("*.md"))
 INDEX = DOCS / "algorithms" / "README.md"
-FAMILY = {name: cls for name, cls in vars(algorithms).items() if isinstance(cls, type) and issubclass(cls, PolicyAlgorithm)}
+FAMILY = {
+    name: cls
+    for name, cls in vars(algorithms).items()
+    if isinstance(cls, type) and issubclass(cls, PolicyAlgorithm)
+}
 CLASSES = FAMILY | {"CriticSettings": CriticSettings}
 UNSEEN = object()
 
@@ -49,25 +53,38 @@ def test_defaults_are_those_of_the_code(table: Table) -> None:
     name = class_of(table)
     real = defaults(CLASSES[name])
     shown = {code(row[0]): code(row[1]) for row in table.rows}
-    assert shown == {setting: repr(real[setting]) if setting != "critic" else "CriticSettings()" for setting in shown}
+    assert shown == {
+        setting: repr(real[setting]) if setting != "critic" else "CriticSettings()" for setting in shown
+    }
 
 
 @pytest.mark.parametrize("table", SETTINGS, ids=class_of)
 def test_whatever_an_algorithm_changes_is_shown(table: Table) -> None:
     name = class_of(table)
     general = defaults(PolicyAlgorithm) if name != "CriticSettings" else {}
-    changed = {setting for setting, value in defaults(CLASSES[name]).items() if general.get(setting, UNSEEN) != value}
+    changed = {
+        setting for setting, value in defaults(CLASSES[name]).items() if general.get(setting, UNSEEN) != value
+    }
     assert changed - {"model"} <= {code(row[0]) for row in table.rows} | ({"model"} - changed)
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(table.page == page for table in SETTINGS) and page != INDEX], ids=lambda p: p.stem
+    "page",
+    [page for page in PAGES if any(table.page == page for table in SETTINGS) and page != INDEX],
+    ids=lambda p: p.stem,
 )
 def test_a_page_has_formula_settings_advice_and_source(page: Any) -> None:
     text = page.read_text()
-    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## Formula", "## Settings", "## When", "## Source"]
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## Formula",
+        "## Settings",
+        "## When",
+        "## Source",
+    ]
     assert "https://arxiv.org/abs/" in text.partition("## Source")[2]
-    classes = [CLASSES[class_of(table)] for table in SETTINGS if table.page == page and class_of(table) in FAMILY]
+    classes = [
+        CLASSES[class_of(table)] for table in SETTINGS if table.page == page and class_of(table) in FAMILY
+    ]
     for cls in classes:
         paper = (cls.__doc__ or "").partition("arxiv.org/abs/")[2][:10]
         assert len(paper) == 10, cls
@@ -92,12 +109,17 @@ def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[floa
     from raylight.learner.rows import rows_of
     from raylight.types import Trajectory
 
-    rollouts = [Trajectory("r", [0] * (n + 1), [0] + [1] * n, [-0.5] * (n + 1), [-1] + [0] * n) for n in lengths]
+    rollouts = [
+        Trajectory("r", [0] * (n + 1), [0] + [1] * n, [-0.5] * (n + 1), [-1] + [0] * n) for n in lengths
+    ]
     settings = policy_settings(name)
     baselines = [0.0] * 4 + [1.0] * 4 if name == "ReMax" else None
     rows = rows_of(TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines))
     found = estimate(
-        TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines), rows, settings, KlController(settings)
+        TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines),
+        rows,
+        settings,
+        KlController(settings),
     )
     of_rows = [found.advantages[row.index] for row in rows]
     assert all(float(row.max() - row.min()) < 1e-5 for row in of_rows)
@@ -130,9 +152,13 @@ def pushes(name: str, advantage: float, ratios: list[float]) -> list[float]:
     for ratio in ratios:
         log_prob = torch.tensor([[ratio]]).log().requires_grad_()
         loss, _ = verl_api.POLICY_LOSS_REGISTRY[settings.loss_mode](
-            old_log_prob=torch.zeros(1, 1), log_prob=log_prob, advantages=torch.tensor([[advantage]]),
-            response_mask=torch.ones(1, 1), loss_agg_mode=settings.loss_agg_mode, config=config,
-        )  # fmt: skip
+            old_log_prob=torch.zeros(1, 1),
+            log_prob=log_prob,
+            advantages=torch.tensor([[advantage]]),
+            response_mask=torch.ones(1, 1),
+            loss_agg_mode=settings.loss_agg_mode,
+            config=config,
+        )
         found.append(-float(torch.autograd.grad(loss, log_prob)[0]))
     return found
 

@@ -23,12 +23,16 @@ def test_the_reference_is_not_stale(generator: ModuleType) -> None:
     written = generator.pages()
     there = {path.name: path.read_text() for path in (DOCS / "api").iterdir()}
     stale = sorted(name for name in written.keys() | there.keys() if written.get(name) != there.get(name))
-    assert not stale, f"docs/api: {', '.join(stale)} is not what the docstrings say; run `python docs/generate_api.py`"
+    assert not stale, (
+        f"docs/api: {', '.join(stale)} is not what the docstrings say; run `python docs/generate_api.py`"
+    )
     assert generator.pages() == written
 
 
 def test_every_public_name_has_one_section(generator: ModuleType) -> None:
-    headings = [line for text in generator.pages().values() for line in text.splitlines() if line.startswith("## `")]
+    headings = [
+        line for text in generator.pages().values() for line in text.splitlines() if line.startswith("## `")
+    ]
     assert sorted(headings) == sorted(f"## `{name}`" for name in raylight.__all__)
 
 
@@ -36,7 +40,10 @@ def test_what_the_pages_say_of_a_class(generator: ModuleType) -> None:
     text = generator.pages()["algorithms.md"]
     dapo = text.partition("## `DAPO`")[2].partition("\n## ")[0]
     assert "class DAPO(GRPO)" in dapo
-    assert "| `overlong_buffer` | `int` | `4096` (≥ 1) | Within so many tokens of that the penalty rises from 0. |" in dapo
+    assert (
+        "| `overlong_buffer` | `int` | `4096` (≥ 1) | Within so many tokens of that the penalty rises from 0. |"
+        in dapo
+    )
     assert "**`reward_of(item: FinishedRollout) -> float | None`**" in dapo
     assert "_buffer_fits" not in text
     general = text.partition("## `PolicyAlgorithm`")[2].partition("\n## ")[0]

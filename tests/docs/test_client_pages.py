@@ -43,7 +43,9 @@ class Pages(rl.LitAgent):
         super().__init__()
         self.agents = agents
 
-    async def rollout_async(self, task: dict[str, Any], resources: rl.NamedResources, rollout: rl.Rollout) -> Any:
+    async def rollout_async(
+        self, task: dict[str, Any], resources: rl.NamedResources, rollout: rl.Rollout
+    ) -> Any:
         agent = self.agents[task["page"]]
         if inspect.iscoroutinefunction(agent.__wrapped__):
             return await agent(task, resources["llm"])
@@ -99,13 +101,19 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRoll
             assert RESPONSES[page][0] in block.code
             agents[f"{page}/responses"] = agent_of(replace(block, code=block.code.replace(*RESPONSES[page])))
     tasks = [{"a": 12, "b": 30 + number, "page": page} for number, page in enumerate(agents)]
-    shown = snippet(CLIENTS / "agent_framework.md", "tracer").run({"rl": rl, "model": STARTER_MODEL})["trainer"]
+    shown = snippet(CLIENTS / "agent_framework.md", "tracer").run({"rl": rl, "model": STARTER_MODEL})[
+        "trainer"
+    ]
     algorithm = Roll()
     with scripted_model() as url:
         trainer = rl.Trainer(
-            algorithm=algorithm, n_runners=1, output_dir=tmp_path_factory.mktemp("scripted"), progress=False,
-            initial_resources={"llm": rl.LLM(endpoint=url, model="scripted", traced=True)}, tracer=shown.tracer,
-        )  # fmt: skip
+            algorithm=algorithm,
+            n_runners=1,
+            output_dir=tmp_path_factory.mktemp("scripted"),
+            progress=False,
+            initial_resources={"llm": rl.LLM(endpoint=url, model="scripted", traced=True)},
+            tracer=shown.tracer,
+        )
         trainer.fit(Pages(agents), tasks)
     return {item.rollout.input["page"]: item for item in algorithm.found}
 
@@ -140,13 +148,23 @@ def test_agents_with_tools_answer_right(scripted: dict[str, FinishedRollout], pa
     names = [triplet.metadata["agent_name"] for triplet in rl.TracerTraceToTriplet().adapt(item.spans)]
     assert names == ["solver", "solver", "editor"] if "agent_framework" in page else ["solver", "solver"]
     dialect = "responses" if page.endswith("/responses") else "chat"
-    assert {span.attributes["raylight.dialect"] for span in item.spans if "raylight.dialect" in span.attributes} == {dialect}
+    assert {
+        span.attributes["raylight.dialect"] for span in item.spans if "raylight.dialect" in span.attributes
+    } == {dialect}
 
 
 @pytest.mark.parametrize("page", ["agent_framework", "agent_framework/responses"])
-def test_agent_framework_tells_of_agents_tools_and_executors(scripted: dict[str, FinishedRollout], page: str) -> None:
+def test_agent_framework_tells_of_agents_tools_and_executors(
+    scripted: dict[str, FinishedRollout], page: str
+) -> None:
     spans = {span.name: span for span in scripted[page].spans}
-    assert {"workflow.run", "executor.process solver", "executor.process editor", "chat scripted", "execute_tool add"} <= set(spans)
+    assert {
+        "workflow.run",
+        "executor.process solver",
+        "executor.process editor",
+        "chat scripted",
+        "execute_tool add",
+    } <= set(spans)
     tool = spans["execute_tool add"].attributes
     assert json.loads(tool["gen_ai.tool.call.arguments"])["a"] == 12
     assert tool["gen_ai.tool.call.result"] == str(sum(scripted[page].rollout.input[name] for name in "ab"))
@@ -157,6 +175,10 @@ def test_a_page_names_versions_like_those_that_are_run(page: str) -> None:
     assert page in TRAINED + WITH_TOOLS
     told = VERSION.findall((CLIENTS / f"{page}.md").read_text())
     for name, version in told:  # those here may be newer, but not of another kind
-        assert Version(version) <= Version(importlib.metadata.version(name)) < Version(str(Version(version).major + 1)), name
+        assert (
+            Version(version)
+            <= Version(importlib.metadata.version(name))
+            < Version(str(Version(version).major + 1))
+        ), name
     assert told or page == "plain_http"
     assert f"]({page}.md)" in (CLIENTS / "README.md").read_text()

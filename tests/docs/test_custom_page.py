@@ -34,7 +34,9 @@ def names() -> dict[str, Any]:
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "rendezvous"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "rendezvous"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -49,15 +51,28 @@ def logprobs(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> to
 def test_the_policy_is_moved_towards_who_wins_the_duels(names: dict[str, Any], one_rank: None) -> None:
     from raylight.learner.policy import Policy
 
-    tokenizer, model = AutoTokenizer.from_pretrained(STARTER_MODEL), AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
-    asked = [tokenizer.encode(f"<|im_start|>user\n{a}+{b}=<|im_end|>\n<|im_start|>assistant\n") for a, b in PAIRS]
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(STARTER_MODEL),
+        AutoModelForCausalLM.from_pretrained(STARTER_MODEL),
+    )
+    asked = [
+        tokenizer.encode(f"<|im_start|>user\n{a}+{b}=<|im_end|>\n<|im_start|>assistant\n") for a, b in PAIRS
+    ]
     answers = [tokenizer.encode(text + "<|im_end|>") for text in ANSWERS]
     before = [logprobs(model, *pair) for pair in zip(asked, answers, strict=True)]
     rows = [
-        Trajectory(str(i), p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p) + lp.tolist(), [-1] * len(p) + [0] * len(a))
+        Trajectory(
+            str(i),
+            p + a,
+            [0] * len(p) + [1] * len(a),
+            [0.0] * len(p) + lp.tolist(),
+            [-1] * len(p) + [0] * len(a),
+        )
         for i, (p, a, lp) in enumerate(zip(asked, answers, before, strict=True))
     ]
-    settings = PolicySettings(**{field: getattr(names["algorithm"], field) for field in PolicySettings.model_fields} | {"lr": 5e-5})
+    settings = PolicySettings(
+        **{field: getattr(names["algorithm"], field) for field in PolicySettings.model_fields} | {"lr": 5e-5}
+    )
     there = cloudpickle.loads(cloudpickle.dumps(settings))  # as it reaches a learner in another process
     with torch.enable_grad():
         policy = Policy(STARTER_MODEL, names["rl"].LearnerConfig(), there, total_steps=1)
@@ -88,11 +103,16 @@ def test_the_loss_has_its_optimum_where_the_page_says(names: dict[str, Any]) -> 
 def test_a_class_names_the_combination(names: dict[str, Any]) -> None:
     algorithm = names["Duels"](model="m")
     assert isinstance(algorithm, PolicyAlgorithm)
-    assert (algorithm.own_estimator, algorithm.own_loss, algorithm.group_size) == (names["duels"], names["pulled_back"], 4)
+    assert (algorithm.own_estimator, algorithm.own_loss, algorithm.group_size) == (
+        names["duels"],
+        names["pulled_back"],
+        4,
+    )
 
 
 @pytest.mark.parametrize(
-    ("title", "given"), [("an estimator may ask for", GIVEN_TO_ESTIMATORS), ("a loss may ask for", GIVEN_TO_LOSSES)]
+    ("title", "given"),
+    [("an estimator may ask for", GIVEN_TO_ESTIMATORS), ("a loss may ask for", GIVEN_TO_LOSSES)],
 )
 def test_what_a_function_may_ask_for_is_shown(title: str, given: tuple[str, ...]) -> None:
     (table,) = (table for table in tables(PAGE) if table.header[0] == title)

@@ -42,8 +42,10 @@ def page(tmp_path: Path) -> Path:
 def test_blocks_with_names_lines_and_reasons(page: Path) -> None:
     found = list(snippets(page))
     assert [(block.name, block.not_run, block.line) for block in found] == [
-        ("", "", 4), ("second", "", 15), ("", "it needs a GPU", 22),
-    ]  # fmt: skip
+        ("", "", 4),
+        ("second", "", 15),
+        ("", "it needs a GPU", 22),
+    ]
     assert found[1].code == "def double():\n    return 2 * a\n"
 
 

@@ -36,8 +36,19 @@ def served() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(BIN / "raylight"), "serve", "--model", STARTER_MODEL, "--name", "starter", "--port", str(port)]
-    server = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    command = [
+        str(BIN / "raylight"),
+        "serve",
+        "--model",
+        STARTER_MODEL,
+        "--name",
+        "starter",
+        "--port",
+        str(port),
+    ]
+    server = subprocess.Popen(
+        command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(f"{url}/health", server)
@@ -67,7 +78,9 @@ def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
     code = script.read_text()
     assert code.count("http://127.0.0.1:8000/v1") == 1
     script.write_text(code.replace("http://127.0.0.1:8000/v1", served))
-    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stdout.count("succeeded") >= 4, done.stdout
@@ -76,14 +89,18 @@ def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
     script = written(tmp_path, "my_agent.py", "agent", "rollout", "tasks", "train")
-    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "outputs" / "first"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reward_before"] < 0.62
     assert summary["reward_after"] > 0.8
     assert f"{summary['reward_before']:.2f} -> {summary['reward_after']:.2f}" in done.stdout
-    shown = [line.split()[0] for line in PAGE.read_text().splitlines() if line.startswith("    outputs/first/")]
+    shown = [
+        line.split()[0] for line in PAGE.read_text().splitlines() if line.startswith("    outputs/first/")
+    ]
     assert len(shown) == 5
     assert [path for path in shown if not (tmp_path / path).exists()] == []
     commands = [
@@ -94,9 +111,13 @@ def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
     assert len(commands) == 2
     for command in commands:
         done = subprocess.run(
-            ["bash", "-c", command + (" --limit 16" if "eval" in command else "")], cwd=tmp_path,
-            env=ENV | {"PATH": f"{BIN}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
+            ["bash", "-c", command + (" --limit 16" if "eval" in command else "")],
+            cwd=tmp_path,
+            env=ENV | {"PATH": f"{BIN}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert done.returncode == 0, command + done.stdout + done.stderr
     assert len((tmp_path / "val.jsonl").read_text().splitlines()) == 128
     assert "pass@4" in done.stdout

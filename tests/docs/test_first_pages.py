@@ -35,7 +35,9 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_extras_and_versions_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = {name for page in PAGES for name in re.findall(r"(?:-e \"\.|raylight)\[(\w+)\]", page.read_text())}
+    named = {
+        name for page in PAGES for name in re.findall(r"(?:-e \"\.|raylight)\[(\w+)\]", page.read_text())
+    }
     assert named == {*project["optional-dependencies"]}
     install = (DOCS / "install.md").read_text()
     pinned = {requirement for requirement in project["dependencies"] if "==" in requirement}
@@ -48,7 +50,10 @@ def test_extras_and_versions_are_those_of_the_project() -> None:
 
 def test_commands_and_their_options_are_those_of_the_program() -> None:
     program = typer.main.get_command(app)
-    options = {name: {option for p in command.params for option in p.opts} for name, command in program.commands.items()}
+    options = {
+        name: {option for p in command.params for option in p.opts}
+        for name, command in program.commands.items()
+    }
     for page in PAGES:
         for name, rest in re.findall(r"^ {4}.*\braylight (\w+)(.*)$", page.read_text(), re.MULTILINE):
             assert name in options, f"{page} calls raylight {name}"
@@ -92,4 +97,6 @@ def test_the_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch: pytes
 
     drawn = words((tmp_path / "picture.svg").read_text())
     assert len(drawn) > 30
-    assert words((DOCS / "architecture.svg").read_text()) == drawn, "run `python docs/architecture_picture.py`"
+    assert words((DOCS / "architecture.svg").read_text()) == drawn, (
+        "run `python docs/architecture_picture.py`"
+    )

@@ -70,9 +70,7 @@ def test_what_a_dead_link_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     page, other = tmp_path / "page.md", tmp_path / "other.md"
     other.write_text("# A `b_c` & d!\n\n## Twice\n\n## Twice\n\n```\n# no heading\n```\n")
-    good = (
-        "[a](other.md) [b](other.md#a-b_c--d) [c](other.md#twice-1) [d](https://x.org/y) [`e`](#here)\n\n# Here\n\n`[x](gone.md)`\n"
-    )
+    good = "[a](other.md) [b](other.md#a-b_c--d) [c](other.md#twice-1) [d](https://x.org/y) [`e`](#here)\n\n# Here\n\n`[x](gone.md)`\n"
     page.write_text(good + "\n```\n[x](gone.md)\n```\n")
     assert dead(page) == []
     page.write_text("[a](gone.md) [b](other.md#no-heading) [c](#nowhere) [d](../outside.md) ![e](gone.svg)")

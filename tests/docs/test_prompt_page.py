@@ -21,7 +21,9 @@ def test_the_settings_are_those_of_apo() -> None:
         names = re.findall(r"`(\w+)`", row[0])
         defaults = [value.strip().strip("`") for value in row[1].split(",")]
         shown |= dict(zip(names, defaults, strict=True))
-    parameters = {name: p for name, p in inspect.signature(rl.APO.__init__).parameters.items() if name != "self"}
+    parameters = {
+        name: p for name, p in inspect.signature(rl.APO.__init__).parameters.items() if name != "self"
+    }
     assert [*shown] == [*parameters]
     for name, p in parameters.items():
         if p.default is not p.empty:
@@ -35,7 +37,12 @@ def test_the_files_and_metrics_are_those_of_a_run() -> None:
     history = History.begin(rl.PromptTemplate(template="x"), "p", "t", {})
     history.candidates[0].val_score, history.candidates[0].batch_scores = 1.0, {1: 1.0}
     history.beams.append(["v0"])
-    for name in (RESULT_FILE, TREE_FILE, BEST_FILE, *(key for key in round_metrics(history, 1.0) if not key.startswith("time/"))):
+    for name in (
+        RESULT_FILE,
+        TREE_FILE,
+        BEST_FILE,
+        *(key for key in round_metrics(history, 1.0) if not key.startswith("time/")),
+    ):
         assert f"`{name}`" in named
 
 

@@ -16,13 +16,16 @@ import raylight as rl
 
 ROOT = DOCS.parent
 PAGES = sorted(
-    page for page in [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md")]
+    page
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("README.md")]
     if DOCS / "api" not in page.parents and "```python\n" in page.read_text()
-)  # fmt: skip
+)
 METHODS = {
-    name: method for cls in (rl.Trainer, rl.StoreClient, rl.LLM, rl.APO)
-    for name, method in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")
-}  # fmt: skip
+    name: method
+    for cls in (rl.Trainer, rl.StoreClient, rl.LLM, rl.APO)
+    for name, method in inspect.getmembers(cls, inspect.isfunction)
+    if not name.startswith("_")
+}
 """What `trainer`, `store`, `llm` and `apo` can do, by name."""
 
 
@@ -75,6 +78,10 @@ def test_what_is_wrong(tmp_path: Path) -> None:
     )
     (block,) = snippets(page)
     assert sorted(line.partition(": ")[2] for line in wrong(block)) == [
-        "GRPO takes no rate", "Trainer.fit takes no agents", "rl.Trainer takes no n_runner",
-        "store.wait_for_rollouts takes no seconds", "there is no rl.Trainr", "trainer.fit takes no data",
-    ]  # fmt: skip
+        "GRPO takes no rate",
+        "Trainer.fit takes no agents",
+        "rl.Trainer takes no n_runner",
+        "store.wait_for_rollouts takes no seconds",
+        "there is no rl.Trainr",
+        "trainer.fit takes no data",
+    ]

@@ -22,9 +22,13 @@ def sections() -> dict[str, str]:
 
 def test_every_error_has_a_section_that_says_something() -> None:
     public = {
-        name for name, cls in vars(errors).items()
-        if inspect.isclass(cls) and issubclass(cls, Exception) and cls.__module__ == errors.__name__ and not name.startswith("_")
-    }  # fmt: skip
+        name
+        for name, cls in vars(errors).items()
+        if inspect.isclass(cls)
+        and issubclass(cls, Exception)
+        and cls.__module__ == errors.__name__
+        and not name.startswith("_")
+    }
     told = sections()
     assert {name for name in told if name.endswith("Error")} == public
     short = {name for name in public if len(told[name].split()) < 15}
@@ -33,9 +37,13 @@ def test_every_error_has_a_section_that_says_something() -> None:
 
 def test_settings_that_the_page_names_are_there() -> None:
     groups = {
-        "engine": config.EngineConfig, "learner": config.LearnerConfig, "runner": config.RunnerConfig, "store": config.StoreConfig,
-        "checkpoint": config.CheckpointConfig, "rollout": RolloutConfig,
-    }  # fmt: skip
+        "engine": config.EngineConfig,
+        "learner": config.LearnerConfig,
+        "runner": config.RunnerConfig,
+        "store": config.StoreConfig,
+        "checkpoint": config.CheckpointConfig,
+        "rollout": RolloutConfig,
+    }
     text = PAGE.read_text()
     dotted = re.findall(rf"`({'|'.join(groups)})\.(\w+)`", text)
     within = [
@@ -44,7 +52,11 @@ def test_settings_that_the_page_names_are_there() -> None:
         for name in re.findall(r'"(\w+)":', body)
     ]
     assert min(len(dotted), len(within)) > 8
-    wrong = [f"{group}.{name}" for group, name in dotted + within if name not in {*groups[group].model_fields, "db"}]
+    wrong = [
+        f"{group}.{name}"
+        for group, name in dotted + within
+        if name not in {*groups[group].model_fields, "db"}
+    ]
     assert not wrong
 
 

@@ -43,8 +43,14 @@ def calling(
     """A message that calls the first tool that is offered."""
 
     def message(tools: list[dict[str, Any]]) -> dict[str, Any]:
-        function = {"name": name or tools[0]["function"]["name"], "arguments": arguments or json.dumps({"expression": expression})}
-        return {"content": None, "tool_calls": [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}]}
+        function = {
+            "name": name or tools[0]["function"]["name"],
+            "arguments": arguments or json.dumps({"expression": expression}),
+        }
+        return {
+            "content": None,
+            "tool_calls": [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}],
+        }
 
     return message
 
@@ -78,7 +84,9 @@ class ScriptedModel:
         self.script = script
         self.requests: list[dict[str, Any]] = []
         self.ids: list[str] = []
-        self._server = uvicorn.Server(uvicorn.Config(self._app(), port=0, log_level="warning", lifespan="off"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(self._app(), port=0, log_level="warning", lifespan="off")
+        )
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -115,9 +123,18 @@ class ScriptedModel:
         self.requests.append(body)
         message = {"role": "assistant", **self.script(body["messages"], body.get("tools") or [])}
         self.ids.append(f"chatcmpl-{uuid.uuid4().hex}")
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if message.get("tool_calls") else "stop"}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+        }
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        told = {"id": self.ids[-1], "object": "chat.completion", "created": int(time.time()), "model": body["model"]}
+        told = {
+            "id": self.ids[-1],
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body["model"],
+        }
         return JSONResponse(told | {"choices": [choice], "usage": usage})
 
 

@@ -80,7 +80,11 @@ class ScriptedModel:
         """A new prompt for the one shown between <<< and >>>: every second one forgets the placeholder."""
         present = case.partition("<<<\n")[2].partition("\n>>>")[0]
         self.writings += 1
-        return f"{present}\n{RULES} Attempt {self.writings}." if self.writings % 2 else f"{RULES} Attempt {self.writings}."
+        return (
+            f"{present}\n{RULES} Attempt {self.writings}."
+            if self.writings % 2
+            else f"{RULES} Attempt {self.writings}."
+        )
 
     @property
     def route(self) -> Route:
@@ -89,7 +93,9 @@ class ScriptedModel:
 
     async def respond(self, request: Request) -> JSONResponse:
         if request.headers.get("authorization") != f"Bearer {KEY}":
-            return JSONResponse({"error": {"message": "bad key", "type": "authentication_error"}}, status_code=401)
+            return JSONResponse(
+                {"error": {"message": "bad key", "type": "authentication_error"}}, status_code=401
+            )
         body = await request.json()
         self.requests.append(body)
         message = self.answer(body["messages"])

@@ -29,8 +29,14 @@ Script = Callable[[list[dict[str, Any]]], dict[str, Any]]
 def using(*calls: tuple[str, Any]) -> dict[str, Any]:
     """A message that calls tools; arguments that are no dict are sent as they are."""
     numbers = itertools.count()
-    functions = [{"name": name, "arguments": args if isinstance(args, str) else json.dumps(args)} for name, args in calls]
-    return {"content": None, "tool_calls": [{"id": f"c{next(numbers)}", "type": "function", "function": f} for f in functions]}
+    functions = [
+        {"name": name, "arguments": args if isinstance(args, str) else json.dumps(args)}
+        for name, args in calls
+    ]
+    return {
+        "content": None,
+        "tool_calls": [{"id": f"c{next(numbers)}", "type": "function", "function": f} for f in functions],
+    }
 
 
 def facts_told(task: dict[str, Any]) -> str:
@@ -71,8 +77,13 @@ class ScriptedServer:
         self._scripts = scripts
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        routes = [Route("/v1/chat/completions", self._answer, methods=["POST"]), Route("/v1/models", self._models)]
-        self._server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", lifespan="off"))
+        routes = [
+            Route("/v1/chat/completions", self._answer, methods=["POST"]),
+            Route("/v1/models", self._models),
+        ]
+        self._server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", lifespan="off")
+        )
         self._listening = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -116,8 +127,19 @@ class ScriptedServer:
         try:
             message = {"role": "assistant", **self._scripts[body["model"]](body["messages"])}
         except Refused as refused:
-            return JSONResponse({"error": {"message": str(refused), "type": "invalid_request_error", "code": None}}, 400)
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if message.get("tool_calls") else "stop"}
+            return JSONResponse(
+                {"error": {"message": str(refused), "type": "invalid_request_error", "code": None}}, 400
+            )
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+        }
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        answer = {"id": f"chatcmpl-{len(self.requests)}", "object": "chat.completion", "created": 0, "model": body["model"]}
+        answer = {
+            "id": f"chatcmpl-{len(self.requests)}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+        }
         return JSONResponse(answer | {"choices": [choice], "usage": usage})

@@ -16,9 +16,14 @@ ROOT = Path(__file__).parent.parent.parent
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"RAY_ADDRESS": "local"}
     return subprocess.run(
-        [sys.executable, "examples/apo_then_grpo.py", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280,
+        [sys.executable, "examples/apo_then_grpo.py", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
         check=False,
-    )  # fmt: skip
+    )
 
 
 def run(*arguments: str) -> str:

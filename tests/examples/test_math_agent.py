@@ -55,9 +55,12 @@ def score(
     settings = MathSettings(client=client, mcp_command=command)
     with ScriptedModel(script) as model:
         trainer = rl.Trainer(
-            engine={"kind": "upstream", "url": model.url}, n_runners=1, output_dir=folder, progress=False,
+            engine={"kind": "upstream", "url": model.url},
+            n_runners=1,
+            output_dir=folder,
+            progress=False,
             initial_resources={"settings": settings},
-        )  # fmt: skip
+        )
         return trainer.evaluate(math_agent, tasks, model="scripted", sampling={"temperature": 0.5}), model
 
 
@@ -72,10 +75,16 @@ async def read(folder: Path) -> list[FinishedRollout]:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_every_client_calls_the_tool_and_is_rewarded_for_the_answer(client: str, tmp_path: Path) -> None:
+async def test_every_client_calls_the_tool_and_is_rewarded_for_the_answer(
+    client: str, tmp_path: Path
+) -> None:
     tasks, log = [*ONE_STEP, TWO_STEPS], tmp_path / "calls.jsonl"
     figures, model = score(
-        client, solving({task["question"]: first_step(task) for task in tasks}), logging_command(log), tasks, tmp_path
+        client,
+        solving({task["question"]: first_step(task) for task in tasks}),
+        logging_command(log),
+        tasks,
+        tmp_path,
     )
     finished = await read(tmp_path)
 
@@ -99,7 +108,11 @@ async def test_every_client_calls_the_tool_and_is_rewarded_for_the_answer(client
 async def test_chats_of_agent_framework_are_the_captured_calls(tmp_path: Path) -> None:
     task = ONE_STEP[0]
     _, model = score(
-        "agent_framework", solving({task["question"]: first_step(task)}), logging_command(tmp_path / "log"), [task], tmp_path
+        "agent_framework",
+        solving({task["question"]: first_step(task)}),
+        logging_command(tmp_path / "log"),
+        [task],
+        tmp_path,
     )
     (finished,) = await read(tmp_path)
     chats = [span for span in finished.spans if span.name.startswith("chat ")]
@@ -121,7 +134,9 @@ async def test_a_server_that_dies_fails_the_rollout_and_scores_nothing(client: s
     fatal = tmp_path / "fatal.py"
     fatal.write_text(FATAL_SERVER)
     task = ONE_STEP[0]
-    with pytest.raises(rl.errors.RolloutsFailedError, match=r"CalculatorError.*was lost in a call: Connection closed"):
+    with pytest.raises(
+        rl.errors.RolloutsFailedError, match=r"CalculatorError.*was lost in a call: Connection closed"
+    ):
         score(client, solving({task["question"]: "1+1"}), (sys.executable, str(fatal)), [task], tmp_path)
     (finished,) = await read(tmp_path)
     assert finished.reward is None

@@ -54,7 +54,9 @@ async def test_it_calculates_and_refuses_over_mcp(tmp_path: Path) -> None:
 
 
 async def test_one_server_serves_all_rollouts_of_a_process() -> None:
-    assert await asyncio.gather(*(calculate(f"{number}+1") for number in range(20))) == [str(number + 1) for number in range(20)]
+    assert await asyncio.gather(*(calculate(f"{number}+1") for number in range(20))) == [
+        str(number + 1) for number in range(20)
+    ]
     assert len(servers()) == 1
 
 
@@ -78,7 +80,10 @@ async def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("command", "why"),
-    [(("/nonexistent/calculator",), "No such file"), ((sys.executable, "-c", "raise SystemExit(1)"), "Connection closed")],
+    [
+        (("/nonexistent/calculator",), "No such file"),
+        ((sys.executable, "-c", "raise SystemExit(1)"), "Connection closed"),
+    ],
 )
 async def test_a_server_that_does_not_start_is_told_of(command: tuple[str, ...], why: str) -> None:
     for _ in range(2):  # also to those who come later
@@ -105,7 +110,9 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed() -> None:
         "        await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
-    runner = subprocess.Popen([sys.executable, "-c", code, str(SERVER.parents[2])], stdout=subprocess.PIPE, text=True)
+    runner = subprocess.Popen(
+        [sys.executable, "-c", code, str(SERVER.parents[2])], stdout=subprocess.PIPE, text=True
+    )
     assert runner.stdout
     assert runner.stdout.readline() == "there\n"
     (server,) = psutil.Process(runner.pid).children()
@@ -120,8 +127,12 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed() -> None:
 
 async def said_by(client: Any, script: Script, max_turns: int = 4) -> tuple[str, ScriptedModel]:
     with ScriptedModel(script) as model:
-        llm = rl.LLM(endpoint=model.url, model="scripted", sampling_parameters={"temperature": 0.5, "max_tokens": 64})
-        return await find_client(client)(QUESTION, llm, MathSettings(client=client, max_turns=max_turns)), model
+        llm = rl.LLM(
+            endpoint=model.url, model="scripted", sampling_parameters={"temperature": 0.5, "max_tokens": 64}
+        )
+        return await find_client(client)(
+            QUESTION, llm, MathSettings(client=client, max_turns=max_turns)
+        ), model
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -135,7 +146,12 @@ async def test_sampling_parameters_and_instructions_reach_the_model(client: str)
         assert request["messages"][0]["role"] == "system"
 
 
-MARKED = {"hashes": "### 42", "answer_tag": "### ANSWER: 42 ###", "four_hashes": "#### 42", "last_number": "Six times 7 is 42."}
+MARKED = {
+    "hashes": "### 42",
+    "answer_tag": "### ANSWER: 42 ###",
+    "four_hashes": "#### 42",
+    "last_number": "Six times 7 is 42.",
+}
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
@@ -146,7 +162,9 @@ async def test_the_agent_asks_for_and_reads_the_mark_of_its_settings(extractor: 
         other: Any = "four_hashes" if extractor != "four_hashes" else "hashes"
         assert await math_agent(task, llm, MathSettings(extractor=other)) == 0.0
     told = [text_of(request["messages"][0]) for request in model.requests]
-    assert [EXTRACTORS[name].instruction in text for name, text in zip((extractor, other), told, strict=True)] == [True, True]
+    assert [
+        EXTRACTORS[name].instruction in text for name, text in zip((extractor, other), told, strict=True)
+    ] == [True, True]
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -161,13 +179,21 @@ async def test_a_model_that_never_stops_calling_is_stopped(client: str) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
-    "mistake", [calling("9**9**9"), calling("1", name="compute"), calling("1", arguments="{]"), calling("1", arguments="[1]")]
+    "mistake",
+    [
+        calling("9**9**9"),
+        calling("1", name="compute"),
+        calling("1", arguments="{]"),
+        calling("1", arguments="[1]"),
+    ],
 )
 async def test_a_models_mistakes_are_its_own(client: str, mistake: Any) -> None:
     """The model is told, or the rollout ends without an answer; it never raises."""
 
     def answer(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
-        return mistake(tools) if messages[-1]["role"] != "tool" else {"content": f"### {text_of(messages[-1])}"}
+        return (
+            mistake(tools) if messages[-1]["role"] != "tool" else {"content": f"### {text_of(messages[-1])}"}
+        )
 
     said, _ = await said_by(client, answer)
     assert said == "" or "rror" in said

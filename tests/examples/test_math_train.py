@@ -81,7 +81,17 @@ def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(train, "math_agent", alternating(claims))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the runners import the agent
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    train.main(["--model", make_starter(tmp_path / "model"), "--client", "agent_framework", "--fast", "--output-dir", str(run)])
+    train.main(
+        [
+            "--model",
+            make_starter(tmp_path / "model"),
+            "--client",
+            "agent_framework",
+            "--fast",
+            "--output-dir",
+            str(run),
+        ]
+    )
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if line.get("learner/grad_norm", 0.0) > 0.0] == [1, 2]
@@ -96,7 +106,16 @@ def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_one_question_at_an_endpoint_is_shown_with_its_whole_trace(tmp_path: Path) -> None:
     with ScriptedModel(solving({TASK["question"]: first_step(TASK)})) as model:
-        done = call("--model", "scripted", "--endpoint", model.url, "--debug", "--output-dir", str(tmp_path), OPENAI_API_KEY="mine")
+        done = call(
+            "--model",
+            "scripted",
+            "--endpoint",
+            model.url,
+            "--debug",
+            "--output-dir",
+            str(tmp_path),
+            OPENAI_API_KEY="mine",
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     for shown in (
         TASK["question"][:40],
@@ -115,16 +134,35 @@ def test_the_readmes_line_for_raylight_eval_runs(tmp_path: Path) -> None:
     line = next(line for line in README.read_text().splitlines() if "`raylight eval" in line)
     command = re.findall("`(.*?)`", line)[-1].replace("PATH", make_starter(tmp_path / "model")).split()
     done = subprocess.run(
-        [sys.executable, "-m", "raylight.cli", *command[1:], "--limit", "2", "--output", str(tmp_path / "run")],
-        cwd=ROOT, env=os.environ | {"RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "raylight.cli",
+            *command[1:],
+            "--limit",
+            "2",
+            "--output",
+            str(tmp_path / "run"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "run" / "eval.json").read_text())
-    assert (figures["tasks"], figures["failed"], figures["rewards"]["reward"]["mean"]) == (2, 0, 0.0)  # it only adds
+    assert (figures["tasks"], figures["failed"], figures["rewards"]["reward"]["mean"]) == (
+        2,
+        0,
+        0.0,
+    )  # it only adds
 
 
 def test_tasks_of_another_shape_are_told_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text('{"question": "1+1?", "result": "2"}\n{"question": "1+2?", "answer": 3}\n')
+    (tmp_path / "test.jsonl").write_text(
+        '{"question": "1+1?", "result": "2"}\n{"question": "1+2?", "answer": 3}\n'
+    )
     assert len(train.read_questions(tmp_path / "test.jsonl", 1)) == 1
     with pytest.raises(rl.errors.DatasetError, match="task 2 must have texts for question and result"):
         train.read_questions(tmp_path / "test.jsonl")

@@ -45,7 +45,11 @@ def no_processes_left() -> Iterator[None]:
     words = ("raylet", "gcs_server", "haproxy", "ray::", "flowsheets.service")
 
     def running() -> set[psutil.Process]:
-        return {p for p in psutil.process_iter(["cmdline"]) if any(w in " ".join(p.info["cmdline"] or []) for w in words)}
+        return {
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if any(w in " ".join(p.info["cmdline"] or []) for w in words)
+        }
 
     before = running()
     yield
@@ -53,8 +57,18 @@ def no_processes_left() -> Iterator[None]:
     assert not alive
 
 
-def train(folder: Path, *args: str, key: str = KEY, model: str = MODEL, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "examples/process_agent/train.py", "--model", model, "--output-dir", str(folder), *args]
+def train(
+    folder: Path, *args: str, key: str = KEY, model: str = MODEL, **env: str
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "examples/process_agent/train.py",
+        "--model",
+        model,
+        "--output-dir",
+        str(folder),
+        *args,
+    ]
     around = {**os.environ, "RAY_ADDRESS": "local", "OPENAI_API_KEY": key, "PYTHONWARNINGS": "ignore"} | env
     if "SIMULATOR_URL" not in env:
         around.pop("SIMULATOR_URL", None)
@@ -98,17 +112,32 @@ def test_the_baseline_measures_every_split(model: ScriptedModel, endpoint: str, 
 
 
 @pytest.mark.slow
-def test_a_rewritten_prompt_is_found_by_its_score(model: ScriptedModel, endpoint: str, tmp_path: Path) -> None:
+def test_a_rewritten_prompt_is_found_by_its_score(
+    model: ScriptedModel, endpoint: str, tmp_path: Path
+) -> None:
     done = train(
-        tmp_path, "--endpoint", endpoint, "--algorithm", "prompt_opt", "--rounds", "1", "--candidates", "2", "--use-validation",
-        "--use-test", "--n-runners", "1",
-    )  # fmt: skip
+        tmp_path,
+        "--endpoint",
+        endpoint,
+        "--algorithm",
+        "prompt_opt",
+        "--rounds",
+        "1",
+        "--candidates",
+        "2",
+        "--use-validation",
+        "--use-test",
+        "--n-runners",
+        "1",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["first"] == pytest.approx(0.3, abs=0.02)
     assert report["best"] == 1.0
     assert report["test"] == {"easy": 1.0, "medium": 1.0, "hard": 1.0, "all": 1.0}
-    first, better, refused = sorted(report["prompts"], key=lambda prompt: (prompt["parent"] is not None, prompt["refused"] or ""))
+    first, better, refused = sorted(
+        report["prompts"], key=lambda prompt: (prompt["parent"] is not None, prompt["refused"] or "")
+    )
     assert first["text"] == PROMPT
     assert (better["parent"], better["score"]) == (first["number"], 1.0)
     assert refused["score"] is None
@@ -117,7 +146,11 @@ def test_a_rewritten_prompt_is_found_by_its_score(model: ScriptedModel, endpoint
     assert best == better["text"]
     assert RULES in best
     assert "is refused: its placeholders" in (tmp_path / "training.log").read_text()
-    case = next(r["messages"][1]["content"] for r in model.requests if "Rollouts with it" in r["messages"][1]["content"])
+    case = next(
+        r["messages"][1]["content"]
+        for r in model.requests
+        if "Rollouts with it" in r["messages"][1]["content"]
+    )
     assert "bad_flowsheet" in case  # the writer is told what went wrong
     assert "Completion 0.00" in case
     assert not any(task["text"] in case for split in ("val", "test") for task in load_tasks(split))  # type: ignore[arg-type]
@@ -135,7 +168,9 @@ def test_debug_prints_the_whole_trace_of_one_task(endpoint: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_dev_takes_a_task_of_each_difficulty_and_a_simulator_of_ones_own(endpoint: str, tmp_path: Path) -> None:
+def test_dev_takes_a_task_of_each_difficulty_and_a_simulator_of_ones_own(
+    endpoint: str, tmp_path: Path
+) -> None:
     from examples.process_agent.flowsheets.local import simulator
 
     with simulator() as url:
@@ -165,7 +200,16 @@ def test_a_simulator_that_breaks_is_not_held_against_the_agent(endpoint: str, tm
         return JSONResponse({}, status_code=503)
 
     with serving(Route("/health", health), Route("/simulations", broken, methods=["POST"])) as url:
-        done = train(tmp_path, "--endpoint", endpoint, "--mode", "dev", "--n-runners", "1", SIMULATOR_URL=url.removesuffix("/v1"))
+        done = train(
+            tmp_path,
+            "--endpoint",
+            endpoint,
+            "--mode",
+            "dev",
+            "--n-runners",
+            "1",
+            SIMULATOR_URL=url.removesuffix("/v1"),
+        )
     assert done.returncode == 1
     assert "3 of 3 rollouts were lost through no fault of the agent: SimulatorUnavailableError" in done.stdout
     assert not (tmp_path / "report.json").exists()
@@ -179,12 +223,22 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(STARTER_MODEL, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + tokenizer.chat_template
+    )
     tokenizer.save_pretrained(folder)
     done = train(
-        tmp_path, "--mode", "dev", "--n-runners", "1", "--max-model-len", "2048", "--serve-arg", "tool_parser=hermes",
+        tmp_path,
+        "--mode",
+        "dev",
+        "--n-runners",
+        "1",
+        "--max-model-len",
+        "2048",
+        "--serve-arg",
+        "tool_parser=hermes",
         model=str(folder),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "serve.log").read_text()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["scores"]["train"]["all"] == 0.0
@@ -192,13 +246,23 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
         assert [span.name for span in spans].count("openai.chat.completion") == 1
 
 
-@pytest.mark.parametrize(("args", "env", "code", "says"), [
-    (("--endpoint", "http://127.0.0.1:9/v1"), {"SIMULATOR_URL": "http://127.0.0.1:9"}, 1, "no simulator answers at SIMULATOR_URL"),
-    (("--algorithm", "prompt_opt", "--mode", "dev"), {}, 2, "prompt_opt is no fast algorithm"),
-    (("--algorithm", "apo"), {}, 2, "invalid choice: 'apo'"),
-    (("--algorithm", "prompt_opt", "--candidates", "0"), {}, 2, "--candidates at least 1"),
-])  # fmt: skip
-def test_what_does_not_fit_is_one_message(args: tuple[str, ...], env: dict[str, str], code: int, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("args", "env", "code", "says"),
+    [
+        (
+            ("--endpoint", "http://127.0.0.1:9/v1"),
+            {"SIMULATOR_URL": "http://127.0.0.1:9"},
+            1,
+            "no simulator answers at SIMULATOR_URL",
+        ),
+        (("--algorithm", "prompt_opt", "--mode", "dev"), {}, 2, "prompt_opt is no fast algorithm"),
+        (("--algorithm", "apo"), {}, 2, "invalid choice: 'apo'"),
+        (("--algorithm", "prompt_opt", "--candidates", "0"), {}, 2, "--candidates at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_one_message(
+    args: tuple[str, ...], env: dict[str, str], code: int, says: str, tmp_path: Path
+) -> None:
     done = train(tmp_path, *args, **env)
     assert done.returncode == code
     assert says in done.stdout + done.stderr

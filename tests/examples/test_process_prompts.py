@@ -11,14 +11,17 @@ from examples.process_agent.algorithms import Candidate, DesignBaseline, PromptO
 from raylight.store.service import StoreService
 
 
-@pytest.mark.parametrize(("text", "why"), [
-    ("Make {max_calls} calls.", None),
-    ("Make some calls.", "its placeholders are []"),
-    ("Make {max_calls} calls for {task}.", "['max_calls', 'task']"),
-    ("Make {max_calls calls.", "malformed"),
-    ('Answer {"run_id": 1} in {max_calls}.', "placeholder"),
-    ("old {max_calls}", "it was tried before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("Make {max_calls} calls.", None),
+        ("Make some calls.", "its placeholders are []"),
+        ("Make {max_calls} calls for {task}.", "['max_calls', 'task']"),
+        ("Make {max_calls calls.", "malformed"),
+        ('Answer {"run_id": 1} in {max_calls}.', "placeholder"),
+        ("old {max_calls}", "it was tried before"),
+    ],
+)
 def test_a_prompt_that_lost_its_placeholders_is_refused(text: str, why: str | None) -> None:
     found = refusal(text, {"max_calls"}, [Candidate(0, None, "old {max_calls}", 0.5)])
     assert found is None if why is None else why in str(found)
@@ -31,7 +34,11 @@ def test_a_fence_around_a_prompt_is_taken_off() -> None:
 
 def test_of_equal_prompts_the_oldest_is_the_best() -> None:
     algorithm = PromptOptimiser(AsyncOpenAI(api_key="unused"), MODEL)
-    algorithm.history = [Candidate(0, None, "a", 0.5), Candidate(1, 0, "b", None, "refused"), Candidate(2, 0, "c", 0.5)]
+    algorithm.history = [
+        Candidate(0, None, "a", 0.5),
+        Candidate(1, 0, "b", None, "refused"),
+        Candidate(2, 0, "c", 0.5),
+    ]
     assert algorithm.best.number == 0
     algorithm.history.append(Candidate(3, 0, "d", 0.51))
     assert algorithm.best.number == 3

@@ -32,7 +32,9 @@ GAS_CONSTANT = 8.314462618
 
 def solve(units: dict[str, Any], package: str = "peng_robinson", **feeds: Any) -> dict[str, Any]:
     components = list(dict.fromkeys(name for feed in feeds.values() for name in feed["composition"]))
-    return Flowsheet.read({"package": package, "components": components, "feeds": feeds, "units": units}).solve()
+    return Flowsheet.read(
+        {"package": package, "components": components, "feeds": feeds, "units": units}
+    ).solve()
 
 
 def feed(flow: float, T: float, P: float, composition: dict[str, float]) -> dict[str, Any]:
@@ -43,12 +45,15 @@ def feed(flow: float, T: float, P: float, composition: dict[str, float]) -> dict
 
 
 @pytest.mark.parametrize(
-    ("name", "boils_at_K"), [("n-hexane", 341.87), ("benzene", 353.24), ("propane", 231.04), ("water", 373.15)]
+    ("name", "boils_at_K"),
+    [("n-hexane", 341.87), ("benzene", 353.24), ("propane", 231.04), ("water", 373.15)],
 )
 @pytest.mark.parametrize("package", ["ideal", "peng_robinson"])
 def test_pure_components_boil_where_tables_say(name: str, boils_at_K: float, package: Any) -> None:
     tolerance = 2.5 if package == "peng_robinson" else 0.6
-    assert pytest.approx(boils_at_K, abs=tolerance) == Properties(package, [name]).at_PVF([1.0], 1.01325, 0.5).T
+    assert (
+        pytest.approx(boils_at_K, abs=tolerance) == Properties(package, [name]).at_PVF([1.0], 1.01325, 0.5).T
+    )
 
 
 def test_unifac_knows_the_azeotrope_of_ethanol_and_water() -> None:
@@ -92,11 +97,16 @@ def balances(results: dict[str, Any], inlets: list[str], outlets: list[str], pow
     streams = results["streams"]
 
     def total(names: list[str], value: Any) -> float:
-        return sum(streams[n]["flow_kmol_h"] * value(streams[n]) for n in names if streams[n]["flow_kmol_h"] > 0)
+        return sum(
+            streams[n]["flow_kmol_h"] * value(streams[n]) for n in names if streams[n]["flow_kmol_h"] > 0
+        )
 
     for component in streams[inlets[0]]["composition"]:
-        before = total(inlets, lambda s: s["composition"][component])  # noqa: B023  called at once
-        assert total(outlets, lambda s: s["composition"][component]) == pytest.approx(before, rel=1e-6, abs=1e-6)  # noqa: B023
+
+        def fraction(stream: dict[str, Any], name: str = component) -> float:
+            return stream["composition"][name]
+
+        assert total(outlets, fraction) == pytest.approx(total(inlets, fraction), rel=1e-6, abs=1e-6)
     before, after = (total(names, lambda s: s["enthalpy_kJ_kmol"]) / 3600 for names in (inlets, outlets))
     assert after - before == pytest.approx(power_kW, rel=1e-6, abs=1e-4)
 
@@ -116,7 +126,9 @@ def test_a_flash_and_a_mixer_balance() -> None:
 
 
 def test_an_adiabatic_flash_takes_no_duty() -> None:
-    units = {"drum": {"type": "flash", "inlet": "feed", "vapor": "gas", "liquid": "oil", "duty_kW": 0, "P_bar": 2}}
+    units = {
+        "drum": {"type": "flash", "inlet": "feed", "vapor": "gas", "liquid": "oil", "duty_kW": 0, "P_bar": 2}
+    }
     results = solve(units, feed=feed(100, 300, 12, LPG))
     assert results["units"]["drum"]["T_K"] < 300
     balances(results, ["feed"], ["gas", "oil"], 0.0)
@@ -124,12 +136,16 @@ def test_an_adiabatic_flash_takes_no_duty() -> None:
 
 def test_a_heater_by_each_of_its_settings_is_one() -> None:
     by_temperature = solve(
-        {"h": {"type": "heater", "inlet": "feed", "outlet": "hot", "outlet_T_K": 345}}, feed=feed(100, 300, 8, LPG)
+        {"h": {"type": "heater", "inlet": "feed", "outlet": "hot", "outlet_T_K": 345}},
+        feed=feed(100, 300, 8, LPG),
     )
     duty = by_temperature["units"]["h"]["duty_kW"]
     fraction = by_temperature["streams"]["hot"]["vapor_fraction"]
     for setting in ({"duty_kW": duty}, {"outlet_vapor_fraction": fraction}):
-        results = solve({"h": {"type": "heater", "inlet": "feed", "outlet": "hot", **setting}}, feed=feed(100, 300, 8, LPG))
+        results = solve(
+            {"h": {"type": "heater", "inlet": "feed", "outlet": "hot", **setting}},
+            feed=feed(100, 300, 8, LPG),
+        )
         assert results["streams"]["hot"]["T_K"] == pytest.approx(345, abs=1e-3)
         assert results["units"]["h"]["duty_kW"] == pytest.approx(duty, rel=1e-5)
 
@@ -148,9 +164,18 @@ def test_a_pump_takes_volume_times_pressure() -> None:
 def test_a_compressor_of_an_ideal_gas_follows_the_adiabatic_law() -> None:
     """Nitrogen: cp is 7/2 R, so that T2 / T1 = (P2 / P1)^(2/7), within the little that cp changes with temperature."""
     results = solve(
-        {"c": {"type": "compressor", "inlet": "feed", "outlet": "high", "outlet_P_bar": 4, "efficiency": 0.75}}, "ideal",
+        {
+            "c": {
+                "type": "compressor",
+                "inlet": "feed",
+                "outlet": "high",
+                "outlet_P_bar": 4,
+                "efficiency": 0.75,
+            }
+        },
+        "ideal",
         feed=feed(360, 300, 1, {"nitrogen": 1}),
-    )  # fmt: skip
+    )
     ideal_K = 300 * 4 ** (2 / 7)
     assert results["units"]["c"]["isentropic_T_K"] == pytest.approx(ideal_K, rel=3e-3)
     work_kW = 100 * 3.5 * GAS_CONSTANT * (ideal_K - 300) / 0.75 / 1000
@@ -160,9 +185,16 @@ def test_a_compressor_of_an_ideal_gas_follows_the_adiabatic_law() -> None:
 
 def test_a_column_recovers_its_keys_and_balances() -> None:
     column = {
-        "type": "column", "inlet": "feed", "distillate": "top", "bottoms": "bottom", "light_key": "propane",
-        "heavy_key": "n-butane", "light_key_recovery": 0.98, "heavy_key_recovery": 0.97, "P_bar": 15,
-    }  # fmt: skip
+        "type": "column",
+        "inlet": "feed",
+        "distillate": "top",
+        "bottoms": "bottom",
+        "light_key": "propane",
+        "heavy_key": "n-butane",
+        "light_key_recovery": 0.98,
+        "heavy_key_recovery": 0.97,
+        "P_bar": 15,
+    }
     results = solve({"c": column}, feed=feed(100, 340, 15, LPG))
     top, bottom, found = results["streams"]["top"], results["streams"]["bottom"], results["units"]["c"]
     assert top["flow_kmol_h"] * top["composition"]["propane"] == pytest.approx(0.98 * 30)
@@ -173,8 +205,15 @@ def test_a_column_recovers_its_keys_and_balances() -> None:
     balances(results, ["feed"], ["top", "bottom"], found["condenser_duty_kW"] + found["reboiler_duty_kW"])
 
 
-@given(alpha=st.floats(1.2, 5), z=st.floats(0.1, 0.9), recovery=st.floats(0.9, 0.999), quality=st.floats(0.0, 1.0))
-def test_minimum_reflux_of_a_binary_is_that_of_the_closed_form(alpha: float, z: float, recovery: float, quality: float) -> None:
+@given(
+    alpha=st.floats(1.2, 5),
+    z=st.floats(0.1, 0.9),
+    recovery=st.floats(0.9, 0.999),
+    quality=st.floats(0.0, 1.0),
+)
+def test_minimum_reflux_of_a_binary_is_that_of_the_closed_form(
+    alpha: float, z: float, recovery: float, quality: float
+) -> None:
     """Where the q-line meets the equilibrium curve y = a x / (1 + (a - 1) x), the operating line touches it."""
     shares = [recovery, 1 - recovery]
     split = Split(1.0, [alpha, 1.0], shares)
@@ -204,39 +243,95 @@ def test_gilliland_lies_between_minimum_stages_and_infinity(min_stages: float, m
 GOOD = {"type": "flash", "inlet": "feed", "vapor": "gas", "liquid": "oil", "T_K": 320, "P_bar": 4}
 HEATER = {"type": "heater", "inlet": "feed", "outlet": "hot"}
 COLUMN = {
-    "type": "column", "inlet": "feed", "distillate": "top", "bottoms": "bottom", "light_key": "propane", "heavy_key": "n-butane",
-    "light_key_recovery": 0.98, "heavy_key_recovery": 0.97,
-}  # fmt: skip
+    "type": "column",
+    "inlet": "feed",
+    "distillate": "top",
+    "bottoms": "bottom",
+    "light_key": "propane",
+    "heavy_key": "n-butane",
+    "light_key_recovery": 0.98,
+    "heavy_key_recovery": 0.97,
+}
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("bad_flowsheet", {"drum": GOOD | {"type": "reactor"}}, "", "reactor"),
     ("bad_flowsheet", {"drum": GOOD | {"speed": 3}}, "", "units.drum.speed"),
-    ("bad_flowsheet", {"drum": GOOD | {"vapor_fraction": 0.5}}, "", "give exactly one of T_K, vapor_fraction, duty_kW"),
-    ("bad_flowsheet", {"drum": GOOD | {"inlet": "nowhere"}}, "", "takes stream 'nowhere', which nothing gives"),
+    (
+        "bad_flowsheet",
+        {"drum": GOOD | {"vapor_fraction": 0.5}},
+        "",
+        "give exactly one of T_K, vapor_fraction, duty_kW",
+    ),
+    (
+        "bad_flowsheet",
+        {"drum": GOOD | {"inlet": "nowhere"}},
+        "",
+        "takes stream 'nowhere', which nothing gives",
+    ),
     ("bad_flowsheet", {"drum": GOOD, "h": HEATER | {"duty_kW": 1}}, "", "a stream goes to one unit"),
     ("bad_flowsheet", {"drum": GOOD | {"liquid": "gas"}}, "", "stream 'gas' comes from drum and from drum"),
     (
         "cyclic_flowsheet",
-        {"m": {"type": "mixer", "inlets": ["feed", "oil"], "outlet": "mixed"}, "drum": GOOD | {"inlet": "mixed"}},
-        "", "m -> drum -> m",
+        {
+            "m": {"type": "mixer", "inlets": ["feed", "oil"], "outlet": "mixed"},
+            "drum": GOOD | {"inlet": "mixed"},
+        },
+        "",
+        "m -> drum -> m",
     ),
     ("not_converged", {"h": HEATER | {"duty_kW": 1e7}}, "h", "ask for less heating or cooling"),
     ("not_converged", {"h": HEATER | {"duty_kW": -1e7}}, "h", "ask for less heating or cooling"),
     ("not_converged", {"h": HEATER | {"outlet_T_K": 5000}}, "h", "out of range"),
-    ("not_converged", {"drum": GOOD | {"T_K": None, "vapor_fraction": 0.5, "P_bar": 200}}, "drum", "did not converge"),
-    ("unit_not_applicable", {"p": {"type": "pump", "inlet": "feed", "outlet": "o", "outlet_P_bar": 3}}, "p", "raises the pressure"),
-    ("unit_not_applicable", {"c": {"type": "compressor", "inlet": "feed", "outlet": "o", "outlet_P_bar": 30}}, "c", "is liquid"),
+    (
+        "not_converged",
+        {"drum": GOOD | {"T_K": None, "vapor_fraction": 0.5, "P_bar": 200}},
+        "drum",
+        "did not converge",
+    ),
     (
         "unit_not_applicable",
-        {"drum": GOOD | {"T_K": 200}, "c": {"type": "compressor", "inlet": "gas", "outlet": "o", "outlet_P_bar": 30}},
-        "c", "its inlet has no flow",
+        {"p": {"type": "pump", "inlet": "feed", "outlet": "o", "outlet_P_bar": 3}},
+        "p",
+        "raises the pressure",
     ),
-    ("unit_not_applicable", {"c": COLUMN | {"light_key": "water"}}, "c", "none of the flowsheet's components"),
-    ("unit_not_applicable", {"c": COLUMN | {"light_key": "n-butane", "heavy_key": "propane"}}, "c", "swap light_key and heavy_key"),
-    ("unit_not_applicable", {"c": COLUMN | {"heavy_key": "n-pentane"}}, "c", "n-butane boils between the keys"),
-]  # fmt: skip
+    (
+        "unit_not_applicable",
+        {"c": {"type": "compressor", "inlet": "feed", "outlet": "o", "outlet_P_bar": 30}},
+        "c",
+        "is liquid",
+    ),
+    (
+        "unit_not_applicable",
+        {
+            "drum": GOOD | {"T_K": 200},
+            "c": {"type": "compressor", "inlet": "gas", "outlet": "o", "outlet_P_bar": 30},
+        },
+        "c",
+        "its inlet has no flow",
+    ),
+    (
+        "unit_not_applicable",
+        {"c": COLUMN | {"light_key": "water"}},
+        "c",
+        "none of the flowsheet's components",
+    ),
+    (
+        "unit_not_applicable",
+        {"c": COLUMN | {"light_key": "n-butane", "heavy_key": "propane"}},
+        "c",
+        "swap light_key and heavy_key",
+    ),
+    (
+        "unit_not_applicable",
+        {"c": COLUMN | {"heavy_key": "n-pentane"}},
+        "c",
+        "n-butane boils between the keys",
+    ),
+]
 
 
-@pytest.mark.parametrize(("code", "units", "unit", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("code", "units", "unit", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_what_cannot_be_simulated_is_told(code: str, units: dict[str, Any], unit: str, says: str) -> None:
     with pytest.raises(SimulationError) as raised:
         solve(units, feed=feed(100, 300, 8, LPG))
@@ -268,20 +363,44 @@ def random_flowsheet(chance: random.Random) -> dict[str, Any]:
     """Units in a row with settings from sensible to absurd."""
     of = chance.choice
     components = chance.sample(
-        ["methane", "propane", "n-butane", "ethanol", "water", "nitrogen", "hydrogen", "benzene"], of([1, 2, 4])
+        ["methane", "propane", "n-butane", "ethanol", "water", "nitrogen", "hydrogen", "benzene"],
+        of([1, 2, 4]),
     )
     share = {name: of([0, 1e-8, 0.5, 1]) for name in components}
     units: dict[str, Any] = {}
     inlet = "feed"
     for i in range(of([1, 2, 3])):
-        setting = of([{"duty_kW": of([-1e4, 0, 100])}, {"vapor_fraction": of([0, 0.4, 1])}, {"T_K": of([125, 250, 350, 1400])}])
+        setting = of(
+            [
+                {"duty_kW": of([-1e4, 0, 100])},
+                {"vapor_fraction": of([0, 0.4, 1])},
+                {"T_K": of([125, 250, 350, 1400])},
+            ]
+        )
         keys = {"light_key": of(components), "heavy_key": of(components)}
         recoveries = {"light_key_recovery": of([0.5, 0.9999]), "heavy_key_recovery": of([0.5, 0.9999])}
         pressed = {"inlet": inlet, "outlet": f"a{i}", "outlet_P_bar": of([1, 20, 490])}
-        split = {"type": "flash", "inlet": inlet, "vapor": f"a{i}", "liquid": f"b{i}", "P_bar": of([0.01, 2, 200])}
-        column = {"type": "column", "inlet": inlet, "distillate": f"a{i}", "bottoms": f"b{i}", "P_bar": of([1, 20])}
+        split = {
+            "type": "flash",
+            "inlet": inlet,
+            "vapor": f"a{i}",
+            "liquid": f"b{i}",
+            "P_bar": of([0.01, 2, 200]),
+        }
+        column = {
+            "type": "column",
+            "inlet": inlet,
+            "distillate": f"a{i}",
+            "bottoms": f"b{i}",
+            "P_bar": of([1, 20]),
+        }
         units[f"u{i}"] = of(
-            [split | setting, column | keys | recoveries, pressed | {"type": "pump"}, pressed | {"type": "compressor"}]
+            [
+                split | setting,
+                column | keys | recoveries,
+                pressed | {"type": "pump"},
+                pressed | {"type": "compressor"},
+            ]
         )
         inlet = f"a{i}" if "outlet" in units[f"u{i}"] else of([f"a{i}", f"b{i}"])
     one = feed(of([1e-3, 10, 1e5]), of([150, 300, 600]), of([0.5, 5, 100]), share)
@@ -320,7 +439,9 @@ def test_the_schema_example_runs_over_http(service: httpx2.Client) -> None:
     run = service.post("/simulations", json=told["example"]).json()
     assert (run["status"], run["units"]) == ("converged", ["drum"])
     everything = service.get(f"/simulations/{run['run_id']}").json()
-    some = service.get(f"/simulations/{run['run_id']}", params=[("path", "streams.gas.T_K"), ("path", "units.drum")]).json()
+    some = service.get(
+        f"/simulations/{run['run_id']}", params=[("path", "streams.gas.T_K"), ("path", "units.drum")]
+    ).json()
     assert some == {"streams.gas.T_K": 330.0, "units.drum": everything["units"]["drum"]}
 
 
@@ -328,7 +449,10 @@ def test_the_service_tells_what_is_wrong(service: httpx2.Client) -> None:
     example = service.get("/schema").json()["example"]
     assert service.post("/simulations", content="{").json()["error"]["code"] == "bad_flowsheet"
     assert service.post("/simulations", json=[1]).status_code == 422
-    assert service.post("/simulations", content=b" " * 300_000).json()["error"]["message"] == "a flowsheet may have 262144 bytes"
+    assert (
+        service.post("/simulations", content=b" " * 300_000).json()["error"]["message"]
+        == "a flowsheet may have 262144 bytes"
+    )
     unknown = example | {"components": ["propane", "n-pentane", "kryptonite"]}
     assert service.post("/simulations", json=unknown).json()["error"]["code"] == "unknown_component"
     hot = example | {"units": {"drum": example["units"]["drum"] | {"T_K": 9000}}}
@@ -343,10 +467,23 @@ def test_the_service_tells_what_is_wrong(service: httpx2.Client) -> None:
     assert service.get("/simulations/run-none").status_code == 404
 
 
-@pytest.mark.parametrize("composition", [
-    {"propane": 1e308, "n-pentane": 1e308}, {"propane": 1e-320, "n-pentane": 1}, {"propane": 1, "\ud800": 1}, {"propane": 1, "": 0},
-    {"propane": -1, "n-pentane": 2}, {"propane": 0}, {"propane": "much"}, {"x" * 100_000: 1}, {"\u6c34": 1}, {}, [], None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "composition",
+    [
+        {"propane": 1e308, "n-pentane": 1e308},
+        {"propane": 1e-320, "n-pentane": 1},
+        {"propane": 1, "\ud800": 1},
+        {"propane": 1, "": 0},
+        {"propane": -1, "n-pentane": 2},
+        {"propane": 0},
+        {"propane": "much"},
+        {"x" * 100_000: 1},
+        {"\u6c34": 1},
+        {},
+        [],
+        None,
+    ],
+)
 def test_no_composition_breaks_the_service(composition: Any, service: httpx2.Client) -> None:
     """What breaks it would end a run, as a simulator that failed."""
     example = service.get("/schema").json()["example"]
@@ -375,7 +512,10 @@ def test_simulations_at_once_do_not_mix(service: httpx2.Client) -> None:
 
 def test_a_simulator_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMULATOR_URL", "http://127.0.0.1:9")
-    with pytest.raises(SimulatorUnavailableError, match="no simulator answers at SIMULATOR_URL=http://127"), simulator():
+    with (
+        pytest.raises(SimulatorUnavailableError, match="no simulator answers at SIMULATOR_URL=http://127"),
+        simulator(),
+    ):
         pass
 
 
@@ -390,7 +530,13 @@ with simulator() as url:
 
 def test_a_simulator_ends_with_who_started_it() -> None:
     """Also when that is killed."""
-    killed = subprocess.run([sys.executable, "-c", DIES], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    killed = subprocess.run(
+        [sys.executable, "-c", DIES],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert killed.returncode == -9
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
         psutil.Process(int(killed.stdout)).wait(20)

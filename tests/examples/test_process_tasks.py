@@ -52,7 +52,9 @@ async def solved(toolbox: Toolbox, flowsheet: Any, asked: dict[str, str]) -> str
     """Simulate, read all numbers, and answer with them."""
     run_id = (await use(toolbox, "run_simulation", flowsheet=flowsheet))["run_id"]
     results = await use(toolbox, "get_result", run_id=run_id)
-    return json.dumps({"run_id": run_id, "values": {name: look(results, path) for name, path in asked.items()}})
+    return json.dumps(
+        {"run_id": run_id, "values": {name: look(results, path) for name, path in asked.items()}}
+    )
 
 
 def test_there_are_as_many_tasks_as_there_should_be() -> None:
@@ -138,7 +140,12 @@ async def test_calls_beyond_the_budget_cost_and_failed_ones_twice(toolbox: Toolb
     task, definition = TASKS[EASY], DEFINITIONS[EASY]
     answer = await solved(toolbox, definition["reference"], definition["asked"])
     assert task["budget"] == 4
-    for name, arguments in (("get_schema", {}), ("get_schema", {}), ("run_simulation", {"flowsheet": {}}), ("invent", {})):
+    for name, arguments in (
+        ("get_schema", {}),
+        ("get_schema", {}),
+        ("run_simulation", {"flowsheet": {}}),
+        ("invent", {}),
+    ):
         await use(toolbox, name, **arguments)
     found = graded(task, toolbox, answer)
     assert (found.calls, found.failed) == (6, 2)
@@ -146,13 +153,21 @@ async def test_calls_beyond_the_budget_cost_and_failed_ones_twice(toolbox: Toolb
     assert found.reward == pytest.approx(0.4 + 0.3 * 0.5 + 0.3)
 
 
-@pytest.mark.parametrize(("factor", "quality"), [(1.009, 1.0), (1.055, 0.5), (1.11, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)])
-async def test_quality_falls_with_the_error_of_the_answer(factor: float, quality: float, toolbox: Toolbox) -> None:
+@pytest.mark.parametrize(
+    ("factor", "quality"), [(1.009, 1.0), (1.055, 0.5), (1.11, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)]
+)
+async def test_quality_falls_with_the_error_of_the_answer(
+    factor: float, quality: float, toolbox: Toolbox
+) -> None:
     values = {name: value * factor for name, value in TASKS[EASY]["asked"].items()}
-    assert graded(TASKS[EASY], toolbox, json.dumps({"values": values})).quality == pytest.approx(quality, abs=1e-6)
+    assert graded(TASKS[EASY], toolbox, json.dumps({"values": values})).quality == pytest.approx(
+        quality, abs=1e-6
+    )
 
 
-@pytest.mark.parametrize("values", [None, [], "high", {"gas_kmol_h": "29.85", "methane_in_gas": True}, {"gas_kmol_h": 10**400}])
+@pytest.mark.parametrize(
+    "values", [None, [], "high", {"gas_kmol_h": "29.85", "methane_in_gas": True}, {"gas_kmol_h": 10**400}]
+)
 async def test_an_answer_of_another_shape_has_no_quality(values: Any, toolbox: Toolbox) -> None:
     assert graded(TASKS[EASY], toolbox, json.dumps({"run_id": 3, "values": values})).reward == 0.0
 
@@ -162,22 +177,27 @@ def test_the_last_object_of_a_message_is_the_answer() -> None:
     assert read_answer("{nothing} here {") == {}
 
 
-@pytest.mark.parametrize(("name", "arguments", "says"), [
-    ("run_simulation", "{", "the arguments are no JSON"),
-    ("run_simulation", "[]", "must be a JSON object"),
-    ("run_simulation", "{}", "takes flowsheet"),
-    ("get_result", "{}", "takes run_id"),
-    ("run_simulation", '{"flowsheet": {"feeds": NaN, "units": "\\ud800"}}', "feeds"),
-    ("get_result", '{"run_id": "../schema"}', "knows no"),
-    ("get_result", '{"run_id": "a b\\u0000"}', "there is no simulation"),
-    ("get_result", '{"run_id": "\\ud800"}', "takes run_id"),
-    ("get_result", '{"run_id": "run-none"}', "there is no simulation 'run-none'"),
-    ("get_result", f'{{"run_id": "{"x" * 100_000}"}}', "cannot be asked for"),
-    ("get_result", f'{{"run_id": "x", "paths": ["{"x" * 100_000}"]}}', "cannot be asked for"),
-    ("get_result", f'{{"run_id": "x", "paths": ["{"x" * 60_000}"]}}', "there is no simulation"),
-    ("shell", "{}", "there is no tool 'shell'"),
-])  # fmt: skip
-async def test_bad_calls_are_told_to_the_model(name: str, arguments: str, says: str, toolbox: Toolbox) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("run_simulation", "{", "the arguments are no JSON"),
+        ("run_simulation", "[]", "must be a JSON object"),
+        ("run_simulation", "{}", "takes flowsheet"),
+        ("get_result", "{}", "takes run_id"),
+        ("run_simulation", '{"flowsheet": {"feeds": NaN, "units": "\\ud800"}}', "feeds"),
+        ("get_result", '{"run_id": "../schema"}', "knows no"),
+        ("get_result", '{"run_id": "a b\\u0000"}', "there is no simulation"),
+        ("get_result", '{"run_id": "\\ud800"}', "takes run_id"),
+        ("get_result", '{"run_id": "run-none"}', "there is no simulation 'run-none'"),
+        ("get_result", f'{{"run_id": "{"x" * 100_000}"}}', "cannot be asked for"),
+        ("get_result", f'{{"run_id": "x", "paths": ["{"x" * 100_000}"]}}', "cannot be asked for"),
+        ("get_result", f'{{"run_id": "x", "paths": ["{"x" * 60_000}"]}}', "there is no simulation"),
+        ("shell", "{}", "there is no tool 'shell'"),
+    ],
+)
+async def test_bad_calls_are_told_to_the_model(
+    name: str, arguments: str, says: str, toolbox: Toolbox
+) -> None:
     assert says in json.loads(await toolbox.call(name, arguments))["error"]["message"]
     assert graded(TASKS[EASY], toolbox, "").failed == 1
 
@@ -196,16 +216,27 @@ async def test_many_calls_at_once_are_no_more_than_allowed(toolbox: Toolbox) -> 
         heard.append(body)
         calls = [tool_call("get_schema", {}, i)["tool_calls"][0] for i in range(MAX_CALLS + 5)]
         done = body["tool_choice"] == "none"
-        message = {"role": "assistant", "content": "done" if done else None} | ({} if done else {"tool_calls": calls})
+        message = {"role": "assistant", "content": "done" if done else None} | (
+            {} if done else {"tool_calls": calls}
+        )
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return JSONResponse({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+        return JSONResponse(
+            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
 
     with serving(Route("/v1/chat/completions", respond, methods=["POST"])) as url:
         async with AsyncOpenAI(base_url=url, api_key="key") as client:
             said = await converse(client, rl.LLM(endpoint=url, model="m"), [], toolbox)
     assert said == "done"
     assert len(toolbox.spans) == MAX_CALLS
-    assert sum("no_calls_left" in message["content"] for message in heard[1]["messages"] if message["role"] == "tool") == 5
+    assert (
+        sum(
+            "no_calls_left" in message["content"]
+            for message in heard[1]["messages"]
+            if message["role"] == "tool"
+        )
+        == 5
+    )
 
 
 async def test_a_simulator_that_is_gone_is_no_fault_of_the_model() -> None:

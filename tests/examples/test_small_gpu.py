@@ -24,7 +24,9 @@ def test_the_files_are_what_the_maker_makes_and_the_splits_are_apart() -> None:
         assert [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()] == problems
     questions = [problem["question"] for problems in made.values() for problem in problems]
     assert len(set(questions)) == len(questions) == 288
-    assert {problem["id"].split("-")[0] for problem in made["train"]} == {problem["id"].split("-")[0] for problem in made["test"]}
+    assert {problem["id"].split("-")[0] for problem in made["train"]} == {
+        problem["id"].split("-")[0] for problem in made["test"]
+    }
     assert all(problem["answer"] >= 0 for problems in made.values() for problem in problems)
 
 
@@ -55,20 +57,23 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         benchmark_questions("/no/such.jsonl")
 
 
-@pytest.mark.parametrize(("text", "prompt", "number"), [
-    ("3 + 4 = 7\n#### 7", "cot", 7.0),
-    ("#### 1\nno:\n#### 1,200.50", "cot", 1200.5),
-    ("so #### $-3.", "cot", -3.0),
-    ("#### \N{MINUS SIGN}3", "cot", -3.0),
-    ("#### 1,2", "cot", None),
-    ("7", "cot", None),
-    ("#### seven", "cot", None),
-    ("#### 7 apples", "cot", None),
-    ("#### 7\nand more", "cot", None),
-    (" 46 ", "plain", 46.0),
-    ("46 or 47", "plain", None),
-    ("", "plain", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "prompt", "number"),
+    [
+        ("3 + 4 = 7\n#### 7", "cot", 7.0),
+        ("#### 1\nno:\n#### 1,200.50", "cot", 1200.5),
+        ("so #### $-3.", "cot", -3.0),
+        ("#### \N{MINUS SIGN}3", "cot", -3.0),
+        ("#### 1,2", "cot", None),
+        ("7", "cot", None),
+        ("#### seven", "cot", None),
+        ("#### 7 apples", "cot", None),
+        ("#### 7\nand more", "cot", None),
+        (" 46 ", "plain", 46.0),
+        ("46 or 47", "plain", None),
+        ("", "plain", None),
+    ],
+)
 def test_a_number_is_read_where_it_should_stand(text: str, prompt: str, number: float | None) -> None:
     assert read_number(text, prompt) == number
 
@@ -79,11 +84,14 @@ def test_rounding_is_forgiven_and_nothing_else() -> None:
     assert not is_right(0.01, 0)
 
 
-@pytest.mark.parametrize(("text", "rewards"), [
-    ("10 - 4 = 6\n#### 6", {"reward": 1.0, "correct": 1.0}),
-    ("10 - 4 = 5\n#### 5", {"reward": 0.1, "correct": 0.0}),
-    ("It is 6.", {"reward": 0.0, "correct": 0.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "rewards"),
+    [
+        ("10 - 4 = 6\n#### 6", {"reward": 1.0, "correct": 1.0}),
+        ("10 - 4 = 5\n#### 5", {"reward": 0.1, "correct": 0.0}),
+        ("It is 6.", {"reward": 0.0, "correct": 0.0}),
+    ],
+)
 async def test_the_hook_rewards_the_last_message(text: str, rewards: dict[str, float]) -> None:
     from raylight.traces.context import AttemptTrace, tracing
 
@@ -113,9 +121,15 @@ def test_the_defaults_are_50_iterations_within_4_gb() -> None:
     from transformers import Qwen2Config
 
     shape = Qwen2Config(  # Qwen2.5-0.5B, which the README takes
-        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
     needed = account_of(shape, train_math_agent.algorithm(args).settings, torch.bfloat16)
     assert needed.weights == pytest.approx(0.99e9, rel=0.02)
     assert needed.peak < args.memory_gb * 1e9

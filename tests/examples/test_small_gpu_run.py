@@ -35,7 +35,11 @@ def no_processes_left() -> Iterator[None]:
     words = ("raylet", "gcs_server", "haproxy", "ray::")
 
     def running() -> set[psutil.Process]:
-        return {p for p in psutil.process_iter(["cmdline"]) if any(w in " ".join(p.info["cmdline"] or []) for w in words)}
+        return {
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if any(w in " ".join(p.info["cmdline"] or []) for w in words)
+        }
 
     before = running()
     yield
@@ -48,9 +52,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a short training."""
     folder = tmp_path_factory.mktemp("small") / "run"
     done = run(
-        "train_math_agent.py", *ADDITIONS, "--iterations", "8", "--tasks-per-step", "16", "--lr", "2e-3", "--val-every", "4",
-        "--output-dir", str(folder),
-    )  # fmt: skip
+        "train_math_agent.py",
+        *ADDITIONS,
+        "--iterations",
+        "8",
+        "--tasks-per-step",
+        "16",
+        "--lr",
+        "2e-3",
+        "--val-every",
+        "4",
+        "--output-dir",
+        str(folder),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MiniGRPO takes" in done.stdout
     return folder
@@ -76,10 +90,18 @@ def test_the_benchmark_scores_the_adapter_and_changes_nothing(trained: Path, tmp
         done = run("benchmark.py", *ADDITIONS, *extra, "--samples", "2", "--output-dir", str(tmp_path / name))
         assert done.returncode == 0, done.stdout + done.stderr
         figures = json.loads((tmp_path / name / "eval.json").read_text())
-        assert (figures["tasks"], figures["rollouts"], figures["failed"], figures["notes"]) == (128, 256, 0, [])
+        assert (figures["tasks"], figures["rollouts"], figures["failed"], figures["notes"]) == (
+            128,
+            256,
+            0,
+            [],
+        )
         correct[name] = figures["rewards"]["correct"]["mean"]
         lines = [json.loads(line) for line in (tmp_path / name / "eval.jsonl").read_text().splitlines()]
-        assert all((line["rewards"]["correct"] == 1.0) == (line["text"].strip() == str(line["task"]["answer"])) for line in lines)
+        assert all(
+            (line["rewards"]["correct"] == 1.0) == (line["text"].strip() == str(line["task"]["answer"]))
+            for line in lines
+        )
     assert 0.35 < correct["base"] < 0.65
     assert correct["adapter"] > correct["base"] + 0.1
     assert (digest(STARTER_MODEL), digest(trained)) == before
@@ -96,13 +118,30 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "debug" / "checkpoint").exists()
 
 
-@pytest.mark.parametrize(("script", "args", "says"), [
-    ("train_math_agent.py", (*ADDITIONS, "--memory-gb", "0.001"), "DeviceMemoryError"),
-    ("train_math_agent.py", ("--model", "/no/such/model"), "ModelNotFoundError: there is no model folder /no/such/model"),
-    ("benchmark.py", (*ADDITIONS, "--adapter", "/no/such"), "ModelNotFoundError: there is no adapter folder"),
-    ("benchmark.py", ("--model", STARTER_MODEL, "--data", "/no/such.jsonl"), "DatasetError: there is no file"),
-])  # fmt: skip
-def test_what_does_not_fit_is_one_message(script: str, args: tuple[str, ...], says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "args", "says"),
+    [
+        ("train_math_agent.py", (*ADDITIONS, "--memory-gb", "0.001"), "DeviceMemoryError"),
+        (
+            "train_math_agent.py",
+            ("--model", "/no/such/model"),
+            "ModelNotFoundError: there is no model folder /no/such/model",
+        ),
+        (
+            "benchmark.py",
+            (*ADDITIONS, "--adapter", "/no/such"),
+            "ModelNotFoundError: there is no adapter folder",
+        ),
+        (
+            "benchmark.py",
+            ("--model", STARTER_MODEL, "--data", "/no/such.jsonl"),
+            "DatasetError: there is no file",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_message(
+    script: str, args: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
     done = run(script, *args, "--output-dir", str(tmp_path))
     assert done.returncode == 1
     assert says in " ".join((done.stdout + done.stderr).split())

@@ -96,10 +96,15 @@ def rolled(server: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> 
     }
     algorithm = Roll()
     here = {"env_vars": {"PYTHONPATH": str(ROOT)}}  # the runners import the agent
-    with ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here):
+    with ray.init(
+        address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here
+    ):
         trainer = rl.Trainer(
-            algorithm=algorithm, output_dir=tmp_path_factory.mktemp("run"), progress=False, initial_resources=resources
-        )  # fmt: skip
+            algorithm=algorithm,
+            output_dir=tmp_path_factory.mktemp("run"),
+            progress=False,
+            initial_resources=resources,
+        )
         rows = [as_row("helpdesk", task) for task in TASKS.values()]
         trainer.fit(CustomerService(user="model", max_steps=MAX_STEPS), rows)
     return algorithm.found
@@ -135,16 +140,24 @@ def test_both_agents_are_traced_and_only_the_assistant_is_trained(
         trained = rl.TracerTraceToTriplet(agent_match=f"^{ASSISTANT}$").adapt(item.spans)
         assert [call.metadata["agent_name"] for call in trained] == [ASSISTANT] * steps
         assert [call.reward for call in trained] == [None] * (steps - 1) + [1.0]
-        assert filter_generations(item) == item.generations == []  # the tokens of a model elsewhere are not known
+        assert (
+            filter_generations(item) == item.generations == []
+        )  # the tokens of a model elsewhere are not known
     assert server.keys == {f"Bearer {KEY}"}  # the agent never saw it
 
 
-def test_every_bad_tool_call_is_an_answer_to_the_assistant(rolled: dict[str, FinishedRollout], server: ScriptedServer) -> None:
+def test_every_bad_tool_call_is_an_answer_to_the_assistant(
+    rolled: dict[str, FinishedRollout], server: ScriptedServer
+) -> None:
     item = rolled["desk-03"]
     assert item.rollout.status == "succeeded"
     assert item.reward == 1.0
     assert told(item)["tool_errors"] == 6
-    last = [body for body in server.of("clerk") if body["messages"][1]["content"] == TASKS["desk-03"]["script"]["opening"]][-1]
+    last = [
+        body
+        for body in server.of("clerk")
+        if body["messages"][1]["content"] == TASKS["desk-03"]["script"]["opening"]
+    ][-1]
     answers = [message["content"] for message in last["messages"] if message["role"] == "tool"]
     expected = [
         "Error: there is no tool open_hatch; there are find_user",
@@ -156,7 +169,9 @@ def test_every_bad_tool_call_is_an_answer_to_the_assistant(rolled: dict[str, Fin
         "Error: a saver fare cannot be cancelled later than 48 hours",
     ]
     assert len(answers) == len(expected)
-    assert all(answer.startswith(beginning) for answer, beginning in zip(answers, expected, strict=True)), answers
+    assert all(answer.startswith(beginning) for answer, beginning in zip(answers, expected, strict=True)), (
+        answers
+    )
 
 
 def test_a_conversation_without_an_end_is_ended_and_worth_nothing(rolled: dict[str, FinishedRollout]) -> None:
@@ -186,14 +201,33 @@ def run(*arguments: str) -> str:
 @pytest.mark.slow
 def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path: Path) -> None:
     shown = run(
-        "--model", "clerk", "--endpoint", server.url, "--user", "model", "--user-endpoint", server.url, "--user-model", "customer",
-        "--debug", "--task", "desk-02", "--output-dir", str(tmp_path),
-    )  # fmt: skip
-    calls = [line.partition(" (")[0].rpartition(" of ")[2] for line in shown.splitlines() if "tokens unknown" in line]
+        "--model",
+        "clerk",
+        "--endpoint",
+        server.url,
+        "--user",
+        "model",
+        "--user-endpoint",
+        server.url,
+        "--user-model",
+        "customer",
+        "--debug",
+        "--task",
+        "desk-02",
+        "--output-dir",
+        str(tmp_path),
+    )
+    calls = [
+        line.partition(" (")[0].rpartition(" of ")[2]
+        for line in shown.splitlines()
+        if "tokens unknown" in line
+    ]
     assert calls == ["user", *["assistant"] * 4, "user"]
     assert shown.count("tokens unknown, not trained)") == 2  # the user's
     assert "calls cancel_booking({" in shown
-    assert shown.count(TASKS["desk-02"]["script"]["opening"]) == 3  # in the task, said by the user, and heard by the assistant
+    assert (
+        shown.count(TASKS["desk-02"]["script"]["opening"]) == 3
+    )  # in the task, said by the user, and heard by the assistant
     assert '[tool] {"booking_id": "B2002", "status": "cancelled", "refund": 16}' in shown
     assert ">>> [assistant] [[END]]" in shown
     assert shown.rstrip().endswith("reward: reward 1, database 1, facts 1")
@@ -203,8 +237,16 @@ def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path
 def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tmp_path: Path) -> None:
     """Two steps of VERL on a model that cannot call tools. The user is on another endpoint."""
     shown = run(
-        "--ci", "--user", "model", "--user-endpoint", server.url, "--user-model", "customer", "--output-dir", str(tmp_path)
-    )  # fmt: skip
+        "--ci",
+        "--user",
+        "model",
+        "--user-endpoint",
+        server.url,
+        "--user-model",
+        "customer",
+        "--output-dir",
+        str(tmp_path),
+    )
     assert "step 2/2" in shown
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
@@ -223,4 +265,6 @@ def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tm
         assert {call.metadata["agent_name"] for call in with_tokens} == {ASSISTANT}
         generations = filter_generations(item)
         assert [generation.agent for generation in generations] == [ASSISTANT] * len(with_tokens)
-        assert [generation.output_ids for generation in generations] == [call.response["token_ids"] for call in with_tokens]
+        assert [generation.output_ids for generation in generations] == [
+            call.response["token_ids"] for call in with_tokens
+        ]

@@ -29,9 +29,19 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert len(snippets) >= 3
     (tmp_path / "page.py").write_text("\n".join(snippets))
     with ScriptedServer(customer=customer) as server:
-        environment = {**os.environ, "RAY_ADDRESS": "local", "CUSTOMER_URL": server.url, "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            "RAY_ADDRESS": "local",
+            "CUSTOMER_URL": server.url,
+            "PYTHONPATH": str(ROOT),
+        }
         done = subprocess.run(
-            [sys.executable, "page.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280
+            [sys.executable, "page.py"],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "outputs/clerk/metrics.jsonl").read_text().splitlines()]
@@ -42,7 +52,10 @@ def test_the_page_runs(tmp_path: Path) -> None:
     read = [line.split() for line in done.stdout.splitlines() if line.startswith("call:")]
     agents = [line[1] for line in read]
     assert agents == ["customer", "clerk", "checker"] * (len(agents) // 3)
-    assert all((agent, tokens != "0") in {("customer", False), ("clerk", True), ("checker", True)} for _, agent, tokens in read)
+    assert all(
+        (agent, tokens != "0") in {("customer", False), ("clerk", True), ("checker", True)}
+        for _, agent, tokens in read
+    )
 
 
 def test_the_page_names_what_there_is() -> None:

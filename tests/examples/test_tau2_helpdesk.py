@@ -63,7 +63,9 @@ def test_what_is_less_is_worth_less(task: dict[str, Any]) -> None:
     facts = len(task["expected"]["facts"])
     silent = played().grade(conversation("Good bye."))
     assert silent == {"reward": 0.0, "database": 1.0, "facts": 0.0}
-    assert HelpDesk().open(task).grade(conversation(facts_told(task)))["reward"] == 0.0  # also where the policy tells the facts
+    assert (
+        HelpDesk().open(task).grade(conversation(facts_told(task)))["reward"] == 0.0
+    )  # also where the policy tells the facts
     first = task["expected"]["facts"][0].split("|")[0]
     assert played().grade(conversation(f"It is {first}."))["reward"] == pytest.approx(1 / facts)
     assert played().grade(conversation(facts_told(task), ending="steps"))["reward"] == 0.0
@@ -125,21 +127,46 @@ FIND_3 = ("find_user", {"email": "chiara.l@post.example"})
         ([FIND_3, ("change_booking", {"booking_id": "B2003", "sailing_id": "S113"})], "later than 24 hours"),
         ([FIND_3, ("give_credit", {"booking_id": "B2003", "amount": 10})], "only for a journey that is over"),
         ([FIND_3, ("give_credit", {"booking_id": "B2003", "amount": 0})], "greater than or equal to 1"),
-        ([("list_sailings", {"route": "Harwick-Moon", "date": "2025-06-13"})], "there is no route Harwick-Moon"),
-        ([FIND_10, ("change_booking", {"booking_id": "B2010", "sailing_id": "S121"})],
-         "0 seats and 0 vehicle spaces left"),
-        ([FIND_10, ("change_booking", {"booking_id": "B2010", "sailing_id": "S113"})],
-         "another crossing of the route Lund-Harwick"),
-        ([("find_user", {"email": "mira.osei@post.example"}), ("change_booking", {"booking_id": "B2013", "sailing_id": "S142"})],
-         "26 seats and 0 vehicle spaces left"),
-        ([("find_user", {"email": "farid@castell.example"}), ("change_booking", {"booking_id": "B2006", "sailing_id": "S116"})],
-         "S116 is cancelled"),
+        (
+            [("list_sailings", {"route": "Harwick-Moon", "date": "2025-06-13"})],
+            "there is no route Harwick-Moon",
+        ),
+        (
+            [FIND_10, ("change_booking", {"booking_id": "B2010", "sailing_id": "S121"})],
+            "0 seats and 0 vehicle spaces left",
+        ),
+        (
+            [FIND_10, ("change_booking", {"booking_id": "B2010", "sailing_id": "S113"})],
+            "another crossing of the route Lund-Harwick",
+        ),
+        (
+            [
+                ("find_user", {"email": "mira.osei@post.example"}),
+                ("change_booking", {"booking_id": "B2013", "sailing_id": "S142"}),
+            ],
+            "26 seats and 0 vehicle spaces left",
+        ),
+        (
+            [
+                ("find_user", {"email": "farid@castell.example"}),
+                ("change_booking", {"booking_id": "B2006", "sailing_id": "S116"}),
+            ],
+            "S116 is cancelled",
+        ),
         ([FIND_7, ("cancel_booking", {"booking_id": "B2007"})], "B2007 is travelled"),
-        ([FIND_7, ("give_credit", {"booking_id": "B2007", "amount": 10}),
-          ("give_credit", {"booking_id": "B2007", "amount": 10})], "has had a credit of 10 already"),
+        (
+            [
+                FIND_7,
+                ("give_credit", {"booking_id": "B2007", "amount": 10}),
+                ("give_credit", {"booking_id": "B2007", "amount": 10}),
+            ],
+            "has had a credit of 10 already",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_against_the_rules_is_refused_and_changes_nothing(calls: list[tuple[str, Any]], refused: str) -> None:
+)
+def test_what_is_against_the_rules_is_refused_and_changes_nothing(
+    calls: list[tuple[str, Any]], refused: str
+) -> None:
     desk = Desk(json.loads(read_file("db.json")))
     for name, arguments in calls[:-1]:
         desk.call(name, arguments)
@@ -155,10 +182,15 @@ async def test_the_scripted_user_answers_its_script_then_questions_then_leaves()
     assert await user.open() == person.opening
     assert await user.answer("What is your e-mail address?") == "It is oona.petrov@post.example."
     assert await user.answer("Sorry, that is not possible.") == person.answers[0][1]
-    assert await user.answer("Not possible later than 48 hours, shall I move it?") == "Yes, please."  # an answer is given once
+    assert (
+        await user.answer("Not possible later than 48 hours, shall I move it?") == "Yes, please."
+    )  # an answer is given once
     assert await user.answer("It is moved.") is None
 
-    for offer in ("It is moved. Is there anything else I can do for you?", "Done!\nDo you have any other questions? Bye."):
+    for offer in (
+        "It is moved. Is there anything else I can do for you?",
+        "Done!\nDo you have any other questions? Bye.",
+    ):
         assert await ScriptedUser(person).answer(offer) is None
     assert await ScriptedUser(person).answer("Shall I move it? Is there anything else?") == "Yes, please."
 

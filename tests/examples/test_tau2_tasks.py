@@ -38,13 +38,21 @@ def test_the_halves_are_always_the_same() -> None:
     assert (len(train), len(val)) == (13, 13)
     assert {row["id"] for row in train + val} == TASKS.keys()
     assert [row["id"] for row in train[:4]] == ["desk-17", "desk-13", "desk-10", "desk-26"]
-    code = "from examples.tau2_agent.tasks import load_rows; print([r['id'] for r in load_rows('helpdesk')[0]])"
-    elsewhere = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "from examples.tau2_agent.tasks import load_rows; print([r['id'] for r in load_rows('helpdesk')[0]])"
+    )
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert elsewhere.stdout.strip() == str([row["id"] for row in train])
 
 
-@pytest.mark.parametrize("layout", ["tau2/domains/airline", "data/tau2/domains/airline", "domains/airline", "airline", "."])
-def test_the_airlines_data_is_found_in_every_layout(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layout", ["tau2/domains/airline", "data/tau2/domains/airline", "domains/airline", "airline", "."]
+)
+def test_the_airlines_data_is_found_in_every_layout(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / layout
     folder.mkdir(parents=True, exist_ok=True)
     for name in airline.FILES:
@@ -58,7 +66,9 @@ def test_missing_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="TAU2_DATA_DIR is not set; set it to the `data` folder"):
         find_domain("airline").tasks()
     monkeypatch.setenv("TAU2_DATA_DIR", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"db.json, policy.md, tasks.json are not below .* looked in tau2/domains/airline"):
+    with pytest.raises(
+        ConfigError, match=r"db.json, policy.md, tasks.json are not below .* looked in tau2/domains/airline"
+    ):
         find_domain("airline").tasks()
 
 
@@ -71,7 +81,9 @@ def test_a_package_that_is_not_tau2_is_told(tmp_path: Path, monkeypatch: pytest.
     for name in [name for name in sys.modules if name.split(".")[0] in ("tau2", "loguru")]:
         monkeypatch.delitem(sys.modules, name)
     airline.tau2.cache_clear()
-    with pytest.raises(ConfigError, match=r"tau2.data_model.message cannot be loaded .*`pip install -e path/to/tau2-bench`"):
+    with pytest.raises(
+        ConfigError, match=r"tau2.data_model.message cannot be loaded .*`pip install -e path/to/tau2-bench`"
+    ):
         airline.tau2()
     for name in ("tau2", "loguru"):
         sys.modules.pop(name, None)
@@ -112,9 +124,14 @@ def test_the_ci_model_takes_tools(tmp_path: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(ci_model.build(tmp_path / "model"))
     call = {"id": "1", "type": "function", "function": {"name": "find_user", "arguments": {"email": "x"}}}
-    messages = [{"role": "system", "content": "S"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     case = find_domain("helpdesk").open(TASKS["desk-01"])
-    text = tokenizer.apply_chat_template(messages, tools=case.tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        messages, tools=case.tools, tokenize=False, add_generation_prompt=True
+    )
     assert '<tool_call>\n{"name": "find_user", "arguments": {"email": "x"}}\n</tool_call><|im_end|>' in text
     assert text.count('"type": "function"') == 6
 

@@ -16,12 +16,19 @@ from feature_site import ENGINES, Site, build_tiny
 from feature_speakers import DIALECTS
 from feature_talk import Talk
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 CELL = "feature-cell"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--feature-table", metavar="PATH", help="write the table of dialect, engine and feature as Markdown")
+    parser.addoption(
+        "--feature-table", metavar="PATH", help="write the table of dialect, engine and feature as Markdown"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,10 +49,14 @@ def site(request: pytest.FixtureRequest, tiny: str) -> Iterator[Site]:
     """One engine behind its gateway, served on a port."""
     if request.param == "vllm" and not has_vllm():
         if os.environ.get("RAYLIGHT_REQUIRE_VLLM") == "1":
-            raise pytest.UsageError("RAYLIGHT_REQUIRE_VLLM=1, but vllm is not installed; see requirements-vllm-cpu.txt")
+            raise pytest.UsageError(
+                "RAYLIGHT_REQUIRE_VLLM=1, but vllm is not installed; see requirements-vllm-cpu.txt"
+            )
         pytest.skip("vllm is not installed; see requirements-vllm-cpu.txt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # vLLM's processes would compile their sampler at the first request, for a minute
+        patch.setenv(
+            "TORCHDYNAMO_DISABLE", "1"
+        )  # vLLM's processes would compile their sampler at the first request, for a minute
         site = Site(request.param, tiny)
     yield site
     site.close()
@@ -79,5 +90,7 @@ def feature_table(stats: dict[str, list[Any]]) -> str:
     for dialect in DIALECTS:
         for (spoken, feature), by_engine in cells.items():
             if spoken == dialect:
-                lines.append(f"| {dialect} | {feature} | " + " | ".join(by_engine.get(e, "") for e in ENGINES) + " |")
+                lines.append(
+                    f"| {dialect} | {feature} | " + " | ".join(by_engine.get(e, "") for e in ENGINES) + " |"
+                )
     return "\n".join(lines) + "\n"

@@ -48,14 +48,26 @@ def build_tiny(folder: Path) -> str:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=raw,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = TEMPLATE
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_MODEL_LEN, tie_word_embeddings=False,
-        initializer_range=0.05, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -138,7 +150,15 @@ def vllm_engine(path: str) -> Engine:
     from raylight.serving.engines.vllm.engine import VllmEngine
 
     given = vllm_args(
-        path, {}, dtype="float32", max_model_len=MAX_MODEL_LEN, max_concurrent=16, max_waiting=100, seed=0, gpus=0, max_adapters=0
+        path,
+        {},
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_concurrent=16,
+        max_waiting=100,
+        seed=0,
+        gpus=0,
+        max_adapters=0,
     )
     frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
     engine_args = AsyncEngineArgs(path, served_model_name=[MODEL], **given)

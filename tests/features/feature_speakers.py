@@ -83,7 +83,9 @@ class Dialect:
     async def ask_async(self, client: Any, turns: list[Any], stream: bool = False, **asked: Any) -> Said:
         request = {"model": MODEL} | self.request(turns, **asked)
         if stream:
-            return self.read_stream([event async for event in await self.method(client)(**request, **self.streaming)])
+            return self.read_stream(
+                [event async for event in await self.method(client)(**request, **self.streaming)]
+            )
         return self.read(await self.method(client)(**request))
 
 
@@ -107,18 +109,31 @@ class Chat(Dialect):
         if asked.get("tool_choice", "required") != "required":
             asked["tool_choice"] = {"type": "function", "function": {"name": asked["tool_choice"]}}
         if schema := asked.pop("schema", None):
-            asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+            asked["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": schema, "strict": True},
+            }
         if "logprobs" in asked:
             asked |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
         return {"messages": turns, **renamed(asked, parallel="parallel_tool_calls")}
 
     def read(self, answer: Any) -> Said:
         messages = [choice.message for choice in answer.choices]
-        calls = [Call(c.id, c.function.name, c.function.arguments) for m in messages for c in m.tool_calls or []]
+        calls = [
+            Call(c.id, c.function.name, c.function.arguments) for m in messages for c in m.tool_calls or []
+        ]
         first, usage = answer.choices[0], answer.usage
         logprobs = [token.logprob for token in first.logprobs.content] if first.logprobs else None
         texts = [message.content or "" for message in messages]
-        return Said(texts, usage.prompt_tokens, usage.completion_tokens, first.finish_reason, calls, [first.message], logprobs)
+        return Said(
+            texts,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            first.finish_reason,
+            calls,
+            [first.message],
+            logprobs,
+        )
 
     def read_stream(self, events: list[Any]) -> Said:
         text, pieces, end, calls = "", 0, None, {}
@@ -128,9 +143,13 @@ class Chat(Dialect):
             end = choice.finish_reason or end
             for piece in choice.delta.tool_calls or []:
                 known = calls.get(piece.index) or Call(piece.id, piece.function.name, "")
-                calls[piece.index] = Call(known.id, known.name, known.arguments + (piece.function.arguments or ""))
+                calls[piece.index] = Call(
+                    known.id, known.name, known.arguments + (piece.function.arguments or "")
+                )
         usage = events[-1].usage
-        return Said([text], usage.prompt_tokens, usage.completion_tokens, end, [*calls.values()], pieces=pieces)
+        return Said(
+            [text], usage.prompt_tokens, usage.completion_tokens, end, [*calls.values()], pieces=pieces
+        )
 
     def results(self, *results: tuple[Call, str]) -> list[Any]:
         return [{"role": "tool", "tool_call_id": call.id, "content": result} for call, result in results]
@@ -149,7 +168,9 @@ class Completions(Dialect):
         first, usage = answer.choices[0], answer.usage
         logprobs = first.logprobs.token_logprobs if first.logprobs else None
         texts = [choice.text for choice in answer.choices]
-        return Said(texts, usage.prompt_tokens, usage.completion_tokens, first.finish_reason, logprobs=logprobs)
+        return Said(
+            texts, usage.prompt_tokens, usage.completion_tokens, first.finish_reason, logprobs=logprobs
+        )
 
     def read_stream(self, events: list[Any]) -> Said:
         choices = [choice for event in events for choice in event.choices]
@@ -168,18 +189,30 @@ class Responses(Dialect):
 
     def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
         if image := asked.pop("image", None):
-            turns = [{"role": "user", "content": [{"type": "input_image", "image_url": image, "detail": "auto"}]}]
+            turns = [
+                {"role": "user", "content": [{"type": "input_image", "image_url": image, "detail": "auto"}]}
+            ]
         if tools := asked.pop("tools", None):
             asked["tools"] = [{"type": "function", "strict": True, **tool} for tool in tools]
         if asked.get("tool_choice", "required") != "required":
             asked["tool_choice"] = {"type": "function", "name": asked["tool_choice"]}
         if schema := asked.pop("schema", None):
-            asked["text"] = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
-        names = {"max_tokens": "max_output_tokens", "parallel": "parallel_tool_calls", "system": "instructions"}
+            asked["text"] = {
+                "format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+            }
+        names = {
+            "max_tokens": "max_output_tokens",
+            "parallel": "parallel_tool_calls",
+            "system": "instructions",
+        }
         return {"input": turns, **renamed(asked, **names, previous="previous_response_id")}
 
     def read(self, answer: Any) -> Said:
-        calls = [Call(item.call_id, item.name, item.arguments) for item in answer.output if item.type == "function_call"]
+        calls = [
+            Call(item.call_id, item.name, item.arguments)
+            for item in answer.output
+            if item.type == "function_call"
+        ]
         end = answer.incomplete_details.reason if answer.status == "incomplete" else answer.status
         texts, usage = [answer.output_text], answer.usage
         return Said(texts, usage.input_tokens, usage.output_tokens, end, calls, answer.output, id=answer.id)
@@ -187,14 +220,21 @@ class Responses(Dialect):
     def read_stream(self, events: list[Any]) -> Said:
         assert [event.sequence_number for event in events] == list(range(len(events)))
         texts = [event.delta for event in events if event.type == "response.output_text.delta"]
-        arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        arguments = [
+            event.delta for event in events if event.type == "response.function_call_arguments.delta"
+        ]
         said = self.read(events[-1].response)
-        assert (said.text, "".join(call.arguments for call in said.calls)) == ("".join(texts), "".join(arguments))
+        assert (said.text, "".join(call.arguments for call in said.calls)) == (
+            "".join(texts),
+            "".join(arguments),
+        )
         said.pieces = len(texts) + len(arguments)
         return said
 
     def results(self, *results: tuple[Call, str]) -> list[Any]:
-        return [{"type": "function_call_output", "call_id": call.id, "output": result} for call, result in results]
+        return [
+            {"type": "function_call_output", "call_id": call.id, "output": result} for call, result in results
+        ]
 
 
 class Messages(Dialect):
@@ -217,7 +257,9 @@ class Messages(Dialect):
         if tools := asked.pop("tools", None):
             asked["tools"] = [renamed(tool, parameters="input_schema") for tool in tools]
         if choice := asked.pop("tool_choice", None):
-            asked["tool_choice"] = {"type": "any"} if choice == "required" else {"type": "tool", "name": choice}
+            asked["tool_choice"] = (
+                {"type": "any"} if choice == "required" else {"type": "tool", "name": choice}
+            )
             asked["tool_choice"]["disable_parallel_tool_use"] = not asked.pop("parallel", True)
         if schema := asked.pop("schema", None):
             asked["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
@@ -226,10 +268,14 @@ class Messages(Dialect):
         return {"messages": turns, "max_tokens": 16, **renamed(asked, stop="stop_sequences")}
 
     def read(self, answer: Any) -> Said:
-        calls = [Call(block.id, block.name, block.input) for block in answer.content if block.type == "tool_use"]
+        calls = [
+            Call(block.id, block.name, block.input) for block in answer.content if block.type == "tool_use"
+        ]
         text = "".join(block.text for block in answer.content if block.type == "text")
         turn = [{"role": "assistant", "content": answer.content}]
-        return Said([text], answer.usage.input_tokens, answer.usage.output_tokens, answer.stop_reason, calls, turn)
+        return Said(
+            [text], answer.usage.input_tokens, answer.usage.output_tokens, answer.stop_reason, calls, turn
+        )
 
     def read_stream(self, events: list[Any]) -> Said:
         text, arguments, blocks, pieces = "", {}, {}, 0
@@ -246,11 +292,17 @@ class Messages(Dialect):
         (end,) = [event for event in events if event.type == "message_delta"]
         calls = [Call(block.id, block.name, arguments[index]) for index, block in blocks.items()]
         prompt_tokens = end.usage.input_tokens or start.usage.input_tokens
-        return Said([text], prompt_tokens, end.usage.output_tokens, end.delta.stop_reason, calls, pieces=pieces)
+        return Said(
+            [text], prompt_tokens, end.usage.output_tokens, end.delta.stop_reason, calls, pieces=pieces
+        )
 
     def results(self, *results: tuple[Call, str]) -> list[Any]:
-        blocks = [{"type": "tool_result", "tool_use_id": call.id, "content": result} for call, result in results]
+        blocks = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": result} for call, result in results
+        ]
         return [{"role": "user", "content": blocks}]
 
 
-DIALECTS: dict[str, type[Dialect]] = {dialect.name: dialect for dialect in (Chat, Completions, Responses, Messages)}
+DIALECTS: dict[str, type[Dialect]] = {
+    dialect.name: dialect for dialect in (Chat, Completions, Responses, Messages)
+}

@@ -36,7 +36,11 @@ class Talk:
         assert self._rollout.attempt is not None
         ids = self._rollout.rollout_id, self._rollout.attempt.attempt_id
         base = f"http://127.0.0.1:{site.port}{attempt_path(*ids)}"
-        self._given: dict[str, Any] = {"base_url": dialect.base(base), "api_key": scoped_key(SECRET, *ids), "max_retries": 0}
+        self._given: dict[str, Any] = {
+            "base_url": dialect.base(base),
+            "api_key": scoped_key(SECRET, *ids),
+            "max_retries": 0,
+        }
         self.client = dialect.sync_client(**self._given)
 
     def ask(self, *turns: Any, **asked: Any) -> Said:
@@ -49,7 +53,9 @@ class Talk:
 
         async def ask_all() -> list[Said]:
             async with self.dialect.async_client(**self._given) as client:
-                return await asyncio.gather(*(self.dialect.ask_async(client, [user(text)], **asked) for text in texts))
+                return await asyncio.gather(
+                    *(self.dialect.ask_async(client, [user(text)], **asked) for text in texts)
+                )
 
         self.said += asyncio.run(ask_all())
         return self.said

@@ -35,10 +35,17 @@ if importlib.util.find_spec("xgrammar") is None:
     REFUSED |= {(e, dialect, name) for e in ENGINES[:2] for dialect in CHAT_LIKE for name in constrained}
 
 SCHEMA: dict[str, Any] = {
-    "type": "object", "properties": {"colour": {"type": "string", "enum": ["red", "green"]}, "on": {"type": "boolean"}},
-    "required": ["colour", "on"], "additionalProperties": False,
-}  # fmt: skip
-PLACE = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    "type": "object",
+    "properties": {"colour": {"type": "string", "enum": ["red", "green"]}, "on": {"type": "boolean"}},
+    "required": ["colour", "on"],
+    "additionalProperties": False,
+}
+PLACE = {
+    "type": "object",
+    "properties": {"x": {"enum": [1, 2]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 LAMP = {"name": "set_lamp", "description": "Sets the lamp.", "parameters": SCHEMA}
 MOVE = {"name": "move", "description": "Moves the lamp.", "parameters": PLACE}
 SCHEMAS = {"set_lamp": SCHEMA, "move": PLACE}
@@ -136,7 +143,9 @@ def test_several_choices(talk: Talk) -> None:
     generations = talk.recorded().generations
     if generations:
         decode = talk.site.tokenizer.decode
-        assert sorted(said.texts) == sorted(decode(g.output_ids, skip_special_tokens=True) for g in generations)
+        assert sorted(said.texts) == sorted(
+            decode(g.output_ids, skip_special_tokens=True) for g in generations
+        )
 
 
 @feature("log-probs", *OPENAI)
@@ -170,7 +179,9 @@ def test_tool_call(talk: Talk) -> None:
 
 @feature("tool call, streamed", *CHAT_LIKE)
 def test_streamed_tool_call(talk: Talk) -> None:
-    said = talk.ask(HI, max_tokens=LONG, tools=[LAMP, MOVE], tool_choice="required", parallel=False, stream=True)
+    said = talk.ask(
+        HI, max_tokens=LONG, tools=[LAMP, MOVE], tool_choice="required", parallel=False, stream=True
+    )
     (call,) = said.calls
     check_call(call)
     assert call.id

@@ -63,8 +63,12 @@ class Cluster:
         """What runs on the cluster and belongs to some run of raylight. Needs a connection to the cluster."""
         from ray.util.state import list_actors, list_placement_groups
 
-        actors = [f"actor {a.name}" for a in list_actors(filters=[("state", "!=", "DEAD")], limit=1000) if a.name]
-        groups = [f"group {g.name}" for g in list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)]
+        actors = [
+            f"actor {a.name}" for a in list_actors(filters=[("state", "!=", "DEAD")], limit=1000) if a.name
+        ]
+        groups = [
+            f"group {g.name}" for g in list_placement_groups(filters=[("state", "!=", "REMOVED")], limit=1000)
+        ]
         return sorted(actors + groups)
 
     def env(self) -> dict[str, str]:
@@ -101,13 +105,26 @@ def cluster() -> Iterator[Cluster]:
     """`ray start --head` with a dashboard, in a process of its own; RAY_ADDRESS points to it."""
     port, dashboard = free_port(), free_port()
     command = [
-        str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", f"--dashboard-port={dashboard}",
-        "--include-dashboard=true", "--disable-usage-stats", f"--dashboard-agent-listen-port={free_port()}",
-    ]  # fmt: skip
+        str(BIN / "ray"),
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus=2",
+        f"--port={port}",
+        f"--dashboard-port={dashboard}",
+        "--include-dashboard=true",
+        "--disable-usage-stats",
+        f"--dashboard-agent-listen-port={free_port()}",
+    ]
     subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], check=True, capture_output=True)
     mark = {"RAYLIGHT_TEST_CLUSTER": str(port)}
     head = subprocess.Popen(
-        command, env={**os.environ, **mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env={**os.environ, **mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     assert head.stdout
     output = ""
@@ -124,7 +141,9 @@ def cluster() -> Iterator[Cluster]:
     finally:
         eventually(lambda: not kill(marked(mark)), 30, "the end of the cluster")
         head.wait()
-        note = Path("/tmp/ray/ray_current_cluster")  # Ray's, of the last cluster; only `ray stop` would remove it
+        note = Path(
+            "/tmp/ray/ray_current_cluster"
+        )  # Ray's, of the last cluster; only `ray stop` would remove it
         if note.exists() and note.read_text().endswith(f":{port}"):
             note.unlink()
         os.environ.pop("RAY_ADDRESS", None)
@@ -134,7 +153,9 @@ def cluster() -> Iterator[Cluster]:
 
 def running(*words: str) -> dict[int, str]:
     """Command lines of processes in which one of these words is, by number."""
-    lines = {process.pid: " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])}
+    lines = {
+        process.pid: " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])
+    }
     return {pid: line for pid, line in lines.items() if any(word in line for word in words)}
 
 

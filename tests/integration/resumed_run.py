@@ -11,12 +11,24 @@ from raylight.quickstart.agent import adder
 def main(folder: str, steps: int, learners: int, resume: str) -> None:
     train, val = additions(0)
     algorithm = rl.GRPO(
-        model=STARTER_MODEL, lr=2e-4, kl_coef=0.01, group_size=4, tasks_per_step=8, n_steps=steps, val_every=4, best=None
+        model=STARTER_MODEL,
+        lr=2e-4,
+        kl_coef=0.01,
+        group_size=4,
+        tasks_per_step=8,
+        n_steps=steps,
+        val_every=4,
+        best=None,
     )
     trainer = rl.Trainer(
-        algorithm=algorithm, n_learners=learners, n_runners=1, output_dir=folder, address="local",
-        engine={"max_model_len": 64}, checkpoint={"every": 3, "keep": 2},
-    )  # fmt: skip
+        algorithm=algorithm,
+        n_learners=learners,
+        n_runners=1,
+        output_dir=folder,
+        address="local",
+        engine={"max_model_len": 64},
+        checkpoint={"every": 3, "keep": 2},
+    )
     trainer.fit(adder, train[:40], val[:8], resume="auto" if resume == "auto" else resume == "yes")
 
 

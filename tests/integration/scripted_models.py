@@ -34,7 +34,15 @@ class Elsewhere:
             return JSONResponse({"error": {"message": "by script"}}, status_code=said)
         content, reason = said if isinstance(said, tuple) else (said, "stop")
         choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": reason}
-        return JSONResponse({"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": name, "choices": [choice]})
+        return JSONResponse(
+            {
+                "id": "chatcmpl-1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": name,
+                "choices": [choice],
+            }
+        )
 
 
 @contextlib.contextmanager

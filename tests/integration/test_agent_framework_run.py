@@ -38,10 +38,15 @@ async def checker(request: Request) -> JSONResponse:
         message = {"role": "assistant", "content": None, "tool_calls": calls}
     reason = "tool_calls" if "tool_calls" in message else "stop"
     number = sum(entry["role"] == "tool" for entry in body["messages"])
-    return JSONResponse({
-        "id": f"chatcmpl-{body['metadata']['task']}-{number}", "object": "chat.completion", "created": 0, "model": body["model"],
-        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-    })  # fmt: skip
+    return JSONResponse(
+        {
+            "id": f"chatcmpl-{body['metadata']['task']}-{number}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,15 @@ def fixed_model() -> Iterator[str]:
 @rl.rollout(trained_agents="^solver$")
 async def workflow(task: dict[str, int], llm: rl.LLM, fixed: rl.LLM, rollout: rl.Rollout) -> float:
     """The solver answers, at the same time as a critic; then a checker with a tool, at another model, has the last word."""
-    from agent_framework import Agent, AgentExecutor, AgentExecutorResponse, Executor, WorkflowBuilder, WorkflowContext, handler
+    from agent_framework import (
+        Agent,
+        AgentExecutor,
+        AgentExecutorResponse,
+        Executor,
+        WorkflowBuilder,
+        WorkflowContext,
+        handler,
+    )
     from agent_framework.openai import OpenAIChatCompletionClient
     from openai import AsyncOpenAI
 
@@ -89,10 +102,17 @@ async def workflow(task: dict[str, int], llm: rl.LLM, fixed: rl.LLM, rollout: rl
         other = OpenAIChatCompletionClient(model=fixed.model, async_client=there)
         sampling: Any = {"temperature": 1.0, "max_tokens": 8}
         start, join = Start(id="start"), Join(id="join")
-        both = [AgentExecutor(Agent(client=policy, default_options=sampling), id=name) for name in ("solver", "critic")]
+        both = [
+            AgentExecutor(Agent(client=policy, default_options=sampling), id=name)
+            for name in ("solver", "critic")
+        ]
         options: Any = {"metadata": {"task": rollout.rollout_id}}
-        judge = AgentExecutor(Agent(client=other, name="Judge", tools=[look_up], default_options=options), id="checker")
-        built = WorkflowBuilder(start_executor=start, output_from=[join, judge]).add_fan_out_edges(start, both)
+        judge = AgentExecutor(
+            Agent(client=other, name="Judge", tools=[look_up], default_options=options), id="checker"
+        )
+        built = WorkflowBuilder(start_executor=start, output_from=[join, judge]).add_fan_out_edges(
+            start, both
+        )
         result = await built.add_fan_in_edges(both, join).add_edge(join, judge).build().run(question(task))
     answer, verdict = result.get_outputs()
     assert verdict.text == str(task["a"] + task["b"])
@@ -102,11 +122,18 @@ async def workflow(task: dict[str, int], llm: rl.LLM, fixed: rl.LLM, rollout: rl
 @pytest.fixture(scope="module")
 def folder(fixed_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1, tasks_per_step=4, group_size=2, lr=2e-4, max_steps_without_signal=100)
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL, n_steps=1, tasks_per_step=4, group_size=2, lr=2e-4, max_steps_without_signal=100
+    )
     trainer = rl.Trainer(
-        algorithm=algorithm, n_runners=1, output_dir=folder, progress=False, address="local", tracer=rl.AgentFrameworkTracer(),
+        algorithm=algorithm,
+        n_runners=1,
+        output_dir=folder,
+        progress=False,
+        address="local",
+        tracer=rl.AgentFrameworkTracer(),
         initial_resources={"fixed": rl.LLM(endpoint=fixed_model, model="fixed", traced=True)},
-    )  # fmt: skip
+    )
     trainer.fit(workflow, TRAIN)
     return folder
 
@@ -135,11 +162,20 @@ def test_triplets_have_tokens_and_the_names_of_executors(finished: list[Finished
     assert [item.rollout.status for item in finished] == ["succeeded"] * 8
     for item in finished:
         agents = agents_of_generations(item.generations, item.spans)
-        tokens = {agent: generation.output_ids for generation, agent in zip(item.generations, agents, strict=True)}
+        tokens = {
+            agent: generation.output_ids for generation, agent in zip(item.generations, agents, strict=True)
+        }
         assert set(tokens) == {"solver", "critic"}
         triplets = rl.TracerTraceToTriplet().adapt(item.spans)
-        assert sorted(t.metadata["agent_name"] for t in triplets) == ["checker", "checker", "critic", "solver"]
-        assert {t.metadata["agent_name"]: t.response["token_ids"] for t in triplets if t.response["token_ids"]} == tokens
+        assert sorted(t.metadata["agent_name"] for t in triplets) == [
+            "checker",
+            "checker",
+            "critic",
+            "solver",
+        ]
+        assert {
+            t.metadata["agent_name"]: t.response["token_ids"] for t in triplets if t.response["token_ids"]
+        } == tokens
 
 
 def test_the_solver_and_the_critic_are_not_mixed_up(finished: list[FinishedRollout]) -> None:
@@ -149,7 +185,9 @@ def test_the_solver_and_the_critic_are_not_mixed_up(finished: list[FinishedRollo
         said: dict[str, str] = {}
         for chat in (span for span in item.spans if span.name.startswith("chat ")):
             agent = by_id[chat.parent_id or ""]
-            said[chat.attributes["gen_ai.response.id"]] = by_id[agent.parent_id or ""].attributes["executor.id"]
+            said[chat.attributes["gen_ai.response.id"]] = by_id[agent.parent_id or ""].attributes[
+                "executor.id"
+            ]
         triplets = rl.TracerTraceToTriplet().adapt(item.spans)
         assert {t.metadata["response_id"]: t.metadata["agent_name"] for t in triplets} == said
 
@@ -157,6 +195,13 @@ def test_the_solver_and_the_critic_are_not_mixed_up(finished: list[FinishedRollo
 def test_spans_of_agents_tools_and_executors_are_in_the_store(finished: list[FinishedRollout]) -> None:
     for item in finished:
         names = {span.name for span in item.spans}
-        assert {"workflow.run", "executor.process solver", "executor.process join", "invoke_agent Judge"} <= names
+        assert {
+            "workflow.run",
+            "executor.process solver",
+            "executor.process join",
+            "invoke_agent Judge",
+        } <= names
         (tool,) = [span for span in item.spans if span.name == "execute_tool look_up"]
-        assert tool.attributes["gen_ai.tool.call.result"] == str(item.rollout.input["a"] + item.rollout.input["b"])
+        assert tool.attributes["gen_ai.tool.call.result"] == str(
+            item.rollout.input["a"] + item.rollout.input["b"]
+        )

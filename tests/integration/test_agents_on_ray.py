@@ -36,8 +36,12 @@ class Roll(rl.FastAlgorithm):
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
-        modes = [("train", task) for task in train_dataset or []] + [("val", task) for task in val_dataset or []]
-        requests = [rl.EnqueueRolloutRequest(input=task, mode=mode, config=self.config) for mode, task in modes]  # type: ignore[arg-type]
+        modes = [("train", task) for task in train_dataset or []] + [
+            ("val", task) for task in val_dataset or []
+        ]
+        requests = [
+            rl.EnqueueRolloutRequest(input=task, mode=mode, config=self.config) for mode, task in modes
+        ]  # type: ignore[arg-type]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
         await store.wait_for_rollouts(rollout_ids=ids, timeout=100)
         self.found = await store.collect(ids, with_spans=True)
@@ -49,7 +53,7 @@ def roll(agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = Non
     algorithm = Roll(config)
     trainer = rl.Trainer(
         algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, initial_resources=LLM, **settings
-    )  # fmt: skip
+    )
     trainer.summary = trainer.fit(agent, tasks, val_data=val)  # type: ignore[attr-defined]
     algorithm.summary = trainer.summary  # type: ignore[attr-defined]
     return algorithm
@@ -58,7 +62,9 @@ def roll(agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = Non
 class Emitting(rl.LitAgent):
     """Says in spans which mode it ran in; emits two rewards and returns none."""
 
-    async def training_rollout_async(self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout) -> None:
+    async def training_rollout_async(
+        self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout
+    ) -> None:
         with rl.operation(name="think"):
             await asyncio.sleep(0.001)
         rl.emit_message(f"train {task} with {resources['llm'].model}")
@@ -81,7 +87,9 @@ def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
     assert by_task["val", 1].reward == 0.5
     assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}
     assert {worker.worker_id.split("/")[1] for worker in done.workers} == {"runner-0", "runner-1"}
-    assert all(worker.heartbeat_stats["memory_bytes"] > 1e6 for worker in done.workers if worker.heartbeat_stats)
+    assert all(
+        worker.heartbeat_stats["memory_bytes"] > 1e6 for worker in done.workers if worker.heartbeat_stats
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["by_status"] == {"succeeded": 7}
     with sqlite3.connect(tmp_path / "store.db") as db:  # what the store acknowledged is on disk
@@ -127,10 +135,15 @@ def test_agents_that_hang_are_left_alone_and_their_runner_is_replaced(tmp_path: 
     from raylight.runner.runner import WORN_OUT
 
     tasks = [*range(3 * WORN_OUT), *[-1] * 20]
-    done = roll(hangs, tasks, tmp_path, config=rl.RolloutConfig(timeout_seconds=1.0), runner={"max_concurrent": 12})
+    done = roll(
+        hangs, tasks, tmp_path, config=rl.RolloutConfig(timeout_seconds=1.0), runner={"max_concurrent": 12}
+    )
     by_status = Counter((item.rollout.status, item.rollout.input >= 0) for item in done.found)
     assert by_status == {("failed", True): 3 * WORN_OUT, ("succeeded", False): 20}
-    assert {item.rollout.attempt.status for item in done.found if item.rollout.attempt} == {"timeout", "succeeded"}
+    assert {item.rollout.attempt.status for item in done.found if item.rollout.attempt} == {
+        "timeout",
+        "succeeded",
+    }
     assert done.summary["counts"]["runners_worn_out"] >= 1  # type: ignore[attr-defined]
     assert done.summary["counts"]["runners_lost"] == 0  # type: ignore[attr-defined]
 
@@ -179,7 +192,11 @@ def test_max_rollouts_ends_runners_and_says_so_to_who_waits(tmp_path: Path) -> N
 
     done = roll(quick, list(range(10)), tmp_path, max_rollouts=3)
     assert Counter(item.rollout.status for item in done.found) == {"succeeded": 6, "failed": 4}
-    errors = {item.rollout.attempt.failure.error for item in done.found if item.rollout.attempt and item.rollout.attempt.failure}
+    errors = {
+        item.rollout.attempt.failure.error
+        for item in done.found
+        if item.rollout.attempt and item.rollout.attempt.failure
+    }
     assert len(errors) == 1
     assert "max_rollouts=3" in errors.pop()
 

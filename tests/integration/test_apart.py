@@ -76,14 +76,21 @@ def agent_of(place: Path) -> Any:
 def start_runner(cluster: Cluster, place: Path, run: str, *more: str) -> subprocess.Popen[str]:
     command = [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", run, *more]
     env = cluster.env() | {"PYTHONPATH": str(place)}
-    return subprocess.Popen(command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def trainer(cluster: Cluster, place: Path, run: str, algorithm: Any, **settings: Any) -> rl.Trainer:
     return rl.Trainer(
-        algorithm=algorithm, role="algorithm", run_name=run, address=cluster.address, output_dir=place / "run",
-        progress=False, **{"initial_resources": LLM} | settings,
-    )  # fmt: skip
+        algorithm=algorithm,
+        role="algorithm",
+        run_name=run,
+        address=cluster.address,
+        output_dir=place / "run",
+        progress=False,
+        **{"initial_resources": LLM} | settings,
+    )
 
 
 def tasks(place: Path, n: int, **more: Any) -> list[dict[str, Any]]:
@@ -105,7 +112,9 @@ def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cl
 
     opening = threading.Thread(target=open_gate)
     opening.start()
-    summary = trainer(cluster, place, "apart-1", algorithm).fit(agent_of(place), tasks(place, n, until=str(gate)))
+    summary = trainer(cluster, place, "apart-1", algorithm).fit(
+        agent_of(place), tasks(place, n, until=str(gate))
+    )
     opening.join()
     assert algorithm.total == 2.0 * sum(range(n))
     assert summary["by_status"] == {"succeeded": n}
@@ -123,9 +132,13 @@ def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: P
     def start(role: str) -> subprocess.Popen[str]:
         named = {"RAYLIGHT_ROLE": role, "RAYLIGHT_RUN": "apart-2", "TASK_FOLDER": str(place / "seen")}
         return subprocess.Popen(
-            [sys.executable, "my_agent.py"], cwd=place, env=cluster.env() | named, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [sys.executable, "my_agent.py"],
+            cwd=place,
+            env=cluster.env() | named,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     both = {role: start(role) for role in ("algorithm", "runner")}
     shown = {role: process.communicate(timeout=120)[0] for role, process in both.items()}
@@ -170,9 +183,15 @@ def test_a_policy_is_trained_with_runners_of_another_process(cluster: Cluster, t
     from raylight.quickstart.agent import adder
 
     command = [str(BIN / "raylight"), "runner", "raylight.quickstart.agent:adder", "--run", "apart-4"]
-    runners = subprocess.Popen(command, env=cluster.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1, tasks_per_step=2, lr=1e-4, val_before_train=False, val_every=0)
-    summary = trainer(cluster, tmp_path, "apart-4", algorithm, initial_resources=None).fit(adder, additions(0)[0])
+    runners = subprocess.Popen(
+        command, env=cluster.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL, n_steps=1, tasks_per_step=2, lr=1e-4, val_before_train=False, val_every=0
+    )
+    summary = trainer(cluster, tmp_path, "apart-4", algorithm, initial_resources=None).fit(
+        adder, additions(0)[0]
+    )
     assert summary["rollouts"] == 16
     assert summary["rollouts_failed"] == 0
     shown, _ = runners.communicate(timeout=60)
@@ -188,9 +207,14 @@ def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.Monke
     with pytest.raises(PlacementError, match="raylight runner AGENT --run apart-5"):
         trainer(cluster, place, "apart-5", Sum(), runner={"start_timeout_s": 1.0}).fit(agent, tasks(place, 1))
     late = subprocess.run(
-        [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", "nowhere", "--wait", "1"], cwd=place, env=cluster.env(),
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
+        [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", "nowhere", "--wait", "1"],
+        cwd=place,
+        env=cluster.env(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
     assert late.returncode == 1
     assert "ConfigError: there is no run 'nowhere' on this cluster" in late.stderr
     import ray
@@ -215,7 +239,9 @@ def test_a_run_that_all_runners_left_ends_with_an_error(cluster: Cluster, place:
     leaving.start()
     slow = {"start_timeout_s": 20.0, "stuck_after_s": 2.0}
     with pytest.raises(RunnerLostError, match="had no runner"):
-        trainer(cluster, place, "apart-7", Sum(), runner=slow).fit(agent_of(place), tasks(place, 2, until=str(place / "never")))
+        trainer(cluster, place, "apart-7", Sum(), runner=slow).fit(
+            agent_of(place), tasks(place, 2, until=str(place / "never"))
+        )
     leaving.join()
     runners.communicate(timeout=60)
     cluster.assert_clean()

@@ -31,21 +31,32 @@ def a_cluster() -> Iterator[None]:
 
 def apo(url: str, **settings: Any) -> rl.APO:
     defaults: dict[str, Any] = {
-        "gradient_model": "critic", "apply_edit_model": "editor", "beam_width": 2, "branch_factor": 2, "beam_rounds": 1,
-        "gradient_batch_size": 2, "val_batch_size": 3,
-    }  # fmt: skip
+        "gradient_model": "critic",
+        "apply_edit_model": "editor",
+        "beam_width": 2,
+        "branch_factor": 2,
+        "beam_rounds": 1,
+        "gradient_batch_size": 2,
+        "val_batch_size": 3,
+    }
     client = AsyncOpenAI(base_url=url, api_key="key", max_retries=1, timeout=20)
     return rl.APO(client, **defaults | settings)
 
 
 def trainer(algorithm: rl.APO, folder: Path, **settings: Any) -> rl.Trainer:
     resources = {"prompt_template": SEED} | settings.pop("resources", {})
-    return rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, initial_resources=resources, **settings)
+    return rl.Trainer(
+        algorithm=algorithm, n_runners=2, output_dir=folder, initial_resources=resources, **settings
+    )
 
 
 def answer_of(text: str) -> str:
     """What the model that the agent calls says: it adds, and is brief only where it is told to be."""
-    total = sum(int(word) for word in text.replace("?", " ").replace(".", " ").replace(",", " ").split() if word.isdigit())
+    total = sum(
+        int(word)
+        for word in text.replace("?", " ").replace(".", " ").replace(",", " ").split()
+        if word.isdigit()
+    )
     return str(total) if "only" in text else f"The answer is {total}"
 
 
@@ -69,9 +80,12 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
             return "it talks too much" if "The answer is" in text else "fine as it is"
         number = next(edits)  # the third of the editor's answers fails twice, the client's retry included
         script = [
-            "<prompt>Add {a}. Write only the number.</prompt>", "<prompt>Add {a} and {b}, please.</prompt>", 500, 500,
+            "<prompt>Add {a}. Write only the number.</prompt>",
+            "<prompt>Add {a} and {b}, please.</prompt>",
+            500,
+            500,
             "<prompt>Add {a} and {b}. Write only the number.</prompt>",
-        ]  # fmt: skip
+        ]
         return script[number] if number < len(script) else ("<prompt>{a}", "length")
 
     with elsewhere(script) as models:
@@ -88,7 +102,9 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
     assert tried == [SEED.template, "Add {a} and {b}, please.", algorithm.get_best_prompt().template]
     assert history.rejected_by_kind() == {"cut off": 4, "placeholders": 1, "endpoint": 1}
     criticised = [text for model, text in models.asked if model == "critic"]
-    assert all("The answer is" in text or "write only" in text.lower() for text in criticised), "it reads what was said"
+    assert all("The answer is" in text or "write only" in text.lower() for text in criticised), (
+        "it reads what was said"
+    )
     assert any("[user] What is" in text and "Reward: 0" in text for text in criticised)
     assert any("it talks too much" in text for model, text in models.asked if model == "editor")
     shown = capsys.readouterr().out
@@ -124,7 +140,14 @@ async def by_words(task: dict, prompt_template: rl.PromptTemplate) -> float:
 def test_rollouts_that_hang_or_fail_count_as_nothing(tmp_path: Path) -> None:
     edits = iter(["ponder {a} {b} for long, really long", "fail at {a} {b} with so very many words here"] * 2)
     with elsewhere(lambda model, text: next(edits) if model == "editor" else "longer!") as models:
-        algorithm = apo(models.url, beam_width=1, branch_factor=2, val_batch_size=100, rollout_batch_timeout=5.0, max_concurrent=1)
+        algorithm = apo(
+            models.url,
+            beam_width=1,
+            branch_factor=2,
+            val_batch_size=100,
+            rollout_batch_timeout=5.0,
+            max_concurrent=1,
+        )
         trainer(algorithm, tmp_path, progress=False).fit(by_words, TRAIN, VAL)
         criticised = [text for model, text in models.asked if model == "critic"]
     history = algorithm.history
@@ -213,12 +236,18 @@ def test_a_model_is_served_where_apo_is_told_to(tmp_path: Path) -> None:
 
         async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
             asked: list[Any] = [{"role": "user", "content": prompt_template.format(**task)}]
-            reply = await client.chat.completions.create(model=llm.model, messages=asked, max_tokens=8, temperature=0.0)
+            reply = await client.chat.completions.create(
+                model=llm.model, messages=asked, max_tokens=8, temperature=0.0
+            )
         return 1.0 if reply.choices[0].message.content == str(task["a"] + task["b"]) else 0.0
 
     with elsewhere(lambda model, text: "be terse" if model == "critic" else "{a}+{b}=") as models:
-        algorithm = apo(models.url, served_model=STARTER_MODEL, beam_width=1, branch_factor=1, val_batch_size=16)
-        trainer(algorithm, tmp_path, progress=False, engine={"max_model_len": 256}).fit(asks, train[:8], val[:32])
+        algorithm = apo(
+            models.url, served_model=STARTER_MODEL, beam_width=1, branch_factor=1, val_batch_size=16
+        )
+        trainer(algorithm, tmp_path, progress=False, engine={"max_model_len": 256}).fit(
+            asks, train[:8], val[:32]
+        )
         criticised = [text for model, text in models.asked if model == "critic"]
     history = algorithm.history
     assert history is not None

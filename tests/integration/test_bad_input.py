@@ -18,10 +18,20 @@ from raylight.quickstart.agent import adder
 TRAIN, VAL = additions(0)
 
 
-def fit(agent: Any, tmp_path: Path, *, train: Any = TRAIN, val: Any = None, algorithm: dict | None = None, **trainer: Any) -> dict:
+def fit(
+    agent: Any,
+    tmp_path: Path,
+    *,
+    train: Any = TRAIN,
+    val: Any = None,
+    algorithm: dict | None = None,
+    **trainer: Any,
+) -> dict:
     """Train the quickstart's model for two steps of 32 rollouts."""
     settings = {"model": STARTER_MODEL, "n_steps": 2, "tasks_per_step": 4, "lr": 2e-4, **(algorithm or {})}
-    made = rl.Trainer(algorithm=rl.GRPO(**settings), n_runners=2, output_dir=tmp_path, progress=False, **trainer)
+    made = rl.Trainer(
+        algorithm=rl.GRPO(**settings), n_runners=2, output_dir=tmp_path, progress=False, **trainer
+    )
     return made.fit(agent, train, val_dataset=val)
 
 
@@ -46,7 +56,11 @@ def agents() -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("raises_always", errors.RolloutsFailedError, "all 32 rollouts failed, 32 of them with ValueError: my tool broke"),
+        (
+            "raises_always",
+            errors.RolloutsFailedError,
+            "all 32 rollouts failed, 32 of them with ValueError: my tool broke",
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -70,7 +84,9 @@ def importable_only_here(task: dict, llm: Any) -> float:
 
 
 def test_an_agent_whose_module_the_runners_cannot_import(cluster: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(errors.RunnerLostError, match=r"No module named 'test_bad_input'.* must be importable"):
+    with pytest.raises(
+        errors.RunnerLostError, match=r"No module named 'test_bad_input'.* must be importable"
+    ):
         fit(importable_only_here, tmp_path)
     cluster.assert_clean()
 
@@ -151,7 +167,10 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
 
         async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
             reply = await client.chat.completions.create(
-                model=llm.model, messages=[{"role": "user", "content": question(task)}], top_p=0.5, max_tokens=8
+                model=llm.model,
+                messages=[{"role": "user", "content": question(task)}],
+                top_p=0.5,
+                max_tokens=8,
             )
         return float(is_right(task, reply.choices[0].message.content or "") or task["a"] % 3 == 0)
 
@@ -165,13 +184,29 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
     [
         (lambda path: fit(adder, path, train=[]), errors.DatasetError, "train_dataset is empty"),
         (lambda path: fit(adder, path, train=None), errors.DatasetError, "train_dataset is missing"),
-        (lambda path: fit(adder, path, algorithm={"model": "/no/such"}), errors.ModelNotFoundError, "no model folder /no/such"),
-        (lambda path: fit(adder, path, algorithm={"model": "no/such"}), errors.ModelNotFoundError, "hf download no/such"),
-        (lambda path: fit(adder, path, algorithm={"lrr": 1}), errors.ConfigError, "no setting 'lrr'; it has: lr"),
+        (
+            lambda path: fit(adder, path, algorithm={"model": "/no/such"}),
+            errors.ModelNotFoundError,
+            "no model folder /no/such",
+        ),
+        (
+            lambda path: fit(adder, path, algorithm={"model": "no/such"}),
+            errors.ModelNotFoundError,
+            "hf download no/such",
+        ),
+        (
+            lambda path: fit(adder, path, algorithm={"lrr": 1}),
+            errors.ConfigError,
+            "no setting 'lrr'; it has: lr",
+        ),
         (lambda path: fit(adder, path, engine={"port": 0}), errors.ConfigError, "EngineConfig.port"),
         (lambda path: fit("agent", path), errors.ConfigError, "no dotted name"),
         (lambda path: fit(5, path), errors.ConfigError, "decorated with @rollout"),
-        (lambda path: fit(lambda task, tools: 1.0, path), errors.AgentSignatureError, "'tools', which nothing fills"),
+        (
+            lambda path: fit(lambda task, tools: 1.0, path),
+            errors.AgentSignatureError,
+            "'tools', which nothing fills",
+        ),
     ],
 )
 def test_what_is_wrong_before_anything_starts(

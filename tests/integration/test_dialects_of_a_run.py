@@ -28,9 +28,14 @@ async def judge_app(request: Request) -> JSONResponse:
     body = await request.json()
     answer = {"role": "assistant", "content": "fine"}
     return JSONResponse(
-        {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": body["model"],
-         "choices": [{"index": 0, "message": answer, "finish_reason": "stop"}]}
-    )  # fmt: skip
+        {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": answer, "finish_reason": "stop"}],
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +82,17 @@ async def talker(task: dict[str, int], llm: rl.LLM, judge: rl.LLM) -> float:
                 stream = await gpt.chat.completions.create(
                     model=llm.model, messages=messages, max_tokens=6, temperature=1.0, stream=True
                 )
-                text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
-            messages += [{"role": "assistant", "content": f" {text.strip()} \n"}, {"role": "user", "content": "and once more?"}]
+                text = "".join(
+                    [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+                )
+            messages += [
+                {"role": "assistant", "content": f" {text.strip()} \n"},
+                {"role": "user", "content": "and once more?"},
+            ]
     async with AsyncOpenAI(base_url=judge.endpoint, api_key=judge.api_key) as client:
-        verdict = await client.chat.completions.create(model=judge.model, messages=[{"role": "user", "content": "is it good?"}])
+        verdict = await client.chat.completions.create(
+            model=judge.model, messages=[{"role": "user", "content": "is it good?"}]
+        )
     assert verdict.choices[0].message.content == "fine"
     return float(task["a"] % 2)
 
@@ -91,7 +103,12 @@ def folder(judge: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1, tasks_per_step=4, group_size=2, lr=2e-4)
     fixed = rl.LLM(endpoint=judge, model="judge-1", api_key="the judge's key", traced=True)
     trainer = rl.Trainer(
-        algorithm=algorithm, n_runners=1, output_dir=folder, progress=False, address="local", initial_resources={"judge": fixed}
+        algorithm=algorithm,
+        n_runners=1,
+        output_dir=folder,
+        progress=False,
+        address="local",
+        initial_resources={"judge": fixed},
     )
     trainer.fit(talker, TRAIN)
     return folder
@@ -110,7 +127,11 @@ async def test_a_conversation_in_two_dialects_is_one_trajectory(folder: Path) ->
             (item,) = await store.collect([rollout.rollout_id], with_spans=True)
             assert len(build_trajectories(item.generations).rows) == 1
             calls = [span for span in item.spans if PROMPT_SOURCE in span.attributes]
-            sources = [span.attributes[PROMPT_SOURCE] for span in calls if span.attributes["gen_ai.request.model"] == "policy"]
+            sources = [
+                span.attributes[PROMPT_SOURCE]
+                for span in calls
+                if span.attributes["gen_ai.request.model"] == "policy"
+            ]
             assert sorted(sources) == ["rendered", *["spliced"] * (TURNS - 1)]
             (asked,) = [span for span in calls if span.attributes["gen_ai.request.model"] == "judge-1"]
             assert "is it good?" in asked.attributes[INPUT_MESSAGES]

@@ -59,9 +59,13 @@ rl.Trainer(algorithm=algorithm, n_runners=1, output_dir="run").fit(adder, train,
 """
 
 
-def evaluate(*args: str, env: dict[str, str] = LOCAL, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def evaluate(
+    *args: str, env: dict[str, str] = LOCAL, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [str(BIN / "raylight"), "eval", *args]
-    return subprocess.run(command, env={**env, "COLUMNS": "140"}, capture_output=True, text=True, timeout=240, cwd=cwd)
+    return subprocess.run(
+        command, env={**env, "COLUMNS": "140"}, capture_output=True, text=True, timeout=240, cwd=cwd
+    )
 
 
 def digest(folder: str | Path) -> str:
@@ -73,13 +77,17 @@ def digest(folder: str | Path) -> str:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """32 validation tasks, numbered."""
     path = tmp_path_factory.mktemp("data") / "val.jsonl"
-    path.write_text("".join(json.dumps(task | {"number": i}) + "\n" for i, task in enumerate(additions(0)[1][:32])))
+    path.write_text(
+        "".join(json.dumps(task | {"number": i}) + "\n" for i, task in enumerate(additions(0)[1][:32]))
+    )
     return path
 
 
 def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_left: None) -> None:
     before = digest(STARTER_MODEL)
-    done = evaluate(ADDER, "--model", STARTER_MODEL, "--data", str(data), "--samples", "4", "--output", str(tmp_path))
+    done = evaluate(
+        ADDER, "--model", STARTER_MODEL, "--data", str(data), "--samples", "4", "--output", str(tmp_path)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     for part in ("95% interval", "pass@4: ", "32 tasks, 128 rollouts, 0 failed", "eval.jsonl"):
@@ -96,10 +104,16 @@ def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_le
     assert figures["config"]["model"] == STARTER_MODEL
 
     lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
-    assert [(line["task_index"], line["sample"]) for line in lines] == [(i, j) for i in range(32) for j in range(4)]
+    assert [(line["task_index"], line["sample"]) for line in lines] == [
+        (i, j) for i in range(32) for j in range(4)
+    ]
     for line in lines:
         right = line["text"].strip() == str(line["task"]["a"] + line["task"]["b"])
-        assert (line["reward"], line["rewards"], line["calls"]) == (float(right), {"primary": float(right)}, 1)
+        assert (line["reward"], line["rewards"], line["calls"]) == (
+            float(right),
+            {"primary": float(right)},
+            1,
+        )
     assert sum(line["reward"] for line in lines) / 128 == pytest.approx(reward["mean"])
     assert sum(line["tokens"] for line in lines) == figures["tokens"]
     assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
@@ -113,7 +127,17 @@ def test_nothing_that_learns_is_started(cluster: Cluster, data: Path, tmp_path: 
     from ray.util.state import list_actors
 
     (tmp_path / "my_agents.py").write_text(AGENTS)
-    args = ("my_agents:graded", "--model", STARTER_MODEL, "--data", str(data), "--temperature", "0", "--samples", "2")
+    args = (
+        "my_agents:graded",
+        "--model",
+        STARTER_MODEL,
+        "--data",
+        str(data),
+        "--temperature",
+        "0",
+        "--samples",
+        "2",
+    )
     done = evaluate(*args, "--limit", "8", "--output", "out", env=cluster.env(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
@@ -151,23 +175,33 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
     assert figures["adapter"] == str(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(("change", "code", "says"), [
-    ({"agent": "nowhere:agent"}, 1, "ConfigError: agent='nowhere:agent': cannot import nowhere"),
-    ({"--model": "/no/such/model"}, 1, "ModelNotFoundError: there is no model folder /no/such/model"),
-    ({"--set": "learner.n=2"}, 2, "--set takes"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ({"agent": "raylight.quickstart.agent:addr"}, 1, "it has: adder"),
-        ({"--data": "/no/such/file.jsonl"}, 1, "DatasetError: there is no file /no/such/file.jsonl"),
-        ({"--data": os.devnull}, 1, "DatasetError"),
-        ({"--adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
-        ({"--set": "engine.replica=2"}, 1, "no setting 'replica'"),
-        ({"--samples": "0"}, 2, "--samples"),
-    ]),
-])  # fmt: skip
-def test_what_does_not_fit_is_one_message(change: dict[str, str], code: int, says: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        ({"agent": "nowhere:agent"}, 1, "ConfigError: agent='nowhere:agent': cannot import nowhere"),
+        ({"--model": "/no/such/model"}, 1, "ModelNotFoundError: there is no model folder /no/such/model"),
+        ({"--set": "learner.n=2"}, 2, "--set takes"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ({"agent": "raylight.quickstart.agent:addr"}, 1, "it has: adder"),
+                ({"--data": "/no/such/file.jsonl"}, 1, "DatasetError: there is no file /no/such/file.jsonl"),
+                ({"--data": os.devnull}, 1, "DatasetError"),
+                ({"--adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
+                ({"--set": "engine.replica=2"}, 1, "no setting 'replica'"),
+                ({"--samples": "0"}, 2, "--samples"),
+            ]
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_message(
+    change: dict[str, str], code: int, says: str, data: Path, tmp_path: Path
+) -> None:
     given = {"--model": STARTER_MODEL, "--data": str(data)} | change
     agent = given.pop("agent", ADDER)
-    done = evaluate(agent, *(part for pair in given.items() for part in pair), "--output", str(tmp_path / "out"))
+    done = evaluate(
+        agent, *(part for pair in given.items() for part in pair), "--output", str(tmp_path / "out")
+    )
     assert done.returncode == code, done.stdout + done.stderr
     assert says in " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert "Traceback" not in done.stderr
@@ -176,25 +210,46 @@ def test_what_does_not_fit_is_one_message(change: dict[str, str], code: int, say
 @pytest.mark.slow
 def test_an_agent_without_a_reward_is_an_error(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     (tmp_path / "my_agents.py").write_text(AGENTS)
-    args = ("my_agents:silent", "--model", STARTER_MODEL, "--data", str(data), "--limit", "2", "--output", "out")
+    args = (
+        "my_agents:silent",
+        "--model",
+        STARTER_MODEL,
+        "--data",
+        str(data),
+        "--limit",
+        "2",
+        "--output",
+        "out",
+    )
     done = evaluate(*args, env=cluster.env(), cwd=tmp_path)
     assert done.returncode == 1
-    assert "RolloutsFailedError: none of 2 rollouts was scored: the agent returns None" in " ".join(done.stderr.split())
+    assert "RolloutsFailedError: none of 2 rollouts was scored: the agent returns None" in " ".join(
+        done.stderr.split()
+    )
     assert "Traceback" not in done.stderr
     assert len((tmp_path / "out" / "eval.jsonl").read_text().splitlines()) == 2
     assert not (tmp_path / "out" / "eval.json").exists()
 
 
 @pytest.mark.slow
-def test_training_ends_when_its_patience_does_and_keeps_the_best(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_training_ends_when_its_patience_does_and_keeps_the_best(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(STOPS_EARLY)
     done = subprocess.run(
-        [sys.executable, "train.py"], env=cluster.env(), capture_output=True, text=True, timeout=240, cwd=tmp_path
-    )  # fmt: skip
+        [sys.executable, "train.py"],
+        env=cluster.env(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "patience" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2  # of 20: the evaluations after steps 1 and 2 do not better that before training by 100
+    assert (
+        summary["steps"] == 2
+    )  # of 20: the evaluations after steps 1 and 2 do not better that before training by 100
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all("val/response_tokens" in row for row in rows)
     best = json.loads((tmp_path / "run" / "best" / "best.json").read_text())

@@ -104,7 +104,9 @@ def test_actors_are_named_while_a_run_goes_on_and_gone_after(cluster: Cluster, t
 
 def _wait_for_steps(folder: Path, steps: int) -> None:
     metrics = folder / "metrics.jsonl"
-    eventually(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= steps, 90, f"step {steps}")
+    eventually(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= steps, 90, f"step {steps}"
+    )
 
 
 def test_the_serve_application_of_somebody_else_stays(cluster: Cluster, tmp_path: Path) -> None:
@@ -165,7 +167,11 @@ def test_a_killed_store_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
             pids: list[int] = []
 
             def again(pids: list[int] = pids) -> bool:
-                pids[:] = [a.pid for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name == "store"]
+                pids[:] = [
+                    a.pid
+                    for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000)
+                    if a.name == "store"
+                ]
                 return bool(set(pids) - killed)
 
             eventually(again, 30, "the store's return")
@@ -207,7 +213,9 @@ def test_a_dead_learner_ends_the_run_with_its_name(cluster: Cluster, tmp_path: P
         _wait_for_steps(tmp_path, 2)
         from ray.util.state import list_actors
 
-        (pid,) = [a.pid for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name == "learner-0"]
+        (pid,) = [
+            a.pid for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name == "learner-0"
+        ]
         os.kill(pid, signal.SIGKILL)
 
     with ray.init(address=cluster.address, log_to_driver=False):

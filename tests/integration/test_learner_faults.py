@@ -32,10 +32,14 @@ def make_batch(answer: int = 4) -> TrainBatch:
     prompt = [258, 84, 82, 68]
     rows = [
         Trajectory(
-            str(i), prompt + [20 + i] * answer, [0] * 4 + [1] * answer, [0.0] * 4 + [-5.0] * answer, [-1] * 4 + [0] * answer
+            str(i),
+            prompt + [20 + i] * answer,
+            [0] * 4 + [1] * answer,
+            [0.0] * 4 + [-5.0] * answer,
+            [-1] * 4 + [0] * answer,
         )
         for i in range(4)
-    ]  # fmt: skip
+    ]
     return TrainBatch([1.0, 0.0, 0.0, 1.0], ["a", "a", "b", "b"], rows, [0, 1, 2, 3])
 
 
@@ -91,7 +95,9 @@ async def test_a_killed_rank_is_told_of_in_seconds_and_the_gang_comes_back_as_ne
         await waits_for_another(group, 0)
         os.kill(before[1], signal.SIGKILL)
         killed = time.monotonic()
-        with pytest.raises(LearnerLostError, match=r"learner 1 died: .*See its log with `ray logs actor --id \w+"):
+        with pytest.raises(
+            LearnerLostError, match=r"learner 1 died: .*See its log with `ray logs actor --id \w+"
+        ):
             await update
         assert time.monotonic() - killed < 10
         with pytest.raises(LearnerLostError, match="have not been started anew since: learner 1 died"):
@@ -123,7 +129,10 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
         await group.update(make_batch())
         stuck.touch()
         began = time.monotonic()
-        with caplog.at_level(logging.ERROR), pytest.raises(LearnerLostError, match="collective_timeout_s") as caught:
+        with (
+            caplog.at_level(logging.ERROR),
+            pytest.raises(LearnerLostError, match="collective_timeout_s") as caught,
+        ):
             await group.update(make_batch())
         assert 15 <= time.monotonic() - began < 30
         for told in (
@@ -133,7 +142,12 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
             "threading.py",
         ):
             assert told in str(caught.value)
-        for logged in ("learner 0 after 15 s of update", "learner 1 after 15 s of update", "torch/distributed", "Event().wait()"):
+        for logged in (
+            "learner 0 after 15 s of update",
+            "learner 1 after 15 s of update",
+            "torch/distributed",
+            "Event().wait()",
+        ):
             assert logged in caplog.text
 
         stuck.unlink()
@@ -172,7 +186,11 @@ async def test_too_little_memory_names_the_three_settings(connected: None) -> No
         await ask(group, 1, keep_within)
         with pytest.raises(LearnerMemoryError, match="learner 1 ran out of memory") as caught:
             await group.update(make_batch(answer=12_000))
-        for setting in ("max_tokens_per_micro_batch (16384 now)", "gradient_checkpointing (False now)", "lora"):
+        for setting in (
+            "max_tokens_per_micro_batch (16384 now)",
+            "gradient_checkpointing (False now)",
+            "lora",
+        ):
             assert setting in str(caught.value)
         assert not isinstance(caught.value, LearnerLostError)
         await group.restart()
@@ -194,7 +212,9 @@ async def test_an_error_of_code_is_no_reason_to_start_anew(connected: None) -> N
     ("learners", "cpus", "strategy", "message"),
     [
         (2, 0.5, "STRICT_SPREAD", r"2 x 0.5 CPU \(STRICT_SPREAD\).*each on a node of its own.*1 node"),
-        pytest.param(3, 1, "STRICT_PACK", r"3 x 1 CPU \(STRICT_PACK\).*all on one node.*2 CPU", marks=pytest.mark.slow),
+        pytest.param(
+            3, 1, "STRICT_PACK", r"3 x 1 CPU \(STRICT_PACK\).*all on one node.*2 CPU", marks=pytest.mark.slow
+        ),
         pytest.param(3, 1, "SPREAD", r"3 x 1 CPU \(SPREAD\)", marks=pytest.mark.slow),
     ],
 )

@@ -22,7 +22,8 @@ def quickstart(*args: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "learners"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)]
+    ("seed", "learners"),
+    [(0, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
 )
 def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes_left: None) -> None:
     command = quickstart("--output-dir", str(tmp_path), "--seed", str(seed), "--learners", str(learners))
@@ -42,9 +43,17 @@ def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(26))
     wanted = {
-        "train/reward", "time/rollout_s", "time/update_s", "time/sync_s", "learner/grad_norm", "learner/kl",
-        "mismatch/logprob_abs_max", "train/response_tokens", "train/tokens_per_s", "weights/version",
-    }  # fmt: skip
+        "train/reward",
+        "time/rollout_s",
+        "time/update_s",
+        "time/sync_s",
+        "learner/grad_norm",
+        "learner/kl",
+        "mismatch/logprob_abs_max",
+        "train/response_tokens",
+        "train/tokens_per_s",
+        "weights/version",
+    }
     learned = [row for row in rows if "learner/grad_norm" in row]
     assert len(learned) >= 20
     for row in learned:
@@ -85,17 +94,25 @@ def checkpoint_answers(folder: Path) -> None:
     ids = torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
     output = model.generate(ids, do_sample=True, max_new_tokens=8)[:, ids.shape[1] :]
     right = [
-        is_right(task, text) for task, text in zip(tasks, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
+        is_right(task, text)
+        for task, text in zip(tasks, tokenizer.batch_decode(output, skip_special_tokens=True), strict=True)
     ]
     assert sum(right) / len(right) >= 0.8
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
-def test_a_signal_ends_the_run_and_leaves_nothing(number: int, code: int, tmp_path: Path, no_processes_left: None) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_the_run_and_leaves_nothing(
+    number: int, code: int, tmp_path: Path, no_processes_left: None
+) -> None:
     log = tmp_path / "log"
     with log.open("w") as file:
         run = subprocess.Popen(
-            quickstart("--steps", "500", "--output-dir", str(tmp_path)), env=LOCAL, stdout=file, stderr=subprocess.STDOUT
+            quickstart("--steps", "500", "--output-dir", str(tmp_path)),
+            env=LOCAL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
         try:
             eventually(lambda: "step 1/" in log.read_text(), 90, "the first step")
@@ -114,7 +131,13 @@ def test_a_signal_ends_the_run_and_leaves_nothing(number: int, code: int, tmp_pa
     ],
 )
 def test_bad_arguments_end_with_one_message(args: list[str], message: str, tmp_path: Path) -> None:
-    done = subprocess.run(quickstart("--output-dir", str(tmp_path), *args), env=LOCAL, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        quickstart("--output-dir", str(tmp_path), *args),
+        env=LOCAL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode in (1, 2)
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

@@ -47,10 +47,20 @@ def test_the_agent_learns_by_an_adapter(tmp_path: Path) -> None:
 
     train, val = additions(0)
     algorithm = {
-        "type": "raylight.MiniGRPO", "model": STARTER_MODEL, "lr": 2e-3, "n_steps": 12, "tasks_per_step": 16, "max_model_len": 64,
-        "max_new_tokens": 8, "max_tokens_per_micro_batch": 2048, "max_concurrent": 128, "gradient_checkpointing": False,
-        "kl_coef": 1e-3, "val_every": 6, "save_every": 5,
-    }  # fmt: skip
+        "type": "raylight.MiniGRPO",
+        "model": STARTER_MODEL,
+        "lr": 2e-3,
+        "n_steps": 12,
+        "tasks_per_step": 16,
+        "max_model_len": 64,
+        "max_new_tokens": 8,
+        "max_tokens_per_micro_batch": 2048,
+        "max_concurrent": 128,
+        "gradient_checkpointing": False,
+        "kl_coef": 1e-3,
+        "val_every": 6,
+        "save_every": 5,
+    }
     trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=tmp_path, progress=False)
     summary = trainer.fit(adder, train, val_dataset=val)
 
@@ -70,7 +80,10 @@ def test_the_agent_learns_by_an_adapter(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["algorithm"]["lr"] == 2e-3
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
-    assert {path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()} == {"step-5", "step-10"}
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()} == {
+        "step-5",
+        "step-10",
+    }
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     assert right_share(base) <= 0.65

@@ -18,7 +18,9 @@ def test_the_notebook_runs(tmp_path: Path, no_processes_left: None, monkeypatch)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are cleared before a commit"
-    NotebookClient(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     (summary,) = tmp_path.rglob("summary.json")
     assert json.loads(summary.read_text())["steps"] == 3
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]

@@ -46,7 +46,9 @@ class Served:
         return openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=retries, timeout=60)
 
     async def rollouts(self, count: int) -> list[Rollout]:
-        await self.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i, mode="train") for i in range(count)])
+        await self.store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=i, mode="train") for i in range(count)]
+        )
         return await self.store.dequeue_many_rollouts(limit=count, worker_id="test")
 
 
@@ -61,9 +63,15 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
     store = StoreClient(actor)
     board = start_board(NAME, store)
     spec = ReplicaSpec(
-        app_name=NAME, model_path=STARTER_MODEL, model="policy", config=EngineConfig(kind="transformers", **config), secret=SECRET,
-        seed=0, store=store, board=board,
-    )  # fmt: skip
+        app_name=NAME,
+        model_path=STARTER_MODEL,
+        model="policy",
+        config=EngineConfig(kind="transformers", **config),
+        secret=SECRET,
+        seed=0,
+        store=store,
+        board=board,
+    )
     deployment = Deployment(spec, cluster_ends=False)
     try:
         yield Served(store, board, await deployment.start())
@@ -82,7 +90,11 @@ async def ask(client: openai.AsyncOpenAI, messages: list[Any] = HI, **settings: 
 
 
 def pid_of(replica: str) -> int:
-    (found,) = [a for a in list_actors(filters=[("state", "=", "ALIVE")], detail=True, limit=1000) if replica in (a.name or "")]
+    (found,) = [
+        a
+        for a in list_actors(filters=[("state", "=", "ALIVE")], detail=True, limit=1000)
+        if replica in (a.name or "")
+    ]
     return found.pid
 
 
@@ -116,11 +128,17 @@ async def test_a_replica_dies_in_mid_stream(tmp_path: Path) -> None:
                 pass
 
         # one retryable error, and on it goes: in tokens, on a replica that never saw this conversation
-        turns = [*HI, {"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "1+1="}]
+        turns = [
+            *HI,
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "1+1="},
+        ]
         other, _ = await ask(model.client(victim, retries=8), turns)
         assert other != home
         await asyncio.gather(*(ask(model.client(rollout, retries=8)) for rollout in rollouts[1:]))
-        await ask(model.client(victim), max_tokens=1500, extra_body={"ignore_eos": True})  # what broke off, once more
+        await ask(
+            model.client(victim), max_tokens=1500, extra_body={"ignore_eos": True}
+        )  # what broke off, once more
 
         done = await model.store.finish_attempt(victim, "succeeded")
         assert done.status == "succeeded", "the dead replica's call holds the rollout up"
@@ -129,9 +147,14 @@ async def test_a_replica_dies_in_mid_stream(tmp_path: Path) -> None:
         assert len(kept) == 1 + 3 + 1 + 1 + 1
         spliced = [span for span in finished.spans if span.attributes.get(PROMPT_SOURCE) == "spliced"]
         assert len(spliced) == 1
-        before = next(call for call in kept if call.prompt_ids and call.output_ids and call.key.call_id in first.id)
+        before = next(
+            call for call in kept if call.prompt_ids and call.output_ids and call.key.call_id in first.id
+        )
         after = next(call for call in kept if call.key.call_id == spliced[0].trace_id)
-        assert after.prompt_ids[: len(before.prompt_ids + before.output_ids)] == before.prompt_ids + before.output_ids
+        assert (
+            after.prompt_ids[: len(before.prompt_ids + before.output_ids)]
+            == before.prompt_ids + before.output_ids
+        )
         assert (await model.store.statistics())["calls_repeated"] == 1
 
 

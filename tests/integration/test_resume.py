@@ -41,7 +41,9 @@ def until_step(run: subprocess.Popen, folder: Path, step: int) -> None:
 def rollouts_of(folder: Path) -> list[tuple[str, str, int, float]]:
     """Of training: name, status, number of attempts, time of the end."""
     with sqlite3.connect(f"file:{folder}/store.db?mode=ro", uri=True) as db:
-        return db.execute("SELECT rollout_id, status, n_attempts, end_time FROM rollouts WHERE mode = 'train'").fetchall()
+        return db.execute(
+            "SELECT rollout_id, status, n_attempts, end_time FROM rollouts WHERE mode = 'train'"
+        ).fetchall()
 
 
 def finish(run: subprocess.Popen, folder: Path) -> dict:
@@ -66,8 +68,12 @@ def test_a_run_whose_driver_was_killed_goes_on(tmp_path: Path, proxies_of_the_ki
 
     summary = finish(started(tmp_path, learners=2), tmp_path)
     after = rollouts_of(tmp_path)
-    assert len(after) == STEPS * ROLLOUTS  # as many as without the kill: none was rolled out again for a step that had it
-    assert {name: end for name, _, _, end in after if name in before} == before  # what was finished was used as it was
+    assert (
+        len(after) == STEPS * ROLLOUTS
+    )  # as many as without the kill: none was rolled out again for a step that had it
+    assert {
+        name: end for name, _, _, end in after if name in before
+    } == before  # what was finished was used as it was
     assert {status for _, status, _, _ in after} == {"succeeded"}
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))

@@ -33,7 +33,12 @@ def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     """`raylight serve` until the block ends; then Ctrl-C, after which it must end by itself."""
     command = [str(BIN / "raylight"), "serve", *args]
     process = subprocess.Popen(
-        command, env=LOCAL | (env or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=LOCAL | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout
     said = ""
@@ -76,7 +81,9 @@ def test_every_dialect_answers(client: openai.OpenAI, claude: anthropic.Anthropi
     chat = client.chat.completions.create(messages=HI, max_tokens=4, **settings).choices[0].message.content
     streamed = client.chat.completions.create(messages=HI, max_tokens=4, stream=True, **settings)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == chat
-    assert client.responses.create(input=HI, max_output_tokens=16, **settings).output_text.startswith(chat or "")
+    assert client.responses.create(input=HI, max_output_tokens=16, **settings).output_text.startswith(
+        chat or ""
+    )
     greedy = {"model": "tiny", "messages": HI, "max_tokens": 4, "extra_body": {"temperature": 0.0}}
     message = claude.messages.create(**greedy)
     assert message.content[0].text == chat
@@ -118,9 +125,22 @@ def test_health_metrics_and_nothing_else(server: Server, client: openai.OpenAI) 
             assert json.loads(answer.text)["error"]["message"]
 
 
-def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(server: Server, no_processes_left: None) -> None:
+def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(
+    server: Server, no_processes_left: None
+) -> None:
     """A second server in front of the first one."""
-    args = ("--url", f"{server.url}/v1", "--model", "tiny", "--name", "passed-on", "--api-key", "sesame", "--num-cpus", "0")
+    args = (
+        "--url",
+        f"{server.url}/v1",
+        "--model",
+        "tiny",
+        "--name",
+        "passed-on",
+        "--api-key",
+        "sesame",
+        "--num-cpus",
+        "0",
+    )
     with serve(*args) as front:
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{front.url}/v1", api_key="wrong", max_retries=0).models.list()
@@ -131,7 +151,9 @@ def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(server: Server,
             text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
         assert text == reply.choices[0].message.content
         with anthropic.Anthropic(base_url=front.url, api_key="sesame", max_retries=0) as claude:
-            message = claude.messages.create(model="passed-on", messages=HI, max_tokens=4, extra_body={"temperature": 0.0})
+            message = claude.messages.create(
+                model="passed-on", messages=HI, max_tokens=4, extra_body={"temperature": 0.0}
+            )
         assert message.content[0].text == text
 
 
@@ -145,7 +167,9 @@ def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(server: Server,
     ],
 )
 def test_what_does_not_fit_is_said(args: tuple[str, ...], says: str, no_processes_left: None) -> None:
-    done = subprocess.run([str(BIN / "raylight"), "serve", *args], env=LOCAL, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [str(BIN / "raylight"), "serve", *args], env=LOCAL, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode != 0
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -47,14 +47,18 @@ class UntilKilledEnough(rl.Algorithm):
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
         while not self.over.is_set():
-            update = await store.add_resources({"llm": rl.LLM(endpoint="http://unused", model=f"m{len(self.versions)}")})
+            update = await store.add_resources(
+                {"llm": rl.LLM(endpoint="http://unused", model=f"m{len(self.versions)}")}
+            )
             self.versions.append(update.resources_id)
             first = len(self.acknowledged)
             requests = [rl.EnqueueRolloutRequest(input=first + i, mode="train") for i in range(BATCH)]
             rollouts = await store.enqueue_many_rollouts(requests)
             self.acknowledged |= {rollout.rollout_id: rollout.input for rollout in rollouts}
             self.started.set()
-            await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id for rollout in rollouts], timeout=120)
+            await store.wait_for_rollouts(
+                rollout_ids=[rollout.rollout_id for rollout in rollouts], timeout=120
+            )
         self.found = await store.collect(list(self.acknowledged), with_spans=True)
         self.statistics = await store.statistics()
         self.versions_found = [update.resources_id for update in await store.query_resources()]
@@ -89,9 +93,13 @@ class Capturing(UntilKilledEnough):
 
 
 @pytest.mark.timeout(280)
-def test_nothing_acknowledged_is_lost_and_nothing_appears_twice(tmp_path: Path, no_processes_left: None) -> None:
+def test_nothing_acknowledged_is_lost_and_nothing_appears_twice(
+    tmp_path: Path, no_processes_left: None
+) -> None:
     algorithm = Capturing()
-    trainer = rl.Trainer(algorithm=algorithm, n_runners=4, output_dir=tmp_path, progress=False, address="local")
+    trainer = rl.Trainer(
+        algorithm=algorithm, n_runners=4, output_dir=tmp_path, progress=False, address="local"
+    )
     summary = trainer.fit(agent)
 
     assert len(algorithm.found) == len(algorithm.acknowledged) >= BATCH
@@ -101,9 +109,17 @@ def test_nothing_acknowledged_is_lost_and_nothing_appears_twice(tmp_path: Path, 
         assert item.rollout.input == task
         assert item.reward == float(task)
         names = Counter(span.name for span in item.spans)
-        assert names == {"step 0": 1, "step 1": 1, "step 2": 1, "agentlightning.message": 1, "agentlightning.annotation": 1}
+        assert names == {
+            "step 0": 1,
+            "step 1": 1,
+            "step 2": 1,
+            "agentlightning.message": 1,
+            "agentlightning.annotation": 1,
+        }
         assert [span.sequence_id for span in item.spans] == sorted({span.sequence_id for span in item.spans})
     assert {rollout.rollout_id for rollout in algorithm.everything} >= algorithm.acknowledged.keys()
     assert len(algorithm.everything) == len({rollout.rollout_id for rollout in algorithm.everything})
     assert [v for v in algorithm.versions_found if v in set(algorithm.versions)] == algorithm.versions
-    print(f"{summary['rollouts']} rollouts through {KILLS} kills, {summary['seconds']} s, {algorithm.statistics}")
+    print(
+        f"{summary['rollouts']} rollouts through {KILLS} kills, {summary['seconds']} s, {algorithm.statistics}"
+    )

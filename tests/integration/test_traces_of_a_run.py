@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 TRAIN, VAL = additions(0)
 
 
-@rl.rollout(model=rl.LLM(name="any"), judge=rl.LLM(endpoint="http://judge", model="fixed"), trained_agents="^solver$")
+@rl.rollout(
+    model=rl.LLM(name="any"), judge=rl.LLM(endpoint="http://judge", model="fixed"), trained_agents="^solver$"
+)
 async def solver_and_critic(task: dict[str, int], model: rl.LLM, judge: rl.LLM, rollout: rl.Rollout) -> float:
     """A solver answers, a critic looks at it by the same model; a tool in another process reports by OTLP."""
     import httpx
@@ -32,17 +34,25 @@ async def solver_and_critic(task: dict[str, int], model: rl.LLM, judge: rl.LLM, 
         named = model.for_agent(name)
         async with AsyncOpenAI(base_url=named.get_base_url(), api_key=named.api_key) as client:
             reply = await client.chat.completions.create(
-                model=named.model, messages=[{"role": "user", "content": question(task)}], temperature=1.0, max_tokens=8
+                model=named.model,
+                messages=[{"role": "user", "content": question(task)}],
+                temperature=1.0,
+                max_tokens=8,
             )
             answers.append(reply.choices[0].message.content)
     span = {
-        "traceId": "0" * 31 + "1", "spanId": f"{task['a']:08x}{task['b']:08x}", "name": "tool",
-        "startTimeUnixNano": "1", "endTimeUnixNano": "2",
+        "traceId": "0" * 31 + "1",
+        "spanId": f"{task['a']:08x}{task['b']:08x}",
+        "name": "tool",
+        "startTimeUnixNano": "1",
+        "endTimeUnixNano": "2",
         "attributes": [{"key": "sum", "value": {"intValue": task["a"] + task["b"]}}],
-    }  # fmt: skip
+    }
     async with httpx.AsyncClient() as http:
         body = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
-        answer = await http.post(f"{model.get_base_url()}/traces", json=body, headers={"Authorization": f"Bearer {model.api_key}"})
+        answer = await http.post(
+            f"{model.get_base_url()}/traces", json=body, headers={"Authorization": f"Bearer {model.api_key}"}
+        )
         assert answer.status_code == 200, answer.text
     return float(is_right(task, answers[0] or ""))
 
@@ -61,7 +71,9 @@ async def read(path: Path) -> list[tuple[Any, list[rl.Span]]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=2, tasks_per_step=4, lr=2e-4, max_steps_without_signal=10_000)
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL, n_steps=2, tasks_per_step=4, lr=2e-4, max_steps_without_signal=10_000
+    )
     trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, address="local")
     trainer.fit(solver_and_critic, TRAIN)
     return folder
@@ -80,7 +92,11 @@ async def test_adapters_read_the_captured_calls(folder: Path) -> None:
     for item, spans in await read(folder / "store.db"):
         assert item.rollout.status == "succeeded"
         assert [span.sequence_id for span in spans] == list(range(1, len(spans) + 1))
-        assert {span.name for span in spans} == {"openai.chat.completion", "tool", "agentlightning.annotation"}
+        assert {span.name for span in spans} == {
+            "openai.chat.completion",
+            "tool",
+            "agentlightning.annotation",
+        }
         solver, critic = sorted(item.generations, key=lambda generation: generation.agent != "solver")
         assert (solver.agent, critic.agent) == ("solver", "critic")
         task = item.rollout.input

@@ -14,10 +14,17 @@ from raylight.quickstart.agent import adder
 
 
 @pytest.mark.slow
-def test_a_run_on_a_new_cluster_knows_nothing_of_the_serve_of_the_last_one(tmp_path: Path, no_processes_left: None) -> None:
+def test_a_run_on_a_new_cluster_knows_nothing_of_the_serve_of_the_last_one(
+    tmp_path: Path, no_processes_left: None
+) -> None:
     for number in (1, 2):  # the second asks for another port, which only a Serve of before would refuse
         trainer = rl.Trainer(
-            output_dir=tmp_path / str(number), n_runners=1, progress=False, address="local", port=free_port(), seed=0
-        )  # fmt: skip
+            output_dir=tmp_path / str(number),
+            n_runners=1,
+            progress=False,
+            address="local",
+            port=free_port(),
+            seed=0,
+        )
         summary = trainer.evaluate(adder, additions(0)[1][:2], model=STARTER_MODEL)
         assert (summary["rollouts"], summary["failed"]) == (2, 0)

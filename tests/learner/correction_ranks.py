@@ -28,9 +28,18 @@ CASES = {
     "normalised": {"rollout_is": "token", "rollout_is_batch_normalize": True},
     "normalised rows": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
     "geometric": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.7_1.2"},
-    "both": {"rollout_is": "token", "rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.5_2.0,1.0"},
+    "both": {
+        "rollout_is": "token",
+        "rollout_rs": "token_k1,seq_max_k2",
+        "rollout_rs_threshold": "0.5_2.0,1.0",
+    },
     "one row": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.55_0.75"},
-    "nothing": {"rollout_rs": "token_k3", "rollout_rs_threshold": 1e-9, "rollout_is": "token", "rollout_is_threshold": "0.4_0.45"},
+    "nothing": {
+        "rollout_rs": "token_k3",
+        "rollout_rs_threshold": 1e-9,
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.4_0.45",
+    },
 }
 
 
@@ -71,7 +80,9 @@ def main(rank: int, ranks: int, file: str) -> None:
     for name, settings in CASES.items():
         mine = make_rows()[rank::ranks]
         found[name] = run_case(mine, settings)
-        found[f"{name} weights"] = {row.index: row.weights.tolist() for row in mine if row.weights is not None}
+        found[f"{name} weights"] = {
+            row.index: row.weights.tolist() for row in mine if row.weights is not None
+        }
         found[f"{name} masks"] = {row.index: row.mask.tolist() for row in mine}
         found[f"{name} left"] = any_left(mine)
     copy = make_rows()[0]  # a rank without rows of its own holds a copy that trains nothing

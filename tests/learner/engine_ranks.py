@@ -12,7 +12,12 @@ from raylight.learner.settings import CriticSettings, PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 LORA = {"lora": {"rank": 4, "alpha": 8}}
-VARIANTS = {"padded": {}, "packed": {"packed": True}, "tight": {"max_tokens_per_micro_batch": 18}, "lora": LORA}
+VARIANTS = {
+    "padded": {},
+    "packed": {"packed": True},
+    "tight": {"max_tokens_per_micro_batch": 18},
+    "lora": LORA,
+}
 SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
 
 

@@ -29,9 +29,13 @@ def main(rank: int, ranks: int, file: str) -> None:
     found = {}
     for name, more in CASES.items():
         algorithm = getattr(algorithms, name)(model="m", lr=1e-4, max_logprob_mismatch=100.0, **more)
-        settings = PolicySettings(**{field: getattr(algorithm, field) for field in PolicySettings.model_fields})
+        settings = PolicySettings(
+            **{field: getattr(algorithm, field) for field in PolicySettings.model_fields}
+        )
         torch.manual_seed(0)  # of the critic's head
-        policy = Policy(STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2)
+        policy = Policy(
+            STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2
+        )
         first = policy.update(make_batch(exact))
         moved = policy.update(make_batch(exact, version=1))  # which is not the reference any more
         found[name] = [first, moved]

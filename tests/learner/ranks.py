@@ -20,12 +20,17 @@ def make_batch(logprobs: list[list[float]], version: int = 0) -> TrainBatch:
     """Eight rollouts in two groups; the rewards of each group differ, and so do the lengths of the rows."""
     rows = [
         Trajectory(
-            str(i), prompt + answer, [0] * len(prompt) + [1] * len(answer), [0.0] * len(prompt) + logprobs[i],
+            str(i),
+            prompt + answer,
+            [0] * len(prompt) + [1] * len(answer),
+            [0.0] * len(prompt) + logprobs[i],
             [-1] * len(prompt) + [version] * len(answer),
         )
         for i, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
-    ]  # fmt: skip
-    return TrainBatch([float(i % 3 == 0) for i in range(8)], [str(i // 4) for i in range(8)], rows, list(range(8)))
+    ]
+    return TrainBatch(
+        [float(i % 3 == 0) for i in range(8)], [str(i // 4) for i in range(8)], rows, list(range(8))
+    )
 
 
 def plain_logprobs(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -55,7 +60,9 @@ def main(rank: int, ranks: int, file: str) -> None:
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(lr=1e-3, kl_coef=1e-2, max_logprob_mismatch=1e-3)
-    policy = Policy(STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2)
+    policy = Policy(
+        STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2
+    )
     plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     with torch.no_grad():
         exact = [logprobs.tolist() for logprobs in plain_logprobs(plain)]

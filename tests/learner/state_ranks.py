@@ -34,15 +34,31 @@ def make_policy(kind: str, ranks: int):
     of_kind = {
         "full": {"mini_batches": 2},
         "lora": {},
-        "ppo": {"adv_estimator": "gae", "critic": {"lr": 1e-3}, "kl_reward_coef": 0.1, "kl_target": 0.05, "kl_horizon": 20},
+        "ppo": {
+            "adv_estimator": "gae",
+            "critic": {"lr": 1e-3},
+            "kl_reward_coef": 0.1,
+            "kl_target": 0.05,
+            "kl_horizon": 20,
+        },
     }
-    settings = PolicySettings(lr=2e-3, lr_warmup_steps=4, kl_coef=1e-2, max_logprob_mismatch=100.0, **of_kind[kind])
-    return Policy(STARTER_MODEL, LearnerConfig(n=ranks, lora=lora, max_tokens_per_micro_batch=64), settings, total_steps=8)
+    settings = PolicySettings(
+        lr=2e-3, lr_warmup_steps=4, kl_coef=1e-2, max_logprob_mismatch=100.0, **of_kind[kind]
+    )
+    return Policy(
+        STARTER_MODEL,
+        LearnerConfig(n=ranks, lora=lora, max_tokens_per_micro_batch=64),
+        settings,
+        total_steps=8,
+    )
 
 
 def config_of(kind: str) -> dict:
     """As much of a run's configuration as an export reads."""
-    return {"algorithm": {"model": str(STARTER_MODEL)}, "learner": {"lora": {"rank": 4} if kind == "lora" else None}}
+    return {
+        "algorithm": {"model": str(STARTER_MODEL)},
+        "learner": {"lora": {"rank": 4} if kind == "lora" else None},
+    }
 
 
 def update(policy) -> dict[str, float]:

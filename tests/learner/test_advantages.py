@@ -30,7 +30,9 @@ def batch_of(rollouts: list[list[list[int]]], rewards=None, groups=None, **more)
     """Rollouts of rows of responses of these lengths."""
     rows = [trajectory(row) for rollout in rollouts for row in rollout]
     owners = [owner for owner, rollout in enumerate(rollouts) for _ in rollout]
-    return TrainBatch(rewards or REWARDS[: len(rollouts)], groups or GROUPS[: len(rollouts)], rows, owners, **more)
+    return TrainBatch(
+        rewards or REWARDS[: len(rollouts)], groups or GROUPS[: len(rollouts)], rows, owners, **more
+    )
 
 
 def policy_settings(adv_estimator: str, **given) -> PolicySettings:
@@ -112,7 +114,9 @@ def test_without_the_standard_deviation_grpo_is_dr_grpo():
 
 
 # one that normalises over the batch is not among them: an advantage of 0 may be more or less than its mean
-@pytest.mark.parametrize("name", ["gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"])
+@pytest.mark.parametrize(
+    "name", ["gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"]
+)
 @pytest.mark.parametrize("reward", [0.1, 0.7, 100.1, -12345.6])
 def test_equal_rewards_make_no_advantage_out_of_rounding_errors(name, reward):
     for size in (3, 5, 6, 7):
@@ -134,21 +138,27 @@ def test_a_batch_of_one_token_is_no_better_than_its_mean(name):
 
 
 def test_remax_compares_with_the_baselines():
-    assert advantages_of(plain(baselines=[0.25, 0.25, 1.0, 1.0]), "remax") == of_rollouts([0.75, -0.25, -0.5, 1.0])
+    assert advantages_of(plain(baselines=[0.25, 0.25, 1.0, 1.0]), "remax") == of_rollouts(
+        [0.75, -0.25, -0.5, 1.0]
+    )
 
 
 def gae(rewards, values, gamma, lam):
     """By hand: the sum of discounted temporal differences."""
     after = [*values[1:], 0.0]
     errors = [r + gamma * v1 - v for r, v, v1 in zip(rewards, values, after, strict=True)]
-    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+    return [
+        sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))
+    ]
 
 
 def test_gae_skips_observations_and_is_normalised_over_the_batch():
     values = [[0.1, 0.2, 0.3], [0.4], [0.0, 0.5, 0.1, 0.2], [0.3, 0.6]]
     raw = [gae([0.0] * (n - 1) + [r], v, 0.9, 0.8) for n, r, v in zip(LENGTHS, REWARDS, values, strict=True)]
     tokens = np.concatenate(raw)
-    expected = [[pytest.approx((a - tokens.mean()) / tokens.std(ddof=1), abs=1e-4) for a in one] for one in raw]
+    expected = [
+        [pytest.approx((a - tokens.mean()) / tokens.std(ddof=1), abs=1e-4) for a in one] for one in raw
+    ]
     in_turns = batch_of([[[1, 2]], [[1]], [[2], [1, 1]], [[1], [1]]])
     for batch in (plain(), in_turns):
         assert advantages_of(batch, "gae", {"values": values}, gamma=0.9, lam=0.8) == expected
@@ -156,7 +166,9 @@ def test_gae_skips_observations_and_is_normalised_over_the_batch():
 
 def test_rewards_of_turns_are_on_the_last_token_of_their_call():
     batch = batch_of([[[1, 2], [3]], [[1]]], [1.0, 0.0], ["a", "a"])
-    batch.turn_rewards.extend([TurnReward(0.5, 0, 0, 2), TurnReward(0.25, 0, 0, 5), TurnReward(2.0, 0, None, 7)])
+    batch.turn_rewards.extend(
+        [TurnReward(0.5, 0, 0, 2), TurnReward(0.25, 0, 0, 5), TurnReward(2.0, 0, None, 7)]
+    )
     assert batch.rows[0].mask == [0, 0, 1, 0, 1, 1]
     config = PolicySettings(adv_estimator="reinforce_plus_plus", gamma=0.5)
     found = estimate(batch, rows_of(batch), config, KlController(config))
@@ -214,13 +226,22 @@ def test_a_rollout_of_several_rows_is_the_same_as_one_of_a_single_row(rollouts, 
 def test_a_rollout_without_rows_still_is_one_of_its_group():
     batch = plain([1, 1, 1])
     left = TrainBatch(batch.rewards, ["a", "a", "a"], batch.rows[:2], batch.owners[:2])
-    assert advantages_of(left, "grpo", norm_adv_by_std=False) == [[pytest.approx(0.5)], [pytest.approx(-0.5)], []]
+    assert advantages_of(left, "grpo", norm_adv_by_std=False) == [
+        [pytest.approx(0.5)],
+        [pytest.approx(-0.5)],
+        [],
+    ]
 
 
-@pytest.mark.parametrize("given_", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}])
+@pytest.mark.parametrize(
+    "given_", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}]
+)
 def test_where_the_loss_takes_means_of_rows_they_weigh_as_much_as_they_are_long(given_):
     batch = batch_of([[[3], [1]], [[2]]], [1.0, 0.0], ["a", "a"])
-    assert advantages_of(batch, "rloo", **given_) == [pytest.approx([0.75] * 3 + [0.25]), pytest.approx([-1.0] * 2)]
+    assert advantages_of(batch, "rloo", **given_) == [
+        pytest.approx([0.75] * 3 + [0.25]),
+        pytest.approx([-1.0] * 2),
+    ]
 
 
 def test_a_users_estimator_gets_what_it_asks_for():
@@ -247,7 +268,9 @@ def test_advantages_that_are_not_finite_are_an_error_that_says_why():
         return (scores - scores.mean()) / scores.std() * response_mask
 
     assert advantages_of(plain(), "own_by_deviation")
-    with pytest.raises(ConfigError, match=r"own_by_deviation.*not finite, for 10 of 10 sampled tokens.*deviation of 0"):
+    with pytest.raises(
+        ConfigError, match=r"own_by_deviation.*not finite, for 10 of 10 sampled tokens.*deviation of 0"
+    ):
         advantages_of(plain(rewards=[1.0] * 4), "own_by_deviation")
     with pytest.raises(ConfigError, match=r"'rloo'.*a reward is out of range"):
         advantages_of(plain(rewards=[1e300, 0.0, 0.0, 1.0]), "rloo")

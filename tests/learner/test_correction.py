@@ -19,7 +19,12 @@ from raylight.learner.settings import CorrectionSettings, PolicySettings
 from raylight.learner.thresholds import REJECTIONS
 from raylight.quickstart import STARTER_MODEL
 
-RATIOS = [math.exp(a) for apart, mask in zip(APART, MASKS, strict=True) for a, kept in zip(apart, mask, strict=True) if kept]
+RATIOS = [
+    math.exp(a)
+    for apart, mask in zip(APART, MASKS, strict=True)
+    for a, kept in zip(apart, mask, strict=True)
+    if kept
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,17 +63,25 @@ def test_weights_of_tokens_are_their_ratios_up_to_the_threshold():
     mean = sum(cut) / len(cut)
     assert metrics == pytest.approx(
         {
-            "mismatch/weight_mean": mean, "mismatch/weight_min": math.exp(-1.5), "mismatch/weight_max": 1.3,
+            "mismatch/weight_mean": mean,
+            "mismatch/weight_min": math.exp(-1.5),
+            "mismatch/weight_max": 1.3,
             "mismatch/weight_std": (sum(c * c for c in cut) / len(cut) - mean**2) ** 0.5,
-            "mismatch/weight_ess": sum(cut) ** 2 / (len(cut) * sum(c * c for c in cut)), "mismatch/truncated": 5 / 11,
-        }, rel=1e-4,
-    )  # fmt: skip
+            "mismatch/weight_ess": sum(cut) ** 2 / (len(cut) * sum(c * c for c in cut)),
+            "mismatch/truncated": 5 / 11,
+        },
+        rel=1e-4,
+    )
 
 
 def test_weights_of_rows_are_the_products_of_their_ratios():
     rows, metrics = corrected("sequence")
-    assert weights_of(rows) == close([[2, 2, 0], [0.75] * 2, [1.1 / 1.2 * 1.5] * 4, [math.exp(-1.5)], [2.0] * 2])
-    assert metrics["mismatch/truncated"] == pytest.approx(4 / 11)  # the first row's product is the threshold itself
+    assert weights_of(rows) == close(
+        [[2, 2, 0], [0.75] * 2, [1.1 / 1.2 * 1.5] * 4, [math.exp(-1.5)], [2.0] * 2]
+    )
+    assert metrics["mismatch/truncated"] == pytest.approx(
+        4 / 11
+    )  # the first row's product is the threshold itself
 
 
 def test_icepop_zeroes_what_is_outside_its_bounds():
@@ -89,7 +102,13 @@ def test_normalised_weights_have_mean_one():
 
 def test_a_geometric_mask_leaves_out_whole_rows_and_keeps_the_mask_of_observations():
     rows, metrics = corrected("geometric")
-    means = [2**0.5, 0.75**0.5, (1.1 / 1.2 * 1.5) ** 0.25, math.exp(-1.5), math.exp(2)]  # of learner to engine
+    means = [
+        2**0.5,
+        0.75**0.5,
+        (1.1 / 1.2 * 1.5) ** 0.25,
+        math.exp(-1.5),
+        math.exp(2),
+    ]  # of learner to engine
     kept = [0.7 <= 1 / mean <= 1.2 for mean in means]
     assert kept == [True, True, True, False, False]
     assert [row.mask.tolist() for row in rows] == [MASKS[0], MASKS[1], MASKS[2], [0], [0, 0]]
@@ -110,12 +129,17 @@ def test_weights_are_those_of_verl(level, threshold):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     torch.manual_seed(0)
-    apart, mask = torch.randn(len(APART), 4), torch.nn.utils.rnn.pad_sequence([torch.tensor(m) for m in MASKS], batch_first=True)
+    apart, mask = (
+        torch.randn(len(APART), 4),
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(m) for m in MASKS], batch_first=True),
+    )
     rows = make_rows()
     for row, values in zip(rows, apart, strict=True):
         row.old_logprobs = row.engine_logprobs + values[: len(row.response)]
     run_case(rows, {"rollout_is": level, "rollout_is_threshold": threshold})
-    log_ratio = torch.nn.utils.rnn.pad_sequence([row.old_logprobs - row.engine_logprobs for row in rows], batch_first=True)
+    log_ratio = torch.nn.utils.rnn.pad_sequence(
+        [row.old_logprobs - row.engine_logprobs for row in rows], batch_first=True
+    )
     theirs, _ = compute_rollout_correction_weights(log_ratio, mask, level, threshold)
     assert weights_of(rows) == [row[:n].tolist() for row, n in zip(theirs, map(len, APART), strict=True)]
 
@@ -129,7 +153,9 @@ def test_nothing_left_is_an_error_and_not_a_nan():
 def test_every_name_of_a_mask_is_one_of_verl():
     for name in sorted(REJECTIONS):
         rows = make_rows()
-        assert "mismatch/rejected_tokens" in run_case(rows, {"rollout_rs": name, "rollout_rs_threshold": 100.0}), name
+        assert "mismatch/rejected_tokens" in run_case(
+            rows, {"rollout_rs": name, "rollout_rs_threshold": 100.0}
+        ), name
 
 
 def test_the_measures_of_mismatch():
@@ -138,12 +164,16 @@ def test_the_measures_of_mismatch():
     k1 = -sum(math.log(r) for r in RATIOS) / n
     assert measured(make_rows()) == pytest.approx(
         {
-            "mismatch/logprob_abs_max": math.log(4), "mismatch/logprob_abs_mean": sum(fresh) / len(fresh),
-            "mismatch/kl": k1, "mismatch/kl_k3": sum(RATIOS) / n - 1 + k1,
-            "mismatch/ess": sum(RATIOS) ** 2 / (n * sum(r * r for r in RATIOS)), "mismatch/stale_fraction": 3 / 11,
+            "mismatch/logprob_abs_max": math.log(4),
+            "mismatch/logprob_abs_mean": sum(fresh) / len(fresh),
+            "mismatch/kl": k1,
+            "mismatch/kl_k3": sum(RATIOS) / n - 1 + k1,
+            "mismatch/ess": sum(RATIOS) ** 2 / (n * sum(r * r for r in RATIOS)),
+            "mismatch/stale_fraction": 3 / 11,
             "mismatch/warned": 1.0,
-        }, rel=1e-5,
-    )  # fmt: skip
+        },
+        rel=1e-5,
+    )
 
 
 def test_a_difference_is_a_warning_then_an_error():
@@ -168,7 +198,9 @@ def test_two_ranks_correct_as_one(tmp_path: Path):
     def run(ranks: int) -> list[dict]:
         tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
         started = [
-            subprocess.Popen([sys.executable, str(script), str(rank), *tail], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), *tail], stdout=subprocess.PIPE, text=True
+            )
             for rank in range(ranks)
         ]
         outputs = [process.communicate(timeout=180)[0] for process in started]
@@ -182,7 +214,9 @@ def test_two_ranks_correct_as_one(tmp_path: Path):
             assert {row: pytest.approx(values) for row, values in one[name].items()} == merged, name
         else:
             assert two[0][name] == two[1][name], name
-            assert two[0][name] == (one[name] if isinstance(one[name], str | bool) else pytest.approx(one[name])), name
+            assert two[0][name] == (
+                one[name] if isinstance(one[name], str | bool) else pytest.approx(one[name])
+            ), name
     assert not any(map(any, two[1]["one row masks"].values()))  # the second rank is left with nothing
     assert two[0]["one row left"]
 
@@ -229,7 +263,10 @@ def test_weights_and_masks_reach_the_gradient(plain):
     cases = [
         ({}, [1.0] * 8),
         ({"rollout_is": "token", "rollout_is_threshold": 1.2}, [min(r, 1.2) for r in ratios]),
-        ({"rollout_is": "token", "rollout_is_threshold": "0.7_1.2"}, [r if 0.7 <= r <= 1.2 else 0.0 for r in ratios]),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": "0.7_1.2"},
+            [r if 0.7 <= r <= 1.2 else 0.0 for r in ratios],
+        ),
         (
             {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.7_1.3"},
             [1.0 if 0.7 <= 1 / r <= 1.3 else None for r in ratios],
@@ -254,7 +291,9 @@ def test_a_mini_batch_that_is_left_out_takes_no_step(plain):
     odd = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_1.0"}
     kept = [shift >= 0 for shift in SHIFT]
     assert kept == [False, False, True, True] * 2
-    metrics = make_policy(mini_batches=4, **odd).update(batch)  # the first two of four hold rollouts 0, 4 and 1, 5
+    metrics = make_policy(mini_batches=4, **odd).update(
+        batch
+    )  # the first two of four hold rollouts 0, 4 and 1, 5
     assert metrics["mismatch/rejected_rows"] == 0.5
     assert metrics["learner/skipped_steps"] == 0
     assert math.isfinite(metrics["learner/pg_loss"])
@@ -271,4 +310,6 @@ def test_bypass_takes_the_engines_logprobs_and_still_fails_where_they_are_not_th
     with pytest.raises(MismatchError, match=r"differ by up to 0\.5"):
         make_policy(bypass_mode=True, max_logprob_mismatch=0.1).update(batch)
     several = make_policy(bypass_mode=True, mini_batches=2, ppo_epochs=2, lr=1e-2).update(batch)
-    assert several["mismatch/logprob_abs_max"] == pytest.approx(0.5, abs=1e-3)  # of what was seen before the first step
+    assert several["mismatch/logprob_abs_max"] == pytest.approx(
+        0.5, abs=1e-3
+    )  # of what was seen before the first step

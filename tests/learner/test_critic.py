@@ -55,7 +55,10 @@ def test_it_learns_a_known_function(config, lr):
     assert seen[0]["critic/explained_variance"] < 0.5
     assert seen[-1]["critic/explained_variance"] > 0.9
     assert seen[-1]["critic/vf_loss"] < seen[0]["critic/vf_loss"] / 5
-    assert all(name in seen[0] for name in ("critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/skipped_steps"))
+    assert all(
+        name in seen[0]
+        for name in ("critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/skipped_steps")
+    )
 
 
 def test_values_are_of_the_state_before_each_token():

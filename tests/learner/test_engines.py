@@ -36,7 +36,9 @@ def make_policy(config=None, **settings):
     from raylight.learner.policy import Policy
 
     torch.manual_seed(0)
-    return Policy(STARTER_MODEL, LearnerConfig(**config or {}), PolicySettings(**SETTINGS | settings), total_steps=4)
+    return Policy(
+        STARTER_MODEL, LearnerConfig(**config or {}), PolicySettings(**SETTINGS | settings), total_steps=4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -125,23 +127,38 @@ def test_what_cannot_be_merged_is_not_adapted(lora, message):
 
 def test_modules_are_targeted_and_excluded():
     policy = make_policy(
-        {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.v_proj"]}}
+        {
+            "lora": {
+                "rank": 4,
+                "target_modules": ["q_proj", "v_proj"],
+                "exclude_modules": ["layers.0.self_attn.v_proj"],
+            }
+        }
     )
-    names = {name for name, param in policy.engine.module.named_parameters() if param.requires_grad and "lora_A" in name}
+    names = {
+        name
+        for name, param in policy.engine.module.named_parameters()
+        if param.requires_grad and "lora_A" in name
+    }
     assert sorted(name.split("layers.")[1].split(".lora")[0] for name in names) == [
-        "0.self_attn.q_proj", "1.self_attn.q_proj", "1.self_attn.v_proj",
-    ]  # fmt: skip
+        "0.self_attn.q_proj",
+        "1.self_attn.q_proj",
+        "1.self_attn.v_proj",
+    ]
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"packed": True}, {"packed": True, "attention": "eager"}, {"max_tokens_per_micro_batch": 18},
-        {"packed": True, "max_tokens_per_micro_batch": 40}, {"gradient_checkpointing": True},
+        {"packed": True},
+        {"packed": True, "attention": "eager"},
+        {"max_tokens_per_micro_batch": 18},
+        {"packed": True, "max_tokens_per_micro_batch": 40},
+        {"gradient_checkpointing": True},
         {"param_offload": True, "optimizer_offload": True},
     ],
     ids=["packed", "packed-eager", "split", "packed-split", "checkpointing", "offload"],
-)  # fmt: skip
+)
 def test_ways_to_compute_come_to_the_same(config, batch):
     plain, other = make_policy(), make_policy(config)
     assert other.update(batch) == pytest.approx(plain.update(batch), rel=1e-4, abs=1e-5)
@@ -162,14 +179,18 @@ def test_what_does_nothing_on_a_cpu_is_said(caplog):
     assert "optimizer_offload: there is no GPU" in caplog.text
 
 
-@pytest.mark.parametrize("config", [{"attention": "flash_attention_2"}, {"packed": True, "ulysses": 2, "n": 2, "num_gpus": 1}])
+@pytest.mark.parametrize(
+    "config", [{"attention": "flash_attention_2"}, {"packed": True, "ulysses": 2, "n": 2, "num_gpus": 1}]
+)
 def test_flash_attention_where_there_is_none_is_an_error(config):
     with pytest.raises(ConfigError, match="needs a GPU and the package flash-attn"):
         make_policy(config)
 
 
 def test_a_cosine_rises_and_falls_to_its_end(batch):
-    policy = make_policy(lr_schedule="cosine", lr_warmup_steps=1, min_lr_ratio=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    policy = make_policy(
+        lr_schedule="cosine", lr_warmup_steps=1, min_lr_ratio=0.1, betas=(0.8, 0.9), weight_decay=0.3
+    )
     optimizer = policy.engine.optimizer.param_groups[0]
     assert (optimizer["lr"], optimizer["betas"], optimizer["weight_decay"]) == (0.0, (0.8, 0.9), 0.3)
     rates = [float(policy.engine.lr_scheduler_step()) for _ in range(4)]
@@ -188,20 +209,34 @@ def test_compiled_layers_compute_the_same(batch):
 def test_one_rank_two_ranks_packed_and_padded_come_to_the_same(tmp_path: Path):
     command = [sys.executable, str(Path(__file__).parent / "engine_ranks.py")]
     started = [
-        subprocess.Popen([*command, str(rank), "2", str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     one, two = all_updates(), json.loads(outputs[0].strip().splitlines()[-1])
     assert set(two) == {*VARIANTS, "critic"}
     for variant, alone in one.items():
-        for name in ("learner/grad_norm", "learner/pg_loss", "learner/kl", "critic/grad_norm", "critic/vf_loss"):
+        for name in (
+            "learner/grad_norm",
+            "learner/pg_loss",
+            "learner/kl",
+            "critic/grad_norm",
+            "critic/vf_loss",
+        ):
             if name in alone:
                 assert two[variant][name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), (variant, name)
                 if variant in ("packed", "tight"):
-                    assert alone[name] == pytest.approx(one["padded"][name], rel=1e-4, abs=1e-5), (variant, name)
+                    assert alone[name] == pytest.approx(one["padded"][name], rel=1e-4, abs=1e-5), (
+                        variant,
+                        name,
+                    )
         probes = [name for name in alone if name.startswith("probe/")]
-        assert [two[variant][name] for name in probes] == pytest.approx([alone[name] for name in probes], abs=1e-3)
+        assert [two[variant][name] for name in probes] == pytest.approx(
+            [alone[name] for name in probes], abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("bypass_mode", [False, True])
@@ -217,9 +252,17 @@ def test_while_the_critic_warms_up_the_policy_rests_and_is_compared_still(bypass
 
 def test_the_policys_schedule_begins_when_its_critic_is_warm():
     policy = make_policy(
-        adv_estimator="gae", critic={"warmup_steps": 2}, lr=1e-3, lr_warmup_steps=2, lr_schedule="cosine", max_logprob_mismatch=50.0
+        adv_estimator="gae",
+        critic={"warmup_steps": 2},
+        lr=1e-3,
+        lr_warmup_steps=2,
+        lr_schedule="cosine",
+        max_logprob_mismatch=50.0,
     )
     policy.version = 5  # a resumed run may have left out some
-    seen = [policy.update(make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=5 + i)) for i in range(3)]
+    seen = [
+        policy.update(make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=5 + i))
+        for i in range(3)
+    ]
     assert [metrics["learner/lr"] for metrics in seen] == pytest.approx([0.0, 0.0, 5e-4])
     assert ["learner/grad_norm" in metrics for metrics in seen] == [False, False, True]

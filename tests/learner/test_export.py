@@ -42,7 +42,10 @@ def test_an_exported_state_says_what_the_policy_said(kind: str, tmp_path: Path):
     assert logprobs(model, PROBE) == pytest.approx(said, abs=1e-4)
     starter = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
     assert logprobs(starter, PROBE) != pytest.approx(said, abs=1e-3)
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").vocab_size == AutoTokenizer.from_pretrained(STARTER_MODEL).vocab_size
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "model").vocab_size
+        == AutoTokenizer.from_pretrained(STARTER_MODEL).vocab_size
+    )
     if kind == "lora":
         from peft import PeftModel
 

@@ -19,12 +19,19 @@ from raylight.learner.custom import advantage_estimator, policy_loss
 from raylight.learner.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
-FAMILY = sorted(name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm))
+FAMILY = sorted(
+    name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm)
+)
 FAMILY.remove("PolicyAlgorithm")
 COMPARABLE = {
-    "learner/grad_norm", "learner/pg_loss", "learner/advantage_abs_mean", "learner/kl_in_reward", "learner/kl_reward_coef",
-    "critic/vf_loss", "critic/grad_norm",
-}  # fmt: skip
+    "learner/grad_norm",
+    "learner/pg_loss",
+    "learner/advantage_abs_mean",
+    "learner/kl_in_reward",
+    "learner/kl_reward_coef",
+    "critic/vf_loss",
+    "critic/grad_norm",
+}
 OPTIONS = {"lr": 1e-3, "max_logprob_mismatch": 5.0, "grad_clip": 1e6}
 
 
@@ -79,7 +86,9 @@ def gradients_of(engine) -> dict[str, torch.Tensor]:
 def batch_of(exact, noise: float = 0.0) -> TrainBatch:
     """Eight rollouts in two groups, the first of which has two rows; the engine's log-probs are off by up to `noise`."""
     generator = torch.Generator().manual_seed(0)
-    shifted = [[x + noise * (2 * float(torch.rand((), generator=generator)) - 1) for x in row] for row in exact]
+    shifted = [
+        [x + noise * (2 * float(torch.rand((), generator=generator)) - 1) for x in row] for row in exact
+    ]
     batch = make_batch(shifted)
     batch.owners[1] = 0
     owners = [0, 0, 1, 2, 3, 4, 5, 6]
@@ -95,7 +104,9 @@ def by_hand(plain, batch: TrainBatch, advantages: list[float], term, divisor: fl
         total = total + term(now, then, torch.tensor(advantages[owner])).sum()
     loss = total / divisor
     loss.backward()
-    return float(loss.detach()), {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None
+    }
 
 
 def check(found, expected):
@@ -135,11 +146,20 @@ def test_rloo_is_what_its_paper_says(plain, exact, micro_batch):
     batch = batch_of(exact)
     advantages = []
     for i, (reward, group) in enumerate(zip(batch.rewards, batch.groups, strict=True)):
-        others = [r for j, (r, g) in enumerate(zip(batch.rewards, batch.groups, strict=True)) if g == group and j != i]
+        others = [
+            r
+            for j, (r, g) in enumerate(zip(batch.rewards, batch.groups, strict=True))
+            if g == group and j != i
+        ]
         advantages.append(reward - sum(others) / len(others))
     found = update(settings_of("RLOO"), batch, max_tokens_per_micro_batch=micro_batch)
     # the ratio to the policy itself, whose gradient is that of the log-prob
-    check(found, by_hand(plain, batch, advantages, lambda now, _, a: -a * (now - now.detach()).exp(), len(batch.rewards)))
+    check(
+        found,
+        by_hand(
+            plain, batch, advantages, lambda now, _, a: -a * (now - now.detach()).exp(), len(batch.rewards)
+        ),
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [16384, 48])
@@ -149,9 +169,13 @@ def test_ppo_is_what_its_papers_say(plain, exact, micro_batch):
     batch, gamma, lam = batch_of(exact, noise=0.6), 0.9, 0.8
     critic = {"lr": 1e-3, "cliprange_value": 10.0, "grad_clip": 1e6}
     settings = settings_of("PPO", bypass_mode=True, gamma=gamma, lam=lam, critic=critic)
-    policy = Policy(STARTER_MODEL, LearnerConfig(max_tokens_per_micro_batch=micro_batch), settings, total_steps=4)
+    policy = Policy(
+        STARTER_MODEL, LearnerConfig(max_tokens_per_micro_batch=micro_batch), settings, total_steps=4
+    )
     valuer = AutoModelForTokenClassification.from_pretrained(STARTER_MODEL, num_labels=1)
-    valuer.load_state_dict({name: weight.full_tensor() for name, weight in policy.critic.engine.module.state_dict().items()})
+    valuer.load_state_dict(
+        {name: weight.full_tensor() for name, weight in policy.critic.engine.module.state_dict().items()}
+    )
     valued = [  # of what was there before each token that was sampled
         valuer(torch.tensor([row.token_ids])).logits[0, row.prompt_length - 1 : -1, 0] for row in batch.rows
     ]
@@ -163,23 +187,35 @@ def test_ppo_is_what_its_papers_say(plain, exact, micro_batch):
         rows = [i for i, owner in enumerate(batch.owners) if owner == rollout]
         values = torch.cat([valued[i].detach() for i in rows]).tolist()
         rewards = [0.0] * (len(values) - 1) + [reward]
-        errors = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)]
-        told = [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+        errors = [
+            r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)
+        ]
+        told = [
+            sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors)))
+            for t in range(len(errors))
+        ]
         lengths = [len(valued[i]) for i in rows]
-        for i, a, v in zip(rows, torch.tensor(told).split(lengths), torch.tensor(values).split(lengths), strict=True):
+        for i, a, v in zip(
+            rows, torch.tensor(told).split(lengths), torch.tensor(values).split(lengths), strict=True
+        ):
             advantages[i], returns[i] = a, a + v
     everything = torch.cat(list(advantages.values()))
     plain.zero_grad()
     lost, missed = [], []
     for i, (row, now) in enumerate(zip(batch.rows, plain_logprobs(plain), strict=True)):
         whitened = (advantages[i] - everything.mean()) / everything.std()
-        lost += [clipped(*token) for token in zip(now, torch.tensor(row.logprobs[row.prompt_length :]), whitened, strict=True)]
+        lost += [
+            clipped(*token)
+            for token in zip(now, torch.tensor(row.logprobs[row.prompt_length :]), whitened, strict=True)
+        ]
         missed.append((valued[i] - returns[i]).square() / 2)
     losses = torch.stack(lost).mean(), torch.cat(missed).mean()
     for loss in losses:
         loss.backward()
     assert metrics["learner/clip_fraction"] > 0.1
-    assert [metrics["learner/pg_loss"], metrics["critic/vf_loss"]] == pytest.approx([float(loss) for loss in losses], abs=1e-5)
+    assert [metrics["learner/pg_loss"], metrics["critic/vf_loss"]] == pytest.approx(
+        [float(loss) for loss in losses], abs=1e-5
+    )
     for found, model in ((pg, plain), (vf, valuer)):
         same(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
@@ -187,7 +223,10 @@ def test_ppo_is_what_its_papers_say(plain, exact, micro_batch):
 @pytest.mark.parametrize("name", ["GMPO", "GSPO", "SAPO", "DrGRPO"])
 def test_losses_of_whole_rows_do_not_depend_on_micro_batches(exact, name):
     batch, settings = batch_of(exact, noise=0.05), settings_of(name, bypass_mode=True)
-    (once, whole, _), (split, parts, _) = update(settings, batch), update(settings, batch, max_tokens_per_micro_batch=48)
+    (once, whole, _), (split, parts, _) = (
+        update(settings, batch),
+        update(settings, batch, max_tokens_per_micro_batch=48),
+    )
     assert split["learner/pg_loss"] == pytest.approx(once["learner/pg_loss"], abs=1e-5)
     assert split["learner/grad_norm"] == pytest.approx(once["learner/grad_norm"], rel=1e-4)
     assert all(torch.allclose(whole[key], parts[key], atol=1e-5) for key in whole)
@@ -240,7 +279,10 @@ def test_two_ranks_take_the_steps_that_one_takes(tmp_path: Path):
     def run(ranks: int) -> dict[str, list[dict[str, float]]]:
         command = [sys.executable, str(Path(__file__).parent / "family_ranks.py")]
         tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
-        started = [subprocess.Popen([*command, str(rank), *tail], stdout=subprocess.PIPE, text=True) for rank in range(ranks)]
+        started = [
+            subprocess.Popen([*command, str(rank), *tail], stdout=subprocess.PIPE, text=True)
+            for rank in range(ranks)
+        ]
         outputs = [process.communicate(timeout=300)[0] for process in started]
         assert [process.returncode for process in started] == [0] * ranks
         return json.loads(outputs[0].strip().splitlines()[-1])
@@ -250,6 +292,8 @@ def test_two_ranks_take_the_steps_that_one_takes(tmp_path: Path):
         for alone, together in zip(updates, two[name], strict=True):
             told = [key for key in alone if key in COMPARABLE]
             assert len(told) >= 3
-            assert [together[key] for key in told] == pytest.approx([alone[key] for key in told], rel=2e-3, abs=1e-4), name
+            assert [together[key] for key in told] == pytest.approx(
+                [alone[key] for key in told], rel=2e-3, abs=1e-4
+            ), name
     assert abs(one["PPO"][1]["learner/kl_in_reward"]) > 1e-4
     assert one["PPO"][1]["learner/kl_reward_coef"] < 0.1  # it is far below its target

@@ -48,7 +48,14 @@ def one_thread():
 
 async def train(folder: Path, val: list[Any], **settings: Any) -> tuple[Report, StoreClient, list[str]]:
     """Run the algorithm on additions, with a runner beside it in this process."""
-    plain = {"model": STARTER_MODEL, "max_model_len": 64, "max_new_tokens": 8, "tasks_per_step": 4, "group_size": 8, "lr": 1e-3}
+    plain = {
+        "model": STARTER_MODEL,
+        "max_model_len": 64,
+        "max_new_tokens": 8,
+        "tasks_per_step": 4,
+        "group_size": 8,
+        "lr": 1e-3,
+    }
     algorithm, store, display = rl.MiniGRPO(**plain | settings), StoreClient(StoreService()), Quiet()
     report = Report(folder, display, algorithm.resolved())
     algorithm.set_store(store)
@@ -82,7 +89,9 @@ async def test_rollouts_are_captured_trained_and_counted(tmp_path: Path) -> None
     assert all(len(item.generations) == 1 and len(item.generations[0].output_ids) <= 8 for item in trained)
 
     assert (tmp_path / "checkpoint" / "step-2" / "adapter_config.json").exists()
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(STARTER_MODEL), tmp_path / "checkpoint")
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(STARTER_MODEL), tmp_path / "checkpoint"
+    )
     assert max(float(p.abs().max()) for name, p in loaded.named_parameters() if "lora_B" in name) > 1e-4
 
 

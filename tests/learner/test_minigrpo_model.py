@@ -23,9 +23,14 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.serving.engines.transformers.params import SamplingParams
 
 QWEN_05B = {
-    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 """The shape of Qwen2-0.5B."""
 CPU = torch.device("cpu")
 
@@ -40,7 +45,13 @@ def one_thread():
 
 
 def settings(**given) -> MiniSettings:
-    plain = {"model": STARTER_MODEL, "max_model_len": 64, "max_new_tokens": 16, "lora": {"dropout": 0.0, "rank": 4}, "lr": 1e-2}
+    plain = {
+        "model": STARTER_MODEL,
+        "max_model_len": 64,
+        "max_new_tokens": 16,
+        "lora": {"dropout": 0.0, "rank": 4},
+        "lr": 1e-2,
+    }
     return MiniSettings(**plain | given)
 
 
@@ -58,7 +69,9 @@ def test_the_adapter_of_qwen2_has_the_known_size() -> None:
     assert sum(parameter.numel() for parameter in trainable(model)) == 4_399_104
     assert sum(parameter.numel() for parameter in model.parameters()) == 498_431_872
     assert {parameter.dtype for parameter in trainable(model)} == {torch.float32}
-    assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {
+        torch.bfloat16
+    }
 
 
 def test_qwen2_fits_four_gigabytes() -> None:
@@ -69,16 +82,22 @@ def test_qwen2_fits_four_gigabytes() -> None:
     assert needed.optimizer == 4_399_104 * 8
     assert needed.cache == 16 * 512 * 24 * 2 * 2 * 64 * 2
     assert needed.peak < 4e9
-    assert needed.peak == needed.weights + needed.adapter * 4 + needed.cache + max(needed.training, needed.sampling)
+    assert needed.peak == needed.weights + needed.adapter * 4 + needed.cache + max(
+        needed.training, needed.sampling
+    )
     full_logits = 512 * 151936 * 4
     assert needed.training < 2 * full_logits
-    kept = account_of(config, MiniSettings(model="unread", max_model_len=512, gradient_checkpointing=False), torch.bfloat16)
+    kept = account_of(
+        config, MiniSettings(model="unread", max_model_len=512, gradient_checkpointing=False), torch.bfloat16
+    )
     assert kept.training > 3 * needed.training
 
 
 def peak_of_cpu(work) -> int:
     """Bytes that the CPU's allocator gave out at the most, beyond what it had given out before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         work()
     now = peak = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -91,9 +110,16 @@ def peak_of_cpu(work) -> int:
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_account_is_what_is_used(checkpointing: bool, dtype: torch.dtype) -> None:
-    given = settings(max_model_len=256, gradient_checkpointing=checkpointing, lora={"dropout": 0.05, "rank": 8})
+    given = settings(
+        max_model_len=256, gradient_checkpointing=checkpointing, lora={"dropout": 0.05, "rank": 8}
+    )
     config = Qwen2Config(
-        vocab_size=8000, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2
+        vocab_size=8000,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
     )
     needed = account_of(config, given, dtype)
     module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -124,7 +150,9 @@ def test_logprobs_are_those_of_plain_transformers() -> None:
     batch = exact_batch(model)
     (part,) = micro_batches(rows_of(batch, [1.0] * 8), 1000)
     tokens = to_tokens(part, CPU)
-    assert logprobs_of(tuner.model.base_model.model, tokens).tolist() == pytest.approx(tokens.sampled.tolist(), abs=1e-5)
+    assert logprobs_of(tuner.model.base_model.model, tokens).tolist() == pytest.approx(
+        tokens.sampled.tolist(), abs=1e-5
+    )
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +190,16 @@ def test_the_gradient_is_the_one_written_by_hand(budget: int, monkeypatch: pytes
     batch = exact_batch(tuner.model)
     expected = reference_gradient(tuner.model, batch, given)
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(tuner._optimizer, "step", lambda: seen.extend(p.grad.clone() for p in trainable(tuner.model)))
+    monkeypatch.setattr(
+        tuner._optimizer, "step", lambda: seen.extend(p.grad.clone() for p in trainable(tuner.model))
+    )
     metrics = tuner.update(batch, 0)
     for found, wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-3)
     assert metrics["mismatch/logprob_abs_max"] < 1e-4
-    assert metrics["learner/grad_norm"] == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in expected)), rel=1e-3)
+    assert metrics["learner/grad_norm"] == pytest.approx(
+        math.sqrt(sum(float(g.square().sum()) for g in expected)), rel=1e-3
+    )
     assert metrics["learner/micro_batches"] == {64: 3, 200: 1, 1000: 1}[budget]
 
 
@@ -177,12 +209,19 @@ def test_only_the_adapter_moves_and_the_right_way() -> None:
     tuner = Tuner(module, settings(passes=4), 1e-3)
     batch = exact_batch()
     metrics = tuner.update(batch, 0)
-    state = {name.replace(".base_layer.", "."): tensor for name, tensor in module.state_dict().items() if ".lora_" not in name}
+    state = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in module.state_dict().items()
+        if ".lora_" not in name
+    }
     assert state.keys() == before.keys()
     assert all(torch.equal(state[name], before[name]) for name in before)
     with torch.no_grad():
         after = plain_logprobs(tuner.model)
-        gained = [float(now.sum() - torch.tensor(row.logprobs).sum()) for now, row in zip(after, batch.rows, strict=True)]
+        gained = [
+            float(now.sum() - torch.tensor(row.logprobs).sum())
+            for now, row in zip(after, batch.rows, strict=True)
+        ]
     good = [gain for gain, reward in zip(gained, batch.rewards, strict=True) if reward]
     bad = [gain for gain, reward in zip(gained, batch.rewards, strict=True) if not reward]
     assert sum(good) / len(good) > 0.01 > sum(bad) / len(bad)
@@ -214,7 +253,9 @@ def test_other_probabilities_are_an_error() -> None:
     batch = make_batch([[-1.0] * len(answer) for answer in ANSWERS])
     with pytest.raises(MismatchError, match="top_p"):
         tuner.update(batch, 0)
-    assert "mismatch/logprob_abs_max" not in tuner.update(batch, 1), "tokens of an older version are not compared"
+    assert "mismatch/logprob_abs_max" not in tuner.update(batch, 1), (
+        "tokens of an older version are not compared"
+    )
 
 
 def test_broken_gradients_are_skipped_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +283,9 @@ def test_a_saved_adapter_is_loaded_by_peft(tmp_path: Path) -> None:
         for found, wanted in zip(plain_logprobs(loaded), plain_logprobs(tuner.model), strict=True):
             torch.testing.assert_close(found, wanted)
         pairs = zip(plain_logprobs(loaded), batch.rows, strict=True)
-        changed = max(float((now - torch.tensor(row.logprobs[-len(now) :])).abs().max()) for now, row in pairs)
+        changed = max(
+            float((now - torch.tensor(row.logprobs[-len(now) :])).abs().max()) for now, row in pairs
+        )
     assert changed > 1e-4
     assert [file.name for file in (tmp_path / "checkpoint").iterdir()] == ["step-1"]
 
@@ -259,11 +302,19 @@ async def test_one_module_samples_and_is_trained_and_versions_tell() -> None:
         second = await engine.generate(PROMPTS[0], SamplingParams(5))
         assert set(second.weight_versions) == {1}
         with torch.no_grad():
-            logits = tuner.model(torch.tensor([PROMPTS[0] + second.output_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
-            plain = starter()(torch.tensor([PROMPTS[0] + second.output_ids])).logits[0, len(PROMPTS[0]) - 1 : -1]
+            logits = tuner.model(torch.tensor([PROMPTS[0] + second.output_ids])).logits[
+                0, len(PROMPTS[0]) - 1 : -1
+            ]
+            plain = starter()(torch.tensor([PROMPTS[0] + second.output_ids])).logits[
+                0, len(PROMPTS[0]) - 1 : -1
+            ]
         chosen = torch.tensor(second.output_ids)[:, None]
-        assert second.logprobs == pytest.approx(logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist(), abs=1e-4)
-        assert second.logprobs != pytest.approx(plain.log_softmax(-1).gather(1, chosen)[:, 0].tolist(), abs=1e-4)
+        assert second.logprobs == pytest.approx(
+            logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist(), abs=1e-4
+        )
+        assert second.logprobs != pytest.approx(
+            plain.log_softmax(-1).gather(1, chosen)[:, 0].tolist(), abs=1e-4
+        )
     finally:
         engine.close()
 

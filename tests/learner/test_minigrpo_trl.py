@@ -45,10 +45,19 @@ def score(task: dict, text: str) -> float:
 
 def settings(**given: Any) -> MiniSettings:
     plain = {
-        "model": STARTER_MODEL, "backend": "trl", "prompt_of": chat_of, "reward_of": score, "lr": 2e-3, "n_steps": 8,
-        "tasks_per_step": 16, "max_model_len": 64, "max_new_tokens": 8, "max_tokens_per_micro_batch": 64 * 128, "device": "cpu",
+        "model": STARTER_MODEL,
+        "backend": "trl",
+        "prompt_of": chat_of,
+        "reward_of": score,
+        "lr": 2e-3,
+        "n_steps": 8,
+        "tasks_per_step": 16,
+        "max_model_len": 64,
+        "max_new_tokens": 8,
+        "max_tokens_per_micro_batch": 64 * 128,
+        "device": "cpu",
         "gradient_checkpointing": False,
-    }  # fmt: skip
+    }
     return MiniSettings(**plain | given)
 
 
@@ -69,7 +78,9 @@ async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
     assert [step for step, row in rows.items() if "val/reward" in row] == [0, 4, 8]
     assert rows[0]["val/reward"] <= 0.65
     assert rows[8]["val/reward"] >= rows[0]["val/reward"] + 0.15
-    assert all(row["learner/grad_norm"] >= 0 and 0 <= row["train/reward"] <= 1 for step, row in rows.items() if step)
+    assert all(
+        row["learner/grad_norm"] >= 0 and 0 <= row["train/reward"] <= 1 for step, row in rows.items() if step
+    )
     assert any("the agent is not called" in note for note in side.notes)
     assert (side.checkpoint / "step-4" / "adapter_model.safetensors").exists()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(STARTER_MODEL), side.checkpoint)

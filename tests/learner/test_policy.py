@@ -104,12 +104,22 @@ def test_logprobs_loss_and_gradient_equal_a_plain_model(plain, exact):
 def test_where_rows_are_averaged_divergence_and_entropy_are_of_rollouts(plain, exact, rows, micro_batch):
     one_row = make_batch(exact)
     batch = TrainBatch(
-        one_row.rewards, one_row.groups, [row for row in one_row.rows for _ in range(rows)],
+        one_row.rewards,
+        one_row.groups,
+        [row for row in one_row.rows for _ in range(rows)],
         [owner for owner in one_row.owners for _ in range(rows)],
-    )  # fmt: skip
-    settings = {"loss_agg_mode": "seq-mean-token-mean", "kl_coef": 0.5, "entropy_coef": 0.25, "grad_clip": 1e6}
+    )
+    settings = {
+        "loss_agg_mode": "seq-mean-token-mean",
+        "kl_coef": 0.5,
+        "entropy_coef": 0.25,
+        "grad_clip": 1e6,
+    }
     policy = make_policy(
-        bypass_mode=True, max_logprob_mismatch=50.0, learner={"max_tokens_per_micro_batch": micro_batch}, **settings
+        bypass_mode=True,
+        max_logprob_mismatch=50.0,
+        learner={"max_tokens_per_micro_batch": micro_batch},
+        **settings,
     )
     moved = copy.deepcopy(plain)
     with torch.no_grad():
@@ -119,7 +129,9 @@ def test_where_rows_are_averaged_divergence_and_entropy_are_of_rollouts(plain, e
     metrics = policy.update(batch)
 
     kl, entropy, loss = [], [], []
-    for prompt, answer, ref, advantage in zip(PROMPTS, ANSWERS, exact, expected_advantages(one_row), strict=True):
+    for prompt, answer, ref, advantage in zip(
+        PROMPTS, ANSWERS, exact, expected_advantages(one_row), strict=True
+    ):
         logprobs = moved(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         now, then = logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0], torch.tensor(ref)
         kl.append(((then - now).exp() - (then - now) - 1).mean())
@@ -142,8 +154,9 @@ def test_two_ranks_measure_what_one_measures(tmp_path: Path):
         command = [sys.executable, str(script)]
         tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
         started = [
-            subprocess.Popen([*command, str(rank), *tail], stdout=subprocess.PIPE, text=True) for rank in range(ranks)
-        ]  # fmt: skip
+            subprocess.Popen([*command, str(rank), *tail], stdout=subprocess.PIPE, text=True)
+            for rank in range(ranks)
+        ]
         outputs = [process.communicate(timeout=120)[0] for process in started]
         assert [process.returncode for process in started] == [0] * ranks
         return json.loads(outputs[0].strip().splitlines()[-1])
@@ -164,7 +177,9 @@ def test_a_probe_tells_the_plain_models_logprobs_and_changes_nothing(plain, exac
     policy = make_policy()
     assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
     assert len(policy.logprobs(PROBE)) == len(PROBE) - 1
-    assert policy.update(make_batch(exact)) == pytest.approx(make_policy().update(make_batch(exact)), rel=1e-4)
+    assert policy.update(make_batch(exact)) == pytest.approx(
+        make_policy().update(make_batch(exact)), rel=1e-4
+    )
     moved = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     moved.load_state_dict({name: torch.from_numpy(array) for name, array in policy.export().items()})
     after = policy.logprobs(PROBE)
@@ -186,12 +201,18 @@ def test_the_policy_moves_towards_what_was_rewarded(exact):
     moved.load_state_dict({name: torch.from_numpy(array) for name, array in policy.export().items()})
     with torch.no_grad():
         after = [float(logprobs.sum()) for logprobs in plain_logprobs(moved)]
-    gains = [(a - sum(b)) * advantage for a, b, advantage in zip(after, exact, expected_advantages(batch), strict=True)]
+    gains = [
+        (a - sum(b)) * advantage
+        for a, b, advantage in zip(after, exact, expected_advantages(batch), strict=True)
+    ]
     assert sum(gains) > 0
 
 
 def test_all_mini_batches_are_compared_with_the_same_old_policy(exact):
-    once, twice = make_policy().update(make_batch(exact)), make_policy(mini_batches=2).update(make_batch(exact))
+    once, twice = (
+        make_policy().update(make_batch(exact)),
+        make_policy(mini_batches=2).update(make_batch(exact)),
+    )
     assert once["learner/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(twice["learner/ppo_kl"]) > 1e-5
 
@@ -254,7 +275,9 @@ def test_an_engine_that_is_not_this_policy_is_an_error(exact, change, version, m
         ({"kl_reward_coef": 0.1, "kl_target": 1.0}, {"kl_reward_coef": 0.1, "kl_target": 1.0}, 0.1 * 1.2),
     ],
 )
-def test_a_state_has_the_weight_of_the_divergence_where_it_is_steered_and_else_the_settings(then, now, goes_on_at):
+def test_a_state_has_the_weight_of_the_divergence_where_it_is_steered_and_else_the_settings(
+    then, now, goes_on_at
+):
     from raylight.learner import state
 
     before, after, file = make_policy(**then), make_policy(**now), io.BytesIO()

@@ -13,11 +13,18 @@ STEPS = 4
 
 def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
     """Ranks that load the state of a step, update, and save."""
-    tail = [str(ranks), str(folder / f"meet-{ranks}-{load}-{updates}"), str(folder / "state"), kind, str(load), str(updates)]
+    tail = [
+        str(ranks),
+        str(folder / f"meet-{ranks}-{load}-{updates}"),
+        str(folder / "state"),
+        kind,
+        str(load),
+        str(updates),
+    ]
     started = [
         subprocess.Popen([sys.executable, str(SCRIPT), str(rank), *tail], stdout=subprocess.PIPE, text=True)
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     outputs = [process.communicate(timeout=200)[0] for process in started]
     assert [process.returncode for process in started] == [0] * ranks
     return json.loads(outputs[0].strip().splitlines()[-1])

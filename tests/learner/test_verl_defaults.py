@@ -28,7 +28,9 @@ def test_verl_has_the_key(key: str) -> None:
 
 
 def test_the_others_are_not_verls() -> None:
-    assert not [key for key in AGENT_LIGHTNING if OmegaConf.select(verl_defaults(), key, default=ABSENT) is not ABSENT]
+    assert not [
+        key for key in AGENT_LIGHTNING if OmegaConf.select(verl_defaults(), key, default=ABSENT) is not ABSENT
+    ]
 
 
 def test_the_file_says_what_verls_dataclasses_say() -> None:
@@ -42,7 +44,11 @@ def test_the_file_says_what_verls_dataclasses_say() -> None:
     }
     for section, cls in classes.items():
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        rows = [key.removeprefix(f"{section}.") for key in KEYS.keys() - set(AGENT_LIGHTNING) if key.startswith(f"{section}.")]
+        rows = [
+            key.removeprefix(f"{section}.")
+            for key in KEYS.keys() - set(AGENT_LIGHTNING)
+            if key.startswith(f"{section}.")
+        ]
         own = {name for name in rows if "." not in name}
         assert own - fields.keys() <= {"grad_clip", "ulysses_sequence_parallel_size"}, section
         for name in own & fields.keys():
@@ -53,9 +59,11 @@ def test_the_file_says_what_verls_dataclasses_say() -> None:
 
 
 DIFFER = {
-    ("actor_rollout_ref.actor", "strategy"), ("actor_rollout_ref.model", "path"),
-    ("actor_rollout_ref.actor.fsdp_config", "dtype"), ("algorithm", "adv_estimator"),
-}  # fmt: skip
+    ("actor_rollout_ref.actor", "strategy"),
+    ("actor_rollout_ref.model", "path"),
+    ("actor_rollout_ref.actor.fsdp_config", "dtype"),
+    ("algorithm", "adv_estimator"),
+}
 """Where the file has a default of its own."""
 
 
@@ -63,8 +71,12 @@ def test_names_that_are_known_here_are_verls() -> None:
     for name in GROUPED:
         assert verl_api.get_adv_estimator_fn(name)
     assert set(get_args(LossAggregation)) == {
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
-    }  # fmt: skip
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    }
 
 
 def test_kl_names_mean_what_verl_means() -> None:

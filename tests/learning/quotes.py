@@ -26,7 +26,12 @@ def quotes(seed: int, count: int) -> list[dict[str, int]]:
     """Tasks; all numbers have two digits, and so has every item's."""
     made = random.Random(seed)
     return [
-        {"a": made.randint(10, 49), "b": made.randint(10, 49), "shipping": made.randint(10, 99), "catalogue": made.getrandbits(32)}
+        {
+            "a": made.randint(10, 49),
+            "b": made.randint(10, 49),
+            "shipping": made.randint(10, 99),
+            "catalogue": made.getrandbits(32),
+        }
         for _ in range(count)
     ]
 
@@ -40,7 +45,11 @@ def conversation(task: dict[str, int], item: str | None = None) -> list[dict[str
     """The messages up to the model's first answer, or with that answer up to its second."""
     messages = [{"role": "user", "content": f"{task['a']}+{task['b']}="}]
     if item is not None:
-        quote = {"role": "tool", "tool_call_id": "quote", "content": f"{price(task, item)}+{task['shipping']}="}
+        quote = {
+            "role": "tool",
+            "tool_call_id": "quote",
+            "content": f"{price(task, item)}+{task['shipping']}=",
+        }
         messages += [{"role": "assistant", "content": item}, quote]
     return messages
 
@@ -84,7 +93,9 @@ def teach_buyer(folder: Path) -> None:
     teacher = random.Random(0)
 
     def prompts(chats: list[list[dict[str, str]]]) -> torch.Tensor:
-        return torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
+        return torch.tensor(
+            tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+        )
 
     for step in range(TEACHING_STEPS):
         tasks = quotes(step, TEACHING_BATCH)

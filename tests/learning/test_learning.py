@@ -22,7 +22,9 @@ STEPS = 8
 COMMON: dict[str, Any] = {"n_steps": STEPS, "lr": 2e-4, "mini_batches": 2, "val_every": 0, "val_samples": 2}
 
 
-def fit(algorithm: rl.PolicyAlgorithm, folder: Path, agent: Any = adder, data: Any = (TRAIN, VAL), **settings: Any) -> list[dict]:
+def fit(
+    algorithm: rl.PolicyAlgorithm, folder: Path, agent: Any = adder, data: Any = (TRAIN, VAL), **settings: Any
+) -> list[dict]:
     """Train, check what holds for every run, and return its metrics by step."""
     trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, **settings)
     summary = trainer.fit(agent, data[0], val_dataset=data[1])
@@ -84,7 +86,9 @@ def test_using_the_answer_of_a_tool(buyer_model: str, tmp_path: Path) -> None:
     assert gain(rows) >= 0.3
     for row in rows[1:]:
         assert row["trace/calls"] == 2 * row["train/trained"] == 2 * 128
-        assert row["trace/extensions"] == row["train/trained"]  # each second call goes on in the tokens of the first
+        assert (
+            row["trace/extensions"] == row["train/trained"]
+        )  # each second call goes on in the tokens of the first
         assert row["trace/forks"] == row["trace/restarts"] == 0
     last = rl.read_rollouts(tmp_path, last=64)
     assert len(last) == 64
@@ -100,5 +104,7 @@ def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
     (row,) = build_trajectories(item.generations).rows
     assert row.token_ids == second.prompt["token_ids"] + last
     between = len(second.prompt["token_ids"]) - len(begun)  # what the tool said
-    assert row.mask == [0] * len(first.prompt["token_ids"]) + [1] * len(sampled) + [0] * between + [1] * len(last)
+    assert row.mask == [0] * len(first.prompt["token_ids"]) + [1] * len(sampled) + [0] * between + [1] * len(
+        last
+    )
     assert item.reward == second.reward

@@ -89,7 +89,9 @@ class FakeApp:
         self.requests.append(body)
         self.headers.append(dict(scope["headers"]))
         self.exchanges.append(CURRENT.get())
-        answering = asyncio.ensure_future(self._answer(body, scope["path"].startswith("/v1/chat"), send, dict(scope["headers"])))
+        answering = asyncio.ensure_future(
+            self._answer(body, scope["path"].startswith("/v1/chat"), send, dict(scope["headers"]))
+        )
         try:
             if self.listens:
                 leaving = asyncio.ensure_future(receive())
@@ -107,9 +109,13 @@ class FakeApp:
             self.cancelled += 1
             raise
 
-    async def _answer(self, body: dict[str, Any], chat: bool, send: Send, headers: dict[bytes, bytes]) -> None:
+    async def _answer(
+        self, body: dict[str, Any], chat: bool, send: Send, headers: dict[bytes, bytes]
+    ) -> None:
         if self.status >= 400:
-            await send_json(send, {"error": {"message": "no", "type": "t", "param": None, "code": None}}, self.status)
+            await send_json(
+                send, {"error": {"message": "no", "type": "t", "param": None, "code": None}}, self.status
+            )
             return
         n = body.get("n") or 1
         streams, exchange = bool(body.get("stream")), CURRENT.get()
@@ -118,9 +124,19 @@ class FakeApp:
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{headers.get(b'x-request-id', b'x').decode()}"
         head: dict[str, Any] = {"id": answer_id, "object": "x", "created": 0, "model": "policy"}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(self.answer), "total_tokens": 99}
-        samples = [exchange.sample(i, prompt, {"temperature": 0.5}) for i in range(n)] if exchange and self.samples else []
+        samples = (
+            [exchange.sample(i, prompt, {"temperature": 0.5}) for i in range(n)]
+            if exchange and self.samples
+            else []
+        )
         if streams:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", b"text/event-stream")],
+                }
+            )
         for place, letter in enumerate(self.answer):
             if place == self.breaks_at:
                 raise RuntimeError("the engine died")
@@ -140,7 +156,9 @@ class FakeApp:
             await send_event(send, "[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        await send_json(send, head | {"choices": [whole(i, self.answer, chat) for i in range(n)], "usage": usage})
+        await send_json(
+            send, head | {"choices": [whole(i, self.answer, chat) for i in range(n)], "usage": usage}
+        )
 
 
 def chunk(index: int, text: str, chat: bool) -> dict[str, Any]:
@@ -154,7 +172,9 @@ def whole(index: int, text: str, chat: bool) -> dict[str, Any]:
 
 
 async def send_json(send: Send, content: Any, status: int = 200) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+    )
     await send({"type": "http.response.body", "body": json.dumps(content).encode(), "more_body": False})
 
 
@@ -167,7 +187,12 @@ class Call:
     """One request, driven by hand: the client may leave, and what it got can be looked at while it comes."""
 
     def __init__(
-        self, app: ASGIApp, body: Any, path: str = "/v1/chat/completions", inside: Scope | None = INSIDE, **headers: str
+        self,
+        app: ASGIApp,
+        body: Any,
+        path: str = "/v1/chat/completions",
+        inside: Scope | None = INSIDE,
+        **headers: str,
     ) -> None:
         self.sent: list[Message] = []
         self.left = asyncio.Event()
@@ -177,9 +202,18 @@ class Call:
         self._given = False
         pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope = {
-            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode()), *pairs],
-        }  # fmt: skip
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(self._body)).encode()),
+                *pairs,
+            ],
+        }
         token = SCOPE.set(inside)
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
         SCOPE.reset(token)

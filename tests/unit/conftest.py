@@ -27,14 +27,26 @@ def build_tiny(folder: Path, *, tie: bool, seed: int = 0) -> str:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=raw,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = TEMPLATE
     config = Qwen3Config(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, tie_word_embeddings=tie,
-        initializer_range=0.2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tie,
+        initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -58,7 +70,14 @@ def make_engine(tied_model: str) -> Iterator[Callable[..., Any]]:
     started = []
 
     def start(path: str = tied_model, **settings: Any) -> TransformersEngine:
-        defaults = {"dtype": "float32", "slots": 16, "max_waiting": 100, "max_model_len": 1024, "seed": 0, "device": "cpu"}
+        defaults = {
+            "dtype": "float32",
+            "slots": 16,
+            "max_waiting": 100,
+            "max_model_len": 1024,
+            "seed": 0,
+            "device": "cpu",
+        }
         engine = TransformersEngine(path, "policy", **defaults | settings)
         started.append(engine)
         return engine

@@ -41,7 +41,11 @@ class Say:
     named: str = "reasoning"
     """The engine's word for reasoning."""
     usage: dict[str, Any] = field(
-        default_factory=lambda: {"prompt_tokens": 11, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
+        default_factory=lambda: {
+            "prompt_tokens": 11,
+            "completion_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
     )
 
     @property
@@ -49,8 +53,18 @@ class Say:
         return self.finish or ("tool_calls" if self.calls else "stop")
 
     def answer(self, number: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self.content, self.named: self.reasoning, "tool_calls": self.calls}
-        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason, "stop_reason": self.stop_word}
+        message = {
+            "role": "assistant",
+            "content": self.content,
+            self.named: self.reasoning,
+            "tool_calls": self.calls,
+        }
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_word,
+        }
         return _head(number, "chat.completion") | {"choices": [choice], "usage": self.usage}
 
     def chunks(self, number: int) -> Iterator[dict[str, Any]]:
@@ -62,7 +76,10 @@ class Say:
             yield _chunk(number, {"content": letter})
         for index, made in enumerate(self.calls):
             named = {"name": made["function"]["name"], "arguments": ""}
-            yield _chunk(number, {"tool_calls": [{"index": index, "id": made["id"], "type": "function", "function": named}]})
+            yield _chunk(
+                number,
+                {"tool_calls": [{"index": index, "id": made["id"], "type": "function", "function": named}]},
+            )
             arguments = made["function"]["arguments"]
             for at in range(0, len(arguments), 3):
                 piece = {"index": index, "function": {"arguments": arguments[at : at + 3]}}
@@ -78,7 +95,9 @@ def _head(number: int, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{number}", "object": kind, "created": 1700000000, "model": "policy"}
 
 
-def _chunk(number: int, delta: dict[str, Any], finish: str | None = None, stop_word: str | None = None) -> dict[str, Any]:
+def _chunk(
+    number: int, delta: dict[str, Any], finish: str | None = None, stop_word: str | None = None
+) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop_word}
     return _head(number, "chat.completion.chunk") | {"choices": [choice]}
 
@@ -104,9 +123,21 @@ class FakeChat:
         elif not self.asked[-1].get("stream"):
             await _send_json(send, 200, say.answer(number))
         else:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", b"text/event-stream")],
+                }
+            )
             for chunk in say.chunks(number):
-                await send({"type": "http.response.body", "body": b"data: %s\n\n" % json.dumps(chunk).encode(), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"data: %s\n\n" % json.dumps(chunk).encode(),
+                        "more_body": True,
+                    }
+                )
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
@@ -119,7 +150,9 @@ async def _send_json(send: Send, status: int, answer: Any) -> None:
 
 def anthropic_client(app: ASGIApp) -> anthropic.AsyncAnthropic:
     client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
-    return anthropic.AsyncAnthropic(api_key="key", base_url="http://engine", http_client=client, max_retries=0)
+    return anthropic.AsyncAnthropic(
+        api_key="key", base_url="http://engine", http_client=client, max_retries=0
+    )
 
 
 def openai_client(app: ASGIApp) -> openai.AsyncOpenAI:

@@ -26,14 +26,27 @@ MINE = attempt_path("ro-1", "at-1")
 KEY = scoped_key(SECRET, "ro-1", "at-1")
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 POSTED = [
-    CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize",
-    "/v1/tokenize", "/v1/detokenize",
-]  # fmt: skip
+    CHAT,
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
+]
 ANSWER = {
-    "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "policy",
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "policy",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}],
-}  # fmt: skip
-MODELS = {"object": "list", "data": [{"id": "policy", "object": "model"}, {"id": "org/lora 1", "object": "model"}]}
+}
+MODELS = {
+    "object": "list",
+    "data": [{"id": "policy", "object": "model"}, {"id": "org/lora 1", "object": "model"}],
+}
 
 
 def within(seconds: float = DEADLINE_S) -> Any:
@@ -80,7 +93,9 @@ class Inner:
 class Site:
     """A gateway that is called in this process."""
 
-    def __init__(self, secret: str | None = SECRET, sink: Callable[..., Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, secret: str | None = SECRET, sink: Callable[..., Any] | None = None, **settings: Any
+    ) -> None:
         self.engine = StubEngine()
         self.inner = Inner()
         self.metrics = Metrics()
@@ -108,7 +123,9 @@ class Site:
         async with within():
             return await self.client.post(path, headers=headers, **how)
 
-    async def get(self, path: str, key: str | None = SECRET, method: str = "GET", **headers: str) -> httpx.Response:
+    async def get(
+        self, path: str, key: str | None = SECRET, method: str = "GET", **headers: str
+    ) -> httpx.Response:
         given = {} if key is None else {"authorization": f"Bearer {key}"}
         async with within():
             return await self.client.request(method, path, headers=given | headers)
@@ -121,9 +138,18 @@ def asgi_scope(path: str, method: str = "POST", key: str = SECRET, **changes: An
     """A request as a server hands it over."""
     headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
     return {
-        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
-        "headers": headers, "http_version": "1.1", "scheme": "http", "server": ("replica", 80), "client": ("agent", 1),
-    } | changes  # fmt: skip
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "http_version": "1.1",
+        "scheme": "http",
+        "server": ("replica", 80),
+        "client": ("agent", 1),
+    } | changes
 
 
 def is_refusal(answer: httpx.Response, path: str) -> bool:
@@ -131,5 +157,9 @@ def is_refusal(answer: httpx.Response, path: str) -> bool:
     body = json.loads(answer.content)
     error = body["error"]
     if path.rpartition("/v1/")[2].startswith("messages"):
-        return body["type"] == "error" and set(error) == {"type", "message"} and all(map(error.get, ("type", "message")))
+        return (
+            body["type"] == "error"
+            and set(error) == {"type", "message"}
+            and all(map(error.get, ("type", "message")))
+        )
     return set(error) == {"message", "type", "param", "code"} and all(map(error.get, ("type", "message")))

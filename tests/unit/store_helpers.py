@@ -40,7 +40,9 @@ class Box:
     clock: Clock = field(default_factory=Clock)
 
     async def enqueue(self, n: int = 1, **config: Any) -> list[str]:
-        return [(await self.store.enqueue_rollout(i, config=RolloutConfig(**config))).rollout_id for i in range(n)]
+        return [
+            (await self.store.enqueue_rollout(i, config=RolloutConfig(**config))).rollout_id for i in range(n)
+        ]
 
     async def take(self, worker_id: str | None = "w", **config: Any) -> Rollout:
         """Enqueue a rollout and dequeue it."""
@@ -60,7 +62,9 @@ class Box:
 
     async def status(self, rollout: Rollout | str) -> tuple[str, str | None]:
         """Of a rollout and its latest attempt."""
-        found = await self.store.get_rollout_by_id(rollout if isinstance(rollout, str) else rollout.rollout_id)
+        found = await self.store.get_rollout_by_id(
+            rollout if isinstance(rollout, str) else rollout.rollout_id
+        )
         return found.status, found.attempt.status if found.attempt else None
 
     async def attempt(self, rollout: Rollout, sequence_id: int = 1) -> Attempt:

@@ -14,7 +14,9 @@ LIVE = ("preparing", "running")
 CONFIGS = [
     RolloutConfig(),
     RolloutConfig(timeout_seconds=100, max_attempts=2, retry_condition={"timeout", "failed"}),
-    RolloutConfig(unresponsive_seconds=30, max_attempts=3, retry_condition={"unresponsive"}, infrastructure_retries=0),
+    RolloutConfig(
+        unresponsive_seconds=30, max_attempts=3, retry_condition={"unresponsive"}, infrastructure_retries=0
+    ),
     RolloutConfig(timeout_seconds=50, unresponsive_seconds=20, infrastructure_retries=1),
 ]
 
@@ -75,4 +77,8 @@ class Known:
             return "requeuing"
         innocent = self.lost - self.charged
         counted = len(self.tries) - innocent - min(self.charged, self.config.infrastructure_retries)
-        return "requeuing" if status in self.config.retry_condition and counted < self.config.max_attempts else "failed"
+        return (
+            "requeuing"
+            if status in self.config.retry_condition and counted < self.config.max_attempts
+            else "failed"
+        )

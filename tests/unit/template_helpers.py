@@ -11,13 +11,34 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 SPECIAL = [
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|start|>",
-    "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>",
-    "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-]  # fmt: skip
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|start|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|system|>",
+    "[INST]",
+    "[/INST]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEXT = "the cat sat on the mat and then the other cat sat there too, so that they sat together and that was that "
-ADD = {"type": "function", "function": {"name": "add", "description": "Adds numbers.", "parameters": {"type": "object"}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds numbers.", "parameters": {"type": "object"}},
+}
 
 
 def template(name: str) -> str:
@@ -27,7 +48,10 @@ def template(name: str) -> str:
 def make_tokenizer(chat_template: str) -> Any:
     """Byte-level, so that any text has several tokenisations; the template is text, not a name."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained()), bos_token="<s>", eos_token="<|im_end|>", extra_special_tokens=SPECIAL
+        tokenizer_object=Tokenizer.from_str(_trained()),
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=SPECIAL,
     )
     tokenizer.add_tokens([AddedToken(marker, special=False) for marker in MARKERS])
     tokenizer.chat_template = chat_template
@@ -39,7 +63,9 @@ def _trained() -> str:
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     raw.train_from_iterator([TEXT], trainer)
     return str(raw.to_str())
 

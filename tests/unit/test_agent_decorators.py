@@ -61,7 +61,9 @@ def test_a_reserved_name_is_not_declared(name: str) -> None:
 
 
 def test_resources_may_have_the_names_of_the_decorators_own_words() -> None:
-    agent = rollout(function=1, declared=2, settings=3)(lambda task, function, declared, settings: (function, declared, settings))
+    agent = rollout(function=1, declared=2, settings=3)(
+        lambda task, function, declared, settings: (function, declared, settings)
+    )
     assert ask(agent, agent.declared_resources) == (1, 2, 3)
 
 
@@ -78,7 +80,10 @@ def test_the_prompt_and_the_tokenizer_are_found_so_too() -> None:
     agent = rollout(lambda task, prompt_template, tokenizer: (prompt_template, tokenizer))
     assert ask(agent, {"main_llm": POLICY, "tok": TOKENIZER, "p": PROMPT}) == (PROMPT, TOKENIZER)
     other = PromptTemplate(template="other")
-    assert ask(agent, {"p": PROMPT, "prompt_template": other, "tokenizer": "mine", "tok": TOKENIZER}) == (other, "mine")
+    assert ask(agent, {"p": PROMPT, "prompt_template": other, "tokenizer": "mine", "tok": TOKENIZER}) == (
+        other,
+        "mine",
+    )
 
 
 def test_a_default_gives_way_to_a_resource_of_the_kind() -> None:
@@ -88,7 +93,9 @@ def test_a_default_gives_way_to_a_resource_of_the_kind() -> None:
 
 def test_what_nothing_fills_is_an_error_at_fit_time_and_when_called() -> None:
     agent = rollout(lambda task, llm: llm)
-    with pytest.raises(AgentSignatureError, match=r"asks for 'llm'.*there are: judge, resources, rollout, task.*Trainer"):
+    with pytest.raises(
+        AgentSignatureError, match=r"asks for 'llm'.*there are: judge, resources, rollout, task.*Trainer"
+    ):
         agent.check({"judge"})  # by name alone, its kind is not known
     agent.check({"judge": JUDGE})
     for resources in ({"tok": TOKENIZER}, {"p": PROMPT}, {}):
@@ -127,7 +134,11 @@ def test_a_trained_and_a_fixed_model_in_one_rollout() -> None:
 
     resources = {"llm": LLM(endpoint="http://e/run", traced=True), "judge": JUDGE}
     scoped = {name: llm.for_attempt("ro-1", "at-1", "s") for name, llm in resources.items()}
-    assert ask(agent, scoped) == ["http://e/run/rollout/ro-1/attempt/at-1/v1", "http://judge/v1", ["judge", "llm"]]
+    assert ask(agent, scoped) == [
+        "http://e/run/rollout/ro-1/attempt/at-1/v1",
+        "http://judge/v1",
+        ["judge", "llm"],
+    ]
 
 
 # llm_rollout and prompt_rollout
@@ -144,12 +155,16 @@ def test_llm_rollout_strips_the_proxy_unless_told_not_to() -> None:
 
 def test_a_proxy_needs_an_attempt() -> None:
     with pytest.raises(ConfigError, match="no attempt"):
-        llm_rollout(lambda task, llm: llm).call("t", {"m": ProxyLLM()}, ROLLOUT.model_copy(update={"attempt": None}))
+        llm_rollout(lambda task, llm: llm).call(
+            "t", {"m": ProxyLLM()}, ROLLOUT.model_copy(update={"attempt": None})
+        )
 
 
 def test_prompt_rollout() -> None:
     for decorate in (prompt_rollout, prompt_rollout()):
-        assert ask(decorate(lambda task, prompt_template: prompt_template.format(x=task)), {"p": PROMPT}) == "t"
+        assert (
+            ask(decorate(lambda task, prompt_template: prompt_template.format(x=task)), {"p": PROMPT}) == "t"
+        )
 
 
 def test_they_want_their_parameter() -> None:
@@ -186,10 +201,17 @@ async def async_generator(task: str) -> Any:
     yield 1.0
 
 
-@pytest.mark.parametrize(("thing", "message"), [
-    (Service, "of type type"), (rollout(lambda task: 1), "of type FunctionalLitAgent"), (Service.answer, "is a method"),
-    (generator, "yields"), (async_generator, "yields"), (functools.partial(generator), "yields"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (Service, "of type type"),
+        (rollout(lambda task: 1), "of type FunctionalLitAgent"),
+        (Service.answer, "is a method"),
+        (generator, "yields"),
+        (async_generator, "yields"),
+        (functools.partial(generator), "yields"),
+    ],
+)
 def test_what_is_no_rollout_function_is_refused(thing: Any, message: str) -> None:
     with pytest.raises(AgentSignatureError, match=message):
         rollout(thing)
@@ -210,9 +232,15 @@ def test_synchronous_callables(thing: Any) -> None:
     assert ask(agent, {"llm": POLICY}) == "tpolicy"
 
 
-@pytest.mark.parametrize("thing", [
-    Service().answer_async, AsyncService(), functools.partial(AsyncService()), functools.partial(Service().answer_async),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "thing",
+    [
+        Service().answer_async,
+        AsyncService(),
+        functools.partial(AsyncService()),
+        functools.partial(Service().answer_async),
+    ],
+)
 async def test_asynchronous_callables(thing: Any) -> None:
     agent = cloudpickle.loads(cloudpickle.dumps(rollout(thing)))
     assert agent.is_async_for("train")
@@ -246,7 +274,9 @@ def test_a_synchronous_function_that_gives_a_coroutine_is_found_out() -> None:
     async def run(task: str) -> float:
         return 1.0
 
-    with pytest.raises(AgentSignatureError, match=r"<lambda> returns something to be awaited; make it `async def`"):
+    with pytest.raises(
+        AgentSignatureError, match=r"<lambda> returns something to be awaited; make it `async def`"
+    ):
         ask(rollout(lambda task: run(task)), {})
 
 

@@ -20,11 +20,19 @@ def call(call_id: str, agent: str | None = None) -> Generation:
 def span(span_id: str, parent: str | None, times: tuple[float, float], **attributes: Any) -> Span:
     dotted = {key.replace("__", "."): value for key, value in attributes.items()}
     return Span(
-        trace_id="t", span_id=span_id, parent_id=parent, name="x", attributes=dotted, start_time=times[0], end_time=times[1]
+        trace_id="t",
+        span_id=span_id,
+        parent_id=parent,
+        name="x",
+        attributes=dotted,
+        start_time=times[0],
+        end_time=times[1],
     )
 
 
-def finished(generations: list[Generation], spans: list[Span] | None = None, marked: tuple[str, ...] = ()) -> FinishedRollout:
+def finished(
+    generations: list[Generation], spans: list[Span] | None = None, marked: tuple[str, ...] = ()
+) -> FinishedRollout:
     base = make_finished(1.0, calls=0)
     for agent in marked:
         base.rollout.mark_agent_as_trainable(agent)
@@ -60,7 +68,9 @@ SPANS = [
     span("c", "root", (6, 9), agent__name="critic"),
     span("1", "w", (2, 3), gen_ai__response__id="chatcmpl-one"),
     span("2", "c", (7, 8), gen_ai__response__id="msg_two"),
-    span("3", None, (7.2, 7.8), gen_ai__response__id="resp_three"),  # captured at the engine: found by its times
+    span(
+        "3", None, (7.2, 7.8), gen_ai__response__id="resp_three"
+    ),  # captured at the engine: found by its times
 ]
 
 

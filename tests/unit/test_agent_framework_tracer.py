@@ -60,11 +60,19 @@ class Sampling:
         sample.logprobs.append(-0.5)
         sample.weight_versions.append(1)
         sample.finish_reason = "stop"
-        number: Any = dict(scope["headers"])[b"x-request-id"].decode()  # engines take their answers' ids from it
+        number: Any = dict(scope["headers"])[
+            b"x-request-id"
+        ].decode()  # engines take their answers' ids from it
         if not asked.get("stream"):
             await send_json(send, say.answer(number))
             return
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream")],
+            }
+        )
         for piece in (*say.chunks(number), "[DONE]"):
             await send_event(send, piece)
         await send({"type": "http.response.body", "body": b""})
@@ -80,11 +88,15 @@ class Traced:
 
     def client(self, kind: type[Any] = OpenAIChatCompletionClient) -> Any:
         http_client = openai.DefaultAsyncHttpxClient(transport=self.stack.transport)
-        client = openai.AsyncOpenAI(base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0)
+        client = openai.AsyncOpenAI(
+            base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0
+        )
         return kind(model="policy", async_client=client)
 
     async def run(self, agent: Any, text: str, tracer: OtelTracer | None = None) -> Any:
-        with (tracer or AgentFrameworkTracer()).trace_context(rollout_id="ro-1", attempt_id="at-1") as self.trace:
+        with (tracer or AgentFrameworkTracer()).trace_context(
+            rollout_id="ro-1", attempt_id="at-1"
+        ) as self.trace:
             async with within():
                 answer = await agent.run(text)
         await self.stack.sink.has(len(self.model.asked), len(self.model.asked))
@@ -102,13 +114,22 @@ class Traced:
     @property
     def agents(self) -> list[str | None]:
         """Whose each call is, in the order of the calls, by generations and by triplets."""
-        records = [(generation, span) for _, generation, span in self.stack.sink.closed if generation and span]
+        records = [
+            (generation, span) for _, generation, span in self.stack.sink.closed if generation and span
+        ]
         found = agents_of_generations([generation for generation, _ in records], self.spans)
-        by_response = {response_id_of(span.attributes): agent for (_, span), agent in zip(records, found, strict=True)}
+        by_response = {
+            response_id_of(span.attributes): agent for (_, span), agent in zip(records, found, strict=True)
+        }
         for order in (self.spans, self.spans[::-1]):  # it does not matter which side's spans come first
             triplets = TracerTraceToTriplet().adapt(order)
             assert {t.metadata["response_id"]: t.metadata["agent_name"] for t in triplets} == by_response
-        return [agent for _, agent in sorted((g.output_ids[0], agent) for (g, _), agent in zip(records, found, strict=True))]
+        return [
+            agent
+            for _, agent in sorted(
+                (g.output_ids[0], agent) for (g, _), agent in zip(records, found, strict=True)
+            )
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -121,9 +142,16 @@ def settings_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("kind", CLIENTS)
 async def test_an_agent_with_a_tool(kind: type[Any]) -> None:
     traced = Traced(Say(calls=[ADD]), Say("It is 3."))
-    answer = await traced.run(Agent(client=traced.client(kind), name="solver", instructions="Solve.", tools=[add]), "1+2")
+    answer = await traced.run(
+        Agent(client=traced.client(kind), name="solver", instructions="Solve.", tools=[add]), "1+2"
+    )
     assert answer.text == "It is 3."
-    assert [span.name for span in traced.own] == ["chat policy", "execute_tool add", "chat policy", "invoke_agent solver"]
+    assert [span.name for span in traced.own] == [
+        "chat policy",
+        "execute_tool add",
+        "chat policy",
+        "invoke_agent solver",
+    ]
     assert traced.agents == ["solver", "solver"]
     tool = traced.own[1].attributes
     assert json.loads(tool["gen_ai.tool.call.arguments"]) == {"a": 1, "b": 2}
@@ -139,7 +167,12 @@ async def test_executors_of_a_workflow_name_the_calls_of_their_agents(kind: type
     reviewer = AgentExecutor(Agent(client=client, instructions="Review.", tools=[add]), id="reviewer")
     await traced.run(WorkflowBuilder(start_executor=writer).add_edge(writer, reviewer).build(), "a poem")
     names = {span.name for span in traced.own}
-    assert {"workflow.run", "executor.process writer", "executor.process reviewer", "invoke_agent Author"} <= names
+    assert {
+        "workflow.run",
+        "executor.process writer",
+        "executor.process reviewer",
+        "invoke_agent Author",
+    } <= names
     assert traced.agents == ["writer", "reviewer", "reviewer"]
     trained = AgentFilter("^reviewer$")
     assert [trained.keeps(agent) for agent in traced.agents] == [False, True, True]
@@ -156,7 +189,10 @@ async def test_calls_at_the_same_time_keep_their_executors() -> None:
     traced = Traced(Say("one"), Say("two"))
     traced.model.barrier = asyncio.Barrier(2)
     client, start = traced.client(), Start(id="start")
-    both = [AgentExecutor(Agent(client=client, instructions=f"You are {name}."), id=name) for name in ("left", "right")]
+    both = [
+        AgentExecutor(Agent(client=client, instructions=f"You are {name}."), id=name)
+        for name in ("left", "right")
+    ]
     await traced.run(WorkflowBuilder(start_executor=start).add_fan_out_edges(start, both).build(), "go")
     said = [asked["messages"][0]["content"].rstrip(".").split()[-1] for asked in traced.model.asked]
     assert sorted(said) == ["left", "right"]
@@ -187,10 +223,14 @@ async def test_a_streamed_answer() -> None:
 async def test_an_agent_that_is_named_by_its_url_keeps_that_name() -> None:
     traced = Traced(Say("fine"))
     client = openai.AsyncOpenAI(
-        base_url=f"http://replica{MINE}/agent/mine/v1", api_key=KEY, max_retries=0,
+        base_url=f"http://replica{MINE}/agent/mine/v1",
+        api_key=KEY,
+        max_retries=0,
         http_client=openai.DefaultAsyncHttpxClient(transport=traced.stack.transport),
-    )  # fmt: skip
-    await traced.run(Agent(client=OpenAIChatCompletionClient(model="policy", async_client=client), name="solver"), "1+2")
+    )
+    await traced.run(
+        Agent(client=OpenAIChatCompletionClient(model="policy", async_client=client), name="solver"), "1+2"
+    )
     assert traced.agents == ["mine"]
 
 
@@ -204,7 +244,13 @@ async def test_messages_are_told_once_and_with_their_tools(contents: bool) -> No
     assert ("gen_ai.tool.call.arguments" in traced.own[1].attributes) is contents
     first, second = TraceToMessages().adapt(traced.spans)
     assert [message["role"] for message in first["messages"]] == ["system", "user", "assistant"]
-    assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in second["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     for conversation in (first, second):
         assert [tool["function"]["name"] for tool in conversation["tools"] or []] == ["add"]
 
@@ -242,4 +288,9 @@ def test_it_travels_with_its_settings() -> None:
     tracer.setup()
     copy = pickle.loads(pickle.dumps(tracer))
     tracer.teardown()
-    assert (copy.service_name, copy.contents, copy.export_timeout, copy._is_set_up) == ("service", False, 1.0, False)
+    assert (copy.service_name, copy.contents, copy.export_timeout, copy._is_set_up) == (
+        "service",
+        False,
+        1.0,
+        False,
+    )

@@ -39,17 +39,20 @@ async def run(agent: LitAgent, mode: str | None) -> Any:
     return agent.call(1, {}, rollout)
 
 
-@pytest.mark.parametrize(("names", "train", "validation"), [
-    (["rollout"], "rollout", "rollout"),
-    (["rollout_async"], "rollout_async", "rollout_async"),
-    (["rollout", "rollout_async"], "rollout_async", "rollout_async"),
-    (["training_rollout", "validation_rollout"], "training_rollout", "validation_rollout"),
-    (["training_rollout", "validation_rollout_async"], "training_rollout", "validation_rollout_async"),
-    (["rollout", "validation_rollout"], "rollout", "validation_rollout"),
-    (["rollout_async", "training_rollout"], "training_rollout", "rollout_async"),
-    (["rollout", "training_rollout_async"], "training_rollout_async", "rollout"),
-    (METHODS, "training_rollout_async", "validation_rollout_async"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "train", "validation"),
+    [
+        (["rollout"], "rollout", "rollout"),
+        (["rollout_async"], "rollout_async", "rollout_async"),
+        (["rollout", "rollout_async"], "rollout_async", "rollout_async"),
+        (["training_rollout", "validation_rollout"], "training_rollout", "validation_rollout"),
+        (["training_rollout", "validation_rollout_async"], "training_rollout", "validation_rollout_async"),
+        (["rollout", "validation_rollout"], "rollout", "validation_rollout"),
+        (["rollout_async", "training_rollout"], "training_rollout", "rollout_async"),
+        (["rollout", "training_rollout_async"], "training_rollout_async", "rollout"),
+        (METHODS, "training_rollout_async", "validation_rollout_async"),
+    ],
+)
 async def test_the_mode_chooses_the_method(names: list[str], train: str, validation: str) -> None:
     agent = make_agent(*names)
     agent.check(set())
@@ -138,7 +141,10 @@ def test_methods_of_the_wrong_kind_are_named_before_the_run_or_when_called() -> 
         def rollout(self, task: Any, resources: Any, rollout: Any) -> Any:
             yield 1.0
 
-    with pytest.raises(AgentSignatureError, match=r"Coroutine.training_rollout is asynchronous; call it training_rollout_async"):
+    with pytest.raises(
+        AgentSignatureError,
+        match=r"Coroutine.training_rollout is asynchronous; call it training_rollout_async",
+    ):
         Coroutine().check(set())
     with pytest.raises(AgentSignatureError, match="training_rollout_async"):
         Coroutine().call(1, {}, make_rollout(mode="train"))
@@ -177,7 +183,11 @@ async def test_resources_and_rollout_are_given_by_keyword(kind: type[LitAgent]) 
         assert await agent.validation_rollout_async(1, {"a": 2}, rollout) == expected
     else:
         assert agent.call(1, {"a": 2}, rollout) == expected
-        assert agent.training_rollout(1, {"a": 2}, rollout) == agent.validation_rollout(1, {"a": 2}, rollout) == expected
+        assert (
+            agent.training_rollout(1, {"a": 2}, rollout)
+            == agent.validation_rollout(1, {"a": 2}, rollout)
+            == expected
+        )
 
 
 def test_a_method_that_cannot_be_called_so_is_named_before_the_run() -> None:
@@ -185,7 +195,9 @@ def test_a_method_that_cannot_be_called_so_is_named_before_the_run() -> None:
         def rollout(self, task: Any, model: Any) -> float:  # type: ignore[override]
             return 1.0
 
-    with pytest.raises(AgentSignatureError, match=r"Agent.rollout has the parameters \(task, model\).*by keyword"):
+    with pytest.raises(
+        AgentSignatureError, match=r"Agent.rollout has the parameters \(task, model\).*by keyword"
+    ):
         Agent().check({})
 
 
@@ -194,5 +206,7 @@ async def test_an_asynchronous_method_that_is_none_is_named() -> None:
         def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:  # type: ignore[override]
             return 1.0
 
-    with pytest.raises(AgentSignatureError, match=r"Agent.rollout_async is not asynchronous; call it rollout"):
+    with pytest.raises(
+        AgentSignatureError, match=r"Agent.rollout_async is not asynchronous; call it rollout"
+    ):
         await Agent().call_async(1, {}, make_rollout())

@@ -34,7 +34,11 @@ def test_kinds_are_told_apart_by_agent_lightnings_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "llm", [LLM(name="m", tokenizer_only=True, sampling_parameters={"top_p": 0.5}), ProxyLLM(endpoint="http://p/v1")]
+    "llm",
+    [
+        LLM(name="m", tokenizer_only=True, sampling_parameters={"top_p": 0.5}),
+        ProxyLLM(endpoint="http://p/v1"),
+    ],
 )
 def test_a_model_travels(llm: LLM) -> None:
     assert pickle.loads(pickle.dumps(llm)) == llm
@@ -48,7 +52,12 @@ def test_a_key_is_not_shown() -> None:
 
 def test_base_url_takes_ids_of_any_model() -> None:
     llm = LLM(endpoint="http://judge/v1")
-    assert llm.get_base_url() == llm.get_base_url("ro-1", "at-1") == llm.get_base_url(None, None) == "http://judge/v1"
+    assert (
+        llm.get_base_url()
+        == llm.get_base_url("ro-1", "at-1")
+        == llm.get_base_url(None, None)
+        == "http://judge/v1"
+    )
     assert llm.with_attempted_rollout(make_rollout()) is llm
 
 
@@ -59,7 +68,9 @@ def test_an_attempt_replaces_another_ones_address() -> None:
     assert second.endpoint == f"{ROUTE}/v1"
 
 
-@pytest.mark.parametrize("endpoint", ["http://e:8000/run", "http://e:8000/run/", "http://e:8000/run/v1", "http://e:8000/run/v1/"])
+@pytest.mark.parametrize(
+    "endpoint", ["http://e:8000/run", "http://e:8000/run/", "http://e:8000/run/v1", "http://e:8000/run/v1/"]
+)
 def test_the_version_stands_once_and_last(endpoint: str) -> None:
     llm = LLM(endpoint=endpoint, traced=True)
     assert llm.for_attempt("ro-1", "at-1", "s").endpoint == f"{ROUTE}/v1"
@@ -80,7 +91,10 @@ def test_an_agent_is_named_in_the_address_before_or_after_the_attempt_is_known()
 def test_the_last_agent_counts() -> None:
     scoped = TRACED.for_attempt("ro-1", "at-1", "s")
     assert scoped.for_agent("a").for_agent("b").endpoint == f"{ROUTE}/agent/b/v1"
-    assert TRACED.for_agent("a").for_agent("b").for_attempt("ro-1", "at-1", "s").endpoint == f"{ROUTE}/agent/b/v1"
+    assert (
+        TRACED.for_agent("a").for_agent("b").for_attempt("ro-1", "at-1", "s").endpoint
+        == f"{ROUTE}/agent/b/v1"
+    )
 
 
 def test_a_fixed_model_is_the_same_for_every_agent() -> None:
@@ -130,7 +144,10 @@ def test_a_proxy_of_the_attempt_stays_so_whatever_is_asked_of_it() -> None:
 
 def test_a_traced_proxy_gets_the_attempts_key() -> None:
     proxy = ProxyLLM(endpoint="http://p:1", traced=True).for_attempt("ro-1", "at-1", "s")
-    assert (proxy.endpoint, proxy.api_key) == ("http://p:1/rollout/ro-1/attempt/at-1/v1", scoped_key("s", "ro-1", "at-1"))
+    assert (proxy.endpoint, proxy.api_key) == (
+        "http://p:1/rollout/ro-1/attempt/at-1/v1",
+        scoped_key("s", "ro-1", "at-1"),
+    )
 
 
 def test_a_proxy_refuses_half_an_address() -> None:

@@ -19,9 +19,16 @@ def jinja(template: str) -> PromptTemplate:
     return PromptTemplate(template=template, engine="jinja")
 
 
-@pytest.mark.parametrize(("template", "said"), [
-    ("Hello {name}", "Hello Ada"), ("{name!r:>8}", "   'Ada'"), ("{{{name}}}", "{Ada}"), ("{name:{width}}|", "Ada  |"), ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("Hello {name}", "Hello Ada"),
+        ("{name!r:>8}", "   'Ada'"),
+        ("{{{name}}}", "{Ada}"),
+        ("{name:{width}}|", "Ada  |"),
+        ("", ""),
+    ],
+)
 def test_f_strings(template: str, said: str) -> None:
     assert PromptTemplate(template=template, engine="f-string").format(name="Ada", width=5, unused=1) == said
 
@@ -35,10 +42,14 @@ def test_values_stand_in_the_text_as_they_are(values: dict[str, str], text: str)
 
 
 @pytest.mark.parametrize(
-    "template", ["{x.__class__}", "{x[0]}", "{0}", "{}", "{x.y[z].__init__.__globals__}", "{a:{x.b}}", '{"a": 1}']
+    "template",
+    ["{x.__class__}", "{x[0]}", "{0}", "{}", "{x.y[z].__init__.__globals__}", "{a:{x.b}}", '{"a": 1}'],
 )
 def test_f_strings_reach_no_further_than_a_name(template: str) -> None:
-    for call in (PromptTemplate(template=template).placeholders, lambda: PromptTemplate(template=template).format(x="v", a=1)):
+    for call in (
+        PromptTemplate(template=template).placeholders,
+        lambda: PromptTemplate(template=template).format(x="v", a=1),
+    ):
         with pytest.raises(PromptError, match="only a name may stand there"):
             call()
 
@@ -54,7 +65,9 @@ def test_a_value_that_does_not_fit_its_format_says_so() -> None:
         PromptTemplate(template="{x:d}").format(x="text")
 
 
-@pytest.mark.parametrize("template", [PromptTemplate(template="{a} {b} {c}"), jinja("{{ a }} {{ b }} {{ c }}")], ids=["f", "jinja"])
+@pytest.mark.parametrize(
+    "template", [PromptTemplate(template="{a} {b} {c}"), jinja("{{ a }} {{ b }} {{ c }}")], ids=["f", "jinja"]
+)
 def test_missing_values_are_named_with_what_was_given(template: PromptTemplate) -> None:
     with pytest.raises(PromptError, match=r"needs 'a', 'c'; given: 'b', 'z'"):
         template.format(b=1, z=2)
@@ -67,7 +80,9 @@ def test_a_placeholder_may_be_called_self() -> None:
 
 
 def test_jinja_renders_loops_and_conditions() -> None:
-    template = jinja("{% for m in shots %}{{ m.q }}={{ m['a'] }};{% endfor %}{% if hint is defined %}{{ hint }}{% endif %}\n")
+    template = jinja(
+        "{% for m in shots %}{{ m.q }}={{ m['a'] }};{% endfor %}{% if hint is defined %}{{ hint }}{% endif %}\n"
+    )
     assert template.format(shots=[{"q": 1, "a": 2}]) == "1=2;\n"
     assert template.placeholders() == {"shots", "hint"}
 
@@ -76,9 +91,15 @@ def test_jinja_does_not_escape() -> None:
     assert jinja("{{ x }}").format(x="<b>&") == "<b>&"
 
 
-@pytest.mark.parametrize("template", [
-    "{{ ''.__class__.__mro__ }}", "{{ x.__init__.__globals__ }}", "{{ items.append(1) }}", "{{ cycler.__init__.__globals__.os }}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ x.__init__.__globals__ }}",
+        "{{ items.append(1) }}",
+        "{{ cycler.__init__.__globals__.os }}",
+    ],
+)
 def test_jinja_is_sandboxed(template: str) -> None:
     items: list[int] = []
     with pytest.raises(PromptError, match="cannot be filled"):

@@ -20,7 +20,9 @@ async def test_a_result_comes_back() -> None:
     assert await AgentThreads().run(lambda a, b: a + b, 1, 2) == (3, None)
 
 
-@pytest.mark.parametrize("error", [StopIteration(1), SystemExit(2), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+@pytest.mark.parametrize(
+    "error", [StopIteration(1), SystemExit(2), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
+)
 async def test_whatever_is_raised_comes_back(error: BaseException) -> None:
     def work() -> None:
         raise error

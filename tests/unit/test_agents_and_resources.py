@@ -37,7 +37,10 @@ def test_parameters_are_filled_by_name_in_any_order() -> None:
 
 
 def test_the_first_parameter_is_the_task_where_none_is_called_so() -> None:
-    assert rollout(lambda question, llm: (question, llm.model)).rollout("t", RESOURCES, ROLLOUT) == ("t", "policy")
+    assert rollout(lambda question, llm: (question, llm.model)).rollout("t", RESOURCES, ROLLOUT) == (
+        "t",
+        "policy",
+    )
 
 
 def test_keyword_only_parameters_are_filled_too() -> None:
@@ -65,9 +68,17 @@ def test_a_partial_function_lacks_a_parameter_with_the_same_error() -> None:
         rollout(functools.partial(my_agent, size=3)).check({"llm"})
 
 
-@pytest.mark.parametrize("function", [
-    lambda *args: 1, lambda task, *rest: 1, lambda task, **more: 1, lambda: 1, eval("lambda task, /: 1"),
-], ids=["args", "rest", "kwargs", "none", "positional"])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *args: 1,
+        lambda task, *rest: 1,
+        lambda task, **more: 1,
+        lambda: 1,
+        eval("lambda task, /: 1"),
+    ],
+    ids=["args", "rest", "kwargs", "none", "positional"],
+)
 def test_parameters_that_cannot_be_filled_by_name_are_refused(function: Any) -> None:
     with pytest.raises(AgentSignatureError, match="takes the task first"):
         rollout(function)
@@ -159,7 +170,9 @@ def test_a_slash_in_an_id_does_not_make_another_attempts_key() -> None:
     assert scoped_key("s", "a%2Fb", "c") != scoped_key("s", "a/b", "c")
 
 
-@pytest.mark.parametrize(("name", "segment"), [(".", "%2E"), ("..", "%2E%2E"), ("a.b", "a.b"), ("a/b", "a%2Fb"), ("é", "%C3%A9")])
+@pytest.mark.parametrize(
+    ("name", "segment"), [(".", "%2E"), ("..", "%2E%2E"), ("a.b", "a.b"), ("a/b", "a%2Fb"), ("é", "%C3%A9")]
+)
 def test_an_id_is_one_segment_that_no_client_takes_for_a_way_up(name: str, segment: str) -> None:
     assert attempt_path(name, "at-1") == f"/rollout/{segment}/attempt/at-1"
 
@@ -193,7 +206,9 @@ def test_a_model_refuses_an_unknown_field() -> None:
 
 
 @given(IDS, IDS, st.text(min_size=1, max_size=20))
-def test_an_agent_stands_in_the_address_percent_encoded(rollout_id: str, attempt_id: str, agent_id: str) -> None:
+def test_an_agent_stands_in_the_address_percent_encoded(
+    rollout_id: str, attempt_id: str, agent_id: str
+) -> None:
     path = attempt_path(rollout_id, attempt_id, agent_id)
     assert unquote(path) == f"/rollout/{rollout_id}/attempt/{attempt_id}/agent/{agent_id}"
     assert path.count("/") == 6

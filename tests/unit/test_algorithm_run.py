@@ -59,7 +59,9 @@ async def carry_out(algorithm: Any, planned_runs: list[Any], folder: Path, *data
 
 
 @pytest.mark.parametrize(("kind", "on_the_loop"), [(Awaited, True), (Blocking, False), (HandedOn, True)])
-async def test_every_kind_of_run_is_carried_out(kind: Any, on_the_loop: bool, planned_runs: list[Any], tmp_path: Path) -> None:
+async def test_every_kind_of_run_is_carried_out(
+    kind: Any, on_the_loop: bool, planned_runs: list[Any], tmp_path: Path
+) -> None:
     algorithm = kind()
     await carry_out(algorithm, planned_runs, tmp_path, [1, 2])
     assert algorithm.seen == [([1, 2], on_the_loop)]
@@ -77,7 +79,9 @@ async def test_a_dataset_that_a_function_does_not_take_ends_the_run(
         await carry_out(rl.algo(coroutine if asynchronous else plain), planned_runs, tmp_path, None, [1])
 
 
-async def test_tasks_that_can_be_read_only_once_become_a_list(planned_runs: list[Any], tmp_path: Path) -> None:
+async def test_tasks_that_can_be_read_only_once_become_a_list(
+    planned_runs: list[Any], tmp_path: Path
+) -> None:
     algorithm = Awaited()
     await carry_out(algorithm, planned_runs, tmp_path, (n for n in range(3)))
     assert algorithm.seen == [([0, 1, 2], True)]

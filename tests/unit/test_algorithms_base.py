@@ -130,9 +130,14 @@ async def test_a_function_gets_everything_that_it_asks_for() -> None:
     assert algorithm.run([1], [2]) is None
     assert not algorithm.is_async()
     assert got == {
-        "got": got, "store": algorithm.get_store(), "adapter": algorithm.get_adapter(), "llm_proxy": "proxy",
-        "initial_resources": {"llm": 1}, "train_dataset": [1], "val_dataset": [2],
-    }  # fmt: skip
+        "got": got,
+        "store": algorithm.get_store(),
+        "adapter": algorithm.get_adapter(),
+        "llm_proxy": "proxy",
+        "initial_resources": {"llm": 1},
+        "train_dataset": [1],
+        "val_dataset": [2],
+    }
 
 
 async def test_an_asynchronous_function_is_awaited() -> None:
@@ -172,7 +177,9 @@ def test_a_dataset_that_is_not_taken_is_refused(name: str) -> None:
     def needs_no_data(*, store):  # type: ignore[no-untyped-def]
         raise AssertionError
 
-    with pytest.raises(TypeError, match=f"algorithm function needs_no_data got a {name}, which it does not take"):
+    with pytest.raises(
+        TypeError, match=f"algorithm function needs_no_data got a {name}, which it does not take"
+    ):
         ready(needs_no_data).run(**{name: [1]})
 
 
@@ -182,7 +189,9 @@ def test_what_is_not_there_is_none_or_the_default() -> None:
     def required(llm_proxy, initial_resources, train_dataset, val_dataset):  # type: ignore[no-untyped-def]
         got.append((llm_proxy, initial_resources, train_dataset, val_dataset))
 
-    def optional(store="s", adapter="a", llm_proxy="l", initial_resources="i", train_dataset=(), val_dataset=()):  # type: ignore[no-untyped-def]
+    def optional(
+        store="s", adapter="a", llm_proxy="l", initial_resources="i", train_dataset=(), val_dataset=()
+    ):  # type: ignore[no-untyped-def]
         got.append((store, adapter, llm_proxy, initial_resources, train_dataset, val_dataset))
 
     algo(required).run()
@@ -193,7 +202,10 @@ def test_what_is_not_there_is_none_or_the_default() -> None:
 @pytest.mark.parametrize("name", ["store", "adapter"])
 def test_a_function_that_needs_what_is_not_there(name: str) -> None:
     algorithm = algo(lambda store, adapter: None)
-    others = {"store": lambda: algorithm.set_adapter(Names()), "adapter": lambda: algorithm.set_store(StoreClient(StoreService()))}
+    others = {
+        "store": lambda: algorithm.set_adapter(Names()),
+        "adapter": lambda: algorithm.set_store(StoreClient(StoreService())),
+    }
     others[name]()
     with pytest.raises(ConfigError, match=f"algorithm function <lambda> has no {name}"):
         algorithm.run()
@@ -293,6 +305,8 @@ async def test_a_decorated_function_of_a_module_travels_too() -> None:
     try:
         there = pickle.loads(cloudpickle.dumps(of_this_module))
     finally:
-        cloudpickle.unregister_pickle_by_value(inspect.getmodule(test_a_decorated_function_of_a_module_travels_too))
+        cloudpickle.unregister_pickle_by_value(
+            inspect.getmodule(test_a_decorated_function_of_a_module_travels_too)
+        )
     assert await there.run(1) == 2
     assert await pickle.loads(cloudpickle.dumps(of_this_module)).run(2) == 3

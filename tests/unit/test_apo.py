@@ -39,7 +39,13 @@ def client() -> Any:
 def evaluator(store: StoreClient, timeout: float = 5.0, told: list[Any] | None = None) -> Evaluator:
     heard: list[Any] = [] if told is None else told
     return Evaluator(
-        store, {"judge": 1}, "prompt", {"train": [10, 11, 12], "val": [20, 21]}, timeout, TraceToMessages(), tell=heard.append
+        store,
+        {"judge": 1},
+        "prompt",
+        {"train": [10, 11, 12], "val": [20, 21]},
+        timeout,
+        TraceToMessages(),
+        tell=heard.append,
     )
 
 
@@ -99,7 +105,9 @@ async def test_once_the_agent_has_worked_a_prompt_with_which_it_fails_scores_not
     async with runner(store, lambda rollout: next(answers)):
         assert (await evaluate(SEED, [0, 1], "val")).score == 1.0
         assert (await evaluate(SEED, [0, 1], "val")).score == 0.0
-        assert (await evaluate(SEED, [0, 1], "val")).score == 0.0, "nor does one with which it gives no reward"
+        assert (await evaluate(SEED, [0, 1], "val")).score == 0.0, (
+            "nor does one with which it gives no reward"
+        )
 
 
 async def test_a_prompt_that_many_ask_for_at_once_is_stored_once() -> None:
@@ -145,7 +153,9 @@ def grown() -> History:
     history = History.begin(SEED, "prompt", "2 tasks", {})
     history.candidates[0].val_score, history.candidates[0].batch_scores = 0.25, {1: 0.25}
     for place, text in enumerate(["sum {a} [bold]", "{a}!", "please\nadd {a} " + "x" * 80]):
-        made = history.add(rl.PromptTemplate(template=text), "v0" if place < 2 else "v1", 1 if place < 2 else 2, "too long")
+        made = history.add(
+            rl.PromptTemplate(template=text), "v0" if place < 2 else "v1", 1 if place < 2 else 2, "too long"
+        )
         made.batch_scores[made.round] = place / 2
     history.candidates[2].val_score = 0.5
     history.rejections = [Rejection(parent="v0", round=1, kind="placeholders", reason="lost a", text="add")]
@@ -203,7 +213,9 @@ def test_the_table_and_the_tree_have_every_prompt(tmp_path: Path) -> None:
     for parent in ("v2", "v1", "v2"):
         history.add(rl.PromptTemplate(template=f"{{a}} {len(history.candidates)}"), parent, 2, "")
     heights = {version: y for version, (_, y) in layout(history).items()}
-    assert sorted(["v3", "v4", "v5", "v6"], key=lambda v: -heights[v]) == ["v3", "v5", "v4", "v6"], "lines to parents do not cross"
+    assert sorted(["v3", "v4", "v5", "v6"], key=lambda v: -heights[v]) == ["v3", "v5", "v4", "v6"], (
+        "lines to parents do not cross"
+    )
     for tree in (history, History.begin(SEED, "p", "t", {})):
         plot_tree(tree, tmp_path / "tree.png")
         assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
@@ -211,8 +223,13 @@ def test_the_table_and_the_tree_have_every_prompt(tmp_path: Path) -> None:
 
 def test_the_figures_of_a_round() -> None:
     assert round_metrics(grown(), 2.0) == {
-        "val/reward": 0.5, "apo/best": 0.5, "apo/beam_mean": 0.375, "apo/made": 2.0, "apo/rejected": 1.0, "time/round_s": 2.0,
-    }  # fmt: skip
+        "val/reward": 0.5,
+        "apo/best": 0.5,
+        "apo/beam_mean": 0.375,
+        "apo/made": 2.0,
+        "apo/rejected": 1.0,
+        "time/round_s": 2.0,
+    }
 
 
 def ready(resources: dict[str, Any] | None = None, **settings: Any) -> tuple[APO, StoreClient]:
@@ -224,7 +241,9 @@ def ready(resources: dict[str, Any] | None = None, **settings: Any) -> tuple[APO
     return algorithm, store
 
 
-async def test_the_seed_is_the_first_prompt_and_the_best_is_left_as_the_latest(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_seed_is_the_first_prompt_and_the_best_is_left_as_the_latest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     algorithm, store = ready(beam_rounds=0)
     with pytest.raises(ConfigError, match="run APO first"):
         algorithm.get_best_prompt()
@@ -250,7 +269,9 @@ async def test_the_seed_is_the_first_prompt_and_the_best_is_left_as_the_latest(c
         (None, "tasks", [1], DatasetError, "train_dataset is a str"),
     ],
 )
-async def test_what_it_cannot_begin_with(resources: Any, train: Any, val: Any, error: type, message: str) -> None:
+async def test_what_it_cannot_begin_with(
+    resources: Any, train: Any, val: Any, error: type, message: str
+) -> None:
     algorithm, _ = ready(resources)
     with pytest.raises(error, match=message):
         await algorithm.run(train, val)
@@ -259,10 +280,17 @@ async def test_what_it_cannot_begin_with(resources: Any, train: Any, val: Any, e
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"beam_width": 0}, {"branch_factor": 0}, {"beam_rounds": -1}, {"gradient_batch_size": 0}, {"val_batch_size": 0},
-        {"diversity_temperature": 3.0}, {"rollout_batch_timeout": 0}, {"gradient_model": ""}, {"max_concurrent": 0},
+        {"beam_width": 0},
+        {"branch_factor": 0},
+        {"beam_rounds": -1},
+        {"gradient_batch_size": 0},
+        {"val_batch_size": 0},
+        {"diversity_temperature": 3.0},
+        {"rollout_batch_timeout": 0},
+        {"gradient_model": ""},
+        {"max_concurrent": 0},
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         APO(client(), **wrong)
@@ -278,7 +306,9 @@ def test_what_a_trainer_sees_of_it(planned_runs: list[Any], tmp_path: Path) -> N
         return 1.0
 
     algorithm = rl.APO(client(), beam_rounds=5)
-    trainer = rl.Trainer(algorithm=algorithm, initial_resources={"prompt_template": SEED}, output_dir=tmp_path)
+    trainer = rl.Trainer(
+        algorithm=algorithm, initial_resources={"prompt_template": SEED}, output_dir=tmp_path
+    )
     with pytest.raises(ReachedRay):
         trainer.fit(agent, [1], [2])
     (run,) = planned_runs
@@ -292,9 +322,13 @@ def test_what_a_trainer_sees_of_it(planned_runs: list[Any], tmp_path: Path) -> N
     with pytest.raises(ReachedRay):
         trainer.fit(agent, [1], [2], resume=str(tmp_path / "apo.json"))
     with pytest.raises(ConfigError, match="serves no model"):
-        rl.Trainer(algorithm=algorithm, engine={"port": 8000}, initial_resources={"prompt_template": SEED}).fit(agent, [1], [2])
+        rl.Trainer(
+            algorithm=algorithm, engine={"port": 8000}, initial_resources={"prompt_template": SEED}
+        ).fit(agent, [1], [2])
     with pytest.raises(ConfigError, match="output_dir"):
-        rl.Trainer(algorithm=algorithm, initial_resources={"prompt_template": SEED}).fit(agent, [1], [2], resume=True)
+        rl.Trainer(algorithm=algorithm, initial_resources={"prompt_template": SEED}).fit(
+            agent, [1], [2], resume=True
+        )
 
 
 def test_an_adapter_that_makes_no_conversations_is_refused(tmp_path: Path) -> None:

@@ -99,11 +99,15 @@ def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
     try:
         asyncio.run(whole(world.search(history, config)))
     except CriticError:
-        assert config.beam_width * config.branch_factor <= 4, "few branches may all be without an answer by chance"
+        assert config.beam_width * config.branch_factor <= 4, (
+            "few branches may all be without an answer by chance"
+        )
         return
     by_version = {candidate.version: candidate for candidate in history.candidates}
     assert [*by_version] == [f"v{i}" for i in range(len(history.candidates))]
-    assert len({candidate.template.template for candidate in history.candidates}) == len(by_version), "none is tried twice"
+    assert len({candidate.template.template for candidate in history.candidates}) == len(by_version), (
+        "none is tried twice"
+    )
     assert world.most_running <= config.max_concurrent
     for candidate in history.candidates[1:]:
         parent = by_version[candidate.parent or ""]
@@ -112,7 +116,9 @@ def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
         assert candidate.template.placeholders() == {"a"}
         assert candidate.critique
     for number, beam in enumerate(history.beams[1:], 1):
-        rivals = [c for c in history.candidates if c.round == number or c.version in history.beams[number - 1]]
+        rivals = [
+            c for c in history.candidates if c.round == number or c.version in history.beams[number - 1]
+        ]
         scores = sorted((c.batch_scores[number] for c in rivals), reverse=True)
         assert len(beam) == min(config.beam_width, len(rivals))
         assert [by_version[version].batch_scores[number] for version in beam] == scores[: len(beam)]
@@ -136,7 +142,9 @@ def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(CONFIGS, st.integers(0, 1000), st.integers(0, 60))
-def test_a_search_that_was_interrupted_ends_as_one_that_was_not(config: ApoSettings, salt: int, stop_after: int) -> None:
+def test_a_search_that_was_interrupted_ends_as_one_that_was_not(
+    config: ApoSettings, salt: int, stop_after: int
+) -> None:
     straight, world = fresh(), World(salt)
     failed = False
     try:
@@ -147,9 +155,15 @@ def test_a_search_that_was_interrupted_ends_as_one_that_was_not(config: ApoSetti
     history = fresh()
     cut = World(salt, stop_after)
     search = BeamSearch(
-        config, history, N_TRAIN, N_VAL, cut.evaluate, cut.critique, cut.edit,
+        config,
+        history,
+        N_TRAIN,
+        N_VAL,
+        cut.evaluate,
+        cut.critique,
+        cut.edit,
         changed=lambda: kept.append(history.model_dump_json()),
-    )  # fmt: skip
+    )
     with contextlib.suppress(Interrupted, CriticError):
         asyncio.run(whole(search))
     again, rest = History.model_validate_json(kept[-1]), World(salt)
@@ -166,7 +180,9 @@ def test_a_search_that_was_interrupted_ends_as_one_that_was_not(config: ApoSetti
 def test_batches_go_through_all_items_before_any_comes_again(n: int, size: int, seed: int) -> None:
     per_epoch = n // min(size, n)
     for epoch in range(3):
-        items = [item for index in range(per_epoch) for item in batch_of(n, size, epoch * per_epoch + index, seed)]
+        items = [
+            item for index in range(per_epoch) for item in batch_of(n, size, epoch * per_epoch + index, seed)
+        ]
         assert len(set(items)) == len(items) == per_epoch * min(size, n)
         assert set(items) <= set(range(n))
     drawn = {item for index in range(60 * per_epoch) for item in batch_of(n, size, index, seed)}
@@ -205,7 +221,9 @@ def test_prompts_are_tried_at_the_same_time_as_far_as_there_are_places(places: i
             super().__init__(1)
             self.most = Counter[RolloutMode]()
 
-        async def evaluate(self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
+        async def evaluate(
+            self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode
+        ) -> Evaluation:
             self.running += 1
             self.most[mode] = max(self.most[mode], self.running)
             for _ in range(300):
@@ -214,7 +232,9 @@ def test_prompts_are_tried_at_the_same_time_as_far_as_there_are_places(places: i
             return Evaluation([Trial(task, "succeeded", 1.0) for task in tasks])
 
     world, history = Held(), fresh()
-    config = ApoSettings(beam_width=3, branch_factor=4, beam_rounds=1, max_concurrent=places, run_initial_validation=False)
+    config = ApoSettings(
+        beam_width=3, branch_factor=4, beam_rounds=1, max_concurrent=places, run_initial_validation=False
+    )
     asyncio.run(whole(world.search(history, config)))
     assert len(history.candidates) > 3
     assert world.most == {"train": min(places, 12), "val": min(places, len(history.candidates))}
@@ -229,7 +249,9 @@ def test_a_leader_is_validated_once() -> None:
     asyncio.run(whole(world.search(history, ApoSettings(beam_rounds=4, val_batch_size=2))))
     full = [text for text, tasks, mode in world.seen if mode == "val" and len(tasks) == N_VAL]
     assert len(full) == len(set(full))
-    assert history.best_candidate.val_score == max(float(c.template.template.split()[1]) for c in history.candidates)
+    assert history.best_candidate.val_score == max(
+        float(c.template.template.split()[1]) for c in history.candidates
+    )
 
 
 def test_without_an_answer_to_any_branch_the_search_ends_and_can_go_on() -> None:
@@ -246,7 +268,9 @@ def test_without_an_answer_to_any_branch_the_search_ends_and_can_go_on() -> None
 
 
 def test_rejections_are_kept_with_what_was_wrong() -> None:
-    answers = iter(["no placeholder", "{a} {b}", "{a", "<prompt> </prompt>", "{a} 0", "<prompt>{a} 9</prompt>", "{a} 9"])
+    answers = iter(
+        ["no placeholder", "{a} {b}", "{a", "<prompt> </prompt>", "{a} 0", "<prompt>{a} 9</prompt>", "{a} 9"]
+    )
 
     class Scripted(World):
         async def edit(self, *given: Any) -> str:
@@ -255,9 +279,15 @@ def test_rejections_are_kept_with_what_was_wrong() -> None:
     told: list[str] = []
     history, world = fresh(), Scripted(1)
     search = BeamSearch(
-        ApoSettings(beam_width=1, branch_factor=7, beam_rounds=1, max_concurrent=1), history, N_TRAIN, N_VAL,
-        world.evaluate, world.critique, world.edit, say=told.append,
-    )  # fmt: skip
+        ApoSettings(beam_width=1, branch_factor=7, beam_rounds=1, max_concurrent=1),
+        history,
+        N_TRAIN,
+        N_VAL,
+        world.evaluate,
+        world.critique,
+        world.edit,
+        say=told.append,
+    )
     asyncio.run(whole(search))
     assert history.rejected_by_kind() == {"placeholders": 2, "duplicate": 2, "malformed": 1, "empty": 1}
     assert [candidate.template.template for candidate in history.candidates] == ["{a} 0", "{a} 9"]

@@ -35,7 +35,9 @@ class Endpoint:
 
 
 def said(content: Any, reason: str = "stop") -> str:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": reason}]})
+    return json.dumps(
+        {"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": reason}]}
+    )
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +83,8 @@ async def test_what_is_no_completion_is_a_rejected_branch(body: str, kind: str) 
 
 
 @pytest.mark.parametrize(
-    ("content", "reason", "kind"), [("", "stop", "empty"), (None, "stop", "empty"), ("{a", "length", "cut off")]
+    ("content", "reason", "kind"),
+    [("", "stop", "empty"), (None, "stop", "empty"), ("{a", "length", "cut off")],
 )
 async def test_an_answer_that_is_no_prompt(content: Any, reason: str, kind: str) -> None:
     async with critic(Endpoint(said(content, reason))) as models:
@@ -104,5 +107,8 @@ async def test_text_that_no_file_can_hold_is_mended_on_its_way() -> None:
 def test_a_client_that_blocks_is_refused() -> None:
     from openai import OpenAI
 
-    with OpenAI(base_url="http://127.0.0.1:9/v1", api_key="unused") as client, pytest.raises(ConfigError, match="AsyncOpenAI"):
+    with (
+        OpenAI(base_url="http://127.0.0.1:9/v1", api_key="unused") as client,
+        pytest.raises(ConfigError, match="AsyncOpenAI"),
+    ):
         APO(client)  # type: ignore[arg-type]

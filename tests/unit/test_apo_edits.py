@@ -84,7 +84,10 @@ def test_the_editor_is_told_what_to_keep() -> None:
     asked = edit_messages(PromptTemplate(template="{b} {a}"), "be short", 0)[1]["content"]
     assert "{a}, {b}" in asked
     assert "doubled" in asked
-    assert "{a:.2f}, {b!r}. Add" in edit_messages(PromptTemplate(template="{b!r} {a:.2f}"), "be short", 0)[1]["content"]
+    assert (
+        "{a:.2f}, {b!r}. Add"
+        in edit_messages(PromptTemplate(template="{b!r} {a:.2f}"), "be short", 0)[1]["content"]
+    )
     jinja = edit_messages(PromptTemplate(template="{{ q }}", engine="jinja"), "x", 0)[1]["content"]
     assert "{{ q }}." in jinja
     assert "Jinja" in jinja
@@ -92,13 +95,26 @@ def test_the_editor_is_told_what_to_keep() -> None:
 
 
 def test_what_the_critic_reads_of_rollouts() -> None:
-    first = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "calc"}]}]
+    first = [
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "calc"}]},
+    ]
     second = [*first, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}]
     told = describe_trials(
         [
-            Trial({"a": 2}, "succeeded", 0.5, [{"messages": first, "tools": None}, {"messages": second, "tools": None}]),
+            Trial(
+                {"a": 2},
+                "succeeded",
+                0.5,
+                [{"messages": first, "tools": None}, {"messages": second, "tools": None}],
+            ),
             Trial("x", "failed", None, notes=["- search: q='x'"], error="ValueError: odd"),
-            Trial("y", "succeeded", 1.0, [{"messages": [{"role": "user", "content": "z" * 20_000}], "tools": None}]),
+            Trial(
+                "y",
+                "succeeded",
+                1.0,
+                [{"messages": [{"role": "user", "content": "z" * 20_000}], "tools": None}],
+            ),
         ]
     )
     assert told.count("[user] 2+2") == 1, "a conversation that goes on is shown once"

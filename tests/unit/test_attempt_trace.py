@@ -68,7 +68,9 @@ def test_threads_lose_nothing_and_nothing_comes_twice() -> None:
     taken += trace.take()
     assert len(names(taken)) == len(set(names(taken))) == 1200
     for number in range(4):
-        assert [name for name in names(taken) if name.startswith(f"{number}-")] == [f"{number}-{n}" for n in range(300)]
+        assert [name for name in names(taken) if name.startswith(f"{number}-")] == [
+            f"{number}-{n}" for n in range(300)
+        ]
 
 
 @pytest.mark.timeout(10)

@@ -31,10 +31,18 @@ async def run_rollouts(store: StoreClient, agent: Agent, seen: list[Rollout]) ->
         assert rollout.attempt is not None
         seen.append(rollout)
         ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
-        spans = [Span.from_attributes(name="step", attributes={"tool": "calculator"}, start_time=1.0, end_time=1.25, **ids)]
+        spans = [
+            Span.from_attributes(
+                name="step", attributes={"tool": "calculator"}, start_time=1.0, end_time=1.25, **ids
+            )
+        ]
         result = agent(rollout)
         if isinstance(result, float):
-            spans.append(Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes({"primary": result})), **ids))
+            spans.append(
+                Span.from_attributes(
+                    name=ANNOTATION, attributes=dict(reward_attributes({"primary": result})), **ids
+                )
+            )
         failure = result if isinstance(result, Failure) else None
         await store.finish_attempt(rollout, "failed" if failure else "succeeded", failure, spans)
 
@@ -58,16 +66,27 @@ def ready(**settings: Any) -> tuple[Baseline, StoreClient]:
     return baseline, store
 
 
-async def test_it_runs_every_sample_and_sums_up(capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_runs_every_sample_and_sums_up(
+    capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "raylight")
     baseline, store = ready()
     async with runner(store, lambda rollout: rollout.input / 2) as seen:
         await baseline.run([1, 2], [3, 4])
-    assert [(rollout.mode, rollout.input) for rollout in seen] == [("train", 1), ("train", 2), ("val", 3), ("val", 4)]
+    assert [(rollout.mode, rollout.input) for rollout in seen] == [
+        ("train", 1),
+        ("train", 2),
+        ("val", 3),
+        ("val", 4),
+    ]
     assert baseline.summary == {
-        "rollouts": 4, "succeeded": 4, "unscored": 0, "mean_reward": 1.25, "mean_reward_by_mode": {"train": 0.75, "val": 1.75},
+        "rollouts": 4,
+        "succeeded": 4,
+        "unscored": 0,
+        "mean_reward": 1.25,
+        "mean_reward_by_mode": {"train": 0.75, "val": 1.75},
         "failures": {},
-    }  # fmt: skip
+    }
     printed = capsys.readouterr().out
     for text in (printed, caplog.text):
         assert f"{seen[0].rollout_id} (train) succeeded, reward 0.5" in text
@@ -177,11 +196,15 @@ async def test_a_queue_full_of_others_does_not_stop_it() -> None:
     assert len(others) == 3
 
 
-async def test_failures_are_counted_by_error_and_shown_once_with_their_trace(capsys: pytest.CaptureFixture) -> None:
+async def test_failures_are_counted_by_error_and_shown_once_with_their_trace(
+    capsys: pytest.CaptureFixture,
+) -> None:
     broken = Failure(kind="agent", error="ValueError: no answer", trace="File agent.py, line 7")
 
     def agent(rollout: Rollout) -> float | Failure | None:
-        return {0: broken, 1: broken, 2: Failure(kind="agent", error="KeyError: 'x'"), 3: None, 4: 0.5}[rollout.input]
+        return {0: broken, 1: broken, 2: Failure(kind="agent", error="KeyError: 'x'"), 3: None, 4: 0.5}[
+            rollout.input
+        ]
 
     baseline, store = ready()
     async with runner(store, agent):
@@ -236,7 +259,9 @@ async def test_a_cancelled_rollout_is_a_failure(capsys: pytest.CaptureFixture) -
     assert "(train) cancelled, no reward" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("verbosity", "shown"), [("none", []), ("keys", ["tool"]), ("key_values", ["tool = calculator"])])
+@pytest.mark.parametrize(
+    ("verbosity", "shown"), [("none", []), ("keys", ["tool"]), ("key_values", ["tool = calculator"])]
+)
 async def test_span_verbosity(verbosity: Any, shown: list[str], capsys: pytest.CaptureFixture) -> None:
     baseline, store = ready(span_verbosity=verbosity)
     async with runner(store, lambda rollout: 0.25):
@@ -329,7 +354,10 @@ async def test_it_tells_that_nobody_takes_the_rollouts(capsys: pytest.CaptureFix
         while "0/2 finished" not in printed:
             await asyncio.sleep(0.01)
             printed += capsys.readouterr().out
-        assert "0/2 finished; 0 running, 2 waiting for a runner (no runner takes them: are there any?)" in printed
+        assert (
+            "0/2 finished; 0 running, 2 waiting for a runner (no runner takes them: are there any?)"
+            in printed
+        )
         async with runner(store, lambda rollout: 1.0):
             await work
 
@@ -348,10 +376,14 @@ async def test_a_runner_with_much_room_is_filled_when_the_interval_is_over() -> 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"n_epochs": 0}, {"train_split": 0.0}, {"train_split": 1.0}, {"polling_interval": 0}, {"max_queue_length": 0},
+        {"n_epochs": 0},
+        {"train_split": 0.0},
+        {"train_split": 1.0},
+        {"polling_interval": 0},
+        {"max_queue_length": 0},
         {"span_verbosity": "all"},
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Baseline(**wrong)

@@ -18,7 +18,9 @@ AGENT = Failure(kind="agent", error="ValueError: no")
 LOST = Failure(kind="infrastructure", error="RunnerLost: died")
 
 
-def build(finished: list[FinishedRollout], failure_reward: float | None, **rules: Any) -> tuple[TrainBatch, BatchReport]:
+def build(
+    finished: list[FinishedRollout], failure_reward: float | None, **rules: Any
+) -> tuple[TrainBatch, BatchReport]:
     return build_batch(finished, BatchRules(failure_reward=failure_reward, **rules))
 
 
@@ -75,7 +77,9 @@ def test_a_batch_of_failures_only_is_empty_without_error() -> None:
 
 
 def test_a_rollout_of_several_rows_counts_once() -> None:
-    batch, report = build([make_finished(1.0, calls=3), make_finished(0.0, calls=1), make_finished(0.5, calls=2)], None)
+    batch, report = build(
+        [make_finished(1.0, calls=3), make_finished(0.0, calls=1), make_finished(0.5, calls=2)], None
+    )
     assert batch.rewards == [1.0, 0.0, 0.5]
     assert batch.owners == [0, 0, 0, 1, 2, 2]
     assert report.trained == 3
@@ -90,9 +94,12 @@ def test_rows_belong_to_the_right_rollout_when_some_are_left_out() -> None:
         make_finished(0.0, rollout_id="y"),
     ]
     batch, _ = build(finished, None)
-    assert [(row.rollout_id, batch.rewards[owner]) for row, owner in zip(batch.rows, batch.owners, strict=True)] == [
-        ("x", 1.0), ("y", 0.0),
-    ]  # fmt: skip
+    assert [
+        (row.rollout_id, batch.rewards[owner]) for row, owner in zip(batch.rows, batch.owners, strict=True)
+    ] == [
+        ("x", 1.0),
+        ("y", 0.0),
+    ]
 
 
 def test_a_group_in_which_all_are_equal_gives_no_signal() -> None:
@@ -115,10 +122,12 @@ KINDS = st.sampled_from(["good", "agent", "lost", "unscored", "empty"])
 @given(st.lists(KINDS, max_size=12), st.sampled_from([None, 0.0, -1.0]))
 def test_every_rollout_is_counted_exactly_once(kinds: list[str], failure_reward: float | None) -> None:
     make = {
-        "good": lambda: make_finished(1.0), "agent": lambda: make_finished(failure=AGENT),
-        "empty": lambda: make_finished(1.0, calls=0), "lost": lambda: make_finished(failure=LOST),
+        "good": lambda: make_finished(1.0),
+        "agent": lambda: make_finished(failure=AGENT),
+        "empty": lambda: make_finished(1.0, calls=0),
+        "lost": lambda: make_finished(failure=LOST),
         "unscored": lambda: make_finished(None),
-    }  # fmt: skip
+    }
     finished = [make[kind]() for kind in ["good", *kinds]]
     batch, report = build(finished, failure_reward)
     assert report.trained + report.failed + report.unscored + report.empty == len(finished)
@@ -135,7 +144,9 @@ def test_a_rollout_left_alone_in_its_group_is_not_compared_with_nothing() -> Non
     assert build(alone, None, min_group=2)[0].rows == []
 
 
-def finished_with(*generations: Generation, reward: float = 1.0, marked: tuple[str, ...] = ()) -> FinishedRollout:
+def finished_with(
+    *generations: Generation, reward: float = 1.0, marked: tuple[str, ...] = ()
+) -> FinishedRollout:
     base = make_finished(reward, calls=0)
     rollout = base.rollout.model_copy(update={"metadata": {TRAINABLE_AGENTS: list(marked)} if marked else {}})
     return dataclasses.replace(base, rollout=rollout, generations=list(generations))
@@ -154,7 +165,9 @@ def test_how_the_calls_relate_is_counted() -> None:
         make_generation([1, 2, 8], [5, 9]),  # response
         make_generation([7], [8, 9]),  # restart
     )
-    second = finished_with(make_generation([1, 2, 70], [3, 9]), make_generation([1, 2, 3, 9, 70], [4, 9]), reward=0.0)
+    second = finished_with(
+        make_generation([1, 2, 70], [3, 9]), make_generation([1, 2, 3, 9, 70], [4, 9]), reward=0.0
+    )
     batch, report = build([first, second], None)
     assert (report.calls, report.extensions, report.forks, report.restarts) == (8, 1, 1, 1)
     assert (report.drifts_ending, report.drifts_response, report.drifts_header) == (1, 1, 1)
@@ -167,7 +180,9 @@ def test_calls_of_rollouts_that_are_left_out_are_not_counted() -> None:
 
 
 def test_only_the_calls_of_trained_agents_are_trained() -> None:
-    item = finished_with(of_agent("writer", [1], [2]), of_agent("critic", [1, 2], [3]), of_agent(None, [5], [6]))
+    item = finished_with(
+        of_agent("writer", [1], [2]), of_agent("critic", [1, 2], [3]), of_agent(None, [5], [6])
+    )
     batch, report = build([item], None, trained_agents="^writ")
     assert [row.token_ids for row in batch.rows] == [[1, 2]]
     assert (report.calls, report.other_agents, report.empty) == (1, 2, 0)
@@ -179,7 +194,9 @@ def cut_off(prompt: list[int], output: list[int]) -> Generation:
 
 
 def test_calls_that_were_cut_off_are_counted_and_not_trained() -> None:
-    item = finished_with(make_generation([1], [2]), cut_off([1], [2]), cut_off([1, 2], []), make_generation([1, 2], [3]))
+    item = finished_with(
+        make_generation([1], [2]), cut_off([1], [2]), cut_off([1, 2], []), make_generation([1, 2], [3])
+    )
     batch, report = build([item], None)
     assert [row.token_ids for row in batch.rows] == [[1, 2, 3]]
     assert (report.calls, report.extensions, report.forks, report.aborted) == (2, 1, 0, 2)
@@ -207,8 +224,14 @@ def test_a_rollout_in_which_no_trained_agent_called_counts_as_empty() -> None:
 
 
 def test_a_batch_without_any_call_of_a_trained_agent_says_so() -> None:
-    with pytest.raises(EmptyTraceError, match=r"all their 2 calls.*trained_agents \('coder'\).*mark_agent_as_trainable"):
-        build([finished_with(of_agent("writer", [1], [2]), of_agent(None, [3], [4]))], None, trained_agents="coder")
+    with pytest.raises(
+        EmptyTraceError, match=r"all their 2 calls.*trained_agents \('coder'\).*mark_agent_as_trainable"
+    ):
+        build(
+            [finished_with(of_agent("writer", [1], [2]), of_agent(None, [3], [4]))],
+            None,
+            trained_agents="coder",
+        )
 
 
 def test_the_agent_of_a_call_may_be_told_by_the_spans() -> None:

@@ -28,15 +28,24 @@ def rewards(*values: float, group: str = "g") -> list[FinishedRollout]:
 
 
 def with_calls(
-    reward: float, calls: list[tuple[list[int], list[int], float]], emitted: list[tuple[float, float]] = (), **more: Any
+    reward: float,
+    calls: list[tuple[list[int], list[int], float]],
+    emitted: list[tuple[float, float]] = (),
+    **more: Any,
 ):
     """A rollout with calls (prompt, output, start; each takes a second) and emitted rewards (value, time)."""
     item = make_finished(reward, **more)
     generations = [
-        make_generation(prompt, output, key=make_key(item.rollout.rollout_id), start=start) for prompt, output, start in calls
+        make_generation(prompt, output, key=make_key(item.rollout.rollout_id), start=start)
+        for prompt, output, start in calls
     ]
     spans = [
-        Span.from_attributes(name=ANNOTATION, attributes=dict(reward_attributes({"primary": value})), start_time=at, end_time=at)
+        Span.from_attributes(
+            name=ANNOTATION,
+            attributes=dict(reward_attributes({"primary": value})),
+            start_time=at,
+            end_time=at,
+        )
         for value, at in emitted
     ]
     return dataclasses.replace(item, generations=generations, spans=spans)
@@ -96,7 +105,11 @@ def test_a_row_that_is_too_long_is_an_error_that_names_the_settings() -> None:
 
 def test_a_row_that_is_too_long_is_dropped_but_its_rollout_still_counts() -> None:
     batch, told = build(long_and_short(), row_limit=5, long_rows="drop")
-    assert ([len(row.token_ids) for row in batch.rows], batch.owners, batch.rewards) == ([3, 3], [0, 1], [1.0, 0.0])
+    assert ([len(row.token_ids) for row in batch.rows], batch.owners, batch.rewards) == (
+        [3, 3],
+        [0, 1],
+        [1.0, 0.0],
+    )
     assert (told.rows_dropped, told.rows_truncated, told.trained) == (1, 0, 2)
     metrics = describe(long_and_short(), told, 1.0)
     assert (metrics["trace/rows_dropped"], metrics["trace/rows_truncated"]) == (1, 0)
@@ -109,7 +122,9 @@ def test_a_row_that_is_too_long_is_cut_off() -> None:
     assert (row.token_ids, row.mask, row.weight_versions) == ([1, 2, 3, 4], [0, 0, 1, 1], [-1, -1, 0, 0])
     assert len(row.logprobs) == 4
     assert (told.rows_dropped, told.rows_truncated) == (0, 1)
-    assert build(long_and_short(), row_limit=2, long_rows="truncate")[1].rows_dropped == 3  # only prompts are left
+    assert (
+        build(long_and_short(), row_limit=2, long_rows="truncate")[1].rows_dropped == 3
+    )  # only prompts are left
 
 
 # rewards of turns
@@ -127,8 +142,11 @@ def test_a_reward_is_for_the_last_call_that_ended_before_it() -> None:
     batch, _ = build([*rewards(0.0), *finished], turn_rewards=True)
     assert batch.rewards == [0.0, 9.0]
     assert batch.turn_rewards == [
-        TurnReward(0.5, 1, 1, 2), TurnReward(1.0, 1, 1, 2), TurnReward(2.0, 1, 1, 5), TurnReward(3.0, 1, 2, 1),
-    ]  # fmt: skip
+        TurnReward(0.5, 1, 1, 2),
+        TurnReward(1.0, 1, 1, 2),
+        TurnReward(2.0, 1, 1, 5),
+        TurnReward(3.0, 1, 2, 1),
+    ]
     assert [batch.rows[turn.row].mask[turn.token] for turn in batch.turn_rewards] == [1, 1, 1, 1]
 
 
@@ -140,7 +158,9 @@ def test_the_reward_of_a_call_that_was_left_out_goes_to_no_row() -> None:
 def test_of_a_failed_rollout_all_rewards_are_before_the_final_one() -> None:
     failure = Failure(kind="agent", error="E: e")
     item = conversation((2.0, 5.0), failure=failure)
-    assert [turn.value for turn in build([item], failure_reward=-1.0, turn_rewards=True)[0].turn_rewards] == [2.0]
+    assert [turn.value for turn in build([item], failure_reward=-1.0, turn_rewards=True)[0].turn_rewards] == [
+        2.0
+    ]
 
 
 def test_groups_differ_by_the_rewards_of_their_turns_too() -> None:
@@ -153,10 +173,16 @@ def test_groups_differ_by_the_rewards_of_their_turns_too() -> None:
 
 def test_groups_differ_by_the_rewards_of_their_turns_where_these_are_trained() -> None:
     def emitted(*values: float) -> FinishedRollout:
-        return with_calls(values[-1], [([1], [2], 0.0)], [(value, float(i)) for i, value in enumerate(values)], group="g")
+        return with_calls(
+            values[-1], [([1], [2], 0.0)], [(value, float(i)) for i, value in enumerate(values)], group="g"
+        )
 
     one, other, same = emitted(0.1, 0.2, 0.7), emitted(0.3, 0.7), emitted(0.2, 0.1, 0.7)
-    for trained, pair, differ in ((True, [one, emitted(0.7)], 1), (True, [one, other], 0), (True, [one, same], 0)):
+    for trained, pair, differ in (
+        (True, [one, emitted(0.7)], 1),
+        (True, [one, other], 0),
+        (True, [one, same], 0),
+    ):
         assert groups_that_differ(pair, DAPO(model="m", turn_rewards=trained)) == differ
     assert groups_that_differ([one, emitted(0.7)], DAPO(model="m")) == 0
 
@@ -167,7 +193,9 @@ def test_groups_differ_by_the_rewards_of_their_turns_where_these_are_trained() -
 def greedy(reward: float | None, group: str, temperature: float = 0.0) -> FinishedRollout:
     item = make_finished(reward, group=group)
     rollout = item.rollout.model_copy(update={"metadata": {GREEDY: True}})
-    return dataclasses.replace(item, rollout=rollout, generations=[make_generation([1], [2], temperature=temperature)])
+    return dataclasses.replace(
+        item, rollout=rollout, generations=[make_generation([1], [2], temperature=temperature)]
+    )
 
 
 def test_rollouts_are_compared_with_the_greedy_one_of_their_group() -> None:

@@ -22,7 +22,10 @@ async def answer(value: int) -> int:
 
 def signal_the_waiting_thread(number: int, waiting: int) -> None:
     """Send the signal once that thread waits for the result."""
-    while [frame.name for frame in traceback.extract_stack(sys._current_frames()[waiting])[-2:]] != ["result", "wait"]:
+    while [frame.name for frame in traceback.extract_stack(sys._current_frames()[waiting])[-2:]] != [
+        "result",
+        "wait",
+    ]:
         time.sleep(0.001)
     os.kill(os.getpid(), number)
 
@@ -58,8 +61,12 @@ def test_an_exception_passes_through() -> None:
         run_blocking(fail())
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_cancels_the_work_and_waits_for_its_clean_up(number: int, expected: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_cancels_the_work_and_waits_for_its_clean_up(
+    number: int, expected: type[BaseException]
+) -> None:
     happened, here = [], threading.get_ident()
 
     async def endless() -> None:

@@ -13,14 +13,25 @@ from fsspec.implementations.memory import MemoryFileSystem
 from raylight.errors import CheckpointError, ConfigError
 from raylight.learner.checkpoints import BackgroundWriter, States
 from raylight.trainer.report import Report
-from raylight.trainer.resume import changes, changes_updates, describe, find_start, new_start, place_of, prepare_states, start_after
+from raylight.trainer.resume import (
+    changes,
+    changes_updates,
+    describe,
+    find_start,
+    new_start,
+    place_of,
+    prepare_states,
+    start_after,
+)
 from raylight.trainer.tasks import Batches
 
 
 @pytest.fixture(params=["folder", "file", "memory"])
 def url(request, tmp_path: Path):
     MemoryFileSystem.store.clear()
-    yield {"folder": str(tmp_path / "a"), "file": f"file://{tmp_path}/a", "memory": "memory://bucket/a"}[request.param]
+    yield {"folder": str(tmp_path / "a"), "file": f"file://{tmp_path}/a", "memory": "memory://bucket/a"}[
+        request.param
+    ]
     MemoryFileSystem.store.clear()
 
 
@@ -91,7 +102,10 @@ def test_a_save_that_is_killed_spoils_nothing(tmp_path: Path):
     states = States(str(tmp_path))
     states.write(1, {"version": 1}, content("one"))
     saving = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert saving.stdout
     assert saving.stdout.readline() == "writing\n"
@@ -136,7 +150,9 @@ def test_a_state_that_is_written_again_is_the_former_or_the_new_one_wherever_a_k
         folder = tmp_path / str(calls)
         states = States(str(folder))
         states.write(2, {"version": "former"}, content("former"))
-        code = subprocess.run([sys.executable, "-c", WRITES_AGAIN, str(folder), str(calls)], check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-c", WRITES_AGAIN, str(folder), str(calls)], check=False
+        ).returncode
         assert code in (0, 9)
         assert states.steps() == [2]
         with states.open(2) as file:
@@ -197,10 +213,20 @@ def test_batches_go_on_where_they_were(taken: int):
 
 
 CONFIG = {
-    "name": "run-1", "seed": 0, "total_steps": 20,
-    "algorithm": {"name": "GRPO", "model": "/m", "lr": 1e-4, "n_steps": 20, "lr_schedule": "constant", "critic": None},
-    "learner": {"n": 1, "lora": None}, "tasks": {"number": 3, "digest": "abc"},
-}  # fmt: skip
+    "name": "run-1",
+    "seed": 0,
+    "total_steps": 20,
+    "algorithm": {
+        "name": "GRPO",
+        "model": "/m",
+        "lr": 1e-4,
+        "n_steps": 20,
+        "lr_schedule": "constant",
+        "critic": None,
+    },
+    "learner": {"n": 1, "lora": None},
+    "tasks": {"number": 3, "digest": "abc"},
+}
 
 
 def changed(**values: object) -> dict:
@@ -237,10 +263,12 @@ def test_what_differs_and_whether_it_changes_updates(values: dict, updates: bool
 @pytest.mark.parametrize(
     "values",
     [
-        {"algorithm__model": "/other"}, {"algorithm__name": "PPO"}, {"learner__lora": {"rank": 8}},
+        {"algorithm__model": "/other"},
+        {"algorithm__name": "PPO"},
+        {"learner__lora": {"rank": 8}},
         {"algorithm__critic": {"lr": 1}},
     ],
-)  # fmt: skip
+)
 def test_another_model_algorithm_or_adapter_is_an_error(values: dict):
     with pytest.raises(ConfigError, match="training state is of another run"):
         changes(CONFIG, changed(**values))
@@ -259,7 +287,9 @@ def test_a_run_begins_anew_goes_on_or_says_what_is_missing(tmp_path: Path):
 
     new = new_start()
     prepare_states(new, url, CONFIG)
-    start = find_start("auto", url, CONFIG, 0)  # killed before the first state: the store has the rollouts since
+    start = find_start(
+        "auto", url, CONFIG, 0
+    )  # killed before the first state: the store has the rollouts since
     assert (start.step, start.version, start.lineage, start.own) == (0, 0, new.lineage, True)
 
     States(url).write(10, about(new), content("ten"))

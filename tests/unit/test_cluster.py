@@ -17,7 +17,9 @@ def dead_port() -> int:
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_ray_s_note_of_a_crashed_cluster_is_not_believed(alive: bool, dead_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_s_note_of_a_crashed_cluster_is_not_believed(
+    alive: bool, dead_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: f"127.0.0.1:{dead_port}")
     with socket.socket() as listening:
         if alive:
@@ -28,6 +30,9 @@ def test_ray_s_note_of_a_crashed_cluster_is_not_believed(alive: bool, dead_port:
 
 def test_an_address_where_nothing_answers_is_an_error_at_once(dead_port: int) -> None:
     began = time.monotonic()
-    with pytest.raises(ConfigError, match="no Ray cluster answers"), ray_session(f"127.0.0.1:{dead_port}", False):
+    with (
+        pytest.raises(ConfigError, match="no Ray cluster answers"),
+        ray_session(f"127.0.0.1:{dead_port}", False),
+    ):
         pass
     assert time.monotonic() - began < 10

@@ -107,7 +107,10 @@ def test_a_dict_is_not_changed() -> None:
         (lambda: 3, "tool must be a Tool, but <lambda> made 3"),
         (lambda: None, "tool must be a Tool, but <lambda> made None"),
         ("Hammer", "tool='Hammer' is no dotted name; write 'package.module:Class'"),
-        ("no_such_package.x:Hammer", "tool='no_such_package.x:Hammer': cannot import no_such_package.x: No module named"),
+        (
+            "no_such_package.x:Hammer",
+            "tool='no_such_package.x:Hammer': cannot import no_such_package.x: No module named",
+        ),
         ("no_such_package:", "is no dotted name"),
         (f"{HERE}:Hamer", "has no 'Hamer'; it has: Hammer"),
         (f"{HERE}:Tool.Iner", "Tool has no 'Iner'; it has: Inner"),
@@ -133,7 +136,9 @@ def test_a_dict_without_a_type_may_be_of_a_known_kind() -> None:
         build({"sise": 3}, dict_default=Hammer)
 
 
-@pytest.mark.parametrize("spec", [Hammer, f"{HERE}:Hammer", {"type": Hammer}, lambda: Hammer(), Hammer(), f"{HERE}:TOOL"])
+@pytest.mark.parametrize(
+    "spec", [Hammer, f"{HERE}:Hammer", {"type": Hammer}, lambda: Hammer(), Hammer(), f"{HERE}:TOOL"]
+)
 def test_anything_may_be_described(spec: Any) -> None:
     made: Any = build_component(spec, object, "thing")
     assert isinstance(made, Tool)

@@ -25,7 +25,17 @@ TOKENS = [1, 2, 3]
 CALL = re.compile(r"<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
 TOKENIZERS = {
     name: make_tokenizer(template(name))
-    for name in ("chatml", "tools", "thinking", "collapsing", "headers", "strict", "channels", "parts", "open_turns")
+    for name in (
+        "chatml",
+        "tools",
+        "thinking",
+        "collapsing",
+        "headers",
+        "strict",
+        "channels",
+        "parts",
+        "open_turns",
+    )
 }
 ENDS = {"headers": "<|eot_id|>", "strict": "</s>", "channels": "<|return|>", "open_turns": "<|user|>"}
 STARTS = {"channels": "<|message|>"}
@@ -86,12 +96,23 @@ class Table:
         )
 
     def _sample(self, spoken: Spoken) -> list[int]:
-        thought = f"<think>\n{spoken.thought}\n</think>\n\n" if spoken.thought and self.name == "thinking" else ""
+        thought = (
+            f"<think>\n{spoken.thought}\n</think>\n\n" if spoken.thought and self.name == "thinking" else ""
+        )
         calls = bool(spoken.call) and self.name in TOOL_TEMPLATES
         call = f'\n<tool_call>\n{{"name": "add", "arguments": {spoken.call}}}\n</tool_call>' if calls else ""
-        end = (CALL_ENDS if calls and self.name in CALL_ENDS else ENDS).get(self.name, "<|im_end|>") if spoken.ends else ""
+        end = (
+            (CALL_ENDS if calls and self.name in CALL_ENDS else ENDS).get(self.name, "<|im_end|>")
+            if spoken.ends
+            else ""
+        )
         encode = self.tokenizer.encode
-        return [*encode(STARTS.get(self.name, "") + thought), *spoken.text, *encode(call), *encode(end)] or encode("a")
+        return [
+            *encode(STARTS.get(self.name, "") + thought),
+            *spoken.text,
+            *encode(call),
+            *encode(end),
+        ] or encode("a")
 
     def _parse(self, output: list[int]) -> dict[str, Any]:
         """As an engine's parsers do: reasoning and calls are taken out of the text."""
@@ -101,7 +122,10 @@ class Table:
         calls = [json.loads(found) for found in CALL.findall(text)]
         message = says(
             CALL.sub("", text),
-            *(call_of(c["name"], json.dumps(c["arguments"]), f"call_{len(self.calls)}_{i}") for i, c in enumerate(calls)),
+            *(
+                call_of(c["name"], json.dumps(c["arguments"]), f"call_{len(self.calls)}_{i}")
+                for i, c in enumerate(calls)
+            ),
         )
         return message | ({"reasoning_content": thought} if found else {})
 
@@ -109,7 +133,13 @@ class Table:
         """As agents send an answer back: stripped, without its reasoning, with arguments in another JSON and keys of their own."""
         echo = {"role": "assistant", "content": message["content"].strip()}
         calls = [
-            {**c, "function": {**c["function"], "arguments": json.dumps(json.loads(c["function"]["arguments"]), indent=1)}}
+            {
+                **c,
+                "function": {
+                    **c["function"],
+                    "arguments": json.dumps(json.loads(c["function"]["arguments"]), indent=1),
+                },
+            }
             for c in message.get("tool_calls", [])
         ]
         return echo | {"name": "agent", "annotations": []} | ({"tool_calls": calls} if calls else {})
@@ -117,10 +147,17 @@ class Table:
 
 def generation(number: int, prompt: list[int], output: list[int]) -> Generation:
     return Generation(
-        key=CallKey("ro-1", "at-1", f"call-{number}"), model="policy", prompt_ids=prompt, output_ids=output,
-        logprobs=[-1.0] * len(output), weight_versions=[0] * len(output), finish_reason="stop", start_time=float(number),
-        end_time=number + 1.0, sampling={"temperature": 1.0},
-    )  # fmt: skip
+        key=CallKey("ro-1", "at-1", f"call-{number}"),
+        model="policy",
+        prompt_ids=prompt,
+        output_ids=output,
+        logprobs=[-1.0] * len(output),
+        weight_versions=[0] * len(output),
+        finish_reason="stop",
+        start_time=float(number),
+        end_time=number + 1.0,
+        sampling={"temperature": 1.0},
+    )
 
 
 def speak(text: str, tokenizer: Any = TOKENIZERS["chatml"], **more: Any) -> Spoken:
@@ -146,7 +183,10 @@ def test_ten_turns_are_one_trajectory(name: str, turns: list[Spoken]) -> None:
     for said in turns:
         table.turn(said)
     for before, call in zip(table.calls, table.calls[1:], strict=False):
-        assert call.prompt_ids[: len(before.prompt_ids) + len(before.output_ids)] == before.prompt_ids + before.output_ids
+        assert (
+            call.prompt_ids[: len(before.prompt_ids) + len(before.output_ids)]
+            == before.prompt_ids + before.output_ids
+        )
     trajectories = build_trajectories(table.calls)
     assert trajectories.relations == ["start"] + ["extension"] * 9
     assert len(trajectories.rows) == 1
@@ -183,7 +223,9 @@ def test_what_the_template_would_keep_is_spliced_to_what_it_renders(name: str) -
     spliced, text = table.conversations.splice(SCOPE, body), table.tokenizer.decode(table.render(body))
     assert spliced is not None
     # one ends answers in a token that only the last one has, one has a space before the end
-    assert table.tokenizer.decode(spliced.tokens).replace("<|return|>", "") == text.replace(" the cat </s>", "the cat</s>")
+    assert table.tokenizer.decode(spliced.tokens).replace("<|return|>", "") == text.replace(
+        " the cat </s>", "the cat</s>"
+    )
 
 
 def conversations(name: str = "chatml", **more: Any) -> Conversations:
@@ -215,10 +257,16 @@ def then(message: Any, *new: dict[str, Any], **body: Any) -> dict[str, Any]:
         (says("A"), says([{"type": "text", "text": "A"}])),
         (says("A"), says([{"type": "thinking", "thinking": "so"}, {"type": "output_text", "text": "A"}])),
         (says(None), says("")),
-        (says("A") | {"reasoning_content": "so", "refusal": None}, says("A") | {"reasoning": "other", "name": "bob"}),
+        (
+            says("A") | {"reasoning_content": "so", "refusal": None},
+            says("A") | {"reasoning": "other", "name": "bob"},
+        ),
         (says("<think>so</think>\n\nA"), says("A")),
         (says("so</think>\n\nA"), says("A")),
-        (says(None, call_of("f", '{"a":1.0,"b":{}}')), says("", call_of("f", '{ "b": {},\n "a": 1 }', "other id"))),
+        (
+            says(None, call_of("f", '{"a":1.0,"b":{}}')),
+            says("", call_of("f", '{ "b": {},\n "a": 1 }', "other id")),
+        ),
         (says(None, call_of("f", "")), says(None, call_of("f", "{}"))),
         (says(None, call_of("f", "not JSON ")), says(None, call_of("f", "not JSON"))),
         (says("A") | {"tool_calls": []}, says("A") | {"tool_calls": None}),
@@ -241,7 +289,10 @@ def test_the_same_answer_in_other_words(answer: dict[str, Any], echo: dict[str, 
         (says("A", call_of("f", "{}")), says("A", call_of("g", "{}"))),
         (says("A", call_of("f", '{"a":1}')), says("A", call_of("f", '{"a":"1"}'))),
         (says("A", call_of("f", '{"a":1}')), says("A", call_of("f", '{"a":true}'))),
-        (says("A", call_of("f", "{}"), call_of("g", "{}")), says("A", call_of("g", "{}"), call_of("f", "{}"))),
+        (
+            says("A", call_of("f", "{}"), call_of("g", "{}")),
+            says("A", call_of("g", "{}"), call_of("f", "{}")),
+        ),
         (says("see <think>x</think> B"), says("B")),
     ],
 )
@@ -254,7 +305,10 @@ def test_other_messages_before_the_answer_are_another_conversation() -> None:
     assert found.splice(SCOPE, {"messages": [user("other"), says("A"), user("U2")]}) is None
     assert found.splice(SCOPE, {"messages": [user("U1") | {"name": "bob"}, says("A"), user("U2")]}) is None
     assert found.splice(SCOPE, {"messages": [says("A"), user("U2")]}) is None
-    assert found.splice(SCOPE, {"messages": [user([{"type": "text", "text": "U1 "}]), says("A"), user("U2")]}) is not None
+    assert (
+        found.splice(SCOPE, {"messages": [user([{"type": "text", "text": "U1 "}]), says("A"), user("U2")]})
+        is not None
+    )
 
 
 def test_results_belong_to_calls_by_place_not_by_label() -> None:
@@ -263,13 +317,17 @@ def test_results_belong_to_calls_by_place_not_by_label() -> None:
     found.remember(SCOPE, body, says("A"), TOKENS)
     renamed = [call_of("f", "{}", "x"), call_of("g", "{}", "y")]
     tail = [says("A"), user("U2")]
-    assert found.splice(SCOPE, {"messages": [user("U1"), says(None, *renamed), result("same", "x"), result("same", "y"), *tail]})
+    assert found.splice(
+        SCOPE,
+        {"messages": [user("U1"), says(None, *renamed), result("same", "x"), result("same", "y"), *tail]},
+    )
     swapped = {"messages": [user("U1"), says(None, *calls), result("same", "b"), result("same", "a"), *tail]}
     assert found.splice(SCOPE, swapped) is None
 
 
 @pytest.mark.parametrize(
-    "root", [{"tools": [ADD]}, {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "low"}]
+    "root",
+    [{"tools": [ADD]}, {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "low"}],
 )
 def test_what_renders_otherwise_is_another_conversation(root: dict[str, Any]) -> None:
     assert known(says("A"), "thinking").splice(SCOPE, then(says("A"), **root)) is None
@@ -278,7 +336,10 @@ def test_what_renders_otherwise_is_another_conversation(root: dict[str, Any]) ->
 
 
 def test_a_new_name_of_the_model_changes_nothing() -> None:
-    assert known(says("A"), model="policy@1").splice(SCOPE, then(says("A"), model="policy@2", temperature=0.5)) is not None
+    assert (
+        known(says("A"), model="policy@1").splice(SCOPE, then(says("A"), model="policy@2", temperature=0.5))
+        is not None
+    )
     assert known(says("A"), tools=[]).splice(SCOPE, then(says("A"))) is not None
 
 
@@ -294,10 +355,16 @@ def test_the_engines_defaults_are_the_templates_too() -> None:
 
 
 SPECIAL_BODIES: list[dict[str, Any]] = [
-    {"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template": "x"}, {"documents": [{"text": "x"}]},
-    {"prompt_embeds": "x"}, {"truncate_prompt_tokens": 5}, {"echo": True}, {"kv_transfer_params": {"a": 1}},
+    {"continue_final_message": True},
+    {"add_generation_prompt": False},
+    {"chat_template": "x"},
+    {"documents": [{"text": "x"}]},
+    {"prompt_embeds": "x"},
+    {"truncate_prompt_tokens": 5},
+    {"echo": True},
+    {"kv_transfer_params": {"a": 1}},
     {"chat_template_kwargs": "x"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("special", SPECIAL_BODIES, ids=lambda body: next(iter(body)))
@@ -312,13 +379,25 @@ def test_special_requests_are_neither_spliced_nor_remembered(special: dict[str, 
 
 IMAGE = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
 MALFORMED: list[Any] = [
-    user(IMAGE), user(5), user([5]), user([{"type": "text"}]), user("\ud800"), {"content": "no role"}, {"role": 5, "content": "x"},
-    "text", None, 5, [],
-    says("x") | {"tool_calls": 5}, says("x") | {"tool_calls": ["x"]}, says("x") | {"tool_calls": [{"type": "custom"}]},
-    says("x") | {"tool_calls": [{"id": [], "function": {"name": "f"}}]}, says("x") | {"audio": {"id": "x"}},
+    user(IMAGE),
+    user(5),
+    user([5]),
+    user([{"type": "text"}]),
+    user("\ud800"),
+    {"content": "no role"},
+    {"role": 5, "content": "x"},
+    "text",
+    None,
+    5,
+    [],
+    says("x") | {"tool_calls": 5},
+    says("x") | {"tool_calls": ["x"]},
+    says("x") | {"tool_calls": [{"type": "custom"}]},
+    says("x") | {"tool_calls": [{"id": [], "function": {"name": "f"}}]},
+    says("x") | {"audio": {"id": "x"}},
     {"role": "tool", "content": {"a": 1}},
     {"role": "tool", "tool_call_id": [], "content": [None]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("message", MALFORMED, ids=repr)
@@ -338,16 +417,22 @@ json_values = st.recursive(
 anything = st.fixed_dictionaries(
     {},
     optional={
-        "role": st.sampled_from(["user", "assistant", "tool", "system"]) | json_values, "content": st.just("x") | json_values,
-        "tool_calls": json_values | st.lists(st.fixed_dictionaries({"function": st.dictionaries(st.just("name"), json_values)})),
-        "tool_call_id": json_values, "reasoning_content": json_values, "name": json_values,
+        "role": st.sampled_from(["user", "assistant", "tool", "system"]) | json_values,
+        "content": st.just("x") | json_values,
+        "tool_calls": json_values
+        | st.lists(st.fixed_dictionaries({"function": st.dictionaries(st.just("name"), json_values)})),
+        "tool_call_id": json_values,
+        "reasoning_content": json_values,
+        "name": json_values,
     },
-)  # fmt: skip
+)
 
 
 @given(
     messages=st.lists(anything | json_values, max_size=3),
-    body=st.dictionaries(st.sampled_from(["tools", "chat_template_kwargs", "reasoning_effort", "documents"]), json_values),
+    body=st.dictionaries(
+        st.sampled_from(["tools", "chat_template_kwargs", "reasoning_effort", "documents"]), json_values
+    ),
 )
 @settings(max_examples=100, deadline=None)
 def test_whatever_is_sent_nothing_is_raised(messages: list[Any], body: dict[str, Any]) -> None:
@@ -480,7 +565,9 @@ def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text.count("roles must alternate") == 1
 
 
-@pytest.mark.parametrize("part", [{"type": [], "text": "a"}, {"type": {}, "text": "a"}, {"text": "a"}, 1, None])
+@pytest.mark.parametrize(
+    "part", [{"type": [], "text": "a"}, {"type": {}, "text": "a"}, {"text": "a"}, 1, None]
+)
 def test_a_part_of_no_known_type_is_left_to_the_engine(part: Any) -> None:
     with pytest.raises(NotCanonical):
         message_keys(b"", [{"role": "user", "content": [part]}])

@@ -9,7 +9,8 @@ from raylight.trainer.report import Report
 
 
 @pytest.mark.parametrize(
-    ("threshold", "bounds"), [(2.0, (None, 2.0)), ("3", (None, 3.0)), ("0.5_5.0", (0.5, 5.0)), (" 0.5_0.5 ", (0.5, 0.5))]
+    ("threshold", "bounds"),
+    [(2.0, (None, 2.0)), ("3", (None, 3.0)), ("0.5_5.0", (0.5, 5.0)), (" 0.5_0.5 ", (0.5, 0.5))],
 )
 def test_the_bounds_of_weights(threshold, bounds):
     assert weight_bounds(threshold) == bounds
@@ -43,9 +44,15 @@ def test_what_fits(settings):
         ({"rollout_is": "token", "rollout_is_threshold": "two"}, "neither a number nor two"),
         ({"rollout_rs": "seq_mean_k1"}, "need each other"),
         ({"rollout_rs_threshold": 2.0}, "need each other"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}, "does not know 'seq_max_k1'; it knows seq_max_k2"),
+        (
+            {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0},
+            "does not know 'seq_max_k1'; it knows seq_max_k2",
+        ),
         ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": 2.0}, "twice"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0,3.0"}, "one threshold for all, or 1 by comma"),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0,3.0"},
+            "one threshold for all, or 1 by comma",
+        ),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 is a distance"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "x is at least 1"),
         ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "2_1"}, "0 < lower <= upper"),

@@ -59,7 +59,9 @@ def test_a_function_that_was_not_imported_by_the_other_process_travels_too() -> 
         ({"adv_estimator": "own_plain", "critic": CriticSettings()}, "a critic need each other"),
     ],
 )
-def test_an_algorithm_that_cannot_be_run_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
+def test_an_algorithm_that_cannot_be_run_is_refused_before_anything_starts(
+    given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         PolicyAlgorithm(model="m", **given)
 
@@ -69,7 +71,9 @@ def test_an_estimator_that_takes_values_gets_a_critic() -> None:
     assert settings.own_estimator is with_values
 
 
-@pytest.mark.parametrize("decorator", [advantage_estimator("grpo"), advantage_estimator("gdpo"), policy_loss("vanilla")])
+@pytest.mark.parametrize(
+    "decorator", [advantage_estimator("grpo"), advantage_estimator("gdpo"), policy_loss("vanilla")]
+)
 def test_a_name_of_verl_is_taken(decorator: Any) -> None:
     with pytest.raises(ConfigError, match="verl has a"):
         decorator(loss)

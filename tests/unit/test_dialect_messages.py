@@ -29,36 +29,59 @@ async def said(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]
 async def test_a_plain_question_and_answer() -> None:
     fake, app = translated(Say("hello"))
     answer = await anthropic_client(app).messages.create(**ASK)
-    assert fake.asked == [{"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}]
+    assert fake.asked == [
+        {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}
+    ]
     assert fake.scopes[0]["path"] == "/v1/chat/completions"
     assert fake.scopes[0]["raylight.dialect"] == "messages"
     assert answer.to_dict() == {
-        "id": "msg_1", "type": "message", "role": "assistant", "model": "policy", "content": [{"type": "text", "text": "hello"}],
-        "stop_reason": "end_turn", "stop_sequence": None,
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": [{"type": "text", "text": "hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
         "usage": {"input_tokens": 7, "cache_read_input_tokens": 4, "output_tokens": 7},
-    }  # fmt: skip
+    }
 
 
 async def test_every_setting_reaches_the_engine() -> None:
     asked, _ = await ask(
-        Say("ok"), extra_body={"temperature": 0, "top_p": 0.5, "top_k": 3}, stop_sequences=["END"], metadata={"user_id": "u"},
+        Say("ok"),
+        extra_body={"temperature": 0, "top_p": 0.5, "top_k": 3},
+        stop_sequences=["END"],
+        metadata={"user_id": "u"},
         thinking={"type": "enabled", "budget_tokens": 1024},
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": WEATHER}},
-    )  # fmt: skip
+    )
     asked[0].pop("messages")
     assert asked[0] == {
-        "model": "policy", "max_completion_tokens": 9, "temperature": 0, "top_p": 0.5, "top_k": 3, "stop": ["END"],
-        "chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 1024, "reasoning_effort": "low",
+        "model": "policy",
+        "max_completion_tokens": 9,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "stop": ["END"],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "thinking_token_budget": 1024,
+        "reasoning_effort": "low",
         "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": WEATHER}},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     ("choice", "chat"),
     [
         ({"type": "auto"}, {"tool_choice": "auto"}),
-        ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required", "parallel_tool_calls": False}),
-        ({"type": "tool", "name": "weather"}, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (
+            {"type": "tool", "name": "weather"},
+            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        ),
         ({"type": "none"}, {"tool_choice": "none"}),
     ],
 )
@@ -66,12 +89,18 @@ async def test_choices_of_tools(choice: dict[str, Any], chat: dict[str, Any]) ->
     asked, _ = await ask(Say("ok"), tools=[TOOL], tool_choice=choice)
     assert {k: v for k, v in asked[0].items() if k in ("tool_choice", "parallel_tool_calls")} == chat
     assert asked[0]["tools"] == [
-        {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}}
+        {
+            "type": "function",
+            "function": {"name": "weather", "description": "of a city", "parameters": WEATHER},
+        }
     ]
 
 
 async def test_the_system_and_texts_of_several_blocks() -> None:
-    blocks = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    blocks = [
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "b"},
+    ]
     assert await said({"role": "user", "content": blocks}, system=blocks) == [
         {"role": "system", "content": "a\nb"},
         {"role": "user", "content": "a\nb"},
@@ -90,7 +119,9 @@ async def test_images_keep_their_place() -> None:
 
 
 async def test_results_of_parallel_tools() -> None:
-    uses = [{"type": "tool_use", "id": f"t{i}", "name": "weather", "input": {"city": "Zürich"}} for i in (1, 2)]
+    uses = [
+        {"type": "tool_use", "id": f"t{i}", "name": "weather", "input": {"city": "Zürich"}} for i in (1, 2)
+    ]
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     results = [
         {
@@ -108,18 +139,24 @@ async def test_results_of_parallel_tools() -> None:
         {"role": "user", "content": results},
     )
     assert messages[1:] == [
-        {"role": "assistant", "content": "let me see", "reasoning_content": "hm",
-         "tool_calls": [call("t1", '{"city": "Zürich"}'), call("t2", '{"city": "Zürich"}')]},
+        {
+            "role": "assistant",
+            "content": "let me see",
+            "reasoning_content": "hm",
+            "tool_calls": [call("t1", '{"city": "Zürich"}'), call("t2", '{"city": "Zürich"}')],
+        },
         {"role": "tool", "tool_call_id": "t1", "content": "sun\nwarm"},
         {"role": "tool", "tool_call_id": "t2", "content": "Error: no such city"},
         {"role": "tool", "tool_call_id": "t3", "content": ""},
         {"role": "user", "content": "go on"},
-    ]  # fmt: skip
+    ]
 
 
 async def test_an_image_from_a_tool_follows_as_the_users() -> None:
     image = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
-    messages = await said({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}]})
+    messages = await said(
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}]}
+    )
     assert messages[0] == {"role": "tool", "tool_call_id": "t", "content": ""}
     assert messages[1]["role"] == "user"
     assert messages[1]["content"][0]["type"] == "image_url"
@@ -129,15 +166,22 @@ SAYS = {
     "text": Say("hello"),
     "reasoning and text": Say("hello", reasoning="hm"),
     "deepseek's word for reasoning": Say("hello", reasoning="hm", named="reasoning_content"),
-    "parallel calls": Say("let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]),
+    "parallel calls": Say(
+        "let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]
+    ),
     "a call without arguments": Say(calls=[call("t1", "")]),
     "cut off": Say("hel", finish="length"),
     "a stop word": Say("hello", stop_word="END"),
     "a named tool whose end is a stop": Say(calls=[call("t1", '{"city": "Bern"}')], finish="stop"),
     "nothing": Say(""),
 }
-REASONS = {"parallel calls": "tool_use", "a call without arguments": "tool_use", "cut off": "max_tokens",
-           "a stop word": "stop_sequence", "a named tool whose end is a stop": "tool_use"}  # fmt: skip
+REASONS = {
+    "parallel calls": "tool_use",
+    "a call without arguments": "tool_use",
+    "cut off": "max_tokens",
+    "a stop word": "stop_sequence",
+    "a named tool whose end is a stop": "tool_use",
+}
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -150,15 +194,23 @@ async def test_a_stream_ends_as_the_same_message_as_an_answer_in_one_piece(name:
         streamed = await stream.get_final_message()
     assert whole.stop_reason == REASONS.get(name, "end_turn")
     assert whole.stop_sequence == say.stop_word
-    kinds = (["thinking"] if say.reasoning else []) + (["text"] if say.content else []) + ["tool_use"] * len(say.calls)
+    kinds = (
+        (["thinking"] if say.reasoning else [])
+        + (["text"] if say.content else [])
+        + ["tool_use"] * len(say.calls)
+    )
     assert [block.type for block in whole.content] == kinds
     plain = {"id": "", "parsed_output": None}
     assert _plain(streamed) | plain == _plain(whole) | plain
 
 
 def _plain(message: anthropic.types.Message) -> dict[str, Any]:
-    content = [{k: v for k, v in block.to_dict().items() if k != "parsed_output"} for block in message.content]
-    return {name: value for name, value in message.to_dict().items() if name != "stop_details"} | {"content": content}
+    content = [
+        {k: v for k, v in block.to_dict().items() if k != "parsed_output"} for block in message.content
+    ]
+    return {name: value for name, value in message.to_dict().items() if name != "stop_details"} | {
+        "content": content
+    }
 
 
 async def test_the_events_of_a_stream_in_their_order() -> None:
@@ -168,12 +220,22 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
     start, delta, stop = "content_block_start", "content_block_delta", "content_block_stop"
     assert told == [
         ("message_start", None),
-        (start, 0), (delta, 0), (stop, 0),
-        (start, 1), (delta, 1), (delta, 1), (stop, 1),
-        (start, 2), (delta, 2), (stop, 2),
-        (start, 3), *[(delta, 3)] * 4, (stop, 3),
-        ("message_delta", None), ("message_stop", None),
-    ]  # fmt: skip
+        (start, 0),
+        (delta, 0),
+        (stop, 0),
+        (start, 1),
+        (delta, 1),
+        (delta, 1),
+        (stop, 1),
+        (start, 2),
+        (delta, 2),
+        (stop, 2),
+        (start, 3),
+        *[(delta, 3)] * 4,
+        (stop, 3),
+        ("message_delta", None),
+        ("message_stop", None),
+    ]
     assert fake.asked[0]["stream_options"] == {"include_usage": True}
     assert [e.delta.type for e in events if e.type == delta] == [
         "thinking_delta",
@@ -194,7 +256,9 @@ async def test_a_loop_of_tools_gives_back_what_the_engine_said() -> None:
     async with client.messages.stream(**ASK | {"messages": messages}, tools=[TOOL]) as stream:
         first = await stream.get_final_message()
     results = [
-        {"type": "tool_result", "tool_use_id": b.id, "content": b.input["city"]} for b in first.content if b.type == "tool_use"
+        {"type": "tool_result", "tool_use_id": b.id, "content": b.input["city"]}
+        for b in first.content
+        if b.type == "tool_use"
     ]
     messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
     await client.messages.create(**ASK | {"messages": messages}, tools=[TOOL])
@@ -238,13 +302,30 @@ async def test_counting_tokens() -> None:
         ({"service_tier": "standard_only"}, "service_tier: "),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "'role' 'robot' is not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'type' 'document' is not supported"),
-        ({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]},
-         "the last message is the assistant's"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "t"}]}]},
-         "tool_result blocks come first"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "'type' 'document' is not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]},
+            "the last message is the assistant's",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "x"},
+                            {"type": "tool_result", "tool_use_id": "t"},
+                        ],
+                    }
+                ]
+            },
+            "tool_result blocks come first",
+        ),
     ],
-)  # fmt: skip
+)
 async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
     fake, app = translated()
     with pytest.raises(anthropic.BadRequestError) as refused:
@@ -258,25 +339,42 @@ async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any],
 @pytest.mark.parametrize(
     ("status", "error", "kind", "shape"),
     [
-        (400, {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, anthropic.BadRequestError,
-         "invalid_request_error"),
-        (401, {"error": {"message": "too long", "type": "x"}}, anthropic.AuthenticationError, "authentication_error"),
-        (404, {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404}, anthropic.NotFoundError,
-         "not_found_error"),
+        (
+            400,
+            {"error": {"message": "too long", "type": "BadRequestError", "code": 400}},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+        ),
+        (
+            401,
+            {"error": {"message": "too long", "type": "x"}},
+            anthropic.AuthenticationError,
+            "authentication_error",
+        ),
+        (
+            404,
+            {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404},
+            anthropic.NotFoundError,
+            "not_found_error",
+        ),
         (429, "too long", anthropic.RateLimitError, "rate_limit_error"),
         (500, {"detail": "too long"}, anthropic.InternalServerError, "api_error"),
         (503, {"error": "too long"}, anthropic.InternalServerError, "overloaded_error"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_errors_of_the_engine_become_the_sdks_own(status: int, error: Any, kind: type, shape: str, stream: bool) -> None:
+async def test_errors_of_the_engine_become_the_sdks_own(
+    status: int, error: Any, kind: type, shape: str, stream: bool
+) -> None:
     _, app = translated(Say(status=status, error=error))
     with pytest.raises(kind) as refused:
         await anthropic_client(app).messages.create(**ASK, stream=stream)
     assert refused.value.body == {"type": "error", "error": {"type": shape, "message": "too long"}}
 
 
-@pytest.mark.parametrize("say", [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")])
+@pytest.mark.parametrize(
+    "say", [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")]
+)
 async def test_a_stream_that_breaks_off_is_an_error(say: Say) -> None:
     _, app = translated(say)
     with pytest.raises(anthropic.APIStatusError, match=r"lost|broke off"):
@@ -292,8 +390,13 @@ async def test_an_aborted_answer_is_an_error_that_may_be_tried_again() -> None:
 
 def test_the_synchronous_sdk_over_a_socket() -> None:
     _, app = translated(Say("hello"), Say(calls=[call("t1", '{"city": "Bern"}')]))
-    with listening(app) as address, anthropic.Anthropic(api_key="key", base_url=address, max_retries=0) as client:
+    with (
+        listening(app) as address,
+        anthropic.Anthropic(api_key="key", base_url=address, max_retries=0) as client,
+    ):
         assert client.messages.create(**ASK).content[0].text == "hello"
         with client.messages.stream(**ASK, tools=[TOOL]) as stream:
             pieces = [event.partial_json for event in stream if event.type == "input_json"]
-            assert json.loads("".join(pieces)) == stream.get_final_message().content[0].input == {"city": "Bern"}
+            assert (
+                json.loads("".join(pieces)) == stream.get_final_message().content[0].input == {"city": "Bern"}
+            )

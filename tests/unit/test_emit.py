@@ -56,8 +56,18 @@ def trace() -> Iterator[AttemptTrace]:
 def test_an_emitter_returns_what_it_adds(trace: AttemptTrace, emit: Any) -> None:
     core = emit()
     (span,) = trace.spans
-    assert (span.name, span.attributes, span.start_time, span.status) == (core.name, core.attributes, core.start_time, core.status)
-    assert (span.rollout_id, span.attempt_id, span.trace_id, span.parent_id) == ("ro-1", "at-1", trace.trace_id, None)
+    assert (span.name, span.attributes, span.start_time, span.status) == (
+        core.name,
+        core.attributes,
+        core.start_time,
+        core.status,
+    )
+    assert (span.rollout_id, span.attempt_id, span.trace_id, span.parent_id) == (
+        "ro-1",
+        "at-1",
+        trace.trace_id,
+        None,
+    )
     assert core.status.status_code == "OK"
     assert core.end_time == core.start_time
 
@@ -84,14 +94,19 @@ def test_after_the_attempt_an_emitter_changes_nothing(trace: AttemptTrace) -> No
 
 def test_a_reward_is_written_in_agent_lightnings_keys(trace: AttemptTrace) -> None:
     core = emit_reward(
-        {"style": 0.25, "main": 1}, primary_key="main", attributes=make_link_attributes({"gen_ai.response.id": "r-1"})
+        {"style": 0.25, "main": 1},
+        primary_key="main",
+        attributes=make_link_attributes({"gen_ai.response.id": "r-1"}),
     )
     assert core.name == "agentlightning.annotation"
     assert core.attributes == {
-        "agentlightning.reward.0.name": "main", "agentlightning.reward.0.value": 1.0,
-        "agentlightning.reward.1.name": "style", "agentlightning.reward.1.value": 0.25,
-        "agentlightning.link.0.key_match": "gen_ai.response.id", "agentlightning.link.0.value_match": "r-1",
-    }  # fmt: skip
+        "agentlightning.reward.0.name": "main",
+        "agentlightning.reward.0.value": 1.0,
+        "agentlightning.reward.1.name": "style",
+        "agentlightning.reward.1.value": 0.25,
+        "agentlightning.link.0.key_match": "gen_ai.response.id",
+        "agentlightning.link.0.value_match": "r-1",
+    }
     assert find_final_reward(trace.spans) == 1.0
 
 
@@ -100,7 +115,9 @@ def test_a_single_reward_is_the_primary_one() -> None:
     assert [r.name for r in get_rewards_from_span(emit_reward({"only": 1.0}))] == ["only"]
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", None, [1.0], {}, {"a": "b"}, {"a": math.nan}, {"a": 1.0, "b": 2.0}])
+@pytest.mark.parametrize(
+    "reward", [math.nan, math.inf, "1", None, [1.0], {}, {"a": "b"}, {"a": math.nan}, {"a": 1.0, "b": 2.0}]
+)
 def test_what_is_no_reward_is_refused(trace: AttemptTrace, reward: Any) -> None:
     with pytest.raises(RewardError):
         emit_reward(reward)
@@ -122,21 +139,37 @@ class Colour(str, enum.Enum):  # noqa: UP042
 
 
 def test_an_annotation_is_flattened() -> None:
-    core = emit_annotation({
-        "a": {"b": 1, "c": [{"d": True}, 2]}, "ids": [1, 2], "words": ("x", "y"), "mixed": [1, "x"],
-        "colour": Colour.RED, "n": np.int64(3),
-        "f": np.float32(0.5), "empty": [],
-    })  # fmt: skip
+    core = emit_annotation(
+        {
+            "a": {"b": 1, "c": [{"d": True}, 2]},
+            "ids": [1, 2],
+            "words": ("x", "y"),
+            "mixed": [1, "x"],
+            "colour": Colour.RED,
+            "n": np.int64(3),
+            "f": np.float32(0.5),
+            "empty": [],
+        }
+    )
     assert core.attributes == {
-        "a.b": 1, "a.c.0.d": True, "a.c.1": 2, "ids": [1, 2], "words": ["x", "y"], "mixed.0": 1, "mixed.1": "x",
-        "colour": "red", "n": 3,
-        "f": 0.5, "empty": [],
-    }  # fmt: skip
+        "a.b": 1,
+        "a.c.0.d": True,
+        "a.c.1": 2,
+        "ids": [1, 2],
+        "words": ["x", "y"],
+        "mixed.0": 1,
+        "mixed.1": "x",
+        "colour": "red",
+        "n": 3,
+        "f": 0.5,
+        "empty": [],
+    }
     assert {type(core.attributes[key]) for key in ("colour", "n", "f")} == {str, int, float}
 
 
 @pytest.mark.parametrize(
-    "annotation", [{"a": object()}, {"a": None}, {"a": {"b": {1, 2}}}, {"a": [1, None]}, {1: "a"}, {"a": {2: 3}}, "text"]
+    "annotation",
+    [{"a": object()}, {"a": None}, {"a": {"b": {1, 2}}}, {"a": [1, None]}, {1: "a"}, {"a": {2: 3}}, "text"],
 )
 def test_an_annotation_that_a_span_cannot_hold_is_refused(annotation: Any) -> None:
     with pytest.raises(EmitError):
@@ -148,7 +181,9 @@ def test_odd_values_of_attributes_become_json() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    attributes = emit_message("m", {"none": None, "set": {1}, "odd": Odd(), "in": {"list": [None, 1]}}).attributes
+    attributes = emit_message(
+        "m", {"none": None, "set": {1}, "odd": Odd(), "in": {"list": [None, 1]}}
+    ).attributes
     assert attributes["none"] == "null"
     assert attributes["set"] == '"{1}"'
     assert "Odd" in attributes["odd"]
@@ -230,10 +265,16 @@ def test_an_object_that_json_cannot_hold_is_refused() -> None:
             emit_object(value)
 
 
-@pytest.mark.parametrize("attributes", [
-    {semconv.OBJECT_JSON: "{"}, {semconv.OBJECT_JSON: 3}, {semconv.OBJECT_TYPE: "int", semconv.OBJECT_LITERAL: "x"},
-    {semconv.OBJECT_TYPE: "complex", semconv.OBJECT_LITERAL: "1j"}, {semconv.OBJECT_TYPE: "bool", semconv.OBJECT_LITERAL: "maybe"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {semconv.OBJECT_JSON: "{"},
+        {semconv.OBJECT_JSON: 3},
+        {semconv.OBJECT_TYPE: "int", semconv.OBJECT_LITERAL: "x"},
+        {semconv.OBJECT_TYPE: "complex", semconv.OBJECT_LITERAL: "1j"},
+        {semconv.OBJECT_TYPE: "bool", semconv.OBJECT_LITERAL: "maybe"},
+    ],
+)
 def test_an_object_that_cannot_be_read_is_an_error(attributes: dict[str, Any]) -> None:
     with pytest.raises(EmitError, match="cannot be read"):
         get_object_value(Span.from_attributes(attributes=attributes))
@@ -273,7 +314,9 @@ async def test_attempts_interleaved_on_one_loop_never_mix() -> None:
         with tracing(AttemptTrace(f"ro-{number}", "at-1")) as trace:
             for _ in range(5):
                 emit_reward(float(number))
-                await asyncio.gather(asyncio.sleep(0), step(number), asyncio.to_thread(emit_message, str(number)))
+                await asyncio.gather(
+                    asyncio.sleep(0), step(number), asyncio.to_thread(emit_message, str(number))
+                )
         return trace
 
     async def step(number: int) -> None:
@@ -284,7 +327,9 @@ async def test_attempts_interleaved_on_one_loop_never_mix() -> None:
         assert len(trace.spans) == 15
         assert {span.rollout_id for span in trace.spans} == {f"ro-{number}"}
         assert {get_object_value(span) for span in trace.spans if span.name == semconv.OBJECT} == {number}
-        assert {get_message_value(span) for span in trace.spans if span.name == semconv.MESSAGE} == {str(number)}
+        assert {get_message_value(span) for span in trace.spans if span.name == semconv.MESSAGE} == {
+            str(number)
+        }
         assert find_final_reward(trace.spans) == number
 
 

@@ -71,10 +71,17 @@ def test_a_function_is_recorded_and_stays_itself(trace: AttemptTrace) -> None:
     assert str(inspect.signature(search)).startswith("(query")
     span = only(trace)
     assert (span.name, span.status.status_code, span.rollout_id) == ("agentlightning.operation", "OK", "ro-1")
-    assert {key: list(value) if isinstance(value, tuple) else value for key, value in span.attributes.items()} == {
-        NAME: "search", f"{IN}.query": "x", f"{IN}.limit": 2, f"{IN}.rest": [7], f"{IN}.options.deep.a.0": 1,
-        f"{IN}.options.deep.a.1": "null", OUT: ["x", "x"],
-    }  # fmt: skip
+    assert {
+        key: list(value) if isinstance(value, tuple) else value for key, value in span.attributes.items()
+    } == {
+        NAME: "search",
+        f"{IN}.query": "x",
+        f"{IN}.limit": 2,
+        f"{IN}.rest": [7],
+        f"{IN}.options.deep.a.0": 1,
+        f"{IN}.options.deep.a.1": "null",
+        OUT: ["x", "x"],
+    }
     assert span.start_time is not None
     assert span.end_time is not None
     assert span.end_time >= span.start_time
@@ -223,7 +230,14 @@ def test_a_block_records_what_it_is_told(trace: AttemptTrace) -> None:
         with pytest.raises(EmitError, match="before its block ends"):
             op.span()
     span = only(trace)
-    attributes = {NAME: "plan", "user": 3, f"{IN}.args.0": 1, f"{IN}.args.1.a": 2, f"{IN}.task": "t", OUT: [1.5]}
+    attributes = {
+        NAME: "plan",
+        "user": 3,
+        f"{IN}.args.0": 1,
+        f"{IN}.args.1.a": 2,
+        f"{IN}.task": "t",
+        OUT: [1.5],
+    }
     assert {**span.attributes, OUT: list(span.attributes[OUT])} == attributes
     core = op.span()
     assert isinstance(core, SpanCoreFields)
@@ -272,7 +286,12 @@ async def test_outside_of_an_attempt_functions_run_as_they_are() -> None:
         for i in range(n):
             yield i
 
-    assert (plain(1), await later(2), list(items(2)), [i async for i in items_later(2)]) == (1, 2, [0, 1], [0, 1])
+    assert (plain(1), await later(2), list(items(2)), [i async for i in items_later(2)]) == (
+        1,
+        2,
+        [0, 1],
+        [0, 1],
+    )
     with operation(name="block") as op:
         op.set_output(3)
     assert op.span().attributes == {NAME: "block", OUT: 3}
@@ -359,7 +378,11 @@ def test_an_operation_within_a_librarys_span_hangs_below_it() -> None:
 def test_a_tracer_hangs_libraries_below_the_operation() -> None:
     tracer = OtelTracer()
     tracer.setup()
-    with tracing(AttemptTrace("ro-1", "at-1")) as trace, sdk().start_as_current_span("root"), operation(name="op"):
+    with (
+        tracing(AttemptTrace("ro-1", "at-1")) as trace,
+        sdk().start_as_current_span("root"),
+        operation(name="op"),
+    ):
         with sdk().start_as_current_span("call"):
             emit_message("m")
         parent = otel_context.get_current()
@@ -435,7 +458,10 @@ def test_a_generator_is_recorded_while_its_own_code_runs(trace: AttemptTrace) ->
     assert got == [0, 1]
     assert inspect.isgeneratorfunction(count)
     *messages, span = trace.spans
-    assert [(get_message_value(m), m.parent_id) for m in messages] == [("own", span.span_id), ("consumer's", None)] * 2
+    assert [(get_message_value(m), m.parent_id) for m in messages] == [
+        ("own", span.span_id),
+        ("consumer's", None),
+    ] * 2
     assert {**span.attributes, OUT: list(span.attributes[OUT])} == {NAME: "count", f"{IN}.n": 2, OUT: [0, 1]}
 
 

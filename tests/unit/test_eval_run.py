@@ -79,7 +79,9 @@ def test_a_run_that_scores_knows_nothing_that_learns() -> None:
         learning = {module for module in modules if module.startswith("raylight.learner")}
         assert learning <= {"raylight.learner.batch"}, name
         ours = {m.removeprefix("raylight.trainer.") for m in modules if m.startswith("raylight.trainer.")}
-        waiting += [other for other in ours - seen - {"trainer"} if other not in waiting]  # the Trainer is for annotations
+        waiting += [
+            other for other in ours - seen - {"trainer"} if other not in waiting
+        ]  # the Trainer is for annotations
     assert {"served_session", "session", "plan"} <= seen
     assert not {"policy_session", "runs", "loop"} & seen
     assert not {"learners", "update", "publish_weights"} & set(dir(EvalSession))
@@ -89,22 +91,43 @@ def test_a_run_that_scores_knows_nothing_that_learns() -> None:
 
 
 def test_a_plan_has_what_was_given(hollow_model: str, planned: list[EvalRun], tmp_path: Path) -> None:
-    trainer = Trainer(algorithm=GRPO(model=hollow_model), engine={"replicas": 2}, n_runners=3, seed=5, output_dir=tmp_path / "out")
+    trainer = Trainer(
+        algorithm=GRPO(model=hollow_model),
+        engine={"replicas": 2},
+        n_runners=3,
+        seed=5,
+        output_dir=tmp_path / "out",
+    )
     with pytest.raises(ReachedRay):
-        trainer.evaluate(plain, [1, 2], samples=4, sampling={"temperature": 0.5}, rollout={"timeout_seconds": 7})
+        trainer.evaluate(
+            plain, [1, 2], samples=4, sampling={"temperature": 0.5}, rollout={"timeout_seconds": 7}
+        )
     plan = planned[0].plan
     assert (plan.model_path, plan.engine.replicas, plan.engine.kind, plan.runner.n, plan.seed) == (
-        hollow_model, 2, "transformers", 3, 5,
-    )  # fmt: skip
+        hollow_model,
+        2,
+        "transformers",
+        3,
+        5,
+    )
     assert (plan.settings.samples, plan.rollout.timeout_seconds, plan.n_tasks) == (4, 7, 2)
     assert json.loads(json.dumps(plan.resolved()))["sampling"] == {"temperature": 0.5}
     assert plan.store_path == str(tmp_path / "out" / "eval.db")
 
 
-def test_other_files_of_the_folder_are_left_alone(hollow_model: str, planned: list[EvalRun], tmp_path: Path) -> None:
+def test_other_files_of_the_folder_are_left_alone(
+    hollow_model: str, planned: list[EvalRun], tmp_path: Path
+) -> None:
     """It may be the run directory of the very model that is scored."""
     run = tmp_path / "run"
-    for name in ("checkpoint/weights", "best/best.json", "config.yaml", "metrics.jsonl", "store.db", "eval.json"):
+    for name in (
+        "checkpoint/weights",
+        "best/best.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "store.db",
+        "eval.json",
+    ):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("kept")
     with pytest.raises(ReachedRay):
@@ -115,20 +138,28 @@ def test_other_files_of_the_folder_are_left_alone(hollow_model: str, planned: li
     assert set(there.values()) == {"kept"}
 
 
-@pytest.mark.parametrize(("given", "error", "says"), [
-    ({"model": None}, ConfigError, "no model to score"),
-    ({"model": "/no/such"}, ModelNotFoundError, "/no/such"),
-    ({"adapter": "/no/such"}, ModelNotFoundError, "no adapter folder /no/such"),
-    ({"dataset": []}, DatasetError, "empty"),
-    ({"dataset": None}, DatasetError, "missing"),
-    ({"agent": lambda: 1.0}, AgentSignatureError, "task"),
-    ({"agent": "nowhere:agent"}, ConfigError, "nowhere"),
-    ({"agent": rollout(lambda task, tools: 1.0)}, AgentSignatureError, "tools"),
-    ({"samples": 0}, ConfigError, "samples"),
-    ({"no_such": 1}, ConfigError, "no_such"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"model": None}, ConfigError, "no model to score"),
+        ({"model": "/no/such"}, ModelNotFoundError, "/no/such"),
+        ({"adapter": "/no/such"}, ModelNotFoundError, "no adapter folder /no/such"),
+        ({"dataset": []}, DatasetError, "empty"),
+        ({"dataset": None}, DatasetError, "missing"),
+        ({"agent": lambda: 1.0}, AgentSignatureError, "task"),
+        ({"agent": "nowhere:agent"}, ConfigError, "nowhere"),
+        ({"agent": rollout(lambda task, tools: 1.0)}, AgentSignatureError, "tools"),
+        ({"samples": 0}, ConfigError, "samples"),
+        ({"no_such": 1}, ConfigError, "no_such"),
+    ],
+)
 def test_what_does_not_fit_is_said_before_ray(
-    given: dict[str, Any], error: type[Exception], says: str, hollow_model: str, planned: list[EvalRun], tmp_path: Path
+    given: dict[str, Any],
+    error: type[Exception],
+    says: str,
+    hollow_model: str,
+    planned: list[EvalRun],
+    tmp_path: Path,
 ) -> None:
     settings = {"agent": plain, "dataset": [1], "model": hollow_model} | given
     with pytest.raises(error, match=says):
@@ -146,8 +177,13 @@ def test_an_upstream_model_is_scored_too_but_takes_no_adapter(planned: list[Eval
         trainer.evaluate(plain, [1], model="gpt-9", adapter=str(tmp_path))
 
 
-def test_every_served_model_gets_the_sampling_that_was_asked_for(hollow_model: str, planned: list[EvalRun], tmp_path: Path) -> None:
-    slots = {"solver": LLM(sampling_parameters={"top_p": 0.9, "temperature": 1.0}), "judge": LLM(endpoint="http://else", model="j")}
+def test_every_served_model_gets_the_sampling_that_was_asked_for(
+    hollow_model: str, planned: list[EvalRun], tmp_path: Path
+) -> None:
+    slots = {
+        "solver": LLM(sampling_parameters={"top_p": 0.9, "temperature": 1.0}),
+        "judge": LLM(endpoint="http://else", model="j"),
+    }
     agent = rollout(lambda task, solver: 1.0)
     with pytest.raises(ReachedRay):
         Trainer(output_dir=tmp_path / "out", resources=slots).evaluate(
@@ -167,7 +203,9 @@ def test_an_adapter_is_read_as_peft_saved_it(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     with pytest.raises(ModelNotFoundError, match=r"adapter_model\.safetensors is missing"):
         find_adapter(str(tmp_path))
-    save_file({"a.lora_A.weight": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "adapter_model.safetensors")
+    save_file(
+        {"a.lora_A.weight": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "adapter_model.safetensors"
+    )
     adapter = read_adapter(find_adapter(str(tmp_path)))
     assert adapter.config == {"r": 2}
     assert adapter.weights["a.lora_A.weight"].shape == (2, 3)
@@ -189,11 +227,18 @@ def test_tasks_are_read_from_files(tmp_path: Path) -> None:
         assert read_tasks(tmp_path / f"a.{kind}", limit=1) == tasks[:1]
 
 
-@pytest.mark.parametrize(("name", "content", "says"), [
-    ("a.jsonl", b'{"a": 1}\n{oops\n', "line 2"), ("a.jsonl", b"\n\n", "holds no task"), ("a.json", b'{"a": 1}', "holds a dict"),
-    ("a.json", b"[", r"a\.json"), ("a.csv", b"a\n1", r"is no \.jsonl"), ("a.parquet", b"junk", "is no Parquet"),
-    ("a.jsonl", b"\xff\xfe\n", "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{oops\n', "line 2"),
+        ("a.jsonl", b"\n\n", "holds no task"),
+        ("a.json", b'{"a": 1}', "holds a dict"),
+        ("a.json", b"[", r"a\.json"),
+        ("a.csv", b"a\n1", r"is no \.jsonl"),
+        ("a.parquet", b"junk", "is no Parquet"),
+        ("a.jsonl", b"\xff\xfe\n", "cannot be read"),
+    ],
+)
 def test_a_file_that_holds_no_tasks_is_an_error(name: str, content: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=says):
@@ -206,7 +251,9 @@ def test_a_file_that_holds_no_tasks_is_an_error(name: str, content: bytes, says:
 def said(text: Any, reward: float = 1.0, temperature: float = 1.0) -> FinishedRollout:
     """A rollout with one call that answered `text`."""
     made = make_finished(reward)
-    span = Span.from_attributes(name="chat", attributes={OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": text}])})
+    span = Span.from_attributes(
+        name="chat", attributes={OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": text}])}
+    )
     call = make_generation([1], [2, 3], temperature=temperature)
     return FinishedRollout(made.rollout, reward, [call], [span], {"right": reward, "short": 0.5})
 
@@ -228,7 +275,12 @@ def test_a_line_has_what_a_reader_wants_to_know() -> None:
     assert line_of(said([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), 0, 0)["text"] == "ab"
     assert line_of(said(None), 0, 0)["text"] is None
     failed = line_of(make_finished(failure=BROKEN, calls=0), 0, 0)
-    assert (failed["status"], failed["error"], failed["reward"], failed["text"]) == ("failed", BROKEN.error, None, None)
+    assert (failed["status"], failed["error"], failed["reward"], failed["text"]) == (
+        "failed",
+        BROKEN.error,
+        None,
+        None,
+    )
 
 
 def test_sampling_that_the_agent_did_not_pass_on_is_told() -> None:

@@ -27,7 +27,9 @@ BROKEN = Failure(kind="agent", error="ValueError: no tool")
 LOST = Failure(kind="infrastructure", error="APIConnectionError: refused")
 
 
-def rolled(task: int, rewards: dict[str, float] | float | None = None, failure: Failure | None = None) -> FinishedRollout:
+def rolled(
+    task: int, rewards: dict[str, float] | float | None = None, failure: Failure | None = None
+) -> FinishedRollout:
     """A rollout of a task, whose agent gave one reward, or several by name."""
     named = rewards if isinstance(rewards, dict) else {} if rewards is None else {"primary": rewards}
     made = make_finished(next(iter(named.values()), None), failure=failure, group=f"val-{task}")
@@ -38,9 +40,16 @@ def rolled(task: int, rewards: dict[str, float] | float | None = None, failure: 
 
 
 def test_every_reward_has_its_mean_and_the_primary_one_is_the_first() -> None:
-    finished = [rolled(0, {"right": 1.0, "short": 0.5}), rolled(1, {"right": 0.0, "short": 0.1, "polite": 1.0})]
+    finished = [
+        rolled(0, {"right": 1.0, "short": 0.5}),
+        rolled(1, {"right": 0.0, "short": 0.1, "polite": 1.0}),
+    ]
     metrics = describe_scores(measure(finished, 1, None, 1.0))
-    assert (metrics["val/reward"], metrics["val/reward/short"], metrics["val/reward/polite"]) == (0.5, 0.3, 1.0)
+    assert (metrics["val/reward"], metrics["val/reward/short"], metrics["val/reward/polite"]) == (
+        0.5,
+        0.3,
+        1.0,
+    )
     assert "val/reward/right" not in metrics
     assert (metrics["val/reward_std"], metrics["val/rollouts"], metrics["val/failed"]) == (0.5, 2, 0)
     assert metrics["val/response_tokens"] == 1.0
@@ -56,7 +65,13 @@ def test_of_several_samples_the_best_of_each_task_counts() -> None:
 
 
 def test_failures_are_counted_and_left_out_unless_they_have_a_reward() -> None:
-    finished = [rolled(0, 1.0), rolled(0, failure=BROKEN), rolled(1, 1.0), rolled(1, failure=LOST), rolled(2, None)]
+    finished = [
+        rolled(0, 1.0),
+        rolled(0, failure=BROKEN),
+        rolled(1, 1.0),
+        rolled(1, failure=LOST),
+        rolled(2, None),
+    ]
     left_out, counted = measure(finished, 2, None, 1.0), measure(finished, 2, -1.0, 1.0)
     assert (left_out.failed, left_out.unscored, left_out.tasks, left_out.rollouts) == (2, 1, 3, 5)
     assert (left_out.rewards["reward"].mean, left_out.rewards["reward"].rollouts) == (1.0, 2)
@@ -76,7 +91,10 @@ def test_the_error_of_a_mean_is_that_of_its_tasks() -> None:
     once, thrice = spread(groups), spread([group * 3 for group in groups])
     assert once.error == pytest.approx(statistics.stdev([g[0] for g in groups]) / math.sqrt(40))
     assert thrice.error == pytest.approx(once.error)
-    assert once.interval == (pytest.approx(once.mean - 1.96 * once.error), pytest.approx(once.mean + 1.96 * once.error))
+    assert once.interval == (
+        pytest.approx(once.mean - 1.96 * once.error),
+        pytest.approx(once.mean + 1.96 * once.error),
+    )
     assert spread([[0.0, 1.0]]).error is None
     assert spread([[0.0, 1.0]]).interval is None
 
@@ -88,7 +106,13 @@ def test_best_of_k_is_the_mean_of_the_best_over_all_draws(values: list[float], k
 
 
 def test_pass_at_k_is_told_for_the_powers_of_two_and_all() -> None:
-    assert [numbers_to(n) for n in (1, 2, 3, 8, 10)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 10]]
+    assert [numbers_to(n) for n in (1, 2, 3, 8, 10)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4, 8],
+        [1, 2, 4, 8, 10],
+    ]
     scores = measure([rolled(0, float(i == 0)) for i in range(4)], 4, None, 1.0)
     assert scores.pass_at == {1: 0.25, 2: 0.5, 4: 1.0}
 
@@ -121,10 +145,16 @@ class FakeSession:
     learners: FakeLearners = field(default_factory=FakeLearners)
     asked: list[tuple[int, str, int]] = field(default_factory=list)
 
-    async def rollout(self, tasks: list[Any], mode: Any, samples: int, progress: Any) -> list[FinishedRollout]:
+    async def rollout(
+        self, tasks: list[Any], mode: Any, samples: int, progress: Any
+    ) -> list[FinishedRollout]:
         self.asked.append((len(tasks), mode, samples))
         reward = self.rewards.pop(0)
-        return [rolled(task, reward, BROKEN if reward is None else None) for task in range(len(tasks)) for _ in range(samples)]
+        return [
+            rolled(task, reward, BROKEN if reward is None else None)
+            for task in range(len(tasks))
+            for _ in range(samples)
+        ]
 
 
 class Shown:
@@ -194,7 +224,9 @@ async def test_the_best_model_is_kept_with_its_metrics(report: Report) -> None:
     assert report.finish({})["best"] == {"metric": "val/reward", "step": 4, "value": pytest.approx(0.7)}
 
 
-async def test_a_save_that_is_killed_leaves_the_former_best(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_save_that_is_killed_leaves_the_former_best(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluator, session = evaluator_of(report, [0.1, 0.9, 0.3])
     await evaluator.after(1, last=False)
 
@@ -222,7 +254,10 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
     replace_folder(tmp_path / "new", tmp_path / "folder", tmp_path / "old")
-    assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == ["folder", "folder/new"]
+    assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == [
+        "folder",
+        "folder/new",
+    ]
 
 
 async def test_any_metric_may_tell_the_best_and_lower_may_be_better(report: Report) -> None:
@@ -254,16 +289,25 @@ async def test_a_disk_that_is_not_ours_is_told(report: Report) -> None:
     assert "shared storage" in report._display.notes[0]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("rewards", "settings", "stops_at"), [
-    ([0.5, 0.5, 0.4, 0.6], {"patience": 2}, 2),
-    ([0.5, 0.4, 0.6, 0.5, 0.5], {"patience": 2}, 4),
-    ([0.1, 0.2, 0.3, 0.4], {"patience": 1}, None),
-    ([0.10, 0.14, 0.18, 0.22, 0.26], {"patience": 3, "min_delta": 0.1}, None),  # slow, but it does get there
-    ([0.10, 0.14, 0.18, 0.19, 0.3], {"patience": 3, "min_delta": 0.1}, 3),
-    ([0.5, 0.4, 0.3], {"patience": 1, "best_mode": "min"}, None),
-    ([0.5, 0.4, 0.3, 0.2], {}, None),
-])  # fmt: skip
-async def test_patience_ends_training(report: Report, rewards: list[float], settings: dict[str, Any], stops_at: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rewards", "settings", "stops_at"),
+    [
+        ([0.5, 0.5, 0.4, 0.6], {"patience": 2}, 2),
+        ([0.5, 0.4, 0.6, 0.5, 0.5], {"patience": 2}, 4),
+        ([0.1, 0.2, 0.3, 0.4], {"patience": 1}, None),
+        (
+            [0.10, 0.14, 0.18, 0.22, 0.26],
+            {"patience": 3, "min_delta": 0.1},
+            None,
+        ),  # slow, but it does get there
+        ([0.10, 0.14, 0.18, 0.19, 0.3], {"patience": 3, "min_delta": 0.1}, 3),
+        ([0.5, 0.4, 0.3], {"patience": 1, "best_mode": "min"}, None),
+        ([0.5, 0.4, 0.3, 0.2], {}, None),
+    ],
+)
+async def test_patience_ends_training(
+    report: Report, rewards: list[float], settings: dict[str, Any], stops_at: int | None
+) -> None:
     evaluator, _ = evaluator_of(report, list(rewards), **settings)
     stopped = None
     for step in range(len(rewards)):
@@ -327,9 +371,16 @@ async def test_an_evaluation_without_any_reward_is_an_error(report: Report) -> N
         await evaluator.after(1, last=False)
 
 
-@pytest.mark.parametrize("settings", [
-    {"patience": 2, "best": None}, {"patience": 2, "val_every": 0}, {"min_delta": 0.1}, {"patience": 0}, {"best_mode": "most"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"patience": 2, "best": None},
+        {"patience": 2, "val_every": 0},
+        {"min_delta": 0.1},
+        {"patience": 0},
+        {"best_mode": "most"},
+    ],
+)
 def test_settings_that_nothing_would_read_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         GRPO(model="m", **settings)

@@ -54,14 +54,18 @@ async def test_returned_spans_belong_to_the_attempt_whatever_they_say() -> None:
     assert mine.rollout_id == "other"
 
 
-@pytest.mark.parametrize(("returned", "kind"), [("good", "reward"), ([1.0], "reward"), ({}, "reward"), (float("nan"), "reward")])
+@pytest.mark.parametrize(
+    ("returned", "kind"), [("good", "reward"), ([1.0], "reward"), ({}, "reward"), (float("nan"), "reward")]
+)
 async def test_a_wrong_reward_is_a_failure_of_its_own_kind(returned: Any, kind: str) -> None:
     outcome, spans = await run_attempt(lambda task: returned)
     assert (outcome.status, outcome.failure.kind, spans) == ("failed", kind, [])
 
 
 async def test_a_span_that_cannot_be_stored_is_the_agents_failure() -> None:
-    outcome, spans = await run_attempt(lambda task: [Span.from_attributes(name="mine", attributes={"wrong": object()})])
+    outcome, spans = await run_attempt(
+        lambda task: [Span.from_attributes(name="mine", attributes={"wrong": object()})]
+    )
     assert (outcome.status, outcome.failure.kind, spans) == ("failed", "agent", [])
     assert "mine" in outcome.failure.error
 
@@ -129,7 +133,9 @@ async def test_a_blocking_agent_that_takes_too_long_times_out_and_is_counted_unt
     await until(lambda: threads.abandoned == 0)
 
 
-async def test_an_agent_that_swallows_its_cancellation_is_left_alone_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_that_swallows_its_cancellation_is_left_alone_after_the_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "CANCEL_GRACE_S", 0.02)
     leave, threads = asyncio.Event(), AgentThreads()
 
@@ -191,10 +197,21 @@ class Odd(BaseException):
 
 
 ERRORS = [
-    asyncio.CancelledError("of the agent's own"), StopIteration(3), StopAsyncIteration(), Unprintable(), SystemExit(3),
-    ExceptionGroup("two", [ValueError(), KeyError()]), BaseExceptionGroup("base", [Odd(), ValueError()]), Odd("base"),
-    KeyboardInterrupt(), GeneratorExit(), MemoryError(), RecursionError(), FileNotFoundError("/tmp/\udcff"), AssertionError(),
-]  # fmt: skip
+    asyncio.CancelledError("of the agent's own"),
+    StopIteration(3),
+    StopAsyncIteration(),
+    Unprintable(),
+    SystemExit(3),
+    ExceptionGroup("two", [ValueError(), KeyError()]),
+    BaseExceptionGroup("base", [Odd(), ValueError()]),
+    Odd("base"),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    MemoryError(),
+    RecursionError(),
+    FileNotFoundError("/tmp/\udcff"),
+    AssertionError(),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -267,13 +284,17 @@ async def test_an_asynchronous_agent_runs_on_the_loop_and_a_synchronous_one_in_a
 async def test_each_model_is_scoped_to_the_attempt_as_its_kind_wants() -> None:
     given: dict[str, Any] = {}
 
-    def agent(task: int, planner: LLM, coder: LLM, judge: LLM, proxied: LLM, table: dict, rollout: Rollout) -> None:
+    def agent(
+        task: int, planner: LLM, coder: LLM, judge: LLM, proxied: LLM, table: dict, rollout: Rollout
+    ) -> None:
         given.update(planner=planner, coder=coder, judge=judge, proxied=proxied, table=table, rollout=rollout)
 
     traced = LLM(endpoint="http://engine/run", model="policy", traced=True)
     judge, table = LLM(endpoint="http://judge/v1", model="j", api_key="mine"), {"a": 1}
     proxied = ProxyLLM(endpoint="http://proxy/v1", model="p", api_key="theirs")
-    await run_attempt(agent, planner=traced.for_agent("planner"), coder=traced, judge=judge, proxied=proxied, table=table)
+    await run_attempt(
+        agent, planner=traced.for_agent("planner"), coder=traced, judge=judge, proxied=proxied, table=table
+    )
     route = "rollout/ro-1/attempt/at-1"
     assert given["coder"].endpoint == f"http://engine/run/{route}/v1"
     assert given["planner"].endpoint == f"http://engine/run/{route}/agent/planner/v1"

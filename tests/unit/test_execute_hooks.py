@@ -67,7 +67,9 @@ async def test_hooks_surround_the_agent_and_get_what_there_is() -> None:
     assert diary.given["runner"] == "the runner"
     assert diary.given["rollout"].rollout_id == "ro-1"
     assert diary.given["traced"].attempt_id == "at-1"
-    assert diary.given["spans"] == []  # what the agent returned comes after, so that it outweighs a reward set here
+    assert (
+        diary.given["spans"] == []
+    )  # what the agent returned comes after, so that it outweighs a reward set here
     assert diary.given["last"] == spans
     assert len(spans) == 1
 
@@ -80,7 +82,9 @@ async def hangs(task: int) -> None:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize(("agent", "status"), [(raises, "failed"), (hangs, "timeout"), (lambda task: "wrong", "failed")])
+@pytest.mark.parametrize(
+    ("agent", "status"), [(raises, "failed"), (hangs, "timeout"), (lambda task: "wrong", "failed")]
+)
 async def test_the_hooks_of_the_end_come_after_any_end(agent: Any, status: str) -> None:
     diary = Diary()
     outcome, _ = await run_attempt(agent, hooks=[diary], timeout=0.05)
@@ -106,7 +110,9 @@ async def test_the_hooks_of_the_end_come_also_when_the_attempt_is_cancelled() ->
 
 @pytest.mark.parametrize("event", ALL)
 @pytest.mark.parametrize(
-    "error", [ValueError("of the hook"), Unprintable(), Odd(), asyncio.CancelledError(), SystemExit(3)], ids=repr
+    "error",
+    [ValueError("of the hook"), Unprintable(), Odd(), asyncio.CancelledError(), SystemExit(3)],
+    ids=repr,
 )
 async def test_a_hook_that_fails_and_is_not_strict_changes_nothing(event: str, error: BaseException) -> None:
     diary = Diary(event, error=error)
@@ -115,7 +121,9 @@ async def test_a_hook_that_fails_and_is_not_strict_changes_nothing(event: str, e
 
 
 @pytest.mark.parametrize("event", ALL)
-@pytest.mark.parametrize("error", [ValueError("of the hook"), Unprintable(), Odd(), asyncio.CancelledError("\ud800")], ids=ascii)
+@pytest.mark.parametrize(
+    "error", [ValueError("of the hook"), Unprintable(), Odd(), asyncio.CancelledError("\ud800")], ids=ascii
+)
 async def test_a_strict_hook_that_fails_fails_the_attempt(event: str, error: BaseException) -> None:
     called = []
     diary = Diary(event, strict=True, error=error)

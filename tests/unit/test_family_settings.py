@@ -17,7 +17,9 @@ from raylight.errors import ConfigError, RolloutsFailedError
 from raylight.trainer.gather import gather, groups_that_differ
 from raylight.types import GREEDY, Failure, FinishedRollout
 
-FAMILY = sorted(name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm))
+FAMILY = sorted(
+    name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm)
+)
 FAMILY.remove("PolicyAlgorithm")
 
 
@@ -35,20 +37,56 @@ def test_every_algorithm_is_offered_with_its_paper_and_needs_a_model_only(name: 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("GRPO", {"adv_estimator": "grpo", "loss_mode": "vanilla", "loss_agg_mode": "token-mean", "norm_adv_by_std": True}),
-        ("DrGRPO", {"adv_estimator": "grpo", "norm_adv_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"}),
-        ("DAPO", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "loss_agg_mode": "token-mean", "equal_groups": "drop"}),
+        (
+            "GRPO",
+            {
+                "adv_estimator": "grpo",
+                "loss_mode": "vanilla",
+                "loss_agg_mode": "token-mean",
+                "norm_adv_by_std": True,
+            },
+        ),
+        (
+            "DrGRPO",
+            {"adv_estimator": "grpo", "norm_adv_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
+        ),
+        (
+            "DAPO",
+            {
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.28,
+                "loss_agg_mode": "token-mean",
+                "equal_groups": "drop",
+            },
+        ),
         ("RLOO", {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"}),
         ("ReinforcePlusPlus", {"adv_estimator": "reinforce_plus_plus", "group_size": 1, "compared": "batch"}),
-        ("ReinforcePlusPlusBaseline", {"adv_estimator": "reinforce_plus_plus_baseline", "kl_type": "k2", "compared": "group"}),
+        (
+            "ReinforcePlusPlusBaseline",
+            {"adv_estimator": "reinforce_plus_plus_baseline", "kl_type": "k2", "compared": "group"},
+        ),
         ("ReMax", {"adv_estimator": "remax", "samples_greedily": True, "group_size": 1}),
         ("OPO", {"adv_estimator": "opo", "samples_greedily": False}),
         ("GPG", {"adv_estimator": "gpg", "loss_mode": "gpg"}),
-        ("GSPO", {"loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"}),
+        (
+            "GSPO",
+            {
+                "loss_mode": "gspo",
+                "clip_ratio_low": 3e-4,
+                "clip_ratio_high": 4e-4,
+                "loss_agg_mode": "seq-mean-token-mean",
+            },
+        ),
         ("CISPO", {"loss_mode": "cispo", "clip_ratio_low": 10.0, "clip_ratio_high": 0.2}),
-        ("SAPO", {"loss_mode": "sapo", "tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": "seq-mean-token-mean"}),
+        (
+            "SAPO",
+            {"loss_mode": "sapo", "tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": "seq-mean-token-mean"},
+        ),
         ("GMPO", {"loss_mode": "geo_mean", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
-        ("ClipCov", {"loss_mode": "clip_cov", "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}),
+        (
+            "ClipCov",
+            {"loss_mode": "clip_cov", "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
+        ),
         ("KLCov", {"loss_mode": "kl_cov", "kl_cov_ratio": 2e-3, "ppo_kl_coef": 1.0}),
         ("PPO", {"adv_estimator": "gae", "gamma": 1.0, "lam": 0.95, "group_size": 1, "compared": "nothing"}),
     ],
@@ -158,7 +196,9 @@ def test_an_algorithm_without_groups_learns_from_single_rollouts() -> None:
 
 
 def test_a_batch_follows_the_learners_limit() -> None:
-    long = [dataclasses.replace(make_finished(r), generations=[make_generation([1], [2] * 9)]) for r in (0.0, 1.0)]
+    long = [
+        dataclasses.replace(make_finished(r), generations=[make_generation([1], [2] * 9)]) for r in (0.0, 1.0)
+    ]
     learner = LearnerConfig(max_row_tokens=4, long_rows="truncate")
     assert [len(row.token_ids) for row in rl.GRPO(model="m").batch_of(long, learner)[0].rows] == [4, 4]
 
@@ -166,11 +206,18 @@ def test_a_batch_follows_the_learners_limit() -> None:
 def greedy(reward: float, group: str) -> FinishedRollout:
     item = make_finished(reward, group=group)
     rollout = item.rollout.model_copy(update={"metadata": {GREEDY: True}})
-    return dataclasses.replace(item, rollout=rollout, generations=[make_generation([1], [2], temperature=0.0)])
+    return dataclasses.replace(
+        item, rollout=rollout, generations=[make_generation([1], [2], temperature=0.0)]
+    )
 
 
 def test_the_greedy_rollouts_of_remax_are_compared_with_and_not_trained() -> None:
-    finished = [make_finished(1.0, group="a"), make_finished(0.0, group="b"), greedy(0.5, "a"), greedy(0.25, "b")]
+    finished = [
+        make_finished(1.0, group="a"),
+        make_finished(0.0, group="b"),
+        greedy(0.5, "a"),
+        greedy(0.25, "b"),
+    ]
     batch, told = rl.ReMax(model="m").batch_of(finished, LearnerConfig())
     assert (batch.rewards, batch.baselines, len(batch.rows), told.trained) == ([1.0, 0.0], [0.5, 0.25], 2, 2)
 
@@ -185,14 +232,24 @@ class Session:
         self.rolled: list[tuple[Any, ...]] = []
 
     async def rollout(
-        self, tasks: list[Any], mode: str, samples: int, progress: Callable[[int, int], None], step: int, part: int
+        self,
+        tasks: list[Any],
+        mode: str,
+        samples: int,
+        progress: Callable[[int, int], None],
+        step: int,
+        part: int,
     ) -> list[FinishedRollout]:
         self.rolled.append(("sampled", mode, samples, step, part))
         return [
-            make_finished(None if reward is None else float(reward), group=f"{part}-{i}",
-                          failure=Failure(kind="agent", error="E: e") if reward is None else None)
-            for i, task in enumerate(tasks) for reward in task
-        ]  # fmt: skip
+            make_finished(
+                None if reward is None else float(reward),
+                group=f"{part}-{i}",
+                failure=Failure(kind="agent", error="E: e") if reward is None else None,
+            )
+            for i, task in enumerate(tasks)
+            for reward in task
+        ]
 
     async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
         self.rolled.append(("greedy", len(tasks), step, part))

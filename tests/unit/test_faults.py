@@ -41,19 +41,40 @@ Cuda = type("OutOfMemoryError", (RuntimeError,), {})
 @pytest.mark.parametrize(
     ("error", "meaning"),
     [
-        (Cuda("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"), LearnerMemoryError),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), LearnerMemoryError),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), LearnerMemoryError),
         (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"),
+            Cuda("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"),
+            LearnerMemoryError,
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            LearnerMemoryError,
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            LearnerMemoryError,
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+            ),
             LearnerMemoryError,
         ),
         (RuntimeError("std::bad_alloc"), LearnerMemoryError),
         (MemoryError("Unable to allocate 8.00 TiB for an array"), LearnerMemoryError),
         (MemoryError(), LearnerMemoryError),
         (Distributed("Watchdog caught collective operation timeout"), LearnerLostError),
-        (RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), LearnerLostError),
-        (RuntimeError("[/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms"), LearnerLostError),
+        (
+            RuntimeError(
+                "[/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"
+            ),
+            LearnerLostError,
+        ),
+        (
+            RuntimeError(
+                "[/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms"
+            ),
+            LearnerLostError,
+        ),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), LearnerLostError),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (1x4 and 5x1)"), None),
         (ValueError("not enough memory of this word"), None),
@@ -82,7 +103,10 @@ def test_the_types_of_torch_are_known_by_the_names_they_have() -> None:
 
 
 def test_the_advice_names_three_settings_and_what_they_are() -> None:
-    on_cpu, on_gpu = memory_advice(CONFIG), memory_advice(LearnerConfig(num_gpus=1, gradient_checkpointing=True, lora=LoraConfig()))
+    on_cpu, on_gpu = (
+        memory_advice(CONFIG),
+        memory_advice(LearnerConfig(num_gpus=1, gradient_checkpointing=True, lora=LoraConfig())),
+    )
     for setting in ("max_tokens_per_micro_batch (512 now)", "gradient_checkpointing (False now)", "lora"):
         assert setting in on_cpu
     for setting in (
@@ -91,7 +115,13 @@ def test_the_advice_names_three_settings_and_what_they_are() -> None:
         "param_offload and optimizer_offload (False and False now)",
     ):
         assert setting in on_gpu
-    for name in ("max_tokens_per_micro_batch", "gradient_checkpointing", "param_offload", "optimizer_offload", "lora"):
+    for name in (
+        "max_tokens_per_micro_batch",
+        "gradient_checkpointing",
+        "param_offload",
+        "optimizer_offload",
+        "lora",
+    ):
         assert name in LearnerConfig.model_fields
 
 
@@ -110,7 +140,9 @@ KILLED = (
     "exits with a connection error code 2. End of file. There are some potential root causes. (1) The process is killed by SIGKILL "
     "by OOM killer due to high memory usage. (2) ray stop --force is called."
 )
-IN_INIT = ActorDiedError(RayTaskError("__init__", "Traceback\nValueError: no such rank", ValueError("no such rank")))
+IN_INIT = ActorDiedError(
+    RayTaskError("__init__", "Traceback\nValueError: no such rank", ValueError("no such rank"))
+)
 
 
 def raised(cause: Exception) -> RayTaskError:
@@ -120,13 +152,25 @@ def raised(cause: Exception) -> RayTaskError:
 @pytest.mark.parametrize(
     ("error", "meaning", "told"),
     [
-        (died(KILLED), LearnerLostError, "learner 1 died: The actor is dead because its worker process has died"),
+        (
+            died(KILLED),
+            LearnerLostError,
+            "learner 1 died: The actor is dead because its worker process has died",
+        ),
         (died("The node (10.0.0.1) that hosted the actor died."), LearnerLostError, "node (10.0.0.1)"),
         (ActorUnavailableError("connection reset", b"0" * 16), LearnerLostError, LOG),
         (NodeDiedError("the node died"), LearnerLostError, LOG),
         (OwnerDiedError("ab" * 28, None, ""), LearnerLostError, LOG),
-        (OutOfMemoryError("Task was killed due to the node running low on memory."), LearnerMemoryError, "fewer processes"),
-        (died("Task was killed due to the node running low on memory.\nMemory on the node"), LearnerMemoryError, "(512 now)"),
+        (
+            OutOfMemoryError("Task was killed due to the node running low on memory."),
+            LearnerMemoryError,
+            "fewer processes",
+        ),
+        (
+            died("Task was killed due to the node running low on memory.\nMemory on the node"),
+            LearnerMemoryError,
+            "(512 now)",
+        ),
         (IN_INIT, LearnerError, "did not start: ValueError: no such rank"),
         (raised(ValueError("no")), LearnerError, "learner 1 failed: ValueError('no')"),
         (raised(MismatchError("too far")), MismatchError, "too far"),
@@ -156,7 +200,9 @@ def test_a_rank_that_lost_another_tells_less_than_that_one_s_death() -> None:
     assert not is_hearsay(died(KILLED))
 
 
-@pytest.mark.parametrize(("n", "gpus", "fits"), [(2, 1, True), (1, 0.5, True), (2, 0, True), (2, 0.5, False), (1, 2, False)])
+@pytest.mark.parametrize(
+    ("n", "gpus", "fits"), [(2, 1, True), (1, 0.5, True), (2, 0, True), (2, 0.5, False), (1, 2, False)]
+)
 def test_a_rank_has_one_gpu_which_is_its_own(n: int, gpus: float, fits: bool) -> None:
     if fits:
         assert LearnerConfig(n=n, num_gpus=gpus).num_gpus == gpus

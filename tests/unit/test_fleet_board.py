@@ -151,7 +151,10 @@ async def test_every_order_fails_with_the_replica_that_fails(order: Any) -> None
     board = await board_with("a", "b")
     async with within():
         giving = asyncio.create_task(order(board))
-        obeying = [asyncio.create_task(obey(board, "a")), asyncio.create_task(obey(board, "b", failure="no memory"))]
+        obeying = [
+            asyncio.create_task(obey(board, "a")),
+            asyncio.create_task(obey(board, "b", failure="no memory")),
+        ]
         with pytest.raises(WeightSyncError, match="b: no memory"):
             await giving
         await asyncio.gather(*obeying)
@@ -220,8 +223,11 @@ async def test_weights_adapters_and_sleep_stand_beside_one_another() -> None:
         assert await board.versions() == Versions(2, {"y": 3, "x": 4}, asleep=1)
         state = await board.subscribe("late")
         assert [(order.kind, order.box) for order in state.orders] == [
-            ("weights", ["w2"]), ("adapter", ["y3"]), ("adapter", ["x4"]), ("sleep", None),
-        ]  # fmt: skip
+            ("weights", ["w2"]),
+            ("adapter", ["y3"]),
+            ("adapter", ["x4"]),
+            ("sleep", None),
+        ]
         await board.leave("late")
         await give(board, board.wake(60.0))
         await give(board, board.drop_adapter("x", 60.0))

@@ -33,9 +33,15 @@ class Orphaned:
         self.calls += 1
 
 
-def make_follower(board: Any, name: str = "a", engine: Any = None, **settings: Any) -> tuple[Follower, SpyEngine, Orphaned]:
+def make_follower(
+    board: Any, name: str = "a", engine: Any = None, **settings: Any
+) -> tuple[Follower, SpyEngine, Orphaned]:
     engine, orphaned = engine or SpyEngine(), Orphaned()
-    return Follower(name, engine, board, orphaned, **{"fetch": open_box, "pause_s": 0.01, **settings}), engine, orphaned
+    return (
+        Follower(name, engine, board, orphaned, **{"fetch": open_box, "pause_s": 0.01, **settings}),
+        engine,
+        orphaned,
+    )
 
 
 @asynccontextmanager
@@ -60,15 +66,22 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
         assert await board.publish(1, ["arrays"], 5.0, "wait") == 2
         await board.publish(2, [ADAPTER], 5.0, "abort", adapter="x")
         assert await board.probe([4, 5, 6], 5.0, adapter="x") == {"a": [-5.0, -6.0], "b": [-5.0, -6.0]}
-        assert await board.sleep(5.0) == {"a": "there is no memory to free", "b": "there is no memory to free"}
+        assert await board.sleep(5.0) == {
+            "a": "there is no memory to free",
+            "b": "there is no memory to free",
+        }
         assert await board.versions() == Versions(1, {"x": 2}, asleep=1)
         await board.wake(5.0)
         await board.drop_adapter("x", 5.0)
         for engine in engines:
             assert engine.told == [
-                ("weights", 1, "arrays", "wait"), ("adapter", "x", 2, ADAPTER, "abort"), ("probe", [4, 5, 6], "x"),
-                ("sleep", 1), ("wake",), ("drop", "x"),
-            ]  # fmt: skip
+                ("weights", 1, "arrays", "wait"),
+                ("adapter", "x", 2, ADAPTER, "abort"),
+                ("probe", [4, 5, 6], "x"),
+                ("sleep", 1),
+                ("wake",),
+                ("drop", "x"),
+            ]
         assert await board.versions() == Versions(1)
 
 
@@ -83,7 +96,11 @@ async def test_who_comes_later_does_what_stands_before_it_serves() -> None:
         await board.sleep(5.0)
         follower, engine, _ = make_follower(board, "late")
         await follower.catch_up()
-        assert engine.told == [("adapter", "x", 2, ADAPTER, "keep"), ("weights", 4, "arrays", "keep"), ("sleep", 1)]
+        assert engine.told == [
+            ("adapter", "x", 2, ADAPTER, "keep"),
+            ("weights", 4, "arrays", "keep"),
+            ("sleep", 1),
+        ]
         await follower.close()
 
 
@@ -310,7 +327,8 @@ async def test_an_actors_errors_arrive_as_they_were_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"), [(RayActorError(), BoardLostError), (ActorUnavailableError("slow", None), BoardUnavailableError)]
+    ("error", "expected"),
+    [(RayActorError(), BoardLostError), (ActorUnavailableError("slow", None), BoardUnavailableError)],
 )
 async def test_the_death_of_the_board_is_a_typed_error(error: Exception, expected: type[Exception]) -> None:
     def fault(name: str) -> None:

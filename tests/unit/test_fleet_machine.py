@@ -162,7 +162,9 @@ class BoardMachine(RuleBasedStateMachine):
                 for order in orders:
                     self.say(name, replica, order.number, result=replica.carry_out(order))
 
-    def say(self, name: str, replica: Replica, number: int, failure: str | None = None, result: Any = None) -> None:
+    def say(
+        self, name: str, replica: Replica, number: int, failure: str | None = None, result: Any = None
+    ) -> None:
         replica.number = number
         self.do(self.board.acknowledge(name, number, failure, result))
 
@@ -191,9 +193,12 @@ class BoardMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.replicas and len(self.givings) < 3)
     @rule(
-        kind=st.sampled_from(["weights", "weights", "adapter", "adapter", "drop_adapter", "sleep", "wake", "wake", "probe"]),
-        adapter=st.sampled_from(["x", "y"]), timeout=st.sampled_from([3.0, 30.0]),
-    )  # fmt: skip
+        kind=st.sampled_from(
+            ["weights", "weights", "adapter", "adapter", "drop_adapter", "sleep", "wake", "wake", "probe"]
+        ),
+        adapter=st.sampled_from(["x", "y"]),
+        timeout=st.sampled_from([3.0, 30.0]),
+    )
     def give(self, kind: str, adapter: str, timeout: float) -> None:
         version = next(self.versions) if kind in ("weights", "adapter") else 0
         call = {
@@ -206,7 +211,9 @@ class BoardMachine(RuleBasedStateMachine):
         }[kind]
         task = self.loop.create_task(call())
         giving = Giving(task, self.loop.now + timeout, kind, version, adapter)
-        task.add_done_callback(lambda _: giving.up.extend(replace(r, adapters=dict(r.adapters)) for r in self.up()))
+        task.add_done_callback(
+            lambda _: giving.up.extend(replace(r, adapters=dict(r.adapters)) for r in self.up())
+        )
         self.givings.append(giving)
         self.do(asyncio.sleep(0))
 
@@ -241,7 +248,9 @@ class BoardMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_order_outlives_its_time(self) -> None:
-        assert not [giving for giving in self.givings if self.loop.now > giving.deadline and not giving.task.done()]
+        assert not [
+            giving for giving in self.givings if self.loop.now > giving.deadline and not giving.task.done()
+        ]
 
     @invariant()
     def what_is_visible_all_have_and_it_never_goes_back(self) -> None:
@@ -274,14 +283,23 @@ class BoardMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_visible_waits_for_somebody(self) -> None:
         """What stands differs from what all have only where somebody has not done it yet, and a probe stands while it lasts."""
-        assert "probe" not in self.board._standing or (self.board._open and self.board._open.order.kind == "probe")
+        assert "probe" not in self.board._standing or (
+            self.board._open and self.board._open.order.kind == "probe"
+        )
         for subject, order in self.board._standing.items():
             if self.board._settled.get(subject) is not order:
-                assert any(member.number < order.number for member in self.board._members.values()) or not self.board._members
+                assert (
+                    any(member.number < order.number for member in self.board._members.values())
+                    or not self.board._members
+                )
 
     @invariant()
     def boxes_are_few(self) -> None:
-        kept = {id(order.box) for order in [*self.board._standing.values(), *self.board._settled.values()] if order.box}
+        kept = {
+            id(order.box)
+            for order in [*self.board._standing.values(), *self.board._settled.values()]
+            if order.box
+        }
         assert len(kept) <= 2 * 3  # what all have and what they are to have: the weights and two adapters
 
     def up(self) -> list[Replica]:
@@ -291,4 +309,4 @@ class BoardMachine(RuleBasedStateMachine):
 TestBoardMachine = BoardMachine.TestCase
 TestBoardMachine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)  # fmt: skip
+)

@@ -53,7 +53,12 @@ def test_parity_tells_how_far_apart_they_are() -> None:
 
 @pytest.mark.parametrize(
     "engine",
-    [[-1.0, -2.5, -0.25, -7.1], [x - 0.002 for x in LEARNER], [-1.0, math.nan, -0.25, -7.0], [-1.0, -math.inf, -0.25, -7.0]],
+    [
+        [-1.0, -2.5, -0.25, -7.1],
+        [x - 0.002 for x in LEARNER],
+        [-1.0, math.nan, -0.25, -7.0],
+        [-1.0, -math.inf, -0.25, -7.0],
+    ],
     ids=["one token", "all a little", "not a number", "infinite"],
 )
 def test_what_differs_too_much_is_an_error(engine: list[float]) -> None:
@@ -71,8 +76,12 @@ def test_answers_of_another_length_are_an_error(engine: list[float]) -> None:
 
 def test_the_replica_and_the_version_are_named() -> None:
     watch = ParityWatch(1e-3)
-    assert watch.check(0, {"a": LEARNER, "b": [x + 1e-4 for x in LEARNER]}, LEARNER).mean_abs == pytest.approx(1e-4)
-    with pytest.raises(MismatchError, match="weight version 1, replica b: log-probs of engine and learner differ"):
+    assert watch.check(
+        0, {"a": LEARNER, "b": [x + 1e-4 for x in LEARNER]}, LEARNER
+    ).mean_abs == pytest.approx(1e-4)
+    with pytest.raises(
+        MismatchError, match="weight version 1, replica b: log-probs of engine and learner differ"
+    ):
         watch.check(1, {"a": LEARNER, "b": [x - 1 for x in LEARNER]}, LEARNER)
     with pytest.raises(MismatchError, match="no replica answered"):
         watch.check(1, {}, LEARNER)
@@ -104,8 +113,10 @@ def test_an_engine_that_follows_passes_for_ever(noise: float, step: float, toler
 
 
 @pytest.mark.parametrize(
-    ("precision", "found_at"), list(zip(PRECISIONS, [2e-4, 2e-3, 0.6, 1.0], strict=True)), ids=["tiny", "fp32", "bf16", "large"]
-)  # fmt: skip
+    ("precision", "found_at"),
+    list(zip(PRECISIONS, [2e-4, 2e-3, 0.6, 1.0], strict=True)),
+    ids=["tiny", "fp32", "bf16", "large"],
+)
 def test_an_engine_that_stays_behind_is_found(precision: tuple[float, float, float], found_at: float) -> None:
     """As soon as the learner has moved away so far: in float32, far below the tolerance."""
     noise, step, tolerance = precision
@@ -128,7 +139,8 @@ def test_a_shorter_probe_is_compared_with_the_start_of_a_longer_one() -> None:
     watch.check(0, {"a": LEARNER}, LEARNER)
     moved = [x + 1e-3 for x in LEARNER[:2]]
     with pytest.raises(
-        MismatchError, match=r"replica a lacks some of the weights of version 1: since version 0 .* changed by 0\.001"
+        MismatchError,
+        match=r"replica a lacks some of the weights of version 1: since version 0 .* changed by 0\.001",
     ):
         watch.check(1, {"a": LEARNER[:2]}, moved)
     watch.check(1, {"a": moved}, moved)
@@ -158,7 +170,11 @@ def export(module: Any) -> dict[str, Any]:
 async def test_a_tied_output_layer_is_never_stale(make_engine: Any, tied_model: str, sent: str) -> None:
     """An engine that keeps the output layer apart must take the embedding for it, and the parity check sees that it did."""
     torch.manual_seed(0)
-    engine, learner, watch = make_engine(), AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32), ParityWatch(1e-3)
+    engine, learner, watch = (
+        make_engine(),
+        AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32),
+        ParityWatch(1e-3),
+    )
     long, short = (probe_ids(vocabulary_of(tied_model), n) for n in (START_TOKENS, SYNC_TOKENS))
     async with within(30):
         start = watch.check(0, {"a": await engine.logprobs(long)}, logprobs_of(learner, long))
@@ -174,7 +190,9 @@ async def test_a_tied_output_layer_is_never_stale(make_engine: Any, tied_model: 
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e-3])
-async def test_a_stale_output_layer_is_found_at_the_first_version(untied_model: str, make_engine: Any, size: float) -> None:
+async def test_a_stale_output_layer_is_found_at_the_first_version(
+    untied_model: str, make_engine: Any, size: float
+) -> None:
     """What vLLM on a CPU does with its repacked copy: all is new but the output layer, and no step is near the tolerance."""
     torch.manual_seed(0)
     learner = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)

@@ -56,7 +56,10 @@ class Site:
     async def _ask(self, path: str, content: bytes, method: str, headers: dict[str, str]) -> httpx.Response:
         given = {"authorization": f"Bearer {KEY}", "content-type": "application/json"} | headers
         transport = httpx.ASGITransport(app=self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client, within(DEADLINE_S):
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://replica") as client,
+            within(DEADLINE_S),
+        ):
             return await client.request(method, MINE + path, content=content, headers=given)
 
     def check(self, path: str, body: Any, **headers: str) -> httpx.Response:
@@ -81,47 +84,127 @@ def site() -> Iterator[Site]:
 
 
 HI = [{"role": "user", "content": "hi"}]
-SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 CALLED = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
 BODIES: dict[str, list[dict[str, Any]]] = {
     CHAT: [
-        {"model": "policy", "messages": HI, "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "n": 2,
-         "stop": ["x"], "logprobs": True, "top_logprobs": 2, "user": "u", "presence_penalty": 0.1, "logit_bias": {"5": 1.0}},
-        {"model": "policy", "messages": HI, "max_completion_tokens": 3, "stream": True, "stream_options": {"include_usage": True},
-         "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto", "parallel_tool_calls": True},
-        {"model": "policy", "max_tokens": 3,
-         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
-         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                      {"role": "assistant", "content": None, "tool_calls": CALLED},
-                      {"role": "tool", "tool_call_id": "c1", "content": "1"}]},
+        {
+            "model": "policy",
+            "messages": HI,
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "seed": 1,
+            "n": 2,
+            "stop": ["x"],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "user": "u",
+            "presence_penalty": 0.1,
+            "logit_bias": {"5": 1.0},
+        },
+        {
+            "model": "policy",
+            "messages": HI,
+            "max_completion_tokens": 3,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+        },
+        {
+            "model": "policy",
+            "max_tokens": 3,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": None, "tool_calls": CALLED},
+                {"role": "tool", "tool_call_id": "c1", "content": "1"},
+            ],
+        },
     ],
     "/v1/completions": [
-        {"model": "policy", "prompt": "hi", "max_tokens": 3, "n": 2, "temperature": 0, "logprobs": 2, "echo": False, "seed": 1},
+        {
+            "model": "policy",
+            "prompt": "hi",
+            "max_tokens": 3,
+            "n": 2,
+            "temperature": 0,
+            "logprobs": 2,
+            "echo": False,
+            "seed": 1,
+        },
         {"model": "policy", "prompt": ["a", "b"], "max_tokens": 3, "stream": True, "stop": "x"},
         {"model": "policy", "prompt": [[1, 2], [3]], "max_tokens": 3},
     ],
     "/v1/responses": [
-        {"model": "policy", "input": "hi", "max_output_tokens": 3, "temperature": 0.5, "store": False, "instructions": "i"},
-        {"model": "policy", "stream": True, "max_output_tokens": 3, "tools": [{"type": "function", **FUNCTION}],
-         "tool_choice": "auto", "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"},
-         "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-                   {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
-                   {"type": "function_call_output", "call_id": "c1", "output": "1"}]},
+        {
+            "model": "policy",
+            "input": "hi",
+            "max_output_tokens": 3,
+            "temperature": 0.5,
+            "store": False,
+            "instructions": "i",
+        },
+        {
+            "model": "policy",
+            "stream": True,
+            "max_output_tokens": 3,
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": "auto",
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": "low"},
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+                {"type": "function_call_output", "call_id": "c1", "output": "1"},
+            ],
+        },
     ],
     "/v1/messages": [
-        {"model": "policy", "messages": HI, "max_tokens": 3, "temperature": 0.5, "system": "s", "stop_sequences": ["x"],
-         "metadata": {"user_id": "u"}, "top_k": 5},
-        {"model": "policy", "max_tokens": 3, "stream": True, "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
-         "tool_choice": {"type": "auto"}, "system": [{"type": "text", "text": "s"}],
-         "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
-                      {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}]},
-                      {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]}]},
+        {
+            "model": "policy",
+            "messages": HI,
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "system": "s",
+            "stop_sequences": ["x"],
+            "metadata": {"user_id": "u"},
+            "top_k": 5,
+        },
+        {
+            "model": "policy",
+            "max_tokens": 3,
+            "stream": True,
+            "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+            "system": [{"type": "text", "text": "s"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]},
+            ],
+        },
     ],
     "/v1/messages/count_tokens": [{"model": "policy", "messages": HI, "system": "s"}],
-    "/tokenize": [{"model": "policy", "prompt": "hi", "add_special_tokens": True}, {"model": "policy", "messages": HI}],
+    "/tokenize": [
+        {"model": "policy", "prompt": "hi", "add_special_tokens": True},
+        {"model": "policy", "messages": HI},
+    ],
     "/detokenize": [{"model": "policy", "tokens": [1, 2, 3]}],
-}  # fmt: skip
+}
 BODIES |= {f"/v1{path}": BODIES[path] for path in ("/tokenize", "/detokenize")}
 
 DEEP: Any = []
@@ -138,7 +221,10 @@ JUNK = st.one_of(
     st.recursive(SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
                  max_leaves=5),
 ).map(copy.deepcopy)  # fmt: skip  # what is drawn may be spoiled further
-NAMES = sorted({name for bodies in BODIES.values() for body in bodies for name in body} | {"kv_transfer_params", "", "\ud800"})
+NAMES = sorted(
+    {name for bodies in BODIES.values() for body in bodies for name in body}
+    | {"kv_transfer_params", "", "\ud800"}
+)
 
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -174,7 +260,11 @@ def schema(given: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": given}}}
 
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])
+FUZZ = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
+)
 
 
 @pytest.mark.parametrize("path", POSTED)
@@ -204,28 +294,104 @@ def test_no_json_at_all_is_a_failure_of_the_server(site: Site, path: str) -> Non
 
 
 ABSURD: list[dict[str, Any]] = [
-    {"max_tokens": -1}, {"max_tokens": 0}, {"max_tokens": 2**63}, {"max_tokens": 1.5}, {"max_tokens": "3"}, {"max_tokens": 10**9},
-    {"max_output_tokens": -1}, {"n": 10**9}, {"n": 0}, {"n": -1}, {"n": 1.5}, {"n": 2**63}, {"temperature": -1},
-    {"temperature": 1e308}, {"temperature": 1e-308}, {"temperature": "hot"}, {"temperature": float("nan")}, {"top_p": 0},
-    {"top_p": 2}, {"top_k": -5}, {"top_k": 2**62}, {"seed": 2**63 - 1}, {"seed": -(2**63)}, {"seed": 1.5}, {"stop": ""},
-    {"stop": [""]}, {"stop": ["x"] * 10_000}, {"stop": "\x00"}, {"logprobs": 10**6}, {"top_logprobs": 10**6, "logprobs": True},
-    {"best_of": 10**9}, {"messages": []}, {"messages": "hi"}, {"messages": [{}]}, {"messages": HI * 10_000},
-    {"messages": [{"role": "user", "content": "x" * 10**6}]}, {"messages": [{"role": "\x00", "content": "x"}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [10**9]},
-    {"prompt": [-1]}, {"prompt": ["x"] * 10_000}, {"prompt": "x" * 10**6}, {"prompt": [1, "a"]}, {"prompt": [[1], "a"]},
-    {"tokens": [10**9]}, {"tokens": [-1]}, {"tokens": []}, {"tokens": [2**63]}, {"model": "other"}, {"model": ""},
-    {"model": "../../etc/passwd"}, {"model": 7}, {"stream": "yes"}, {"stream": True, "n": 3}, {"logit_bias": {"x": 1}},
-    {"logit_bias": {"999999": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"5": 1e300}}, schema({"type": "odd"}),
-    schema({"$ref": "#"}), schema({"$ref": "http://example.com/x"}), schema({"pattern": "(((("}), schema({"maxProperties": -1}),
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "maxProperties": -1}}}]},
-    {"tools": [{"type": "odd"}]}, {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-    {"kv_transfer_params": {"prompt_token_ids": [1, 2]}}, {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
-    {"chat_template_kwargs": {"x": DEEP}}, {"add_generation_prompt": "x"}, {"use_beam_search": True}, {"input": []},
-    {"input": [{}]}, {"input": {"a": DEEP}}, {"previous_response_id": "resp_1"}, {"previous_response_id": "\x00"},
-    {"background": True}, {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"stop_sequences": [""]}, {"system": DEEP},
-    {"truncation": "odd"}, {"min_tokens": 10**9}, {"ignore_eos": True, "max_tokens": None}, {"repetition_penalty": 1e-300},
-    {"repetition_penalty": 10}, {"min_p": 5}, {"frequency_penalty": 2, "presence_penalty": -2},
-]  # fmt: skip
+    {"max_tokens": -1},
+    {"max_tokens": 0},
+    {"max_tokens": 2**63},
+    {"max_tokens": 1.5},
+    {"max_tokens": "3"},
+    {"max_tokens": 10**9},
+    {"max_output_tokens": -1},
+    {"n": 10**9},
+    {"n": 0},
+    {"n": -1},
+    {"n": 1.5},
+    {"n": 2**63},
+    {"temperature": -1},
+    {"temperature": 1e308},
+    {"temperature": 1e-308},
+    {"temperature": "hot"},
+    {"temperature": float("nan")},
+    {"top_p": 0},
+    {"top_p": 2},
+    {"top_k": -5},
+    {"top_k": 2**62},
+    {"seed": 2**63 - 1},
+    {"seed": -(2**63)},
+    {"seed": 1.5},
+    {"stop": ""},
+    {"stop": [""]},
+    {"stop": ["x"] * 10_000},
+    {"stop": "\x00"},
+    {"logprobs": 10**6},
+    {"top_logprobs": 10**6, "logprobs": True},
+    {"best_of": 10**9},
+    {"messages": []},
+    {"messages": "hi"},
+    {"messages": [{}]},
+    {"messages": HI * 10_000},
+    {"messages": [{"role": "user", "content": "x" * 10**6}]},
+    {"messages": [{"role": "\x00", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": [10**9]},
+    {"prompt": [-1]},
+    {"prompt": ["x"] * 10_000},
+    {"prompt": "x" * 10**6},
+    {"prompt": [1, "a"]},
+    {"prompt": [[1], "a"]},
+    {"tokens": [10**9]},
+    {"tokens": [-1]},
+    {"tokens": []},
+    {"tokens": [2**63]},
+    {"model": "other"},
+    {"model": ""},
+    {"model": "../../etc/passwd"},
+    {"model": 7},
+    {"stream": "yes"},
+    {"stream": True, "n": 3},
+    {"logit_bias": {"x": 1}},
+    {"logit_bias": {"999999": 1}},
+    {"logit_bias": {"-1": 1}},
+    {"logit_bias": {"5": 1e300}},
+    schema({"type": "odd"}),
+    schema({"$ref": "#"}),
+    schema({"$ref": "http://example.com/x"}),
+    schema({"pattern": "(((("}),
+    schema({"maxProperties": -1}),
+    {
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "f", "parameters": {"type": "object", "maxProperties": -1}},
+            }
+        ]
+    },
+    {"tools": [{"type": "odd"}]},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+    {"kv_transfer_params": {"prompt_token_ids": [1, 2]}},
+    {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
+    {"chat_template_kwargs": {"x": DEEP}},
+    {"add_generation_prompt": "x"},
+    {"use_beam_search": True},
+    {"input": []},
+    {"input": [{}]},
+    {"input": {"a": DEEP}},
+    {"previous_response_id": "resp_1"},
+    {"previous_response_id": "\x00"},
+    {"background": True},
+    {"thinking": {"type": "enabled", "budget_tokens": -1}},
+    {"stop_sequences": [""]},
+    {"system": DEEP},
+    {"truncation": "odd"},
+    {"min_tokens": 10**9},
+    {"ignore_eos": True, "max_tokens": None},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 10},
+    {"min_p": 5},
+    {"frequency_penalty": 2, "presence_penalty": -2},
+]
 
 
 @pytest.mark.parametrize("more", ABSURD, ids=lambda more: json.dumps(more)[:40])
@@ -237,18 +403,31 @@ def test_absurd_parameters_are_no_failure_of_the_server(site: Site, more: dict[s
             site.check(path, BODIES[path][1] | more)
 
 
-@pytest.mark.parametrize("headers", [
-    {"x-raylight-token-in": "perhaps"}, {"x-stainless-retry-count": "-1"}, {"x-stainless-retry-count": "9" * 500},
-    {"x-stainless-retry-count": "1"}, {"x-request-id": "x" * 5000}, {"x-request-id": ""}, {"accept": "text/html"},
-    {"accept-encoding": "odd"}, {"anthropic-version": "1900-01-01"}, {"content-length": "0"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-raylight-token-in": "perhaps"},
+        {"x-stainless-retry-count": "-1"},
+        {"x-stainless-retry-count": "9" * 500},
+        {"x-stainless-retry-count": "1"},
+        {"x-request-id": "x" * 5000},
+        {"x-request-id": ""},
+        {"accept": "text/html"},
+        {"accept-encoding": "odd"},
+        {"anthropic-version": "1900-01-01"},
+        {"content-length": "0"},
+    ],
+)
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_odd_headers_are_no_failure_of_the_server(site: Site, path: str, headers: dict[str, str]) -> None:
     for body in BODIES[path]:
         site.check(path, body, **headers)
 
 
-@given(method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "odd"]), path=st.text(max_size=20))
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "odd"]),
+    path=st.text(max_size=20),
+)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_address_is_a_failure_of_the_server(site: Site, method: str, path: str) -> None:
     try:

@@ -39,12 +39,25 @@ async def test_the_runs_secret_opens_the_plain_routes_outside_of_any_attempt() -
     assert (len(site.inner.seen), site.inner.attempts) == (1, [])
 
 
-@pytest.mark.parametrize(("path", "key"), [
-    (MINE + CHAT, "wrong"), (MINE + CHAT, ""), (MINE + CHAT, SECRET), (MINE + CHAT, scoped_key(SECRET, "ro-1", "at-2")),
-    (MINE + CHAT, scoped_key(SECRET, "ro-2", "at-1")), (MINE + CHAT, scoped_key("other", "ro-1", "at-1")), (CHAT, "wrong"),
-    (CHAT, KEY), ("/v1/models", "wrong"), ("/nowhere", "wrong"), (MINE + "/v1/health", "wrong"), ("/metrics", KEY),
-    ("/metrics", "wrong"), (CHAT, "schlüssel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        (MINE + CHAT, "wrong"),
+        (MINE + CHAT, ""),
+        (MINE + CHAT, SECRET),
+        (MINE + CHAT, scoped_key(SECRET, "ro-1", "at-2")),
+        (MINE + CHAT, scoped_key(SECRET, "ro-2", "at-1")),
+        (MINE + CHAT, scoped_key("other", "ro-1", "at-1")),
+        (CHAT, "wrong"),
+        (CHAT, KEY),
+        ("/v1/models", "wrong"),
+        ("/nowhere", "wrong"),
+        (MINE + "/v1/health", "wrong"),
+        ("/metrics", KEY),
+        ("/metrics", "wrong"),
+        (CHAT, "schlüssel"),
+    ],
+)
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
 async def test_a_key_that_does_not_fit_opens_nothing(path: str, key: str, header: str) -> None:
     site = Site()
@@ -57,10 +70,15 @@ async def test_a_key_that_does_not_fit_opens_nothing(path: str, key: str, header
     assert site.inner.seen == []
 
 
-@pytest.mark.parametrize("headers", [
-    {"x-api-key": KEY}, {"authorization": f"bearer  {KEY}"}, {"authorization": "Bearer other", "x-api-key": KEY},
-    {"authorization": "Basic abc", "x-api-key": KEY},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-api-key": KEY},
+        {"authorization": f"bearer  {KEY}"},
+        {"authorization": "Bearer other", "x-api-key": KEY},
+        {"authorization": "Basic abc", "x-api-key": KEY},
+    ],
+)
 async def test_a_key_is_read_from_either_header(headers: dict[str, str]) -> None:
     async with within():
         assert (await Site().client.post(MINE + CHAT, headers=headers, json=BODY)).status_code == 200
@@ -70,8 +88,15 @@ async def test_the_real_anthropic_client_gets_in_and_is_refused_in_its_own_words
     site = Site()
     http_client = anthropic.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=site.app))
     url = "http://replica" + MINE
-    ask: dict[str, Any] = {"model": "policy", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
-    async with within(), anthropic.AsyncAnthropic(base_url=url, api_key=KEY, http_client=http_client, max_retries=0) as client:
+    ask: dict[str, Any] = {
+        "model": "policy",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+    async with (
+        within(),
+        anthropic.AsyncAnthropic(base_url=url, api_key=KEY, http_client=http_client, max_retries=0) as client,
+    ):
         await client.messages.create(**ask)
         with pytest.raises(anthropic.AuthenticationError, match="does not open this address"):
             await client.with_options(api_key="wrong").messages.create(**ask)
@@ -85,7 +110,10 @@ async def test_no_inner_layer_sees_a_key() -> None:
     await site.post(headers={"x-api-key": KEY, "cookie": "a=b", "proxy-authorization": "x", "x-trace": "1"})
     headers = site.inner.seen[0][3]
     assert KEY.encode() not in b" ".join(headers.values())
-    assert (headers[b"x-trace"], set(headers) & {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"}) == (
+    assert (
+        headers[b"x-trace"],
+        set(headers) & {b"authorization", b"x-api-key", b"cookie", b"proxy-authorization"},
+    ) == (
         b"1",
         set(),
     )
@@ -161,14 +189,54 @@ async def test_a_route_of_the_list_is_passed_on(path: str) -> None:
 
 
 NATIVE = [
-    "/pause", "/resume", "/sleep", "/wake_up", "/is_sleeping", "/collective_rpc", "/reset_prefix_cache", "/reset_mm_cache",
-    "/update_weights", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/weight_info",
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/generate", "/abort_requests", "/scale_elastic_ep",
-    "/server_info", "/start_profile", "/stop_profile", "/docs", "/openapi.json", "/redoc", "/load", "/version", "/ping",
-    "/invocations", "/v1/embeddings", "/pooling", "/score", "/rerank", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel",
-    "/v1/audio/transcriptions", "/tokenizer_info", "/v1/chat/completions/render", "/v1/completions/render",
-    "/generative_scoring", "/fault_tolerance/status", "/v1/files", "/", "", "/v1", "/v1/", "/v1/models/", "/metrics/",
-]  # fmt: skip
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/reset_mm_cache",
+    "/update_weights",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/weight_info",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/inference/v1/generate",
+    "/abort_requests",
+    "/scale_elastic_ep",
+    "/server_info",
+    "/start_profile",
+    "/stop_profile",
+    "/docs",
+    "/openapi.json",
+    "/redoc",
+    "/load",
+    "/version",
+    "/ping",
+    "/invocations",
+    "/v1/embeddings",
+    "/pooling",
+    "/score",
+    "/rerank",
+    "/v1/responses/resp_1",
+    "/v1/responses/resp_1/cancel",
+    "/v1/audio/transcriptions",
+    "/tokenizer_info",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/generative_scoring",
+    "/fault_tolerance/status",
+    "/v1/files",
+    "/",
+    "",
+    "/v1",
+    "/v1/",
+    "/v1/models/",
+    "/metrics/",
+]
 
 
 @pytest.mark.parametrize("path", NATIVE)
@@ -177,7 +245,9 @@ async def test_no_other_route_of_an_engine_can_be_reached(path: str, method: str
     site = Site()
     for prefix, key in (("", SECRET), (MINE, KEY)):
         answer = await site.get(prefix + path, key, method)
-        if prefix and answer.status_code == 401:  # an address that names no attempt, which the attempt's key opens not
+        if (
+            prefix and answer.status_code == 401
+        ):  # an address that names no attempt, which the attempt's key opens not
             assert not path.startswith("/v1/")
         else:
             assert (answer.status_code, is_refusal(answer, path)) == (404, True)
@@ -185,12 +255,33 @@ async def test_no_other_route_of_an_engine_can_be_reached(path: str, method: str
 
 
 TRICKS = [
-    "//v1/chat/completions", "/v1//chat/completions", "/v1/chat/completions/", "/v1/chat/./completions", "/v1/../pause",
-    "/v1/chat/../../pause", "/v1/chat%2Fcompletions", "/v1/%63hat/completions", "/%76%31/chat/completions", "/v1%2Fpause",
-    "/%70ause", "/v1/chat/completions%00", "/v1/chat/completions%20", "/v1/chat/completions;x=1", "/V1/chat/completions",
-    "/v1/chat/completions%2F..%2F..%2Fpause", "/health/../pause", "/health%2F..%2Fpause", "/he%61lth", "/health/", "/%6detrics",
-    "/v1/models/..%2F..%2Fpause", "/v1/models/../../pause", "/v1/chat/completions%3Fx", "/.%2e/pause", "\\pause",
-]  # fmt: skip
+    "//v1/chat/completions",
+    "/v1//chat/completions",
+    "/v1/chat/completions/",
+    "/v1/chat/./completions",
+    "/v1/../pause",
+    "/v1/chat/../../pause",
+    "/v1/chat%2Fcompletions",
+    "/v1/%63hat/completions",
+    "/%76%31/chat/completions",
+    "/v1%2Fpause",
+    "/%70ause",
+    "/v1/chat/completions%00",
+    "/v1/chat/completions%20",
+    "/v1/chat/completions;x=1",
+    "/V1/chat/completions",
+    "/v1/chat/completions%2F..%2F..%2Fpause",
+    "/health/../pause",
+    "/health%2F..%2Fpause",
+    "/he%61lth",
+    "/health/",
+    "/%6detrics",
+    "/v1/models/..%2F..%2Fpause",
+    "/v1/models/../../pause",
+    "/v1/chat/completions%3Fx",
+    "/.%2e/pause",
+    "\\pause",
+]
 
 
 @pytest.mark.parametrize("trick", TRICKS)
@@ -208,17 +299,31 @@ async def test_another_spelling_leads_nowhere(trick: str, method: str) -> None:
             return {"type": "http.request", "body": b"{}", "more_body": False}
 
         raw = prefix + trick
-        scope = asgi_scope(httpx.URL(f"http://h{raw}").path if "%" in raw else raw, method, key, raw_path=raw.encode())
+        scope = asgi_scope(
+            httpx.URL(f"http://h{raw}").path if "%" in raw else raw, method, key, raw_path=raw.encode()
+        )
         await site.app(scope, receive, send)
         assert sent[0]["status"] in (401, 404, 405)
-    assert {path for path, *_ in site.inner.seen} <= {"/v1/models"}  # a model of an odd name, which there is not
+    assert {path for path, *_ in site.inner.seen} <= {
+        "/v1/models"
+    }  # a model of an odd name, which there is not
 
 
-@pytest.mark.parametrize(("method", "path", "allowed"), [
-    ("GET", CHAT, "POST"), ("PUT", CHAT, "POST"), ("OPTIONS", CHAT, "POST"), ("HEAD", "/v1/messages", "POST"),
-    ("POST", "/v1/models", "GET"), ("DELETE", "/v1/models/policy", "GET"), ("POST", "/health", "GET, HEAD"),
-    ("POST", "/metrics", "GET"), ("GET", "/v1/traces", "POST"), ("GET", "/tokenize", "POST"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", CHAT, "POST"),
+        ("OPTIONS", CHAT, "POST"),
+        ("HEAD", "/v1/messages", "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("DELETE", "/v1/models/policy", "GET"),
+        ("POST", "/health", "GET, HEAD"),
+        ("POST", "/metrics", "GET"),
+        ("GET", "/v1/traces", "POST"),
+        ("GET", "/tokenize", "POST"),
+    ],
+)
 async def test_another_method_is_said_so(method: str, path: str, allowed: str) -> None:
     answer = await Site().get(path, method=method)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)

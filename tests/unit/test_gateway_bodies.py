@@ -16,14 +16,31 @@ from raylight.serving.gateway import bodies
 from raylight.serving.gateway.bodies import MAX_VALUES
 
 BAD = {
-    "nothing": b"", "cut off": b"{", "not UTF-8": b'{"a": "\xff"}', "UTF-16": '{"a": 1}'.encode("utf-16"), "python": b"{'a': 1}",
-    "more after": b'{"a": 1} x', "two": b"{}{}", "deep lists": b'{"a": ' + b"[" * 100_000, "deep objects": b'{"a":' * 100_000,
-    "deep and whole": b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", "endless digits": b'{"n": ' + b"1" * 5000 + b"}",
-    "beyond 64 bits": b'{"n": 1180591620717411303424}', "below 64 bits": b'{"n": [-9223372036854775809]}', "NaN": b'{"t": NaN}',
-    "Infinity": b'{"t": -Infinity}', "too large a float": b'{"t": {"x": [1e999]}}', "half a character": b'{"a": "\\ud800"}',
-    "half a key": b'{"\\udfff": 1}', "surrogate bytes": b'{"a": "\xed\xa0\x80"}', "newline": b'{"a": "\n"}', "list": b"[]",
-    "text": b'"x"', "null": b"null", "number": b"7",
-}  # fmt: skip
+    "nothing": b"",
+    "cut off": b"{",
+    "not UTF-8": b'{"a": "\xff"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "python": b"{'a': 1}",
+    "more after": b'{"a": 1} x',
+    "two": b"{}{}",
+    "deep lists": b'{"a": ' + b"[" * 100_000,
+    "deep objects": b'{"a":' * 100_000,
+    "deep and whole": b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}",
+    "endless digits": b'{"n": ' + b"1" * 5000 + b"}",
+    "beyond 64 bits": b'{"n": 1180591620717411303424}',
+    "below 64 bits": b'{"n": [-9223372036854775809]}',
+    "NaN": b'{"t": NaN}',
+    "Infinity": b'{"t": -Infinity}',
+    "too large a float": b'{"t": {"x": [1e999]}}',
+    "half a character": b'{"a": "\\ud800"}',
+    "half a key": b'{"\\udfff": 1}',
+    "surrogate bytes": b'{"a": "\xed\xa0\x80"}',
+    "newline": b'{"a": "\n"}',
+    "list": b"[]",
+    "text": b'"x"',
+    "null": b"null",
+    "number": b"7",
+}
 
 
 @pytest.mark.parametrize("path", POSTED)
@@ -37,9 +54,13 @@ async def test_a_body_that_is_no_sound_json_object_is_a_bad_request(path: str, c
 
 
 GOOD = [
-    b"{}", b' {"a": "\\ud83d\\ude00"} ', b'{"n": 18446744073709551615, "m": -9223372036854775808}', b'{"a": "\\u0000"}',
-    b'{"t": 1e308}', b'{"a": ' + b"[" * 150 + b"]" * 150 + b"}",
-]  # fmt: skip
+    b"{}",
+    b' {"a": "\\ud83d\\ude00"} ',
+    b'{"n": 18446744073709551615, "m": -9223372036854775808}',
+    b'{"a": "\\u0000"}',
+    b'{"t": 1e308}',
+    b'{"a": ' + b"[" * 150 + b"]" * 150 + b"}",
+]
 
 
 @pytest.mark.parametrize("content", GOOD)
@@ -50,15 +71,19 @@ async def test_a_sound_body_goes_on_as_it_came(content: bytes) -> None:
 
 
 MANY = {
-    "numbers": b"[" + b"1," * MAX_VALUES + b"1]", "objects": b"[" + b"{}," * MAX_VALUES + b"{}]",
-    "fields": b"{" + b",".join(b'"%d":1' % i for i in range(MAX_VALUES)) + b"}", "texts": b"[" + b'"\\"",' * MAX_VALUES + b'""]',
+    "numbers": b"[" + b"1," * MAX_VALUES + b"1]",
+    "objects": b"[" + b"{}," * MAX_VALUES + b"{}]",
+    "fields": b"{" + b",".join(b'"%d":1' % i for i in range(MAX_VALUES)) + b"}",
+    "texts": b"[" + b'"\\"",' * MAX_VALUES + b'""]',
     "nested": b"[" + b'[[{"a":[1]}]],' * (MAX_VALUES // 4) + b"1]",
     "after a text": b'["' + b"," * MAX_VALUES + b'"' + b",1" * MAX_VALUES + b"]",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("value", MANY.values(), ids=MANY)
-async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    value: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = Site()
     monkeypatch.setattr(bodies, "from_json", None)
     answer = await site.post(content=b'{"a":' + value + b"}")
@@ -68,8 +93,10 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(value: b
 
 
 MUCH_TEXT = {
-    "commas": b"," * MAX_VALUES * 2, "escaped quotes": b'\\",' * MAX_VALUES * 2, "escaped backslashes": b"[\\\\{" * MAX_VALUES,
-}  # fmt: skip
+    "commas": b"," * MAX_VALUES * 2,
+    "escaped quotes": b'\\",' * MAX_VALUES * 2,
+    "escaped backslashes": b"[\\\\{" * MAX_VALUES,
+}
 
 
 @pytest.mark.parametrize("text", MUCH_TEXT.values(), ids=MUCH_TEXT)
@@ -86,7 +113,8 @@ async def test_a_long_prompt_in_tokens_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json"]
+    "kind",
+    ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json"],
 )
 async def test_another_type_of_content_is_refused(kind: str) -> None:
     """A web page may send these to a server on loopback without being asked."""
@@ -97,7 +125,9 @@ async def test_another_type_of_content_is_refused(kind: str) -> None:
 
 
 async def test_the_type_may_name_its_charset() -> None:
-    assert (await Site().post(content=b"{}", headers={"content-type": "Application/JSON; charset=utf-8"})).status_code == 200
+    assert (
+        await Site().post(content=b"{}", headers={"content-type": "Application/JSON; charset=utf-8"})
+    ).status_code == 200
 
 
 async def test_an_encoded_body_is_refused() -> None:
@@ -134,8 +164,10 @@ async def test_a_body_that_does_not_tell_its_length_is_read_up_to_the_limit() ->
             yield b" " * 30
 
     answer = await site.client.post(
-        CHAT, headers={"authorization": f"Bearer {SECRET}", "content-type": "application/json"}, content=pieces()
-    )  # fmt: skip
+        CHAT,
+        headers={"authorization": f"Bearer {SECRET}", "content-type": "application/json"},
+        content=pieces(),
+    )
     assert (answer.status_code, is_refusal(answer, CHAT), taken) == (413, True, 4)
 
 

@@ -21,13 +21,21 @@ ANTHROPIC = {"type": "error", "error": {"type": "invalid_request_error", "messag
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/tokenize"])
-@pytest.mark.parametrize(("response", "status", "says"), [
-    (JSONResponse(FOUND, 422), 400, "Field required"), (JSONResponse({"detail": "Not Found"}, 404), 404, "Not Found"),
-    (PlainTextResponse("Internal Server Error", 500), 500, "Internal Server Error"), (Response(status_code=502), 502, "502"),
-    (JSONResponse({"error": "plain"}, 400), 400, "plain"), (JSONResponse(["odd"], 400), 400, "odd"),
-    (JSONResponse(OPENAI, 400), 400, "no"), (Response(b"\xff\xfe", 400), 400, ""), (JSONResponse({"error": {}}, 400), 400, ""),
-    (JSONResponse({"object": "error", "message": "old vLLM", "type": "x"}, 400), 400, "old vLLM"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("response", "status", "says"),
+    [
+        (JSONResponse(FOUND, 422), 400, "Field required"),
+        (JSONResponse({"detail": "Not Found"}, 404), 404, "Not Found"),
+        (PlainTextResponse("Internal Server Error", 500), 500, "Internal Server Error"),
+        (Response(status_code=502), 502, "502"),
+        (JSONResponse({"error": "plain"}, 400), 400, "plain"),
+        (JSONResponse(["odd"], 400), 400, "odd"),
+        (JSONResponse(OPENAI, 400), 400, "no"),
+        (Response(b"\xff\xfe", 400), 400, ""),
+        (JSONResponse({"error": {}}, 400), 400, ""),
+        (JSONResponse({"object": "error", "message": "old vLLM", "type": "x"}, 400), 400, "old vLLM"),
+    ],
+)
 async def test_an_inner_error_gets_the_shape(path: str, response: Response, status: int, says: str) -> None:
     site = Site()
     site.inner.app = response
@@ -54,7 +62,11 @@ async def test_an_error_in_pieces_is_put_together() -> None:
     site = Site()
     site.inner.app = StreamingResponse(pieces(), 422, media_type="application/json")
     answer = await site.post()
-    assert (answer.status_code, is_refusal(answer, CHAT), "Field required" in answer.text) == (400, True, True)
+    assert (answer.status_code, is_refusal(answer, CHAT), "Field required" in answer.text) == (
+        400,
+        True,
+        True,
+    )
 
 
 async def test_an_endless_error_is_cut() -> None:
@@ -80,7 +92,9 @@ def raising(error: Exception, after: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-async def test_an_inner_failure_is_logged_and_tells_nothing(path: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_inner_failure_is_logged_and_tells_nothing(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     site = Site()
     site.inner.app = raising(ValueError("the secret path"))
     with caplog.at_level(logging.ERROR):
@@ -95,7 +109,12 @@ async def test_an_inner_refusal_keeps_its_status() -> None:
     site.inner.app = raising(RequestError("full", 503, "overloaded_error"))
     answer = await site.post()
     assert answer.status_code == 503
-    assert answer.json()["error"] == {"message": "full", "type": "overloaded_error", "param": None, "code": None}
+    assert answer.json()["error"] == {
+        "message": "full",
+        "type": "overloaded_error",
+        "param": None,
+        "code": None,
+    }
 
 
 async def test_an_overloaded_recorder_says_when_to_come_back() -> None:

@@ -61,7 +61,12 @@ async def test_the_page_is_prometheus_text_and_not_for_attempts() -> None:
     answer = await site.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
-    assert {"raylight_requests", "raylight_backlog", "raylight_first_byte_seconds", "raylight_output_tokens"} <= set(families)
+    assert {
+        "raylight_requests",
+        "raylight_backlog",
+        "raylight_first_byte_seconds",
+        "raylight_output_tokens",
+    } <= set(families)
     assert families["raylight_backlog"].samples[0].value == 7
     assert (await site.get("/metrics", KEY)).status_code == 401
     assert (await site.get(MINE + "/metrics", KEY)).status_code == 401
@@ -114,11 +119,20 @@ async def test_tokens_are_counted_where_an_exchange_tells(fails: bool) -> None:
 async def _drop(message: Any) -> None: ...
 
 
-@pytest.mark.parametrize(("count", "passes", "replays"), [("1", False, 1), ("1", True, 0), ("0", False, 0), (None, False, 0)])
-async def test_a_retry_that_is_not_sampled_anew_is_a_replay(count: str | None, passes: bool, replays: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "passes", "replays"), [("1", False, 1), ("1", True, 0), ("0", False, 0), (None, False, 0)]
+)
+async def test_a_retry_that_is_not_sampled_anew_is_a_replay(
+    count: str | None, passes: bool, replays: int
+) -> None:
     site = Site()
     site.inner.app = site.metrics.marking_passed(JSONResponse({})) if passes else JSONResponse({})
-    headers = {"authorization": f"Bearer {KEY}"} | ({} if count is None else {"x-stainless-retry-count": count})
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=site.app), base_url="http://replica") as client, within():
+    headers = {"authorization": f"Bearer {KEY}"} | (
+        {} if count is None else {"x-stainless-retry-count": count}
+    )
+    async with (
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=site.app), base_url="http://replica") as client,
+        within(),
+    ):
         await client.post(MINE + CHAT, headers=headers, json=BODY)
     assert site.value("replays_total") == replays

@@ -50,7 +50,9 @@ async def status(site: Site, path: str, key: str, app: Any = None) -> int:
 
 def openai_client(site: Site, llm: LLM) -> openai.AsyncOpenAI:
     http_client = openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=site.app))
-    return openai.AsyncOpenAI(base_url=llm.get_base_url(), api_key=llm.api_key, http_client=http_client, max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=llm.get_base_url(), api_key=llm.api_key, http_client=http_client, max_retries=0
+    )
 
 
 @pytest.mark.parametrize("rollout_id", ODD)
@@ -63,10 +65,16 @@ async def test_any_rollout_id_is_called_through_the_real_sdk(rollout_id: str) ->
     assert site.inner.attempts == [(rollout_id, "at-1")]
 
 
-@pytest.mark.parametrize("agent", [name for name in ODD if name not in (".", "..")] + ["v1", "agent/v1", "/v1/"])
+@pytest.mark.parametrize(
+    "agent", [name for name in ODD if name not in (".", "..")] + ["v1", "agent/v1", "/v1/"]
+)
 async def test_any_agents_name_is_recorded_as_it_is(agent: str) -> None:
     site = Site()
-    llm = LLM(endpoint="http://replica", model="policy", traced=True).for_attempt("a/b", "at-1", SECRET).for_agent(agent)
+    llm = (
+        LLM(endpoint="http://replica", model="policy", traced=True)
+        .for_attempt("a/b", "at-1", SECRET)
+        .for_agent(agent)
+    )
     async with openai_client(site, llm) as client, within():
         await client.chat.completions.create(**BODY)
     ((_, scope, _, _),) = site.inner.seen
@@ -78,7 +86,22 @@ def joined(*parts: str, max_size: int = 4) -> st.SearchStrategy[str]:
 
 
 IDS = joined("a", "b", "/", "%", "2", "F", ".", " ", "é", "/attempt/", "/rollout/", "/v1/", "/agent/")
-PATHS = joined("/", "%", "2f", ".", "a", "/rollout/", "/attempt/", "/v1/", "ro-2", "at-2", "%2e", "ro-1", "at-1", max_size=10)
+PATHS = joined(
+    "/",
+    "%",
+    "2f",
+    ".",
+    "a",
+    "/rollout/",
+    "/attempt/",
+    "/v1/",
+    "ro-2",
+    "at-2",
+    "%2e",
+    "ro-1",
+    "at-1",
+    max_size=10,
+)
 
 
 @given(mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
@@ -101,7 +124,12 @@ def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: 
 def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
     site = Site()
     key = scoped_key(SECRET, "ro-1", "at-1")
-    for sent in (path, attempt_path("ro-1", "at-1") + path, path + CHAT, path + attempt_path("ro-1", "at-1") + CHAT):
+    for sent in (
+        path,
+        attempt_path("ro-1", "at-1") + path,
+        path + CHAT,
+        path + attempt_path("ro-1", "at-1") + CHAT,
+    ):
         try:
             url = httpx.URL(f"http://replica{sent if sent.startswith('/') else '/' + sent}")
         except httpx.InvalidURL:
@@ -110,10 +138,18 @@ def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
     assert set(site.inner.attempts) <= {("ro-1", "at-1")}
 
 
-@pytest.mark.parametrize("path", [
-    "/%72ollout/ro-2/attempt/at-2", "/rollout%2Fro-2%2Fattempt%2Fat-2", "/rollout/ro-2/%61ttempt/at-2", "/rollout//attempt/at-2",
-    "/rollout/ro-2/attempt/", "/rollout/ro-2", "/attempt/at-2",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/%72ollout/ro-2/attempt/at-2",
+        "/rollout%2Fro-2%2Fattempt%2Fat-2",
+        "/rollout/ro-2/%61ttempt/at-2",
+        "/rollout//attempt/at-2",
+        "/rollout/ro-2/attempt/",
+        "/rollout/ro-2",
+        "/attempt/at-2",
+    ],
+)
 async def test_an_address_that_is_written_otherwise_names_no_attempt(path: str) -> None:
     """Not even the run's own secret records a call for it."""
     site = Site()
@@ -125,7 +161,9 @@ async def test_an_address_that_is_written_otherwise_names_no_attempt(path: str) 
 async def test_two_attempts_in_one_address_are_none() -> None:
     site = Site()
     path = attempt_path("ro-1", "at-1") + "/v1" + attempt_path("ro-2", "at-2") + CHAT
-    codes = {await status(site, path, scoped_key(SECRET, *ids)) for ids in [("ro-1", "at-1"), ("ro-2", "at-2")]}
+    codes = {
+        await status(site, path, scoped_key(SECRET, *ids)) for ids in [("ro-1", "at-1"), ("ro-2", "at-2")]
+    }
     assert codes == {401, 404}
     assert site.inner.seen == []
 
@@ -150,19 +188,35 @@ def test_a_server_that_keeps_no_raw_path_will_do_for_plain_ids() -> None:
     found = find_attempt(scope_of("/run/rollout/ro.1 x/attempt/at-1/agent/ü/v1/models"))
     assert found is not None
     inside, path = found
-    assert (inside.rollout_id, inside.attempt_id, inside.agent, path) == ("ro.1 x", "at-1", "ü", "/run/v1/models")
+    assert (inside.rollout_id, inside.attempt_id, inside.agent, path) == (
+        "ro.1 x",
+        "at-1",
+        "ü",
+        "/run/v1/models",
+    )
 
 
 def test_a_raw_path_with_its_query_is_understood() -> None:
-    found = find_attempt(scope_of("/rollout/a/attempt/b/v1/models", b"/rollout/a/attempt/b/v1/models?x=/v1/y"))
+    found = find_attempt(
+        scope_of("/rollout/a/attempt/b/v1/models", b"/rollout/a/attempt/b/v1/models?x=/v1/y")
+    )
     assert found is not None
     assert found[1] == "/v1/models"
 
 
 @given(st.text(min_size=1), st.text(min_size=1), st.none() | st.text(min_size=1))
-def test_what_an_address_is_made_of_is_found_in_it(rollout_id: str, attempt_id: str, agent: str | None) -> None:
+def test_what_an_address_is_made_of_is_found_in_it(
+    rollout_id: str, attempt_id: str, agent: str | None
+) -> None:
     path = attempt_path(rollout_id, attempt_id, agent)
-    found = find_attempt(scope_of(unquote("/run" + path + CHAT), quote("/run").encode() + path.encode() + CHAT.encode()))
+    found = find_attempt(
+        scope_of(unquote("/run" + path + CHAT), quote("/run").encode() + path.encode() + CHAT.encode())
+    )
     assert found is not None
     inside, rest = found
-    assert (inside.rollout_id, inside.attempt_id, inside.agent, rest) == (rollout_id, attempt_id, agent, "/run" + CHAT)
+    assert (inside.rollout_id, inside.attempt_id, inside.agent, rest) == (
+        rollout_id,
+        attempt_id,
+        agent,
+        "/run" + CHAT,
+    )

@@ -27,7 +27,9 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 class Stack:
     """A replica's whole application around a fake engine, and what its store was told."""
 
-    def __init__(self, engine: Any = ENGINE, engine_app: Any = None, secret: str | None = SECRET, records: bool = True) -> None:
+    def __init__(
+        self, engine: Any = ENGINE, engine_app: Any = None, secret: str | None = SECRET, records: bool = True
+    ) -> None:
         self.engine_app = engine_app or FakeApp()
         self.sink, self.metrics = Sink(), Metrics()
         self.recorder = Recorder(self.sink) if records else None
@@ -36,11 +38,15 @@ class Stack:
 
     def openai(self) -> openai.AsyncOpenAI:
         http_client = openai.DefaultAsyncHttpxClient(transport=self.transport)
-        return openai.AsyncOpenAI(base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0)
+        return openai.AsyncOpenAI(
+            base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0
+        )
 
     def anthropic(self) -> anthropic.AsyncAnthropic:
         http_client = anthropic.DefaultAsyncHttpxClient(transport=self.transport)
-        return anthropic.AsyncAnthropic(base_url=f"http://replica{MINE}", api_key=KEY, http_client=http_client, max_retries=0)
+        return anthropic.AsyncAnthropic(
+            base_url=f"http://replica{MINE}", api_key=KEY, http_client=http_client, max_retries=0
+        )
 
     async def post(self, path: str, key: str = KEY, body: Any = BODY, **headers: str) -> httpx.Response:
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
@@ -67,7 +73,9 @@ async def test_every_dialect_is_answered_and_recorded(stack: Stack) -> None:
     await stack.sink.has(4, 4)
     spans = [dict(span.attributes)[DIALECT] for _, _, span in stack.sink.closed if span is not None]
     assert spans == ["chat", "completions", "responses", "messages"]
-    assert {tuple(generation.output_ids) for _, generation, _ in stack.sink.closed if generation} == {tuple(map(ord, "hello"))}
+    assert {tuple(generation.output_ids) for _, generation, _ in stack.sink.closed if generation} == {
+        tuple(map(ord, "hello"))
+    }
     assert stack.value("output_tokens_total") == 20
 
 
@@ -89,7 +97,9 @@ async def test_the_runs_secret_records_nothing(stack: Stack) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
 async def test_an_attempt_that_is_over_is_refused_in_the_dialect(stack: Stack, path: str) -> None:
     stack.sink.over.add("at-1")
-    answer = await stack.post(MINE + path, body=BODY | {"max_tokens": 5, "input": "x", "prompt": "x"} if path != CHAT else BODY)
+    answer = await stack.post(
+        MINE + path, body=BODY | {"max_tokens": 5, "input": "x", "prompt": "x"} if path != CHAT else BODY
+    )
     assert is_refusal(answer, path)
     assert answer.status_code in (400, 401)
 
@@ -109,7 +119,9 @@ async def test_the_recorders_backlog_is_shown(stack: Stack) -> None:
 async def test_a_server_of_its_own_needs_no_store() -> None:
     stack = Stack(secret=None, records=False)
     assert (await stack.post(CHAT, "")).status_code == 200
-    assert (await stack.post("/v1/messages", "", BODY | {"max_tokens": 5})).json()["content"][0]["text"] == "hello"
+    assert (await stack.post("/v1/messages", "", BODY | {"max_tokens": 5})).json()["content"][0][
+        "text"
+    ] == "hello"
     assert (await stack.post("/v1/traces", "")).status_code == 404
     assert (await stack.post(MINE + CHAT)).status_code == 404
 
@@ -122,14 +134,28 @@ async def test_an_upstream_model_is_traced_and_has_no_tokens(streams: bool) -> N
     def answer(request: httpx2.Request) -> httpx2.Response:
         seen.append(request)
         said = {"role": "assistant", "content": "hello"}
-        choice = {"index": 0, "finish_reason": "stop", "token_ids": [1, 2], "delta" if streams else "message": said}
-        body = {"id": "x", "object": "x", "created": 1, "model": "m", "prompt_token_ids": [3], "choices": [choice]}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": [1, 2],
+            "delta" if streams else "message": said,
+        }
+        body = {
+            "id": "x",
+            "object": "x",
+            "created": 1,
+            "model": "m",
+            "prompt_token_ids": [3],
+            "choices": [choice],
+        }
         if not streams:
             return httpx2.Response(200, json=body)
         content = sse_bytes(body) + sse_bytes("[DONE]")
         return httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
 
-    upstream = UpstreamEngine("http://up/v1", "up-key", "policy", "up-model", transport=httpx2.MockTransport(answer))
+    upstream = UpstreamEngine(
+        "http://up/v1", "up-key", "policy", "up-model", transport=httpx2.MockTransport(answer)
+    )
     stack = Stack(upstream, await upstream.app())
     async with within(), stack.openai() as client:
         asked: Any = {"model": "policy", "messages": MESSAGES, "extra_body": {"return_token_ids": True}}

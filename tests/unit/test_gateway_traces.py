@@ -39,7 +39,9 @@ class Site:
             raise StoreLostError("gone")
         await self.store.add_many_spans(spans)
 
-    async def post(self, path: str, key: str, spans: list[dict[str, Any]] | bytes, **resource: str) -> httpx.Response:
+    async def post(
+        self, path: str, key: str, spans: list[dict[str, Any]] | bytes, **resource: str
+    ) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
         attributes = [{"key": name, "value": {"stringValue": value}} for name, value in resource.items()]
         body = {"resourceSpans": [{"resource": {"attributes": attributes}, "scopeSpans": [{"spans": spans}]}]}
@@ -75,7 +77,9 @@ def site() -> Site:
 async def test_spans_sent_to_an_attempts_address_are_its_own(site: Site, rollout_id: str) -> None:
     rollout = await site.store.start_rollout("task", rollout_id=rollout_id)
     ids = ids_of(rollout)
-    answer = await site.post(attempt_path(*ids) + TRACES, scoped_key(SECRET, *ids), [a_span("one", 1), a_span("two", 2)])
+    answer = await site.post(
+        attempt_path(*ids) + TRACES, scoped_key(SECRET, *ids), [a_span("one", 1), a_span("two", 2)]
+    )
     assert (answer.status_code, answer.json()) == (200, {})
     assert await site.names(rollout) == ["one", "two"]
     assert {span.attempt_id for span in await site.store.query_spans(rollout_id)} == {ids[1]}
@@ -107,7 +111,11 @@ async def test_spans_of_no_attempt_or_an_unknown_one_are_rejected_and_the_others
     body = {
         "resourceSpans": [
             {
-                "resource": {"attributes": [{"key": key, "value": {"stringValue": value}} for key, value in group.items()]},
+                "resource": {
+                    "attributes": [
+                        {"key": key, "value": {"stringValue": value}} for key, value in group.items()
+                    ]
+                },
                 "scopeSpans": [{"spans": [a_span(f"span {number}", number + 1)]}],
             }
             for number, group in enumerate(groups)
@@ -125,7 +133,9 @@ async def test_spans_of_no_attempt_or_an_unknown_one_are_rejected_and_the_others
 @pytest.mark.parametrize("bad", [{"traceId": "0" * 32}, {"spanId": "x"}, {"name": 3}])
 async def test_a_bad_span_costs_none_of_the_others(site: Site, bad: dict[str, Any]) -> None:
     rollout = await site.store.start_rollout(1)
-    answer = await site.post(TRACES, SECRET, [a_span("one", 1), a_span("two", 2) | bad, a_span("three", 3)], **keyed(rollout))
+    answer = await site.post(
+        TRACES, SECRET, [a_span("one", 1), a_span("two", 2) | bad, a_span("three", 3)], **keyed(rollout)
+    )
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
     assert await site.names(rollout) == ["one", "three"]
 
@@ -143,7 +153,10 @@ async def test_the_sdks_own_encoding_is_understood_and_a_second_try_changes_noth
     exporter = InMemorySpanExporter()
     provider = TracerProvider(resource=Resource(keyed(rollout)))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with provider.get_tracer("t").start_as_current_span("outer"), provider.get_tracer("t").start_as_current_span("inner"):
+    with (
+        provider.get_tracer("t").start_as_current_span("outer"),
+        provider.get_tracer("t").start_as_current_span("inner"),
+    ):
         pass
     content = encode_spans(exporter.get_finished_spans()).SerializeToString()
     for _ in range(2):
@@ -162,18 +175,27 @@ async def test_a_key_that_does_not_fit_stores_nothing(site: Site, where: str, ke
     ids = ids_of(rollout)
     path = attempt_path(*ids) + TRACES if where == "attempt" else TRACES
     other = {"attempt": SECRET, "run": scoped_key(SECRET, *ids)}[where]
-    real = {"the other attempt's": scoped_key(SECRET, ids[0], "at-2"), "the other address's": other}.get(key, key)
+    real = {"the other attempt's": scoped_key(SECRET, ids[0], "at-2"), "the other address's": other}.get(
+        key, key
+    )
     answer = await site.post(path, real, [a_span("x")], **keyed(rollout))
     assert answer.status_code == 401
     assert await site.names(rollout) == []
 
 
-@pytest.mark.parametrize(("content", "kind", "status"), [
-    (b"{", "application/json", 400), (b"\xff", "application/x-protobuf", 400), (b"x", "text/plain", 415),
-    (b"{}", "application/json", 200),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"\xff", "application/x-protobuf", 400),
+        (b"x", "text/plain", 415),
+        (b"{}", "application/json", 200),
+    ],
+)
 async def test_a_body_that_is_none_is_said_so(site: Site, content: bytes, kind: str, status: int) -> None:
-    answer = await site.client.post(TRACES, headers={"authorization": f"Bearer {SECRET}", "content-type": kind}, content=content)
+    answer = await site.client.post(
+        TRACES, headers={"authorization": f"Bearer {SECRET}", "content-type": kind}, content=content
+    )
     assert answer.status_code == status
 
 

@@ -28,7 +28,9 @@ print(usual, faults())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_a_block_that_was_freed_is_used_again():
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, check=True, timeout=60
+    )
     usual, kept = map(int, done.stdout.split())
     assert usual > 10_000
     assert kept < 100

@@ -51,7 +51,12 @@ class Subsets(Seen):
 async def test_a_method_gets_the_arguments_that_it_names() -> None:
     hook = Subsets()
     await call_all(HookSet([hook]))
-    assert hook.seen == [(), ("O", "A"), ((), ["S"], 7, ["agent", "rollout", "runner", "tracer"]), (["S"], None)]
+    assert hook.seen == [
+        (),
+        ("O", "A"),
+        ((), ["S"], 7, ["agent", "rollout", "runner", "tracer"]),
+        (["S"], None),
+    ]
 
 
 class Lightning(Hook, Seen):
@@ -77,9 +82,11 @@ async def test_agent_lightnings_signatures_work() -> None:
     hook = Lightning()
     await call_all(HookSet(hook))
     assert hook.seen == [
-        ("start", "A", "R", "O"), ("trace_start", "A", "R", "T", "O"), ("trace_end", "A", "R", "T", "O"),
+        ("start", "A", "R", "O"),
+        ("trace_start", "A", "R", "T", "O"),
+        ("trace_end", "A", "R", "T", "O"),
         ("end", "A", "R", "O", ["S"]),
-    ]  # fmt: skip
+    ]
 
 
 async def test_a_hook_that_overrides_one_method_is_called_for_that_event_only() -> None:
@@ -112,7 +119,9 @@ def failing(strict: bool, log: list[str], name: str, error: BaseException | None
     return hook
 
 
-async def test_a_failing_hook_is_logged_by_name_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_hook_is_logged_by_name_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log: list[str] = []
     hooks = HookSet([failing(False, log, "Bad", ValueError("no")), failing(False, log, "Good")])
     with caplog.at_level(logging.ERROR, "raylight"):
@@ -126,10 +135,16 @@ async def test_a_failing_hook_is_logged_by_name_and_the_others_go_on(caplog: pyt
 
 async def test_strict_hooks_fail_after_all_were_called() -> None:
     log: list[str] = []
-    hooks = HookSet([
-        failing(True, log, "One", ValueError("first")), failing(True, log, "Two", SystemExit(3)), failing(False, log, "Three"),
-    ])  # fmt: skip
-    with pytest.raises(HookError, match=r"One.on_trace_end: ValueError: first; Two.on_trace_end: SystemExit: 3") as caught:
+    hooks = HookSet(
+        [
+            failing(True, log, "One", ValueError("first")),
+            failing(True, log, "Two", SystemExit(3)),
+            failing(False, log, "Three"),
+        ]
+    )
+    with pytest.raises(
+        HookError, match=r"One.on_trace_end: ValueError: first; Two.on_trace_end: SystemExit: 3"
+    ) as caught:
         await hooks.call("on_trace_end", **AVAILABLE, spans=[])
     assert log == ["One", "Two", "Three"]
     assert isinstance(caught.value.__cause__, ValueError)
@@ -161,7 +176,9 @@ class Unprintable(Exception):
         raise ValueError("no text")
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt(), Odd(), Unprintable()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), KeyboardInterrupt(), Odd(), Unprintable()], ids=repr
+)
 async def test_whatever_a_hook_raises_is_its_own_failure(error: BaseException) -> None:
     """Also a cancellation that nobody but the hook asked for: it may have awaited a task of its own."""
     log: list[str] = []
@@ -200,12 +217,17 @@ class Nothing:
     on_trace_end = None
 
 
-@pytest.mark.parametrize(("hook", "message"), [
-    (Unfillable(), r"Unfillable.on_rollout_start takes 'spans'.*agent, runner, tracer, rollout"),
-    (Positional(), "by position only"),
-    (Misspelled(), r"Misspelled.on_rollout_ended is never called; is on_rollout_end meant"), (Nothing(), "Nothing is no hook"),
-    (LoggingHook, r"write LoggingHook\(\)"), (3, "int is no hook"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (Unfillable(), r"Unfillable.on_rollout_start takes 'spans'.*agent, runner, tracer, rollout"),
+        (Positional(), "by position only"),
+        (Misspelled(), r"Misspelled.on_rollout_ended is never called; is on_rollout_end meant"),
+        (Nothing(), "Nothing is no hook"),
+        (LoggingHook, r"write LoggingHook\(\)"),
+        (3, "int is no hook"),
+    ],
+)
 def test_what_could_not_be_called_is_refused(hook: Any, message: str) -> None:
     with pytest.raises(HookError, match=message):
         HookSet([hook])
@@ -234,8 +256,11 @@ async def test_the_logging_hook_tells_beginning_and_end(caplog: pytest.LogCaptur
         await hooks.call("on_rollout_start", agent=None, runner=None, tracer=None, rollout=rollout)
         await hooks.call("on_rollout_end", agent=None, runner=None, tracer=None, rollout=rollout, spans=spans)
     assert caplog.messages == [
-        "rollout ro-9, attempt at-1 begins, mode train", "rollout ro-9, attempt at-1 ends with 1 spans, reward 0.25",
-    ]  # fmt: skip
+        "rollout ro-9, attempt at-1 begins, mode train",
+        "rollout ro-9, attempt at-1 ends with 1 spans, reward 0.25",
+    ]
     caplog.clear()
-    await HookSet([LoggingHook(level=logging.DEBUG)]).call("on_rollout_start", **{**AVAILABLE, "rollout": rollout})
+    await HookSet([LoggingHook(level=logging.DEBUG)]).call(
+        "on_rollout_start", **{**AVAILABLE, "rollout": rollout}
+    )
     assert caplog.messages == []

@@ -27,10 +27,20 @@ CONVERSATION = [
 ANSWER = {"role": "assistant", "content": "Lyra is free."}
 
 
-def span(attributes: dict[str, Any], name: str = "openai.chat.completion", parent: str | None = None, span_id: str = "") -> Span:
+def span(
+    attributes: dict[str, Any],
+    name: str = "openai.chat.completion",
+    parent: str | None = None,
+    span_id: str = "",
+) -> Span:
     number = next(_sequence)
     return Span(
-        sequence_id=number, trace_id="t", span_id=span_id or f"s{number}", parent_id=parent, name=name, attributes=attributes
+        sequence_id=number,
+        trace_id="t",
+        span_id=span_id or f"s{number}",
+        parent_id=parent,
+        name=name,
+        attributes=attributes,
     )
 
 
@@ -56,7 +66,10 @@ CAPTURED = {
 """As raylight captures a call."""
 OPENLLMETRY = (
     {"gen_ai.system": "OpenAI", "gen_ai.response.id": "chatcmpl-1", "llm.request.functions.0.name": "rooms"}
-    | {"llm.request.functions.0.description": "Free rooms", "llm.request.functions.0.parameters": json.dumps(ROOMS)}
+    | {
+        "llm.request.functions.0.description": "Free rooms",
+        "llm.request.functions.0.parameters": json.dumps(ROOMS),
+    }
     | flat("gen_ai.prompt", CONVERSATION[:2])
     | flat("gen_ai.prompt.2", {"role": "assistant", "tool_calls": [flat_call(CALL)]})
     | flat("gen_ai.prompt.3", CONVERSATION[3])
@@ -67,57 +80,100 @@ OTEL = {
     "gen_ai.operation.name": "chat",
     "gen_ai.response.id": "chatcmpl-1",
     "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "You book rooms."}]),
-    "gen_ai.input.messages": json.dumps([
-        {"role": "user", "parts": [{"type": "text", "content": "Find one."}]},
-        {"role": "assistant", "parts": [
-            {"type": "reasoning", "content": "hm"},
-            {"type": "tool_call", "id": "call_1", "name": "rooms", "arguments": {"date": "today"}},
-        ]},
-        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "call_1", "response": [{"id": "Lyra"}]}]},
-    ]),
-    "gen_ai.output.messages": json.dumps([
-        {"role": "assistant", "parts": [{"type": "text", "content": "Lyra is free."}], "finish_reason": "stop"}
-    ]),
+    "gen_ai.input.messages": json.dumps(
+        [
+            {"role": "user", "parts": [{"type": "text", "content": "Find one."}]},
+            {
+                "role": "assistant",
+                "parts": [
+                    {"type": "reasoning", "content": "hm"},
+                    {"type": "tool_call", "id": "call_1", "name": "rooms", "arguments": {"date": "today"}},
+                ],
+            },
+            {
+                "role": "tool",
+                "parts": [{"type": "tool_call_response", "id": "call_1", "response": [{"id": "Lyra"}]}],
+            },
+        ]
+    ),
+    "gen_ai.output.messages": json.dumps(
+        [
+            {
+                "role": "assistant",
+                "parts": [{"type": "text", "content": "Lyra is free."}],
+                "finish_reason": "stop",
+            }
+        ]
+    ),
     "gen_ai.tool.definitions": json.dumps([{"type": "function", **TOOL["function"]}]),
-}  # fmt: skip
+}
 """OpenTelemetry's current convention, as agent-framework follows it."""
 PROXY = {
     "llm.hosted_vllm.id": "chatcmpl-1",
     "llm.hosted_vllm.model": "policy",
     "llm.hosted_vllm.messages": str(CONVERSATION),
     "llm.hosted_vllm.tools": str([TOOL]),
-    "llm.hosted_vllm.choices": str([{"index": 0, "message": ANSWER | {"tool_calls": []}, "finish_reason": "stop"}]),
+    "llm.hosted_vllm.choices": str(
+        [{"index": 0, "message": ANSWER | {"tool_calls": []}, "finish_reason": "stop"}]
+    ),
 }
 """agent-lightning's LLM proxy: LiteLLM writes Python's notation."""
-WEAVE = (
-    flat("agentlightning.operation.input", {"messages": CONVERSATION, "tools": [TOOL]})
-    | flat("agentlightning.operation.output", {"id": "chatcmpl-1", "choices": [{"message": ANSWER}]})
-)  # fmt: skip
+WEAVE = flat("agentlightning.operation.input", {"messages": CONVERSATION, "tools": [TOOL]}) | flat(
+    "agentlightning.operation.output", {"id": "chatcmpl-1", "choices": [{"message": ANSWER}]}
+)
 ANTHROPIC = {
     "gen_ai.response.id": "msg_1",
     "gen_ai.system_instructions": "You book rooms.",
-    "gen_ai.input.messages": json.dumps([
-        {"role": "user", "content": "Find one."},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "rooms", "input": {"date": "today"}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": '[{"id": "Lyra"}]'}]},
-    ]),
-    "gen_ai.output.messages": json.dumps([{"role": "assistant", "content": [{"type": "text", "text": "Lyra is free."}]}]),
-    "gen_ai.tool.definitions": json.dumps([{"name": "rooms", "description": "Free rooms", "input_schema": ROOMS}]),
-}  # fmt: skip
+    "gen_ai.input.messages": json.dumps(
+        [
+            {"role": "user", "content": "Find one."},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": "call_1", "name": "rooms", "input": {"date": "today"}}
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": '[{"id": "Lyra"}]'}],
+            },
+        ]
+    ),
+    "gen_ai.output.messages": json.dumps(
+        [{"role": "assistant", "content": [{"type": "text", "text": "Lyra is free."}]}]
+    ),
+    "gen_ai.tool.definitions": json.dumps(
+        [{"name": "rooms", "description": "Free rooms", "input_schema": ROOMS}]
+    ),
+}
 RESPONSES = {
     "gen_ai.response.id": "resp_1",
-    "gen_ai.input.messages": json.dumps([
-        {"role": "system", "content": "You book rooms."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Find one."}]},
-        {"type": "reasoning", "summary": []},
-        {"type": "function_call", "call_id": "call_1", "id": "fc_1", "name": "rooms", "arguments": '{"date": "today"}'},
-        {"type": "function_call_output", "call_id": "call_1", "output": '[{"id": "Lyra"}]'},
-    ]),
-    "gen_ai.output.messages": json.dumps([
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Lyra is free."}]}
-    ]),
+    "gen_ai.input.messages": json.dumps(
+        [
+            {"role": "system", "content": "You book rooms."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Find one."}]},
+            {"type": "reasoning", "summary": []},
+            {
+                "type": "function_call",
+                "call_id": "call_1",
+                "id": "fc_1",
+                "name": "rooms",
+                "arguments": '{"date": "today"}',
+            },
+            {"type": "function_call_output", "call_id": "call_1", "output": '[{"id": "Lyra"}]'},
+        ]
+    ),
+    "gen_ai.output.messages": json.dumps(
+        [
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Lyra is free."}],
+            }
+        ]
+    ),
     "gen_ai.tool.definitions": json.dumps([{"type": "function", **TOOL["function"]}]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("attributes", [CAPTURED, OPENLLMETRY, OTEL, PROXY, WEAVE, ANTHROPIC, RESPONSES])
@@ -131,17 +187,23 @@ def test_tool_calls_of_an_answer_that_agentops_has_as_spans_below() -> None:
     spans = [
         span(tool | {"tool.call.id": "call_1"}, "tool_call.rooms", "c"),
         span(tool | {"tool.call.id": "call_2"}, "tool_call.rooms", "c"),
-        span(flat("gen_ai.prompt", CONVERSATION[:2]) | {"gen_ai.completion.0.role": "assistant"}, span_id="c"),
+        span(
+            flat("gen_ai.prompt", CONVERSATION[:2]) | {"gen_ai.completion.0.role": "assistant"}, span_id="c"
+        ),
     ]
     (item,) = TraceToMessages().adapt(spans)
     calls = [CALL, CALL | {"id": "call_2"}]
     assert item == {
-        "messages": [*CONVERSATION[:2], {"role": "assistant", "content": None, "tool_calls": calls}], "tools": None
-    }  # fmt: skip
+        "messages": [*CONVERSATION[:2], {"role": "assistant", "content": None, "tool_calls": calls}],
+        "tools": None,
+    }
 
 
 def test_every_call_is_an_item_in_order_and_a_call_that_two_spans_tell_of_is_one() -> None:
-    bare = span({"gen_ai.response.id": "chatcmpl-1", "gen_ai.request.model": "policy"} | flat("gen_ai.prompt", CONVERSATION[:2]))
+    bare = span(
+        {"gen_ai.response.id": "chatcmpl-1", "gen_ai.request.model": "policy"}
+        | flat("gen_ai.prompt", CONVERSATION[:2])
+    )
     other = span(flat("gen_ai.prompt", CONVERSATION[:2]) | flat("gen_ai.completion.0", ANSWER))
     items = TraceToMessages().adapt([bare, other, span(CAPTURED)])
     assert [len(item["messages"]) for item in items] == [5, 3]
@@ -149,7 +211,12 @@ def test_every_call_is_an_item_in_order_and_a_call_that_two_spans_tell_of_is_one
 
 def test_spans_without_messages_and_of_agents_or_tools_are_left_out() -> None:
     agent = CAPTURED | {"gen_ai.operation.name": "invoke_agent"}
-    spans = [span(agent), span({"gen_ai.request.model": "policy"}), span({"agentlightning.reward.0.value": 1.0}), span({})]
+    spans = [
+        span(agent),
+        span({"gen_ai.request.model": "policy"}),
+        span({"agentlightning.reward.0.value": 1.0}),
+        span({}),
+    ]
     assert TraceToMessages().adapt(spans) == []
     assert TraceToMessages().adapt([]) == []
 
@@ -158,7 +225,10 @@ def test_spans_without_messages_and_of_agents_or_tools_are_left_out() -> None:
     ("recorded", "message"),
     [
         ({"tool_calls": [flat_call(CALL)]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
-        ({"content": "x", "tool_call_id": "call_1"}, {"role": "tool", "content": "x", "tool_call_id": "call_1"}),
+        (
+            {"content": "x", "tool_call_id": "call_1"},
+            {"role": "tool", "content": "x", "tool_call_id": "call_1"},
+        ),
         ({"content": "x"}, {"role": "user", "content": "x"}),
         ({"role": "user"}, {"role": "user", "content": ""}),
         ("x", {"role": "user", "content": "x"}),
@@ -179,11 +249,15 @@ IMAGE = [{"type": "text", "text": "How many?"}, {"type": "image_url", "image_url
     [
         {"role": "user", "content": IMAGE},
         {"role": "user", "content": json.dumps(IMAGE)},
-        {"role": "user", "parts": [
-            {"type": "text", "content": "How many?"}, {"type": "uri", "modality": "image", "uri": "file:///a.png"},
-        ]},
+        {
+            "role": "user",
+            "parts": [
+                {"type": "text", "content": "How many?"},
+                {"type": "uri", "modality": "image", "uri": "file:///a.png"},
+            ],
+        },
     ],
-)  # fmt: skip
+)
 def test_images(message: dict[str, Any]) -> None:
     assert openai_messages([message], "user") == [{"role": "user", "content": IMAGE}]
 
@@ -195,7 +269,8 @@ def test_an_image_in_a_span_becomes_a_data_url() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"score": 1, "type": "good"}', '[{"type": "text", "text": "Hi"}]', "[1, 2]", "{'a': 1}", "[", "{}"]
+    "text",
+    ['{"score": 1, "type": "good"}', '[{"type": "text", "text": "Hi"}]', "[1, 2]", "{'a': 1}", "[", "{}"],
 )
 def test_an_answer_that_looks_like_a_list_or_dict_is_text(text: str) -> None:
     assert openai_messages([{"role": "assistant", "content": text}], "assistant")[0]["content"] == text
@@ -211,7 +286,10 @@ def test_of_several_choices_the_first_is_the_answer() -> None:
 
 
 def test_a_completion_of_plain_text() -> None:
-    attributes = {"gen_ai.input.messages": "Once upon", "gen_ai.output.messages": json.dumps([{"text": " a time"}])}
+    attributes = {
+        "gen_ai.input.messages": "Once upon",
+        "gen_ai.output.messages": json.dumps([{"text": " a time"}]),
+    }
     assert TraceToMessages()([span(attributes)])[0]["messages"] == [
         {"role": "user", "content": "Once upon"},
         {"role": "assistant", "content": " a time"},
@@ -242,7 +320,8 @@ LEAVES = st.text(max_size=3) | st.integers() | st.booleans()
 NESTED = st.recursive(
     LEAVES,
     lambda inner: (
-        st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from(["a", "b", "c"]), inner, min_size=1, max_size=3)
+        st.lists(inner, min_size=1, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b", "c"]), inner, min_size=1, max_size=3)
     ),
     max_leaves=8,
 )
@@ -255,13 +334,25 @@ def test_unflattening_undoes_flattening(value: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("[1, 2]", [1, 2]), ("{'a': None}", {"a": None}), ('{"a": null}', {"a": None}), ("[oops", "[oops"), ("12", "12"), (3, 3)],
+    [
+        ("[1, 2]", [1, 2]),
+        ("{'a': None}", {"a": None}),
+        ('{"a": null}', {"a": None}),
+        ("[oops", "[oops"),
+        ("12", "12"),
+        (3, 3),
+    ],
 )
 def test_texts_in_either_notation_are_parsed(text: Any, value: Any) -> None:
     assert parsed(text) == value
 
 
-@given(st.dictionaries(st.sampled_from([*CAPTURED, *OPENLLMETRY, *PROXY, *WEAVE]), st.text(max_size=5) | LEAVES | st.just("[{}]")))
+@given(
+    st.dictionaries(
+        st.sampled_from([*CAPTURED, *OPENLLMETRY, *PROXY, *WEAVE]),
+        st.text(max_size=5) | LEAVES | st.just("[{}]"),
+    )
+)
 def test_no_attributes_however_odd_fail_an_adapter(attributes: dict[str, Any]) -> None:
     for item in TraceToMessages()([span(attributes)]):
         assert all({"role", "content"} <= message.keys() for message in item["messages"])

@@ -30,8 +30,13 @@ def row(prompt: int, mask: list[int], advantage: float = 1.0, version: int = 3) 
     """A row whose tokens are their places."""
     full = [0] * prompt + mask
     trajectory = Trajectory(
-        "ro", list(range(len(full))), full, [-0.5 * m for m in full], [version if m else -1 for m in full], 0.7
-    )  # fmt: skip
+        "ro",
+        list(range(len(full))),
+        full,
+        [-0.5 * m for m in full],
+        [version if m else -1 for m in full],
+        0.7,
+    )
     return MiniRow(trajectory, advantage)
 
 
@@ -47,7 +52,10 @@ def test_defaults_are_those_of_the_paper_of_the_adapter() -> None:
         ({"backend": "trl"}, "prompt_of and reward_of"),
         ({"backend": "trl", "prompt_of": prompt_of}, "give reward_of"),
         ({"prompt_of": prompt_of}, "read by backend='trl' only"),
-        ({"backend": "trl", "prompt_of": prompt_of, "reward_of": reward_of, "port": 80}, "nothing reads port"),
+        (
+            {"backend": "trl", "prompt_of": prompt_of, "reward_of": reward_of, "port": 80},
+            "nothing reads port",
+        ),
         ({"learning_rate": 1}, "no setting 'learning_rate'"),
         ({"group_size": 1}, "group_size"),
         ({"max_new_tokens": 1024}, "no room for a prompt"),
@@ -98,7 +106,9 @@ def test_advantages_compare_within_a_group() -> None:
     rewards, groups = [1.0, 0.0, 5.0, 5.0, 0.0, 2.0], ["a", "a", "b", "b", "c", "c"]
     deviation = math.sqrt(0.5)
     found = group_advantages(rewards, groups)
-    assert found == pytest.approx([0.5 / deviation, -0.5 / deviation, 0, 0, -1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-5)
+    assert found == pytest.approx(
+        [0.5 / deviation, -0.5 / deviation, 0, 0, -1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-5
+    )
     assert group_advantages(rewards, groups, by_std=False) == pytest.approx([0.5, -0.5, 0, 0, -1, 1])
     assert group_advantages([3.0], ["alone"]) == [0.0]
 
@@ -130,7 +140,9 @@ def test_tokens_name_the_state_that_predicts_each_trained_token() -> None:
 
 def test_the_objective_is_clipped_on_the_side_that_would_gain() -> None:
     ratios, advantages = torch.tensor([1.5, 0.5, 1.5, 0.5]), torch.tensor([1.0, 1.0, -1.0, -1.0])
-    loss = clipped_loss(ratios.log(), torch.zeros(4), advantages, None, clip=(0.2, 0.3), kl_coef=0.0, tokens=8)
+    loss = clipped_loss(
+        ratios.log(), torch.zeros(4), advantages, None, clip=(0.2, 0.3), kl_coef=0.0, tokens=8
+    )
     assert float(loss.value) == pytest.approx(-(1.3 + 0.5 - 1.5 - 0.8) / 8)
     assert loss.clipped == 2
     assert loss.kl == 0
@@ -138,7 +150,9 @@ def test_the_objective_is_clipped_on_the_side_that_would_gain() -> None:
 
 def test_the_divergence_from_the_reference_is_k3() -> None:
     logprobs, ref = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -2.0])
-    loss = clipped_loss(logprobs, logprobs.detach(), torch.zeros(2), ref, clip=(0.2, 0.2), kl_coef=0.1, tokens=2)
+    loss = clipped_loss(
+        logprobs, logprobs.detach(), torch.zeros(2), ref, clip=(0.2, 0.2), kl_coef=0.1, tokens=2
+    )
     assert loss.kl == pytest.approx(math.exp(-0.5) + 0.5 - 1)
     loss.value.backward()
     assert logprobs.grad is not None

@@ -23,7 +23,10 @@ from hypothesis import strategies as st
 from opentelemetry import trace as otel
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExportResult
@@ -35,7 +38,14 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from unit_helpers import until
 
-from raylight.errors import InvalidTransitionError, OtlpError, SpanError, StoreError, StoreLostError, UnknownIdError
+from raylight.errors import (
+    InvalidTransitionError,
+    OtlpError,
+    SpanError,
+    StoreError,
+    StoreLostError,
+    UnknownIdError,
+)
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
 from raylight.traces import otlp, otlp_body
 from raylight.traces.otlp import traces_route
@@ -53,7 +63,9 @@ def attributes(**values: Any) -> list[dict[str, Any]]:
 
 def keys(rollout: str | None = "r", attempt: str | None = "a", sequence: Any = None) -> list[dict[str, Any]]:
     named = {ROLLOUT_ID: rollout, ATTEMPT_ID: attempt, SPAN_SEQUENCE_ID: sequence}
-    return [{"key": key, "value": {"stringValue": value}} for key, value in named.items() if value is not None]
+    return [
+        {"key": key, "value": {"stringValue": value}} for key, value in named.items() if value is not None
+    ]
 
 
 def span_json(**changes: Any) -> dict[str, Any]:
@@ -62,7 +74,12 @@ def span_json(**changes: Any) -> dict[str, Any]:
 
 def document(*spans: dict[str, Any], resource: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     return {
-        "resourceSpans": [{"resource": {"attributes": keys() if resource is None else resource}, "scopeSpans": [{"spans": spans}]}]
+        "resourceSpans": [
+            {
+                "resource": {"attributes": keys() if resource is None else resource},
+                "scopeSpans": [{"spans": spans}],
+            }
+        ]
     }
 
 
@@ -74,7 +91,9 @@ def as_protobuf(*spans: dict[str, Any], resource: list[dict[str, Any]] | None = 
     built = json.loads(as_json(*spans, resource=resource))
     for span in built["resourceSpans"][0]["scopeSpans"][0]["spans"]:
         _make_ids_base64(span)
-    return json_format.ParseDict(built, ExportTraceServiceRequest(), ignore_unknown_fields=True).SerializeToString()
+    return json_format.ParseDict(
+        built, ExportTraceServiceRequest(), ignore_unknown_fields=True
+    ).SerializeToString()
 
 
 def decode(*arguments: Any, **settings: Any) -> list[Span]:
@@ -117,9 +136,16 @@ def test_everything_of_a_span(encode: Callable[..., bytes], kind: str) -> None:
     assert (span.trace_id, span.span_id, span.parent_id, span.name) == (TRACE, SPAN, PARENT, "call")
     assert (span.start_time, span.end_time) == (1544712660.3, 1544712661.3)
     assert span.attributes == {
-        "s": "x", "i": 9007199254740993, "j": 7, "d": 0.5, "b": False, "raw": "ff00", "many": [1, "2"],
-        "nested": {"traceId": "not hex"}, "none": None,
-    }  # fmt: skip
+        "s": "x",
+        "i": 9007199254740993,
+        "j": 7,
+        "d": 0.5,
+        "b": False,
+        "raw": "ff00",
+        "many": [1, "2"],
+        "nested": {"traceId": "not hex"},
+        "none": None,
+    }
     assert span.status.model_dump() == {"status_code": "ERROR", "description": "bad"}
     assert span.events[0].model_dump() == {"name": "e", "attributes": {"k": True}, "timestamp": 1.0}
     context = span.links[0].context
@@ -131,7 +157,13 @@ def test_everything_of_a_span(encode: Callable[..., bytes], kind: str) -> None:
 
 def test_what_is_not_there_is_empty() -> None:
     (span,) = decode(as_json(span_json(parentSpanId="", startTimeUnixNano="0")), JSON)
-    assert (span.parent_id, span.start_time, span.end_time, span.events, span.links) == (None, None, None, [], [])
+    assert (span.parent_id, span.start_time, span.end_time, span.events, span.links) == (
+        None,
+        None,
+        None,
+        [],
+        [],
+    )
     assert span.status.model_dump() == {"status_code": "UNSET", "description": None}
 
 
@@ -144,17 +176,27 @@ def test_snake_case_and_names_of_enums_are_read_too() -> None:
                     {
                         "spans": [
                             {
-                                "trace_id": TRACE.upper(), "span_id": SPAN, "parent_span_id": PARENT, "name": "n",
-                                "start_time_unix_nano": "5", "status": {"code": "STATUS_CODE_OK"}, "kind": "SPAN_KIND_CLIENT",
+                                "trace_id": TRACE.upper(),
+                                "span_id": SPAN,
+                                "parent_span_id": PARENT,
+                                "name": "n",
+                                "start_time_unix_nano": "5",
+                                "status": {"code": "STATUS_CODE_OK"},
+                                "kind": "SPAN_KIND_CLIENT",
                             }
                         ]
                     }
                 ],
             }
         ]
-    }  # fmt: skip
+    }
     (span,) = decode(json.dumps(body).encode(), JSON)
-    assert (span.rollout_id, span.trace_id, span.parent_id, span.status.status_code) == ("r", TRACE, PARENT, "OK")
+    assert (span.rollout_id, span.trace_id, span.parent_id, span.status.status_code) == (
+        "r",
+        TRACE,
+        PARENT,
+        "OK",
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +214,10 @@ def test_snake_case_and_names_of_enums_are_read_too() -> None:
         (keys("r", "a", str(2**63)), [], ("r", "a", 0)),
         (keys("r", "a", str(2**62 - 1)), [], ("r", "a", 2**62 - 1)),
         (
-            [{"key": ROLLOUT_ID, "value": {"intValue": "5"}}, {"key": SPAN_SEQUENCE_ID, "value": {"intValue": "9"}}],
+            [
+                {"key": ROLLOUT_ID, "value": {"intValue": "5"}},
+                {"key": SPAN_SEQUENCE_ID, "value": {"intValue": "9"}},
+            ],
             [],
             ("5", "", 9),
         ),
@@ -188,9 +233,11 @@ def test_codings(coding: str | None) -> None:
     body = as_protobuf(span_json())
     raw = zlib.compressobj(wbits=-15)
     packed = {
-        "gzip": gzip.compress(body), "x-gzip": gzip.compress(body), "deflate": zlib.compress(body),
+        "gzip": gzip.compress(body),
+        "x-gzip": gzip.compress(body),
+        "deflate": zlib.compress(body),
         "raw deflate": raw.compress(body) + raw.flush(),
-    }.get((coding or "").lower(), body)  # fmt: skip
+    }.get((coding or "").lower(), body)
     assert len(decode(packed, PROTOBUF, coding and coding.removeprefix("raw "))) == 1
 
 
@@ -213,9 +260,15 @@ def test_codings(coding: str | None) -> None:
         (b'{"resourceSpans": [3]}', JSON, None, 400, "resourceSpans has a member that is no object"),
         (b'{"resourceSpans": [{"scopeSpans": {}}]}', JSON, None, 400, "scopeSpans is no list"),
         (b'{"resourceSpans": [{"scopeSpans": [{"spans": "x"}]}]}', JSON, None, 400, "spans is no list"),
-        (json.dumps({"resourceSpans": [{"resource": 3, "scopeSpans": [{"spans": [{}]}]}]}).encode(), JSON, None, 400, "Request"),
+        (
+            json.dumps({"resourceSpans": [{"resource": 3, "scopeSpans": [{"spans": [{}]}]}]}).encode(),
+            JSON,
+            None,
+            400,
+            "Request",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read(body: bytes, kind: str, coding: str | None, status: int, message: str) -> None:
     with pytest.raises(OtlpError, match=message) as caught:
         decode(body, kind, coding)
@@ -280,7 +333,10 @@ def test_there_is_a_limit_of_spans(encode: Any, kind: str, monkeypatch: pytest.M
 
 def test_a_large_resource_is_not_kept_with_many_spans() -> None:
     resource = attributes(large={"stringValue": "x" * 2_000_000})
-    few, many = (as_protobuf(*(span_json(spanId=f"{i:016x}") for i in range(1, n)), resource=resource) for n in (30, 40))
+    few, many = (
+        as_protobuf(*(span_json(spanId=f"{i:016x}") for i in range(1, n)), resource=resource)
+        for n in (30, 40)
+    )
     assert len(decode(few, PROTOBUF)) == 29
     with pytest.raises(OtlpError, match="too many attributes") as caught:
         decode_all(many, PROTOBUF)
@@ -384,7 +440,9 @@ def test_partial_success(store: Store, encode: Any, kind: str) -> None:
     rejected, message = partial(post(client_of(store.add), encode(*spans, resource=[]), kind))
     assert rejected == 3
     assert "2 of 5 spans: no attempt 'unknown'" in message
-    assert "1 of 5 spans: it names no attempt; set the resource attributes agentlightning.rollout_id" in message
+    assert (
+        "1 of 5 spans: it names no attempt; set the resource attributes agentlightning.rollout_id" in message
+    )
     assert [span.span_id[0] for span in store.spans] == ["1", "4"]
 
 
@@ -403,22 +461,43 @@ def test_a_refusal_of_the_only_attempt(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [StoreLostError("gone"), StoreError("disk full"), TimeoutError(), ConnectionError("refused"), RuntimeError("a bug")]
+    "error",
+    [
+        StoreLostError("gone"),
+        StoreError("disk full"),
+        TimeoutError(),
+        ConnectionError("refused"),
+        RuntimeError("a bug"),
+    ],
 )
 @pytest.mark.parametrize("kind", [JSON, PROTOBUF])
-def test_a_store_that_is_down(store: Store, error: Exception, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_down(
+    store: Store, error: Exception, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store.error = error
     body = as_json(span_json()) if kind == JSON else as_protobuf(span_json())
     response = post(client_of(store.add), body, kind)
-    assert (response.status_code, response.headers["retry-after"], response.headers["content-type"]) == (503, "2", kind)
-    message = json_format.Parse(response.content, Status()) if kind == JSON else Status.FromString(response.content)
+    assert (response.status_code, response.headers["retry-after"], response.headers["content-type"]) == (
+        503,
+        "2",
+        kind,
+    )
+    message = (
+        json_format.Parse(response.content, Status()) if kind == JSON else Status.FromString(response.content)
+    )
     assert "send them again" in message.message
     assert "1 spans could not be stored" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("resource", "stored"),
-    [([], True), (keys("r", None), True), (keys("r", "a"), True), (keys("r", "b"), False), (keys("r2", None), False)],
+    [
+        ([], True),
+        (keys("r", None), True),
+        (keys("r", "a"), True),
+        (keys("r", "b"), False),
+        (keys("r2", None), False),
+    ],
 )
 def test_an_address_that_is_scoped(store: Store, resource: list[Any], stored: bool) -> None:
     response = post(client_of(store.add, lambda: ("r", "a")), as_json(span_json(), resource=resource))
@@ -448,7 +527,9 @@ def test_refusals_of_http(store: Store) -> None:
 
 
 def test_only_the_bad_spans_of_a_body_are_rejected(store: Store) -> None:
-    body = as_json(span_json(), span_json(traceId="0" * 32), span_json(name="\ud800"), span_json(spanId="1" * 16))
+    body = as_json(
+        span_json(), span_json(traceId="0" * 32), span_json(name="\ud800"), span_json(spanId="1" * 16)
+    )
     rejected, message = partial(post(client_of(store.add), body))
     assert rejected == 2
     assert "1 of 4 spans: the trace_id of span 'call'" in message
@@ -478,7 +559,10 @@ async def test_few_bodies_are_decoded_at_once(store: Store, monkeypatch: pytest.
     monkeypatch.setattr(otlp, "decode", slow)
     transport = httpx.ASGITransport(app=Starlette(routes=[traces_route(store.add)]))
     async with httpx.AsyncClient(transport=transport, base_url="http://store") as client:
-        work = [client.post("/v1/traces", content=as_json(span_json()), headers={"content-type": JSON}) for _ in range(6)]
+        work = [
+            client.post("/v1/traces", content=as_json(span_json()), headers={"content-type": JSON})
+            for _ in range(6)
+        ]
         answers = asyncio.gather(*work)
         await until(lambda: now == otlp.MAX_DECODES)
         held.set()
@@ -495,7 +579,9 @@ def test_the_body_is_not_read_beyond_the_limit(store: Store) -> None:
             sent += 1
             yield b"x" * 1000
 
-    response = client_of(store.add, max_bytes=5000).post("/v1/traces", content=endless(), headers={"content-type": PROTOBUF})
+    response = client_of(store.add, max_bytes=5000).post(
+        "/v1/traces", content=endless(), headers={"content-type": PROTOBUF}
+    )
     assert response.status_code == 413
 
 
@@ -525,14 +611,19 @@ FIELDS = [
     "kind",
     "flags",
 ]
-SPANS = st.dictionaries(st.sampled_from([*FIELDS, "trace_id", "dropped_links_count"]), JSON_VALUES, max_size=6) | JSON_VALUES
+SPANS = (
+    st.dictionaries(st.sampled_from([*FIELDS, "trace_id", "dropped_links_count"]), JSON_VALUES, max_size=6)
+    | JSON_VALUES
+)
 NEAR_REQUESTS = st.one_of(
     JSON_VALUES,
     st.fixed_dictionaries({"resourceSpans": JSON_VALUES}),
     st.lists(SPANS, max_size=3).map(lambda spans: {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}),
     SPANS.map(lambda changes: document(span_json(**(changes if isinstance(changes, dict) else {})))),
     st.lists(SPANS, max_size=3).map(lambda links: document(span_json(links=links))),
-    st.lists(JSON_VALUES, max_size=3).map(lambda pairs: document(span_json(attributes=[{"key": "k", "value": v} for v in pairs]))),
+    st.lists(JSON_VALUES, max_size=3).map(
+        lambda pairs: document(span_json(attributes=[{"key": "k", "value": v} for v in pairs]))
+    ),
 )
 CODINGS = st.sampled_from([None, "gzip", "deflate", "identity", "br"])
 
@@ -574,12 +665,18 @@ GOOD = as_protobuf(FULL, span_json(spanId="1" * 16))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(GOOD)), CODINGS)
+@given(
+    st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
+    st.integers(0, len(GOOD)),
+    CODINGS,
+)
 def test_a_broken_protobuf_is_answered(changes: list[tuple[int, int]], cut: int, coding: str | None) -> None:
     body = bytearray(GOOD)
     for place, byte in changes:
         body[place] = byte
-    packed = {"gzip": gzip.compress, "deflate": zlib.compress}.get(coding or "", bytes)(bytes(body[:cut] if cut % 2 else body))
+    packed = {"gzip": gzip.compress, "deflate": zlib.compress}.get(coding or "", bytes)(
+        bytes(body[:cut] if cut % 2 else body)
+    )
     send(packed, PROTOBUF, coding)
 
 
@@ -593,7 +690,9 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -623,9 +722,13 @@ def emit(provider: TracerProvider, count: int = 1) -> None:
 @pytest.mark.parametrize("compression", [Compression.NoCompression, Compression.Gzip, Compression.Deflate])
 def test_the_real_exporter(server: Server, store: Store, compression: Compression) -> None:
     kept = InMemorySpanExporter()
-    provider = TracerProvider(resource=Resource.create({ROLLOUT_ID: "r", ATTEMPT_ID: "a"}), shutdown_on_exit=False)
+    provider = TracerProvider(
+        resource=Resource.create({ROLLOUT_ID: "r", ATTEMPT_ID: "a"}), shutdown_on_exit=False
+    )
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{server.url}/v1/traces", compression=compression)))
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(f"{server.url}/v1/traces", compression=compression))
+    )
     emit(provider, count=10)
     provider.shutdown()
     direct = [Span.from_opentelemetry(span, "r", "a") for span in kept.get_finished_spans()]
@@ -637,7 +740,9 @@ def test_the_real_exporter(server: Server, store: Store, compression: Compressio
     assert [comparable(span) for span in store.spans] == [comparable(span) for span in direct]
 
 
-def test_the_real_exporter_tries_again_while_the_store_is_down(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_exporter_tries_again_while_the_store_is_down(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(otlp, "RETRY_AFTER_S", 0)
     store.error = StoreLostError("gone")
 
@@ -648,7 +753,9 @@ def test_the_real_exporter_tries_again_while_the_store_is_down(store: Store, mon
             store.error = None
 
     server = Server(Starlette(routes=[traces_route(back_the_second_time)]))
-    provider = TracerProvider(resource=Resource.create({ROLLOUT_ID: "r", ATTEMPT_ID: "a"}), shutdown_on_exit=False)
+    provider = TracerProvider(
+        resource=Resource.create({ROLLOUT_ID: "r", ATTEMPT_ID: "a"}), shutdown_on_exit=False
+    )
     kept = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     emit(provider)
@@ -659,7 +766,9 @@ def test_the_real_exporter_tries_again_while_the_store_is_down(store: Store, mon
     assert (store.calls, len(store.spans)) == (2, 2)
 
 
-def test_the_real_exporter_is_told_that_it_sends_too_much(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_real_exporter_is_told_that_it_sends_too_much(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
     kept = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
@@ -671,7 +780,9 @@ def test_the_real_exporter_is_told_that_it_sends_too_much(server: Server, caplog
     assert "413" in caplog.text
 
 
-def test_the_tracers_export_reaches_the_endpoint(server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracers_export_reaches_the_endpoint(
+    server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two attempts of one process, exported by `OtelTracer(export_endpoint=...)`, arrive keyed."""
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
@@ -685,7 +796,9 @@ def test_the_tracers_export_reaches_the_endpoint(server: Server, store: Store, m
     assert found == [("of r", "r", "a"), ("of r2", "r2", "a2")]
 
 
-def test_a_collector_that_is_not_there_costs_no_more_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_is_not_there_costs_no_more_than_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
     tracer = OtelTracer(export_endpoint="http://127.0.0.1:9", export_timeout=0.2)

@@ -39,9 +39,19 @@ def read(returned: Any) -> list[Span]:
 
 
 NUMBERS = [
-    (1, 1.0), (0, 0.0), (-0.5, -0.5), (True, 1.0), (False, 0.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0),
-    (np.float64(0.25), 0.25), (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.5), 0.5), (Fraction(1, 4), 0.25),
-]  # fmt: skip
+    (1, 1.0),
+    (0, 0.0),
+    (-0.5, -0.5),
+    (True, 1.0),
+    (False, 0.0),
+    (np.float32(0.5), 0.5),
+    (np.int64(2), 2.0),
+    (np.float64(0.25), 0.25),
+    (np.bool_(True), 1.0),
+    (np.array(0.5), 0.5),
+    (torch.tensor(0.5), 0.5),
+    (Fraction(1, 4), 0.25),
+]
 
 
 @pytest.mark.parametrize(("returned", "expected"), NUMBERS)
@@ -62,7 +72,10 @@ def test_named_rewards_keep_their_order() -> None:
     named = named_rewards({"main": 1, "style": np.float32(0.5)})
     assert list(named.items()) == [("main", 1.0), ("style", 0.5)]
     (span,) = read(collections.OrderedDict(style=2, main=1))
-    assert [(reward.name, reward.value) for reward in get_rewards_from_span(span)] == [("style", 2.0), ("main", 1.0)]
+    assert [(reward.name, reward.value) for reward in get_rewards_from_span(span)] == [
+        ("style", 2.0),
+        ("main", 1.0),
+    ]
 
 
 @pytest.mark.parametrize("returned", [None, [], ()])
@@ -70,11 +83,36 @@ def test_nothing_is_no_reward(returned: Any) -> None:
     assert read(returned) == []
 
 
-@pytest.mark.parametrize("returned", [
-    float("nan"), float("inf"), -float("inf"), np.float32("nan"), "1.0", "", b"1", [1.0], (1.0, 2.0), [np.float32(1)], {},
-    {"a": None}, {"a": "1"}, {"a": 1.0, "b": float("nan")}, {"a": {"b": 1.0}}, 1j, object(), np.array([1.0, 2.0]), 10**400, {1.0},
-    [None], ["text"], [{"reward": 1.0}], [object()],
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "returned",
+    [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        np.float32("nan"),
+        "1.0",
+        "",
+        b"1",
+        [1.0],
+        (1.0, 2.0),
+        [np.float32(1)],
+        {},
+        {"a": None},
+        {"a": "1"},
+        {"a": 1.0, "b": float("nan")},
+        {"a": {"b": 1.0}},
+        1j,
+        object(),
+        np.array([1.0, 2.0]),
+        10**400,
+        {1.0},
+        [None],
+        ["text"],
+        [{"reward": 1.0}],
+        [object()],
+    ],
+    ids=repr,
+)
 def test_what_is_no_reward_is_refused(returned: Any) -> None:
     with pytest.raises(RewardError):
         read(returned)
@@ -92,7 +130,9 @@ def test_a_refused_reward_is_named_with_its_type() -> None:
 
 def test_spans_are_taken_as_they_are() -> None:
     own = Span.from_attributes(name="mine", attributes={"a": 1})
-    core = SpanCoreFields(name="core", attributes={"agentlightning.reward.0.name": "r", "agentlightning.reward.0.value": 0.5})
+    core = SpanCoreFields(
+        name="core", attributes={"agentlightning.reward.0.name": "r", "agentlightning.reward.0.value": 0.5}
+    )
     first, second = read([own, core])
     assert first is own
     assert (second.name, find_final_reward([second])) == ("core", 0.5)
@@ -121,7 +161,9 @@ def test_a_span_that_cannot_be_stored_is_refused_now(wrong: Any) -> None:
         read([Span.from_attributes(name="mine", attributes={"wrong": wrong})])
 
 
-@pytest.mark.parametrize(("reward", "expected"), [(0.5, 0.5), ({"main": 1, "style": 2}, 1.0), (None, None), ("absent", None)])
+@pytest.mark.parametrize(
+    ("reward", "expected"), [(0.5, 0.5), ({"main": 1, "style": 2}, 1.0), (None, None), ("absent", None)]
+)
 def test_a_rollout_has_its_reward_in_its_metadata(reward: Any, expected: float | None) -> None:
     rollout = make_rollout(metadata={"other": 1} if reward == "absent" else {"reward": reward})
     assert find_final_reward(read(rollout)) == expected
@@ -150,27 +192,55 @@ class OwnConnectError(Exception):
 CONNECTION = openai.APIConnectionError(request=REQUEST)
 
 
-@pytest.mark.parametrize("error", [
-    CONNECTION, openai.APITimeoutError(request=REQUEST), answer_error(openai.InternalServerError, 500),
-    answer_error(openai.InternalServerError, 503), httpx.ConnectError("refused"), httpx.ReadTimeout("slow"),
-    httpx.RemoteProtocolError("cut"), httpx2.ConnectError("refused"), httpx2.ReadTimeout("slow"),
-    caused(RuntimeError("my tool"), CONNECTION),
-    caused(ValueError("outer"), caused(KeyError("middle"), answer_error(openai.InternalServerError, 502))),
-    httpx.HTTPStatusError("503", request=REQUEST, response=httpx.Response(503, request=REQUEST)),
-    ExceptionGroup("unhandled errors in a TaskGroup", [CONNECTION, ExceptionGroup("inner", [CONNECTION])]),
-], ids=lambda error: f"{type(error).__name__}-{error}"[:40])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        CONNECTION,
+        openai.APITimeoutError(request=REQUEST),
+        answer_error(openai.InternalServerError, 500),
+        answer_error(openai.InternalServerError, 503),
+        httpx.ConnectError("refused"),
+        httpx.ReadTimeout("slow"),
+        httpx.RemoteProtocolError("cut"),
+        httpx2.ConnectError("refused"),
+        httpx2.ReadTimeout("slow"),
+        caused(RuntimeError("my tool"), CONNECTION),
+        caused(
+            ValueError("outer"), caused(KeyError("middle"), answer_error(openai.InternalServerError, 502))
+        ),
+        httpx.HTTPStatusError("503", request=REQUEST, response=httpx.Response(503, request=REQUEST)),
+        ExceptionGroup(
+            "unhandled errors in a TaskGroup", [CONNECTION, ExceptionGroup("inner", [CONNECTION])]
+        ),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{error}"[:40],
+)
 def test_a_service_that_is_down_is_the_infrastructure(error: BaseException) -> None:
     assert classify(error) == "infrastructure"
 
 
-@pytest.mark.parametrize("error", [
-    answer_error(openai.BadRequestError, 400), answer_error(openai.AuthenticationError, 401),
-    answer_error(openai.NotFoundError, 404), answer_error(openai.RateLimitError, 429), ValueError("no"), TimeoutError("mine"),
-    KeyError("x"), OwnConnectError("not of a client library"), KeyboardInterrupt(), SystemExit(2), BaseException("odd"),
-    caused(RuntimeError("outer"), answer_error(openai.BadRequestError, 400)), caused(RuntimeError("outer"), ValueError("inner")),
-    httpx.HTTPStatusError("404", request=REQUEST, response=httpx.Response(404, request=REQUEST)),
-    ExceptionGroup("mixed", [CONNECTION, ValueError("mine")]), BaseExceptionGroup("base", [KeyboardInterrupt()]),
-], ids=lambda error: f"{type(error).__name__}-{error}"[:40])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        answer_error(openai.BadRequestError, 400),
+        answer_error(openai.AuthenticationError, 401),
+        answer_error(openai.NotFoundError, 404),
+        answer_error(openai.RateLimitError, 429),
+        ValueError("no"),
+        TimeoutError("mine"),
+        KeyError("x"),
+        OwnConnectError("not of a client library"),
+        KeyboardInterrupt(),
+        SystemExit(2),
+        BaseException("odd"),
+        caused(RuntimeError("outer"), answer_error(openai.BadRequestError, 400)),
+        caused(RuntimeError("outer"), ValueError("inner")),
+        httpx.HTTPStatusError("404", request=REQUEST, response=httpx.Response(404, request=REQUEST)),
+        ExceptionGroup("mixed", [CONNECTION, ValueError("mine")]),
+        BaseExceptionGroup("base", [KeyboardInterrupt()]),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{error}"[:40],
+)
 def test_what_the_agent_did_wrong_is_the_agent(error: BaseException) -> None:
     assert classify(error) == "agent"
 

@@ -38,7 +38,11 @@ def an_agent(**declared: Any) -> LitAgent:
 def test_what_the_trainer_is_given_goes_over_what_the_agent_declares() -> None:
     agent = an_agent(model=LLM(name="declared"), prompt=PromptTemplate(template="hi"))
     given = {"model": JUDGE, "table": [1]}
-    assert merge_resources(agent, given) == {"model": JUDGE, "prompt": PromptTemplate(template="hi"), "table": [1]}
+    assert merge_resources(agent, given) == {
+        "model": JUDGE,
+        "prompt": PromptTemplate(template="hi"),
+        "table": [1],
+    }
     assert merge_resources(agent, {}) == agent.declared_resources
     assert merge_resources(an_agent(), {}) == {}
     assert given == {"model": JUDGE, "table": [1]}
@@ -64,11 +68,15 @@ def test_agents_of_agent_lightning_find_it_as_main_llm_unless_something_else_is_
 
 def test_every_open_model_is_the_policy_and_keeps_what_the_user_said_of_it() -> None:
     given = {
-        "planner": LLM(name="m", agent_id="planner", sampling_parameters={"temperature": 0.5}), "judge": JUDGE, "coder": LLM(),
+        "planner": LLM(name="m", agent_id="planner", sampling_parameters={"temperature": 0.5}),
+        "judge": JUDGE,
+        "coder": LLM(),
         "proxied": ProxyLLM(),
-    }  # fmt: skip
+    }
     filled = with_policy(given, POLICY)
-    assert filled["planner"] == POLICY.model_copy(update={"agent_id": "planner", "sampling_parameters": {"temperature": 0.5}})
+    assert filled["planner"] == POLICY.model_copy(
+        update={"agent_id": "planner", "sampling_parameters": {"temperature": 0.5}}
+    )
     assert filled["coder"] == filled["proxied"] == POLICY
     assert (filled["judge"], "llm" in filled) == (JUDGE, False)
     scoped = filled["planner"].for_attempt("ro-1", "at-1", "s")
@@ -83,7 +91,9 @@ def test_a_fixed_model_cannot_have_the_policys_name() -> None:
 
 
 def test_models_that_nothing_serves_are_named() -> None:
-    must_have_endpoints({"judge": JUDGE, "tokenizer": LLM(tokenizer_only=True), "table": 1}.items(), Baseline())
+    must_have_endpoints(
+        {"judge": JUDGE, "tokenizer": LLM(tokenizer_only=True), "table": 1}.items(), Baseline()
+    )
     with pytest.raises(ConfigError, match=r"^a, b: Baseline serves no model"):
         must_have_endpoints({"a": LLM(), "judge": JUDGE, "b": ProxyLLM(model="m")}.items(), Baseline())
 
@@ -93,9 +103,14 @@ def test_models_that_nothing_serves_are_named() -> None:
 
 def common(**more: Any) -> dict[str, Any]:
     return {
-        "name": "run-1", "cargo": Cargo(an_agent(), secret="s3cr3t"), "runner": RunnerConfig(), "store": StoreConfig(),
-        "store_path": "/s/store.db", "resources": {"b": JUDGE, "a": 1}, **more,
-    }  # fmt: skip
+        "name": "run-1",
+        "cargo": Cargo(an_agent(), secret="s3cr3t"),
+        "runner": RunnerConfig(),
+        "store": StoreConfig(),
+        "store_path": "/s/store.db",
+        "resources": {"b": JUDGE, "a": 1},
+        **more,
+    }
 
 
 def test_a_plan_is_written_as_yaml_without_secrets() -> None:
@@ -110,10 +125,17 @@ def test_a_plan_is_written_as_yaml_without_secrets() -> None:
 def test_the_plan_of_a_policy_is_written_whole() -> None:
     algorithm = GRPO(model="m", rollout={"retry_condition": {"timeout", "failed"}})
     plan = PolicyPlan(
-        **common(), model_path="/models/m", algorithm=algorithm, engine=EngineConfig(), learner=LearnerConfig(),
-        checkpoint=CheckpointConfig(), state_url="state", seed=4,
-        total_steps=7, trained_agents="plan.*",
-    )  # fmt: skip
+        **common(),
+        model_path="/models/m",
+        algorithm=algorithm,
+        engine=EngineConfig(),
+        learner=LearnerConfig(),
+        checkpoint=CheckpointConfig(),
+        state_url="state",
+        seed=4,
+        total_steps=7,
+        trained_agents="plan.*",
+    )
     resolved = plan.resolved()
     assert yaml.safe_load(yaml.safe_dump(resolved)) == resolved
     assert (resolved["seed"], resolved["total_steps"], resolved["trained_agents"]) == (4, 7, "plan.*")
@@ -153,9 +175,17 @@ def test_a_pattern_is_one() -> None:
         trained(None, TracerTraceToTriplet(agent_match="("))
 
 
-@pytest.mark.parametrize(("engine", "learner", "given", "expected"), [
-    ("float32", "fp32", 0.0, 1e-3), ("bfloat16", "fp32", 0.0, 0.5), ("float32", "bf16", 0.0, 0.5), ("bfloat16", "bf16", 0.01, 0.01),
-])  # fmt: skip
-def test_rounding_of_half_precision_is_no_mismatch(engine: str, learner: str, given: float, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("engine", "learner", "given", "expected"),
+    [
+        ("float32", "fp32", 0.0, 1e-3),
+        ("bfloat16", "fp32", 0.0, 0.5),
+        ("float32", "bf16", 0.0, 0.5),
+        ("bfloat16", "bf16", 0.01, 0.01),
+    ],
+)
+def test_rounding_of_half_precision_is_no_mismatch(
+    engine: str, learner: str, given: float, expected: float
+) -> None:
     algorithm = GRPO(model="m", max_logprob_mismatch=given)
     assert _max_mismatch(Trainer(engine={"dtype": engine}, learner={"dtype": learner}), algorithm) == expected

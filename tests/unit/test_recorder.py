@@ -233,7 +233,9 @@ async def test_a_call_of_an_attempt_that_is_over_is_refused_and_the_others_are_n
     async with within():
         known = [await recorder.open([key], 1.0) for key in keys]
         await known[0]
-        with pytest.raises(AttemptOver, match="this attempt is over; its key opens nothing any more") as refused:
+        with pytest.raises(
+            AttemptOver, match="this attempt is over; its key opens nothing any more"
+        ) as refused:
             await known[1]
         await known[2]
     assert (refused.value.status, refused.value.kind) == (401, "authentication_error")
@@ -283,7 +285,9 @@ async def test_who_finds_no_room_in_time_is_turned_away() -> None:
     assert recorder.stats.overloaded == 3
 
 
-@pytest.mark.parametrize("error", [StoreLostError("gone"), ConnectionResetError(), OSError("no route"), RuntimeError("?")])
+@pytest.mark.parametrize(
+    "error", [StoreLostError("gone"), ConnectionResetError(), OSError("no route"), RuntimeError("?")]
+)
 async def test_what_could_not_be_sent_is_kept_and_sent_when_the_store_is_back(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -334,7 +338,11 @@ async def test_a_record_that_cannot_be_stored_holds_up_no_other(caplog: pytest.L
         await opened(recorder, *keys)
         recorder.close([(key, make_generation([1], [2], key=key), SPAN) for key in keys])
         await sink.has(3, 3)
-    assert [(key, span is None) for key, _, span in sink.closed] == [(keys[0], False), (bad, True), (keys[2], False)]
+    assert [(key, span is None) for key, _, span in sink.closed] == [
+        (keys[0], False),
+        (bad, True),
+        (keys[2], False),
+    ]
     assert recorder.stats.lost == 0
     assert "not JSON" in caplog.text
 
@@ -430,11 +438,28 @@ async def test_aborted_calls_are_counted() -> None:
 
 
 STEPS = st.lists(
-    st.sampled_from(["open", "open two", "close", "fail", "fail to open", "fail to close", "recover", "lose answer", "rest"]),
+    st.sampled_from(
+        [
+            "open",
+            "open two",
+            "close",
+            "fail",
+            "fail to open",
+            "fail to close",
+            "recover",
+            "lose answer",
+            "rest",
+        ]
+    ),
     max_size=40,
 )
 
-DOWN: dict[str, set[str]] = {"fail": {"open", "close"}, "fail to open": {"open"}, "fail to close": {"close"}, "recover": set()}
+DOWN: dict[str, set[str]] = {
+    "fail": {"open", "close"},
+    "fail to open": {"open"},
+    "fail to close": {"close"},
+    "recover": set(),
+}
 
 
 class Flaky:

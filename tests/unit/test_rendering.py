@@ -14,9 +14,9 @@ ASKED = [user("U1"), says("A1"), user("U2")]
 CALLED = [user("U1"), says("", CALL), result("3.5")]
 TURNS = "{%- for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + '<|im_end|>' }}{% endfor %}"
 
-WITHIN = TURNS.replace("m.content +", "m.content + (messages[2].content if loop.index == 2 else '') +").replace(
-    "messages %}", "messages if m.role != 'tool' %}"
-)
+WITHIN = TURNS.replace(
+    "m.content +", "m.content + (messages[2].content if loop.index == 2 else '') +"
+).replace("messages %}", "messages if m.role != 'tool' %}")
 """Shows what a tool answers within the turn that called it."""
 
 WITHIN_CALL = (
@@ -27,7 +27,9 @@ WITHIN_CALL = (
 """The same, and a special token comes before it, which is not the turn's end."""
 
 
-def after(chat_template: str, messages: list[dict[str, Any]], answered: int = 1, tools: Any = None, **kwargs: Any) -> str:
+def after(
+    chat_template: str, messages: list[dict[str, Any]], answered: int = 1, tools: Any = None, **kwargs: Any
+) -> str:
     return Renderer(make_tokenizer(chat_template)).after(messages, answered, tools, kwargs)
 
 
@@ -46,33 +48,41 @@ def extended(chat_template: str, tokens: str, messages: list[dict[str, Any]], an
         ("chatml", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
         ("tools", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
         (
-            "tools", CALLED,
+            "tools",
+            CALLED,
             "<|im_end|>\n<|im_start|>user\n<tool_response>\n3.5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
         ),
         ("thinking", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
         (
-            "thinking", CALLED,
+            "thinking",
+            CALLED,
             "<|im_end|>\n<|im_start|>user\n<tool_response>\n3.5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
         ),
         ("collapsing", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
         (
-            "headers", ASKED,
+            "headers",
+            ASKED,
             "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU2<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
         (
-            "headers", CALLED,
+            "headers",
+            CALLED,
             '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"3.5"<|eot_id|>'
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
         ("strict", ASKED, "</s>[INST] U2[/INST]"),
         ("strict", CALLED, '</s>[TOOL_RESULTS]{"content": "3.5", "call_id": "call_0"}[/TOOL_RESULTS]'),
         ("channels", ASKED, "<|end|><|start|>user<|message|>U2<|end|><|start|>assistant"),
-        ("channels", CALLED, "<|call|><|start|>functions.add to=assistant<|message|>3.5<|end|><|start|>assistant"),
+        (
+            "channels",
+            CALLED,
+            "<|call|><|start|>functions.add to=assistant<|message|>3.5<|end|><|start|>assistant",
+        ),
         ("parts", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
         ("open_turns", ASKED, "<|user|>\nU2<|assistant|>\n"),
         ("open_turns", CALLED, "<|observation|>\n3.5<|assistant|>\n"),
     ],
-)  # fmt: skip
+)
 def test_what_follows_an_answer(name: str, messages: list[dict[str, Any]], text: str) -> None:
     assert after(template(name), messages) == text
 
@@ -104,7 +114,9 @@ def test_a_template_that_takes_one_call_at_a_time_still_shows_the_results_of_two
 
 
 def test_the_variables_of_the_template_are_passed_on() -> None:
-    assert after(template("thinking"), ASKED, enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert after(template("thinking"), ASKED, enable_thinking=False).endswith(
+        "assistant\n<think>\n\n</think>\n\n"
+    )
 
 
 def test_parts_of_text_are_text_and_text_is_in_parts_for_those_who_read_parts() -> None:
@@ -132,12 +144,20 @@ def test_a_turn_ends_once(sampled: str, prompt: str) -> None:
 def test_an_ending_of_several_tokens_is_sampled_whole_or_in_part() -> None:
     twice = TURNS.replace("<|im_end|>", "<|end|><|im_end|>")
     end = "<|end|><|im_end|><|im_start|>user U2<|end|><|im_end|>"
-    assert extended(twice, "A1<|end|><|im_end|>", ASKED) == extended(twice, "A1<|end|>", ASKED) == extended(twice, "A1", ASKED)
+    assert (
+        extended(twice, "A1<|end|><|im_end|>", ASKED)
+        == extended(twice, "A1<|end|>", ASKED)
+        == extended(twice, "A1", ASKED)
+    )
     assert extended(twice, "A1", ASKED) == "A1" + end
 
 
 def test_space_before_the_end_of_a_turn_is_not_added() -> None:
-    assert extended(template("strict"), "A1</s>", ASKED) == extended(template("strict"), "A1", ASKED) == "A1</s>[INST] U2[/INST]"
+    assert (
+        extended(template("strict"), "A1</s>", ASKED)
+        == extended(template("strict"), "A1", ASKED)
+        == "A1</s>[INST] U2[/INST]"
+    )
 
 
 def test_the_next_turns_beginning_may_have_been_sampled() -> None:
@@ -151,9 +171,17 @@ def test_the_next_turns_beginning_may_have_been_sampled() -> None:
         (TURNS + "{{ messages[1].content }}", ASKED, "exactly once"),
         (TURNS.replace("m.content", "m.content | lower"), ASKED, "exactly once"),
         (TURNS + "{{ messages[1].content | length }}", ASKED, "depends on the answer"),
-        (TURNS.replace("m.role", "(m.role if loop.first else messages[loop.index0 - 1].content[:4])"), ASKED, "depends on"),
+        (
+            TURNS.replace("m.role", "(m.role if loop.first else messages[loop.index0 - 1].content[:4])"),
+            ASKED,
+            "depends on",
+        ),
         (TURNS.replace("messages", "messages if m.role != 'tool'"), CALLED, "leaves a message out"),
-        ("{%- for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}", ASKED, "without a token of its own"),
+        (
+            "{%- for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}",
+            ASKED,
+            "without a token of its own",
+        ),
         (WITHIN_CALL, CALLED, "leaves a message out"),
         (WITHIN, CALLED, "without a token of its own"),
         (template("strict"), [user("U1"), says("A1"), user("U2"), user("U3")], "alternate"),
@@ -162,7 +190,9 @@ def test_the_next_turns_beginning_may_have_been_sampled() -> None:
         ("{{ 1 // 0 }}", ASKED, "raises"),
     ],
 )
-def test_templates_that_cannot_be_taken_apart(chat_template: str, messages: list[dict[str, Any]], why: str) -> None:
+def test_templates_that_cannot_be_taken_apart(
+    chat_template: str, messages: list[dict[str, Any]], why: str
+) -> None:
     with pytest.raises(TemplateRefusal, match=why):
         Renderer(make_tokenizer(chat_template)).extend([1, 2], messages, 1)
 
@@ -212,4 +242,6 @@ def test_a_developers_message_is_taken_where_it_is_a_systems_in_all_but_name() -
         after(TURNS, told)
     alike = TURNS.replace("m.role +", "('system' if m.role == 'developer' else m.role) +")
     assert after(alike, told) == after(TURNS, [*told[:2], {"role": "system", "content": "D2"}])
-    assert after(TURNS, [{"role": "developer", "content": "D0"}, *ASKED], 2) == after(TURNS, ASKED), "a past one is in tokens"
+    assert after(TURNS, [{"role": "developer", "content": "D0"}, *ASKED], 2) == after(TURNS, ASKED), (
+        "a past one is in tokens"
+    )

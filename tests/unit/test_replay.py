@@ -33,7 +33,13 @@ class Bench:
         tap = Tap(self.app, ENGINE, Recorder(self.sink), None)
         self.replay = Replay(Translate(tap), clock=lambda: self.now, **limits)
 
-    def call(self, body: Any = ASKED, tries: int = 0, path: str = "/v1/chat/completions", inside: Scope | None = INSIDE) -> Call:
+    def call(
+        self,
+        body: Any = ASKED,
+        tries: int = 0,
+        path: str = "/v1/chat/completions",
+        inside: Scope | None = INSIDE,
+    ) -> Call:
         return Call(self.replay, body, path, inside, x_stainless_retry_count=str(tries))
 
     @property
@@ -67,10 +73,12 @@ async def test_the_same_request_without_a_retrys_header_is_sampled_anew(bench: B
 @pytest.mark.parametrize(
     "other",
     [
-        {"body": ASKED | {"seed": 1}}, {"path": "/v1/completions"}, {"inside": Scope("ro-1", "at-2")},
+        {"body": ASKED | {"seed": 1}},
+        {"path": "/v1/completions"},
+        {"inside": Scope("ro-1", "at-2")},
         {"inside": Scope("ro-1", "at-1", "critic")},
     ],
-)  # fmt: skip
+)
 async def test_another_request_is_not_a_retry_whatever_it_says(bench: Bench, other: dict[str, Any]) -> None:
     await bench.call().answered()
     await bench.call(**({"tries": 1} | other)).answered()
@@ -219,7 +227,9 @@ async def test_the_retry_after_an_error_does_not_take_the_answer_of_an_equal_req
     bench.app.status = 200
     again = await bench.call(tries=1).answered()
     assert again.json["id"] != whole.json["id"]
-    assert (await bench.call(tries=1).answered()).json["id"] == whole.json["id"], "and the one that lost it gets it still"
+    assert (await bench.call(tries=1).answered()).json["id"] == whole.json["id"], (
+        "and the one that lost it gets it still"
+    )
 
 
 async def test_answers_are_kept_for_a_while() -> None:
@@ -355,9 +365,13 @@ def at_once(client: Any) -> Any:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_openais_sdk_loses_two_answers_and_one_generation_is_recorded(bench: Bench, losing: Losing, streamed: bool) -> None:
+async def test_openais_sdk_loses_two_answers_and_one_generation_is_recorded(
+    bench: Bench, losing: Losing, streamed: bool
+) -> None:
     async with losing.client(httpx) as http, within():
-        client = at_once(AsyncOpenAI(base_url="http://replica/v1", api_key="k", http_client=http, max_retries=3))
+        client = at_once(
+            AsyncOpenAI(base_url="http://replica/v1", api_key="k", http_client=http, max_retries=3)
+        )
         made = await client.chat.completions.create(**ASKED, stream=streamed)
         if streamed:
             said = "".join([chunk.choices[0].delta.content or "" async for chunk in made])
@@ -385,7 +399,9 @@ async def test_anthropics_sdk_loses_two_answers_and_one_generation_is_recorded(
     bench: Bench, losing: Losing, streamed: bool
 ) -> None:
     async with losing.client(httpx2) as http, within():
-        client = at_once(AsyncAnthropic(base_url="http://replica", api_key="k", http_client=http, max_retries=3))
+        client = at_once(
+            AsyncAnthropic(base_url="http://replica", api_key="k", http_client=http, max_retries=3)
+        )
         asked: Any = {"model": "policy", "max_tokens": 9, "messages": ASKED["messages"]}
         if streamed:
             async with client.messages.stream(**asked) as stream:

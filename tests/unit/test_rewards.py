@@ -47,7 +47,9 @@ def ended(attributes: dict[str, Any] | None, name: str = ANNOTATION) -> Any:
 def test_what_was_given_is_read_back(rewards: dict[str, float]) -> None:
     attributes = reward_attributes(named_rewards(rewards))
     for made in (span(attributes), ended(attributes)):
-        assert [(reward.name, reward.value) for reward in get_rewards_from_span(made)] == list(rewards.items())
+        assert [(reward.name, reward.value) for reward in get_rewards_from_span(made)] == list(
+            rewards.items()
+        )
         assert get_reward_value(made) == next(iter(rewards.values()))
         assert is_reward_span(made)
 
@@ -65,18 +67,31 @@ def test_the_final_reward_is_that_of_the_last_reward_span(values: list[float | N
     spans = [span({} if value is None else reward_attributes({"r": value})) for value in values]
     rewards = [value for value in values if value is not None]
     assert find_final_reward(spans) == (rewards[-1] if rewards else None)
-    assert find_reward_spans(iter(spans)) == [made for made, value in zip(spans, values, strict=True) if value is not None]
+    assert find_reward_spans(iter(spans)) == [
+        made for made, value in zip(spans, values, strict=True) if value is not None
+    ]
 
 
-@pytest.mark.parametrize("attributes", [
-    {f"{R}.0.name": "a"}, {f"{R}.0.value": 1.0}, {f"{R}.0.name": 3, f"{R}.0.value": 1.0}, {f"{R}.0.name": "a", f"{R}.0.value": "1"},
-    {f"{R}.0.name": "a", f"{R}.0.value": math.nan}, {f"{R}.0.name": "a", f"{R}.0.value": [1.0]},
-    {f"{R}.0.name": "a", f"{R}.0.value": None},
-    {f"{R}.1.name": "a", f"{R}.1.value": 1.0}, {f"{R}.x.name": "a", f"{R}.x.value": 1.0}, {f"{R}.": 1.0},
-    {f"{R}.0.name": "a", f"{R}.0.value": 1.0, f"{R}.2.name": "b", f"{R}.2.value": 1.0},
-    {f"{R}.0.name": "a", f"{R}.0.value": 1.0, f"{R}.1.name": "b"},
-])  # fmt: skip
-def test_a_malformed_reward_is_logged_and_is_none(attributes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {f"{R}.0.name": "a"},
+        {f"{R}.0.value": 1.0},
+        {f"{R}.0.name": 3, f"{R}.0.value": 1.0},
+        {f"{R}.0.name": "a", f"{R}.0.value": "1"},
+        {f"{R}.0.name": "a", f"{R}.0.value": math.nan},
+        {f"{R}.0.name": "a", f"{R}.0.value": [1.0]},
+        {f"{R}.0.name": "a", f"{R}.0.value": None},
+        {f"{R}.1.name": "a", f"{R}.1.value": 1.0},
+        {f"{R}.x.name": "a", f"{R}.x.value": 1.0},
+        {f"{R}.": 1.0},
+        {f"{R}.0.name": "a", f"{R}.0.value": 1.0, f"{R}.2.name": "b", f"{R}.2.value": 1.0},
+        {f"{R}.0.name": "a", f"{R}.0.value": 1.0, f"{R}.1.name": "b"},
+    ],
+)
+def test_a_malformed_reward_is_logged_and_is_none(
+    attributes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     good = span(reward_attributes({"r": 0.5}))
     with caplog.at_level(logging.WARNING, "raylight"):
         assert find_final_reward([good, span(attributes)]) == 0.5
@@ -101,15 +116,26 @@ def test_older_formats(make: Any) -> None:
     assert get_reward_value(span({"agentops.task.output": {"type": "reward", "value": 1.5}})) == 1.5
 
 
-@pytest.mark.parametrize("output", [
-    "the answer", '{"type": "reward"', '["reward"]', "3", '{"type": "answer", "value": 1}', '{"type": "reward", "value": null}',
-    '{"type": "reward", "value": "good"}', "[" * 100_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "output",
+    [
+        "the answer",
+        '{"type": "reward"',
+        '["reward"]',
+        "3",
+        '{"type": "answer", "value": 1}',
+        '{"type": "reward", "value": null}',
+        '{"type": "reward", "value": "good"}',
+        "[" * 100_000,
+    ],
+)
 def test_other_outputs_are_no_rewards(output: str) -> None:
     assert not is_reward_span(span({"agentops.task.output": output}, "x"))
 
 
-@pytest.mark.parametrize("made", [ended(None), ended({}), span({}), span({"reward": "good"}), span({"reward": True}, "x")])
+@pytest.mark.parametrize(
+    "made", [ended(None), ended({}), span({}), span({"reward": "good"}), span({"reward": True}, "x")]
+)
 def test_spans_without_reward(made: Any) -> None:
     assert get_reward_value(made) is None
     assert find_final_reward([made]) is None
@@ -126,16 +152,27 @@ def test_attributes_may_be_any_mapping() -> None:
 # checking
 
 
-@pytest.mark.parametrize(("given_", "value"), [
-    (1, 1.0), (True, 1.0), (-0.5, -0.5), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (np.bool_(True), 1.0), (np.array(2.0), 2.0),
-    (Fraction(1, 2), 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given_", "value"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (-0.5, -0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(2.0), 2.0),
+        (Fraction(1, 2), 0.5),
+    ],
+)
 def test_numbers_are_rewards(given_: Any, value: float) -> None:
     assert named_rewards(given_) == {"primary": value}
     assert type(named_rewards(given_)["primary"]) is float
 
 
-@pytest.mark.parametrize("value", ["1", None, [1.0], 1j, math.nan, math.inf, -math.inf, 10**400, np.array([1.0]), np.nan, object()])
+@pytest.mark.parametrize(
+    "value", ["1", None, [1.0], 1j, math.nan, math.inf, -math.inf, 10**400, np.array([1.0]), np.nan, object()]
+)
 def test_other_things_are_not(value: Any) -> None:
     for reward in (value, {"style": value}):
         if reward is not None:

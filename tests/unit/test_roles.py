@@ -18,7 +18,12 @@ def test_the_role_is_from_the_argument_or_the_environment(monkeypatch: pytest.Mo
     assert rl.Trainer().run_name is None, "a run of one process has no use for it"
     monkeypatch.setenv("RAYLIGHT_ROLE", "algorithm")
     trainer = rl.Trainer(n_runners=3)
-    assert (trainer.role, trainer.run_name, trainer.runner.apart, trainer.runner.n) == ("algorithm", "a", True, 3)
+    assert (trainer.role, trainer.run_name, trainer.runner.apart, trainer.runner.n) == (
+        "algorithm",
+        "a",
+        True,
+        3,
+    )
     trainer = rl.Trainer(role="runner", run_name="b")
     assert (trainer.role, trainer.run_name, trainer.runner.apart) == ("runner", "b", False)
 

@@ -50,7 +50,9 @@ async def test_a_heartbeat_tells_how_the_runner_is_and_what_it_does(store: Store
     told = asyncio.Event()
 
     class Watching(StoreClient):
-        async def heartbeat(self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]) -> list[str]:
+        async def heartbeat(
+            self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]
+        ) -> list[str]:
             beats.append(heartbeat_stats)
             named.append(list(attempt_ids))
             over = await super().heartbeat(worker_id, heartbeat_stats, attempt_ids)
@@ -126,7 +128,9 @@ async def test_a_cancelled_rollout_is_cancelled_in_the_runner(
             ended.append(rollout.rollout_id)
 
     (rollout_id,) = await enqueue(store, [1], max_attempts=3, retry_condition=["failed"])
-    async with serving(store, agent if asynchronous else blocking, 1, heartbeat_s=0.01, hooks=[Noting()]) as task:
+    async with serving(
+        store, agent if asynchronous else blocking, 1, heartbeat_s=0.01, hooks=[Noting()]
+    ) as task:
         await inside.wait()
         await store.cancel_rollout(rollout_id)
         if asynchronous:
@@ -192,7 +196,9 @@ class Telling(StoreClient):
         self.finishing = asyncio.Event()
         self.gate = asyncio.Event()
 
-    async def heartbeat(self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]) -> list[str]:
+    async def heartbeat(
+        self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]
+    ) -> list[str]:
         await super().heartbeat(worker_id, heartbeat_stats, attempt_ids)
         if not self.telling.is_set():
             return []
@@ -281,7 +287,9 @@ async def abandoned_are(store: StoreClient, number: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_blocking_agent_that_hangs_is_abandoned_and_the_others_go_on(store: StoreClient, leave: threading.Event) -> None:
+async def test_a_blocking_agent_that_hangs_is_abandoned_and_the_others_go_on(
+    store: StoreClient, leave: threading.Event
+) -> None:
     def agent(task: str) -> float:
         if task == "hang":
             leave.wait(8)

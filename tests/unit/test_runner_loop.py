@@ -42,7 +42,11 @@ async def test_every_rollout_gets_its_own_task_and_reward(store: StoreClient) ->
     assert {rollout.status for rollout in decided} == {"succeeded"}
     assert {rollout.attempt.worker_id for rollout in decided} == {"w"}
     found = await store.collect([rollout.rollout_id for rollout in decided])
-    assert [item.reward for item in found] == [float(item.rollout.input) for item in found] == list(map(float, range(30)))
+    assert (
+        [item.reward for item in found]
+        == [float(item.rollout.input) for item in found]
+        == list(map(float, range(30)))
+    )
 
 
 async def test_rollouts_run_at_once_up_to_the_bound_and_no_further(store: StoreClient) -> None:
@@ -167,10 +171,20 @@ class Odd(BaseException):
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize(
     "error",
-    [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt(), Odd(), StopIteration(), GeneratorExit(), OSError("\udcff")],
+    [
+        asyncio.CancelledError(),
+        SystemExit(1),
+        KeyboardInterrupt(),
+        Odd(),
+        StopIteration(),
+        GeneratorExit(),
+        OSError("\udcff"),
+    ],
     ids=lambda error: type(error).__name__,
 )
-async def test_no_exception_of_an_agent_ends_the_runner(store: StoreClient, error: BaseException, asynchronous: bool) -> None:
+async def test_no_exception_of_an_agent_ends_the_runner(
+    store: StoreClient, error: BaseException, asynchronous: bool
+) -> None:
     async def agent(task: int) -> float:
         if task == 0:
             raise error
@@ -181,13 +195,25 @@ async def test_no_exception_of_an_agent_ends_the_runner(store: StoreClient, erro
             raise error
         return 1.0
 
-    decided = await run_all(store, [0, 1, 1, 0, 1], agent if asynchronous else blocking, {"max_concurrent": 1})
-    assert [rollout.status for rollout in decided] == ["failed", "succeeded", "succeeded", "failed", "succeeded"]
+    decided = await run_all(
+        store, [0, 1, 1, 0, 1], agent if asynchronous else blocking, {"max_concurrent": 1}
+    )
+    assert [rollout.status for rollout in decided] == [
+        "failed",
+        "succeeded",
+        "succeeded",
+        "failed",
+        "succeeded",
+    ]
 
 
 async def test_an_attempt_that_takes_too_long_is_given_up(store: StoreClient) -> None:
     (decided,) = await run_all(store, [1], never, timeout_seconds=0.02)
-    assert (decided.status, decided.attempt.status, decided.attempt.failure.kind) == ("failed", "timeout", "timeout")
+    assert (decided.status, decided.attempt.status, decided.attempt.failure.kind) == (
+        "failed",
+        "timeout",
+        "timeout",
+    )
 
 
 # ends
@@ -197,7 +223,9 @@ async def test_a_runner_ends_after_its_rollouts_and_leaves_the_others(store: Sto
     ids = await enqueue(store, range(5))
     async with within():
         assert await make_runner(store, lambda task: 1.0, 2, max_rollouts=3).serve() == "enough"
-    assert [rollout.status for rollout in await store.query_rollouts(rollout_id_in=ids)] == ["succeeded"] * 3 + ["queuing"] * 2
+    assert [rollout.status for rollout in await store.query_rollouts(rollout_id_in=ids)] == [
+        "succeeded"
+    ] * 3 + ["queuing"] * 2
 
 
 async def test_it_decides_what_it_has_before_it_ends(store: StoreClient) -> None:
@@ -242,7 +270,10 @@ async def test_cancelling_the_runner_cancels_its_agents_and_takes_nothing_more(s
         with pytest.raises(asyncio.CancelledError):
             await task
     counts = await store.statistics()
-    assert (counts["rollouts_queuing"], counts["rollouts_preparing"]) == (1, 1)  # the pool gives back what a runner had
+    assert (counts["rollouts_queuing"], counts["rollouts_preparing"]) == (
+        1,
+        1,
+    )  # the pool gives back what a runner had
 
 
 async def test_a_lost_store_ends_the_runner(store: StoreClient) -> None:
@@ -258,8 +289,12 @@ async def test_a_lost_store_ends_the_runner(store: StoreClient) -> None:
             await done
 
 
-@pytest.mark.parametrize("method", ["add_many_spans", "heartbeat", "dequeue_many_rollouts", "get_resources_by_id"])
-async def test_no_failing_call_of_the_store_is_overlooked(store: StoreClient, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "method", ["add_many_spans", "heartbeat", "dequeue_many_rollouts", "get_resources_by_id"]
+)
+async def test_no_failing_call_of_the_store_is_overlooked(
+    store: StoreClient, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def lost(*args: Any, **kwargs: Any) -> None:
         raise UnknownIdError("lost")
 
@@ -281,7 +316,9 @@ async def test_no_failing_call_of_the_store_is_overlooked(store: StoreClient, me
             await runner.serve()
 
 
-async def test_the_tracer_is_set_up_before_the_first_rollout_and_torn_down_at_the_end(store: StoreClient) -> None:
+async def test_the_tracer_is_set_up_before_the_first_rollout_and_torn_down_at_the_end(
+    store: StoreClient,
+) -> None:
     class Noting(DummyTracer):
         def __init__(self) -> None:
             self.notes: list[str] = []

@@ -43,7 +43,9 @@ async def test_the_agent_gets_the_resources_that_the_rollout_names(store: StoreC
 
     old = (await store.add_resources({"table": "old"})).resources_id
     new = (await store.add_resources({"table": "new"})).resources_id
-    requests = [EnqueueRolloutRequest(input=n, resources_id=which) for n, which in enumerate([old, new, None, old])]
+    requests = [
+        EnqueueRolloutRequest(input=n, resources_id=which) for n, which in enumerate([old, new, None, old])
+    ]
     ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
     async with serving(store, agent):
         await store.wait_for_rollouts(rollout_ids=ids)

@@ -117,7 +117,9 @@ async def test_a_task_of_an_attempt_that_outlives_it_changes_nothing_of_the_next
 # in batches, while the attempt goes on
 
 
-async def test_spans_are_in_the_store_while_the_attempt_goes_on(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spans_are_in_the_store_while_the_attempt_goes_on(
+    store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "FLUSH_S", 0.01)
     go_on, batches = asyncio.Event(), []
 
@@ -146,10 +148,18 @@ async def test_spans_are_in_the_store_while_the_attempt_goes_on(store: StoreClie
         await store.wait_for_rollouts(rollout_ids=[rollout_id])
     assert batches == [3, 1]  # the last one travels with the decision
     spans = await store.query_spans(rollout_id)
-    assert [span.attributes["agentlightning.message.body"] for span in spans] == ["one", "two", "three", "four", "five"]
+    assert [span.attributes["agentlightning.message.body"] for span in spans] == [
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+    ]
 
 
-async def test_an_agent_never_waits_for_the_store(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_never_waits_for_the_store(
+    store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "FLUSH_S", 0.001)
     asked, gate, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -300,7 +310,11 @@ async def test_marks_and_other_notes_are_in_the_store_when_the_rollout_is_decide
     ids = await enqueue(store, [1])
     async with serving(store, agent, hooks=[Noting()]):
         (decided,) = await store.wait_for_rollouts(rollout_ids=ids)
-        assert decided.metadata == {TRAINABLE_AGENTS: ["planner"], "steps": [1, {"two": 2}], "by the hook": True}
+        assert decided.metadata == {
+            TRAINABLE_AGENTS: ["planner"],
+            "steps": [1, {"two": 2}],
+            "by the hook": True,
+        }
     (found,) = await store.collect(ids)
     assert found.rollout.metadata == decided.metadata
 

@@ -17,7 +17,9 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0, seeds: list[int | None] | None = None) -> tuple:
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], seed: int = 0, seeds: list[int | None] | None = None
+) -> tuple:
     own = [None if s is None else torch.Generator().manual_seed(s) for s in seeds or [None] * len(params)]
     drawn = sample(logits, params, own, torch.Generator().manual_seed(seed))
     return torch.tensor(drawn.tokens), torch.tensor(drawn.logprobs)
@@ -41,11 +43,19 @@ def expected_logprobs(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
 
 
 SETTINGS = [
-    SamplingParams(1), SamplingParams(1, temperature=0.5), SamplingParams(1, temperature=1.7), SamplingParams(1, top_k=3),
-    SamplingParams(1, top_p=0.8), SamplingParams(1, temperature=0.7, top_k=6, top_p=0.9), SamplingParams(1, top_p=1e-9),
-    SamplingParams(1, top_k=1), SamplingParams(1, top_k=10_000), SamplingParams(1, temperature=0.0),
-    SamplingParams(1, min_p=0.2), SamplingParams(1, temperature=1.5, min_p=0.05),
-]  # fmt: skip
+    SamplingParams(1),
+    SamplingParams(1, temperature=0.5),
+    SamplingParams(1, temperature=1.7),
+    SamplingParams(1, top_k=3),
+    SamplingParams(1, top_p=0.8),
+    SamplingParams(1, temperature=0.7, top_k=6, top_p=0.9),
+    SamplingParams(1, top_p=1e-9),
+    SamplingParams(1, top_k=1),
+    SamplingParams(1, top_k=10_000),
+    SamplingParams(1, temperature=0.0),
+    SamplingParams(1, min_p=0.2),
+    SamplingParams(1, temperature=1.5, min_p=0.05),
+]
 
 
 def test_temperature_zero_is_the_most_probable_token() -> None:
@@ -54,7 +64,9 @@ def test_temperature_zero_is_the_most_probable_token() -> None:
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("params", [SamplingParams(1, top_k=1), SamplingParams(1, top_p=1e-9)], ids=["top_k=1", "tiny top_p"])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(1, top_k=1), SamplingParams(1, top_p=1e-9)], ids=["top_k=1", "tiny top_p"]
+)
 def test_keeping_one_token_leaves_the_most_probable_with_certainty(params: SamplingParams) -> None:
     logits = logits_of(50)
     tokens, logprobs = draw(logits, [params] * 50)
@@ -97,7 +109,9 @@ def test_a_seeded_row_is_the_same_wherever_it_stands_and_whatever_else_is_drawn(
     alone, _ = draw(row, [SamplingParams(1)], seed=1, seeds=[42])
     for place in range(4):
         logits = torch.cat([logits_of(place, seed=6), row, logits_of(3 - place, seed=7)])
-        tokens, _ = draw(logits, [SamplingParams(1)] * 4, seed=place, seeds=[42 if i == place else None for i in range(4)])
+        tokens, _ = draw(
+            logits, [SamplingParams(1)] * 4, seed=place, seeds=[42 if i == place else None for i in range(4)]
+        )
         assert tokens[place] == alone[0]
 
 
@@ -123,11 +137,17 @@ def test_the_given_logits_stay_as_they_are() -> None:
 
 def test_the_likeliest_tokens_are_told_in_order_and_of_the_processed_distribution() -> None:
     logits = logits_of(3)
-    params = [SamplingParams(1, temperature=0.5, top_logprobs=4), SamplingParams(1), SamplingParams(1, top_k=2, top_logprobs=2)]
+    params = [
+        SamplingParams(1, temperature=0.5, top_logprobs=4),
+        SamplingParams(1),
+        SamplingParams(1, top_k=2, top_logprobs=2),
+    ]
     drawn = sample(logits, params, [None] * 3, torch.Generator().manual_seed(0))
     for row, given, tops in zip(logits, params, drawn.tops, strict=True):
         expected = expected_logprobs(row, given).topk(4)
-        assert [token for token, _ in tops[: given.top_logprobs]] == expected.indices.tolist()[: given.top_logprobs]
+        assert [token for token, _ in tops[: given.top_logprobs]] == expected.indices.tolist()[
+            : given.top_logprobs
+        ]
         assert [p for _, p in tops] == pytest.approx(expected.values.tolist(), abs=1e-5)
 
 

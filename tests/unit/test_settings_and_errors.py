@@ -19,10 +19,15 @@ from raylight.serving.engine import RequestError
 ALL_ERRORS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, RaylightError)]
 
 
-@pytest.mark.parametrize(("cls", "typo", "meant"), [
-    (EngineConfig, "replica", "replicas"), (RunnerConfig, "max_concurent", "max_concurrent"),
-    (LearnerConfig, "num_gpu", "num_gpus"), (StoreConfig, "lease_second", "lease_seconds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "typo", "meant"),
+    [
+        (EngineConfig, "replica", "replicas"),
+        (RunnerConfig, "max_concurent", "max_concurrent"),
+        (LearnerConfig, "num_gpu", "num_gpus"),
+        (StoreConfig, "lease_second", "lease_seconds"),
+    ],
+)
 def test_an_unknown_key_is_an_error_that_names_the_nearest_one(cls: type, typo: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"{cls.__name__} has no setting '{typo}'.*{meant}"):
         cls(**{typo: 1})
@@ -39,7 +44,9 @@ def test_every_wrong_key_is_named_at_once() -> None:
         EngineConfig(replicas=0, dtype="int4", slots=3)
 
 
-@pytest.mark.parametrize("wrong", [{"replicas": "many"}, {"port": 0}, {"port": 70000}, {"start_timeout_s": 0}, {"dtype": None}])
+@pytest.mark.parametrize(
+    "wrong", [{"replicas": "many"}, {"port": 0}, {"port": 70000}, {"start_timeout_s": 0}, {"dtype": None}]
+)
 def test_a_value_that_does_not_fit_is_an_error_that_shows_it(wrong: dict) -> None:
     (name, value) = next(iter(wrong.items()))
     with pytest.raises(ConfigError, match=name) as caught:
@@ -53,7 +60,9 @@ def test_settings_come_from_nothing_a_dict_or_an_instance() -> None:
     assert RunnerConfig.parse(RunnerConfig(n=5)) == RunnerConfig(n=5)
 
 
-@pytest.mark.parametrize("given", [None, {}, {"max_restarts": 1}, RunnerConfig(max_restarts=1), {"n": None, "max_restarts": 1}])
+@pytest.mark.parametrize(
+    "given", [None, {}, {"max_restarts": 1}, RunnerConfig(max_restarts=1), {"n": None, "max_restarts": 1}]
+)
 def test_what_is_given_beside_settings_joins_them(given: object) -> None:
     parsed = RunnerConfig.parse(given, n=7)
     assert (parsed.n, parsed.max_restarts) == (7, 1 if given else 3)
@@ -63,7 +72,9 @@ def test_what_is_given_beside_settings_joins_them(given: object) -> None:
 def test_what_is_given_beside_settings_says_the_same(given: object) -> None:
     assert RunnerConfig.parse(given, n=4).n == RunnerConfig.parse(given, n=None).n == 4
     for other in (7, 1):
-        with pytest.raises(ConfigError, match=f"RunnerConfig.n is 4 in the settings and {other} beside them; give it once"):
+        with pytest.raises(
+            ConfigError, match=f"RunnerConfig.n is 4 in the settings and {other} beside them; give it once"
+        ):
             RunnerConfig.parse(given, n=other)
 
 
@@ -89,17 +100,25 @@ def test_settings_do_not_change_after_creation() -> None:
         RunnerConfig().n = 2
 
 
-@pytest.mark.parametrize(("wrong", "named"), [
-    ({"group_size": 1}, "group_size"), ({"grup_size": 4}, "group_size"), ({"n_steps": -1}, "n_steps"), ({"lr": 0}, "lr"),
-    ({"rollout": {"max_attempts": 0}}, "RolloutConfig.max_attempts"), ({"rollout": {"retry": 1}}, "retry"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"group_size": 1}, "group_size"),
+        ({"grup_size": 4}, "group_size"),
+        ({"n_steps": -1}, "n_steps"),
+        ({"lr": 0}, "lr"),
+        ({"rollout": {"max_attempts": 0}}, "RolloutConfig.max_attempts"),
+        ({"rollout": {"retry": 1}}, "retry"),
+    ],
+)
 def test_an_algorithm_refuses_what_it_cannot_mean(wrong: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         GRPO(model="m", **wrong)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "per_step", "epochs", "expected"), [(16, 16, 1, 1), (17, 16, 1, 2), (10, 4, 2, 5), (1, 16, 3, 1)]
+    ("tasks", "per_step", "epochs", "expected"),
+    [(16, 16, 1, 1), (17, 16, 1, 2), (10, 4, 2, 5), (1, 16, 3, 1)],
 )
 def test_steps_cover_every_epoch(tasks: int, per_step: int, epochs: int, expected: int) -> None:
     assert GRPO(model="m", tasks_per_step=per_step, n_epochs=epochs).steps(tasks) == expected

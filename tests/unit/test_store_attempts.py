@@ -43,7 +43,7 @@ async def test_the_first_call_makes_both_running(box: Box) -> None:
 
 @pytest.mark.parametrize(
     ("status", "expected"), [("succeeded", "succeeded"), ("failed", "failed"), ("timeout", "failed")]
-)  # fmt: skip
+)
 async def test_an_attempt_ends_with_its_last_spans_in_one_step(box: Box, status: str, expected: str) -> None:
     rollout = await box.take()
     box.clock.now += 5
@@ -87,7 +87,9 @@ async def test_an_attempt_that_is_not_the_latest_decides_nothing(box: Box) -> No
     assert (late.status, late.attempt.attempt_id) == ("preparing", ids_of(second)[1])
     assert (await box.store.collect([first.rollout_id]))[0].reward is None
     assert await box.store.heartbeat("w", {}, [ids_of(first)[1]]) == [ids_of(first)[1]]
-    assert (await box.store.finish_attempt(second, "succeeded", None, [reward_of(second, 1.0)])).status == "succeeded"
+    assert (
+        await box.store.finish_attempt(second, "succeeded", None, [reward_of(second, 1.0)])
+    ).status == "succeeded"
     assert (await box.store.collect([first.rollout_id]))[0].reward == 1.0
 
 
@@ -143,8 +145,17 @@ async def test_an_attempt_by_hand(box: Box) -> None:
     assert await box.status(rollout_id) == ("preparing", "preparing")
     done = await box.store.finish_attempt(second, "succeeded")
     third = await box.store.start_attempt(rollout_id)
-    assert (done.status, third.status, third.end_time, third.attempt.sequence_id) == ("succeeded", "preparing", None, 3)
-    assert [attempt.status for attempt in await box.store.query_attempts(rollout_id)] == ["failed", "succeeded", "preparing"]
+    assert (done.status, third.status, third.end_time, third.attempt.sequence_id) == (
+        "succeeded",
+        "preparing",
+        None,
+        3,
+    )
+    assert [attempt.status for attempt in await box.store.query_attempts(rollout_id)] == [
+        "failed",
+        "succeeded",
+        "preparing",
+    ]
     with pytest.raises(UnknownIdError, match="ro-none"):
         await box.store.start_attempt("ro-none")
     assert await box.count("total_attempts") == 3
@@ -159,7 +170,9 @@ async def test_what_is_not_given_of_an_attempt_stays(box: Box) -> None:
     assert await box.store.update_attempt(*ids_of(rollout)) == before
     changed = await box.store.update_attempt(*ids_of(rollout), metadata={"a": {1}})
     assert changed == before.model_copy(update={"metadata": {"a": {1}}})
-    changed = await box.store.update_attempt(rollout.rollout_id, "latest", metadata=None, last_heartbeat_time=7.0)
+    changed = await box.store.update_attempt(
+        rollout.rollout_id, "latest", metadata=None, last_heartbeat_time=7.0
+    )
     assert (changed.metadata, changed.last_heartbeat_time, changed.worker_id) == (None, 7.0, "w")
     assert changed == await box.store.get_latest_attempt(rollout.rollout_id)
 
@@ -208,7 +221,13 @@ async def test_wrong_changes_of_an_attempt_change_nothing(box: Box) -> None:
     rollout_id, attempt_id = ids_of(rollout)
     (other,) = await box.enqueue()
     before = await box.attempt(rollout)
-    for ids in (("ro-none", attempt_id), (rollout_id, "at-none"), (other, attempt_id), (other, "latest"), ("ro-none", "latest")):
+    for ids in (
+        ("ro-none", attempt_id),
+        (rollout_id, "at-none"),
+        (other, attempt_id),
+        (other, "latest"),
+        ("ro-none", "latest"),
+    ):
         with pytest.raises(UnknownIdError, match=f"{ids[0]}|{ids[1]}"):
             await box.store.update_attempt(*ids, worker_id="x")
     for status in ("done", None):

@@ -23,7 +23,9 @@ async def box() -> AsyncIterator[Box]:
 
 
 def sampled(key: CallKey, i: int = 0) -> Generation:
-    return make_generation([1, 2, i], [3, 2**31 - 1], key=key, logprobs=[-0.1, -1e-300], versions=[i, 2**40], start=float(i))
+    return make_generation(
+        [1, 2, i], [3, 2**31 - 1], key=key, logprobs=[-0.1, -1e-300], versions=[i, 2**40], start=float(i)
+    )
 
 
 async def record(box: Box, key: CallKey, i: int = 0) -> Generation:
@@ -190,7 +192,9 @@ async def test_finishing_waits_for_open_calls(box: Box) -> None:
     rollout = await box.take()
     keys = [call_of(rollout) for _ in range(2)]
     await box.store.capture([(key, 0.0) for key in keys], [])
-    finishing = await begun(box.store.finish_attempt(rollout, "succeeded", None, [reward_of(rollout, 0.5)], timeout=60.0))
+    finishing = await begun(
+        box.store.finish_attempt(rollout, "succeeded", None, [reward_of(rollout, 0.5)], timeout=60.0)
+    )
     assert await box.status(rollout) == ("running", "running")
     assert await box.count("total_spans") == 0
     await box.store.capture([], [(keys[0], sampled(keys[0]), None)])
@@ -219,14 +223,20 @@ async def test_finishing_waits_for_a_call_that_is_opened_while_it_waits(box: Box
 
 
 @pytest.mark.parametrize("timeout", [0.01, 0.0, -1.0])
-async def test_a_success_whose_calls_never_end_is_a_failure_of_the_infrastructure(box: Box, timeout: float) -> None:
+async def test_a_success_whose_calls_never_end_is_a_failure_of_the_infrastructure(
+    box: Box, timeout: float
+) -> None:
     rollout = await box.take(infrastructure_retries=1)
     for expected in ("requeuing", "failed"):
         await box.store.capture([(call_of(rollout), 0.0)], [])
         async with within():
-            decided = await box.store.finish_attempt(rollout, "succeeded", None, [reward_of(rollout, 1.0)], timeout=timeout)
+            decided = await box.store.finish_attempt(
+                rollout, "succeeded", None, [reward_of(rollout, 1.0)], timeout=timeout
+            )
         assert (decided.status, decided.attempt.failure.kind) == (expected, "infrastructure")
-        assert decided.attempt.failure.error == f"LostGeneration: calls were not recorded within {timeout:g} s"
+        assert (
+            decided.attempt.failure.error == f"LostGeneration: calls were not recorded within {timeout:g} s"
+        )
         rollout = await box.again() if expected == "requeuing" else rollout
     assert await box.count("calls_lost") == 2
 
@@ -246,7 +256,9 @@ async def test_an_attempt_that_runs_out_of_time_meanwhile_is_not_waited_for(box:
     await box.pass_time(10)
     async with within(1):
         assert (await finishing).attempt.status == "timeout"
-        assert (await box.store.finish_attempt(rollout, "succeeded", timeout=60.0)).attempt.status == "timeout"
+        assert (
+            await box.store.finish_attempt(rollout, "succeeded", timeout=60.0)
+        ).attempt.status == "timeout"
 
 
 async def test_an_unresponsive_attempt_keeps_its_open_calls(box: Box) -> None:
@@ -267,12 +279,16 @@ async def test_the_spans_of_calls_are_read_with_their_tokens(box: Box) -> None:
     key, other = call_of(rollout), call_of(rollout)
     span = span_of(rollout, "chat", attributes={CALL_ID: key.call_id, "x": 1})
     odd = [span_of(rollout, attributes={CALL_ID: value}) for value in ("unknown", ["a"], 5, None)]
-    await box.store.capture([(key, 0.0), (other, 1.0)], [(key, sampled(key), span), (other, sampled(other, 1), None)])
+    await box.store.capture(
+        [(key, 0.0), (other, 1.0)], [(key, sampled(key), span), (other, sampled(other, 1), None)]
+    )
     await box.store.add_many_spans(odd)
     tokens = {
-        PROMPT_TOKEN_IDS: [1, 2, 0], RESPONSE_TOKEN_IDS: [3, 2**31 - 1], RESPONSE_LOGPROBS: [-0.1, -1e-300],
+        PROMPT_TOKEN_IDS: [1, 2, 0],
+        RESPONSE_TOKEN_IDS: [3, 2**31 - 1],
+        RESPONSE_LOGPROBS: [-0.1, -1e-300],
         WEIGHT_VERSIONS: [0, 2**40],
-    }  # fmt: skip
+    }
     for spans in (
         await box.store.query_spans(rollout.rollout_id),
         await box.store.query_spans(rollout.rollout_id, ids_of(rollout)[1]),
@@ -281,7 +297,11 @@ async def test_the_spans_of_calls_are_read_with_their_tokens(box: Box) -> None:
         assert spans[0].attributes == {CALL_ID: key.call_id, "x": 1} | tokens
         assert [span.attributes for span in spans[1:]] == [span.attributes for span in odd]
     await box.store.start_attempt(rollout.rollout_id)
-    assert (await box.store.query_spans(rollout.rollout_id, limit=1))[0].attributes[PROMPT_TOKEN_IDS] == [1, 2, 0]
+    assert (await box.store.query_spans(rollout.rollout_id, limit=1))[0].attributes[PROMPT_TOKEN_IDS] == [
+        1,
+        2,
+        0,
+    ]
 
 
 async def test_collecting(box: Box) -> None:
@@ -291,8 +311,10 @@ async def test_collecting(box: Box) -> None:
     (other,) = await box.enqueue()
     found = await box.store.collect([other, waiting, other])
     assert [(one.rollout.rollout_id, one.reward, one.spans) for one in found] == [
-        (other, None, []), (waiting, 1.0, []), (other, None, []),
-    ]  # fmt: skip
+        (other, None, []),
+        (waiting, 1.0, []),
+        (other, None, []),
+    ]
     (found_one,) = await box.store.collect([waiting], with_spans=True)
     assert [span.sequence_id for span in found_one.spans] == [1, 2]
     assert await box.store.collect([]) == []
@@ -322,7 +344,9 @@ async def test_a_call_that_a_dead_recorder_had_fails_its_attempt_at_once_as_infr
 
 
 @pytest.mark.parametrize("noticed_first", [True, False])
-async def test_what_was_asked_again_elsewhere_was_not_answered_by_the_dead(box: Box, noticed_first: bool) -> None:
+async def test_what_was_asked_again_elsewhere_was_not_answered_by_the_dead(
+    box: Box, noticed_first: bool
+) -> None:
     rollout = await box.take()
     again = asked(rollout, "hello")
     await box.store.capture([(asked(rollout, "hello"), 0.0)], [], "r1")
@@ -339,9 +363,12 @@ async def test_what_was_asked_again_elsewhere_was_not_answered_by_the_dead(box: 
 
 
 @pytest.mark.parametrize(
-    ("request_id", "recorder", "start"), [("other", "r2", 1.0), ("hello", "r1", 1.0), ("hello", "r2", -1.0), ("", "r2", 1.0)]
+    ("request_id", "recorder", "start"),
+    [("other", "r2", 1.0), ("hello", "r1", 1.0), ("hello", "r2", -1.0), ("", "r2", 1.0)],
 )
-async def test_other_calls_say_nothing_of_the_dead_recorder_s(box: Box, request_id: str, recorder: str, start: float) -> None:
+async def test_other_calls_say_nothing_of_the_dead_recorder_s(
+    box: Box, request_id: str, recorder: str, start: float
+) -> None:
     rollout = await box.take()
     other = asked(rollout, request_id)
     await box.store.capture([(asked(rollout, "hello" if request_id else ""), 0.0)], [], "r1")

@@ -112,8 +112,13 @@ async def test_a_call_that_fails_undoes_only_itself(box: Box) -> None:
         return_exceptions=True,
     )
     assert [type(result).__name__ for result in results] == [
-        "Span", "UnknownIdError", "InvalidTransitionError", "UnknownIdError", "Rollout", "Span",
-    ]  # fmt: skip
+        "Span",
+        "UnknownIdError",
+        "InvalidTransitionError",
+        "UnknownIdError",
+        "Rollout",
+        "Span",
+    ]
     assert [results[0].sequence_id, results[5].sequence_id] == [1, 2]
     assert (await box.store.get_rollout_by_id(other.rollout_id)).mode is None
     assert await box.status(good) == ("running", "running")
@@ -134,13 +139,17 @@ ODD_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("odd", ODD_CALLS)
-async def test_no_call_harms_those_that_travel_with_it(box: Box, odd: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_call_harms_those_that_travel_with_it(
+    box: Box, odd: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL)
     await box.store.enqueue_rollout(1, rollout_id="ro")
     first, wrong, last = await asyncio.gather(
-        box.store.update_worker("a"), box.store._channel.call(*_spread(ODD_CALLS[odd])), box.store.update_worker("b"),
+        box.store.update_worker("a"),
+        box.store._channel.call(*_spread(ODD_CALLS[odd])),
+        box.store.update_worker("b"),
         return_exceptions=True,
-    )  # fmt: skip
+    )
     assert isinstance(wrong, StoreError)
     assert [first.worker_id, last.worker_id] == ["a", "b"]
     assert [worker.worker_id for worker in await box.store.query_workers()] == ["a", "b"]
@@ -154,7 +163,9 @@ def _spread(call: tuple[str, tuple[Any, ...]]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("fields", [{"rollout_id": "\ud800"}, {"rollout_id": "a\0b"}, {"group_id": "\udfff"}])
 async def test_ids_that_are_not_text_are_refused(box: Box, fields: dict[str, Any]) -> None:
     with pytest.raises(StoreError):
-        await box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=1, **fields)])
+        await box.store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=1, **fields)]
+        )
     assert await box.store.statistics() == {}
     assert len(await box.enqueue()) == 1
 
@@ -167,7 +178,7 @@ async def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do(box: Box,
         "metadata": lambda: box.store.update_rollout(rollout.rollout_id, metadata=lock),
         "resources": lambda: box.store.add_resources(lock),
         "attempt": lambda: box.store.update_attempt(*ids_of(rollout), metadata=lock),
-    }[what]  # fmt: skip
+    }[what]
     with pytest.raises(StoreError, match=r"cannot be pickled.*Give plain data"):
         await work()
 
@@ -213,19 +224,28 @@ async def test_many_callers_at_once(box: Box) -> None:
             for rollout in rollouts:
                 await box.store.add_span(span_of(rollout))
                 lost = rollout.attempt.sequence_id == 1 and rollout.input % 5 == 0
-                await box.store.finish_attempt(rollout, "failed" if lost else "succeeded", LOST if lost else None)
+                await box.store.finish_attempt(
+                    rollout, "failed" if lost else "succeeded", LOST if lost else None
+                )
                 done += 1
         return done
 
     working = [await begun(work(f"w{i}")) for i in range(6)]
-    produced = await asyncio.gather(*[
-        box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(20)]) for _ in range(5)
-    ])  # fmt: skip
+    produced = await asyncio.gather(
+        *[
+            box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(20)])
+            for _ in range(5)
+        ]
+    )
     ids = [rollout.rollout_id for rollouts in produced for rollout in rollouts]
     found = await box.store.wait_for_rollouts(rollout_ids=ids, timeout=10)
     assert [rollout.status for rollout in found] == ["succeeded"] * 100
     assert sum(await asyncio.gather(*working)) == 120
     assert await box.store.statistics() == {
-        "total_rollouts": 100, "rollouts_succeeded": 100, "total_attempts": 120, "total_spans": 120, "total_workers": 6,
+        "total_rollouts": 100,
+        "rollouts_succeeded": 100,
+        "total_attempts": 120,
+        "total_spans": 120,
+        "total_workers": 6,
         "attempts_failed_infrastructure": 20,
-    }  # fmt: skip
+    }

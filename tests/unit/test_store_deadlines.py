@@ -21,7 +21,9 @@ async def box() -> AsyncIterator[Box]:
 
 
 @pytest.mark.parametrize("worker_id", ["w", None])
-async def test_a_dequeue_that_is_never_heard_of_again_goes_back_to_the_queue(box: Box, worker_id: str | None) -> None:
+async def test_a_dequeue_that_is_never_heard_of_again_goes_back_to_the_queue(
+    box: Box, worker_id: str | None
+) -> None:
     first = await box.take(worker_id)
     assert await box.pass_time(LEASE_S - 0.1) == 0
     assert await box.pass_time(0.1) == 1
@@ -68,7 +70,10 @@ async def test_a_heartbeat_that_does_not_name_an_attempt_lets_it_go(box: Box) ->
     assert await box.store.heartbeat("w", {"cpu": 1}, [ids_of(held)[1]]) == []
     assert await box.store.heartbeat("v", {"cpu": 1}, []) == []
     assert await box.pass_time(1) == 1
-    assert [await box.status(lost), await box.status(held)] == [("requeuing", "unresponsive"), ("preparing", "preparing")]
+    assert [await box.status(lost), await box.status(held)] == [
+        ("requeuing", "unresponsive"),
+        ("preparing", "preparing"),
+    ]
 
 
 async def test_another_workers_heartbeat_renews_nothing(box: Box) -> None:
@@ -94,7 +99,10 @@ async def test_but_it_has_the_limits_of_its_config(box: Box) -> None:
     limited = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=5))
     silent = await box.store.start_rollout(1, config=RolloutConfig(unresponsive_seconds=5))
     assert await box.pass_time(5) == 2
-    assert [await box.status(limited), await box.status(silent)] == [("failed", "timeout"), ("failed", "unresponsive")]
+    assert [await box.status(limited), await box.status(silent)] == [
+        ("failed", "timeout"),
+        ("failed", "unresponsive"),
+    ]
 
 
 async def test_after_a_restart_a_lease_gets_a_new_period(tmp_path: Path) -> None:
@@ -108,7 +116,10 @@ async def test_after_a_restart_a_lease_gets_a_new_period(tmp_path: Path) -> None
         await box.store.add_span(span_of(leased))
         assert await box.pass_time(29) == 0
         assert await box.pass_time(1) == 1
-        assert [await box.status(leased), await box.status(started)] == [("failed", "unresponsive"), ("preparing", "preparing")]
+        assert [await box.status(leased), await box.status(started)] == [
+            ("failed", "unresponsive"),
+            ("preparing", "preparing"),
+        ]
 
 
 async def test_time_that_passed_while_the_store_was_down_counts_for_the_timeout(tmp_path: Path) -> None:
@@ -131,7 +142,10 @@ async def test_an_attempt_that_takes_too_long_is_over_for_good(box: Box) -> None
     await box.store.add_span(span_of(rollout))
     assert await box.pass_time(0.1) == 1
     attempt = await box.attempt(rollout)
-    assert (attempt.failure.kind, attempt.failure.error) == ("timeout", "TimeoutError: the attempt took longer than 10 s")
+    assert (attempt.failure.kind, attempt.failure.error) == (
+        "timeout",
+        "TimeoutError: the attempt took longer than 10 s",
+    )
     assert attempt.end_time == box.clock.now
     await box.store.add_span(span_of(rollout, "late"))
     assert (await box.store.finish_attempt(rollout, "succeeded")).status == "failed"
@@ -155,7 +169,9 @@ async def test_silence_begins_anew_with_every_span_but_not_with_a_heartbeat(box:
 @pytest.mark.parametrize("retried", [False, True])
 @pytest.mark.parametrize("why", ["silence", "lease"])
 async def test_a_span_revives_an_unresponsive_attempt(box: Box, why: str, retried: bool) -> None:
-    config = {"max_attempts": 2, "retry_condition": {"unresponsive"}} if retried else {"infrastructure_retries": 0}
+    config = (
+        {"max_attempts": 2, "retry_condition": {"unresponsive"}} if retried else {"infrastructure_retries": 0}
+    )
     rollout = await box.take(**config, **({"unresponsive_seconds": 10} if why == "silence" else {}))
     await box.pass_time(LEASE_S)
     assert await box.status(rollout) == ("requeuing" if retried else "failed", "unresponsive")
@@ -198,8 +214,12 @@ async def test_once_another_has_begun_a_revived_attempt_decides_nothing(box: Box
     assert (await box.store.finish_attempt(second, "failed", BROKEN)).status == "failed"
 
 
-async def test_the_late_timeout_of_an_unresponsive_attempt_does_not_kill_the_requeued_rollout(box: Box) -> None:
-    rollout = await box.take(timeout_seconds=100, max_attempts=2, retry_condition={"unresponsive"}, unresponsive_seconds=10)
+async def test_the_late_timeout_of_an_unresponsive_attempt_does_not_kill_the_requeued_rollout(
+    box: Box,
+) -> None:
+    rollout = await box.take(
+        timeout_seconds=100, max_attempts=2, retry_condition={"unresponsive"}, unresponsive_seconds=10
+    )
     assert await box.pass_time(10) == 1
     assert await box.pass_time(90) == 1
     assert (await box.attempt(rollout)).status == "timeout"

@@ -53,7 +53,7 @@ def truncated(path: Path) -> None:
         (truncated, "cannot be used"),
         (Path.mkdir, "cannot be used"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path, make: Any, message: str) -> None:
     path = tmp_path / "s.db"
     make(path)
@@ -79,7 +79,9 @@ async def test_a_journal_that_cannot_be_written_is_an_error(tmp_path: Path) -> N
     other.execute("BEGIN EXCLUSIVE")
     with pytest.MonkeyPatch.context() as patch:
         connect = sqlite3.connect
-        patch.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, **kwargs | {"timeout": 0.01}))
+        patch.setattr(
+            sqlite3, "connect", lambda *args, **kwargs: connect(*args, **kwargs | {"timeout": 0.01})
+        )
         with pytest.raises(StoreError, match="locked"):
             StoreService(path)
     other.close()
@@ -87,7 +89,9 @@ async def test_a_journal_that_cannot_be_written_is_an_error(tmp_path: Path) -> N
         assert await box.count("total_rollouts") == 1
 
 
-def test_names_with_a_meaning_for_sqlite_are_files_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_with_a_meaning_for_sqlite_are_files_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Journal(":memory:").close()
     assert (tmp_path / ":memory:").exists()
@@ -118,9 +122,11 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
         await fill(box)
         before = await box.store.statistics()
         results = await asyncio.gather(
-            box.store.add_span(span_of(rollout)), box.store.add_span(big), box.store.cancel_rollout(rollout.rollout_id),
+            box.store.add_span(span_of(rollout)),
+            box.store.add_span(big),
+            box.store.cancel_rollout(rollout.rollout_id),
             return_exceptions=True,
-        )  # fmt: skip
+        )
         assert [type(result).__mro__[1] for result in results] == [StoreError] * 3, results
         assert "full" in str(results[0])
         with pytest.raises(StoreError, match="full"):
@@ -246,7 +252,10 @@ def kill_a_writer(path: Path, lines: int) -> list[list[str]]:
     """What a process said that its store had acknowledged, before it was killed in the middle of it."""
     code = textwrap.dedent(WRITER).format(folder=str(Path(__file__).parent), path=str(path))
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
     )
     assert process.stdout is not None
     said = [process.stdout.readline() for _ in range(lines)]
@@ -260,7 +269,10 @@ async def test_what_was_acknowledged_before_a_kill_is_there_once(tmp_path: Path)
     path, said = tmp_path / "s.db", []
     for lines in (150, 37, 291):  # the same file again and again
         said += await asyncio.to_thread(kill_a_writer, path, lines)
-    acknowledged = {kind: [line[1:] for line in said if line[0] == kind] for kind in ("rollout", "resources", "span", "done")}
+    acknowledged = {
+        kind: [line[1:] for line in said if line[0] == kind]
+        for kind in ("rollout", "resources", "span", "done")
+    }
     assert all(acknowledged.values()), said[-1]
     async with open_box(path) as box:
         rollouts = await box.store.query_rollouts()
@@ -289,7 +301,9 @@ async def finish_the_rest(box: Box, ids: list[str]) -> None:
     await box.service.expire()
     waiting = await box.store.query_rollouts(status_in=["queuing"])
     taken = await box.store.dequeue_many_rollouts(limit=10_000)
-    assert [rollout.rollout_id for rollout in taken][: len(waiting)] == [rollout.rollout_id for rollout in waiting]
+    assert [rollout.rollout_id for rollout in taken][: len(waiting)] == [
+        rollout.rollout_id for rollout in waiting
+    ]
     for rollout in taken:
         await box.store.finish_attempt(rollout, "succeeded")
     assert len(await box.store.wait_for_rollouts(rollout_ids=ids, timeout=0)) == len(ids)
@@ -297,7 +311,10 @@ async def finish_the_rest(box: Box, ids: list[str]) -> None:
 
 def test_the_configuration_of_the_file_is_what_the_laws_need(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "s.db")
-    pragmas = {name: journal.db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous", "user_version")}
+    pragmas = {
+        name: journal.db.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("journal_mode", "synchronous", "user_version")
+    }
     assert pragmas == {"journal_mode": "wal", "synchronous": 1, "user_version": VERSION}
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         journal.reader.execute("DELETE FROM rollouts")

@@ -54,7 +54,9 @@ async def test_a_span_that_is_sent_again_is_answered_again(box: Box) -> None:
     span = span_of(rollout)
     assert await store.add_span(span) == span.model_copy(update={"sequence_id": 1})
     assert await store.add_span(span) is None, "a second message of the same span is another thing"
-    assert [s.sequence_id for s in await store.add_many_spans([span_of(rollout), span, span_of(rollout)])] == [2, 3]
+    assert [
+        s.sequence_id for s in await store.add_many_spans([span_of(rollout), span, span_of(rollout)])
+    ] == [2, 3]
     assert (await box.count("total_spans"), await box.count("spans_duplicate")) == (3, 2)
     assert [await store.get_next_span_sequence_id(*ids_of(rollout)) for _ in range(2)] == [4, 5]
 
@@ -95,7 +97,10 @@ async def test_a_worker_that_was_released_is_not_released_again(box: Box) -> Non
 async def test_errors_are_answered_again_too(box: Box) -> None:
     store = Resending(box.service)
     results = await asyncio.gather(
-        store.update_worker("w"), store.cancel_rollout("ro-none"), store.update_worker("v"), return_exceptions=True
+        store.update_worker("w"),
+        store.cancel_rollout("ro-none"),
+        store.update_worker("v"),
+        return_exceptions=True,
     )
     assert [type(result).__name__ for result in results] == ["Worker", "UnknownIdError", "Worker"]
     with pytest.raises(UnknownIdError, match="ro-none"):
@@ -125,7 +130,13 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
         ["next_sequence_ids", [ids_of(rollout)]],
         ["update_attempt", *ids_of(rollout), {"worker_id": "v"}],
         ["update_worker", "w", '{"cpu": 1}', [ids_of(rollout)[1]]],
-        ["finish_attempt", *ids_of(rollout), {"status": "succeeded", "failure": None}, [span_row(span_of(rollout))], False],
+        [
+            "finish_attempt",
+            *ids_of(rollout),
+            {"status": "succeeded", "failure": None},
+            [span_row(span_of(rollout))],
+            False,
+        ],
         ["update_rollout", "mine", {"status": "requeuing"}],
         ["cancel", ["mine"]],
         ["release_worker", "w", "died"],
@@ -156,7 +167,9 @@ async def test_messages_outlive_the_store(tmp_path: Path) -> None:
         assert await box.service.call(message, "another", 7) == [(True, [None])]
 
 
-async def test_a_message_that_failed_as_a_whole_is_carried_out_the_second_time(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_that_failed_as_a_whole_is_carried_out_the_second_time(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
     message = [("update_worker", ("w", None, None))]
     db = box.service._journal.db
     db.execute("CREATE TRIGGER bad BEFORE INSERT ON lanes BEGIN SELECT RAISE(ABORT, 'no room'); END")
@@ -187,4 +200,6 @@ async def test_lanes_are_numbered_apart_and_kept_once_each(box: Box) -> None:
     other = await asyncio.to_thread(lambda: len({client._channel for client in clients}))
     assert other == 3
     await box.service.call([("update_worker", ("w", None, None))])
-    assert len(box.service._journal.execute("SELECT number FROM lanes").fetchall()) == 3, "a message without a lane leaves nothing"
+    assert len(box.service._journal.execute("SELECT number FROM lanes").fetchall()) == 3, (
+        "a message without a lane leaves nothing"
+    )

@@ -40,7 +40,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.service = StoreService(Path(self.folder.name, "s.db"), StoreConfig(lease_seconds=LEASE_S), self.clock)
+        self.service = StoreService(
+            Path(self.folder.name, "s.db"), StoreConfig(lease_seconds=LEASE_S), self.clock
+        )
         self.store = StoreClient(self.service)
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -104,7 +106,9 @@ class StoreMachine(RuleBasedStateMachine):
         elif known.status not in OVER:
             known.lost += infrastructure
             known.charged += infrastructure and charged
-            self.put(known, status if status in ("running", "succeeded") else known.verdict(status, infrastructure))
+            self.put(
+                known, status if status in ("running", "succeeded") else known.verdict(status, infrastructure)
+            )
 
     def heard(self, attempt: Try) -> None:
         """A span or a call came."""
@@ -121,7 +125,9 @@ class StoreMachine(RuleBasedStateMachine):
             rollout_id = f"ro-{next(self.numbers)}"
             for _ in range(2):  # the second time it is there already
                 request = EnqueueRolloutRequest(input=1, rollout_id=rollout_id, config=config)
-                assert [r.rollout_id for r in self.do(self.store.enqueue_many_rollouts([request]))] == [rollout_id]
+                assert [r.rollout_id for r in self.do(self.store.enqueue_many_rollouts([request]))] == [
+                    rollout_id
+                ]
             self.known[rollout_id] = Known(config)
             self.queue.append(rollout_id)
 
@@ -140,7 +146,11 @@ class StoreMachine(RuleBasedStateMachine):
     def dequeue_after_death(self, data: st.DataObject, timeout: float) -> None:
         slot = data.draw(st.sampled_from(sorted(self.deaths)))
         with pytest.raises(WorkerGoneError):
-            self.do(self.store.dequeue_rollout(f"{slot}{data.draw(st.integers(0, self.deaths[slot] - 1))}", timeout=timeout))
+            self.do(
+                self.store.dequeue_rollout(
+                    f"{slot}{data.draw(st.integers(0, self.deaths[slot] - 1))}", timeout=timeout
+                )
+            )
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -184,7 +194,9 @@ class StoreMachine(RuleBasedStateMachine):
     def close_call(self, data: st.DataObject, sampled: bool) -> None:
         attempt, call_id = data.draw(st.sampled_from(self.calls))
         key = CallKey(attempt.taken.rollout_id, attempt.taken.attempt.attempt_id, call_id)
-        self.do(self.store.capture([], [(key, make_generation([1], [2], key=key) if sampled else None, None)]))
+        self.do(
+            self.store.capture([], [(key, make_generation([1], [2], key=key) if sampled else None, None)])
+        )
         if call_id in attempt.open:
             attempt.open.discard(call_id)
             attempt.recorded += [call_id] * sampled
@@ -224,9 +236,12 @@ class StoreMachine(RuleBasedStateMachine):
         rollout_id = data.draw(st.sampled_from(sorted(self.known)))
         known = self.known[rollout_id]
         allowed = {
-            "requeuing": ("preparing", "running", *OVER), "failed": ("queuing", "requeuing", "preparing", "running"),
-            "succeeded": ("queuing", "requeuing", "preparing", "running", "failed"), "queuing": (), "running": ("preparing",),
-        }[status]  # fmt: skip
+            "requeuing": ("preparing", "running", *OVER),
+            "failed": ("queuing", "requeuing", "preparing", "running"),
+            "succeeded": ("queuing", "requeuing", "preparing", "running", "failed"),
+            "queuing": (),
+            "running": ("preparing",),
+        }[status]
         if known.status != status and known.status not in allowed:
             with pytest.raises(InvalidTransitionError):
                 self.do(self.store.update_rollout(rollout_id, status=status))
@@ -240,10 +255,16 @@ class StoreMachine(RuleBasedStateMachine):
         worker = self.worker(slot)
         own = [attempt for attempt in self.tries if attempt.worker == worker]
         named = data.draw(st.lists(st.sampled_from(own), unique=True)) if own else []
-        over = self.do(self.store.heartbeat(worker, {}, [attempt.taken.attempt.attempt_id for attempt in named]))
+        over = self.do(
+            self.store.heartbeat(worker, {}, [attempt.taken.attempt.attempt_id for attempt in named])
+        )
         for attempt in named:
             known = attempt.rollout
-            unwanted = attempt.status in FINAL or known.tries[-1] is not attempt or known.status in ("cancelled", "succeeded")
+            unwanted = (
+                attempt.status in FINAL
+                or known.tries[-1] is not attempt
+                or known.status in ("cancelled", "succeeded")
+            )
             unwanted |= known.status == "failed" and attempt.status != "unresponsive"
             assert (attempt.taken.attempt.attempt_id in over) == unwanted
             if not unwanted and attempt.status != "unresponsive":
@@ -276,7 +297,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.expire()
 
     def expire(self) -> None:
-        due = [(end, attempt) for attempt in self.tries if (end := attempt.end()) and end[0] <= self.clock.now]
+        due = [
+            (end, attempt) for attempt in self.tries if (end := attempt.end()) and end[0] <= self.clock.now
+        ]
         assert self.do(self.service.expire()) == len(due)
         for _, attempt in sorted(due, key=lambda found: (found[0][0], self.age(found[1]))):
             _, how, infrastructure = self.what_ended(attempt)
@@ -294,7 +317,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def age(self, attempt: Try) -> int:
         """Attempts that began together are told apart by their order in the store."""
-        row = self.service._journal.one("SELECT rowid FROM attempts WHERE attempt_id = ?", (attempt.taken.attempt.attempt_id,))
+        row = self.service._journal.one(
+            "SELECT rowid FROM attempts WHERE attempt_id = ?", (attempt.taken.attempt.attempt_id,)
+        )
         assert row is not None
         return row[0]
 
@@ -317,11 +342,15 @@ class StoreMachine(RuleBasedStateMachine):
         for rollout, known in zip(found, self.known.values(), strict=True):
             assert rollout.status == known.status
             assert (rollout.end_time is not None) == (known.status in OVER)
-            assert (rollout.attempt.status if rollout.attempt else None) == (known.tries[-1].status if known.tries else None)
+            assert (rollout.attempt.status if rollout.attempt else None) == (
+                known.tries[-1].status if known.tries else None
+            )
 
     @invariant()
     def only_the_latest_attempt_counts(self) -> None:
-        for found, known in zip(self.do(self.store.collect(list(self.known), True)), self.known.values(), strict=True):
+        for found, known in zip(
+            self.do(self.store.collect(list(self.known), True)), self.known.values(), strict=True
+        ):
             latest = known.tries[-1] if known.tries else None
             assert found.reward == (latest.reward if latest else None)
             assert [span.span_id for span in found.spans] == (latest.spans if latest else [])
@@ -329,19 +358,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def losses_are_charged_to_whom_they_belong(self) -> None:
-        rows = self.service._journal.execute("SELECT lost, charged, suspect FROM rollouts ORDER BY position").fetchall()
+        rows = self.service._journal.execute(
+            "SELECT lost, charged, suspect FROM rollouts ORDER BY position"
+        ).fetchall()
         assert rows == [(known.lost, known.charged, known.suspect) for known in self.known.values()]
 
     @invariant()
     def the_counts_are_right(self) -> None:
         counts = self.do(self.store.statistics())
         statuses = Counter(known.status for known in self.known.values())
-        assert {n: c for n, c in counts.items() if n.startswith("rollouts_")} == {f"rollouts_{s}": c for s, c in statuses.items()}
+        assert {n: c for n, c in counts.items() if n.startswith("rollouts_")} == {
+            f"rollouts_{s}": c for s, c in statuses.items()
+        }
         expected = {
-            "total_rollouts": len(self.known), "total_attempts": len(self.tries), **self.late,
+            "total_rollouts": len(self.known),
+            "total_attempts": len(self.tries),
+            **self.late,
             "total_spans": sum(len(attempt.spans) for attempt in self.tries),
             "generations": sum(len(attempt.recorded) for attempt in self.tries),
-        }  # fmt: skip
+        }
         assert {name: counts.get(name, 0) for name in expected} == expected
 
     def teardown(self) -> None:

@@ -25,18 +25,24 @@ async def use_everything(box: Box) -> None:
     store = box.store
     old = await store.add_resources({"a": 1})
     await store.update_resources(old.resources_id, {"a": 2})
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i, resources_id=old.resources_id) for i in range(4)])
+    await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input=i, resources_id=old.resources_id) for i in range(4)]
+    )
     await store.start_rollout(1, worker_id="w")
     first = await box.take("w", timeout_seconds=5, max_attempts=3, retry_condition={"failed"})
     key = call_of(first)
-    await store.capture([(key, 0.0), (call_of(first), 0.0)], [(key, make_generation([1], [2], key=key), span_of(first))])
+    await store.capture(
+        [(key, 0.0), (call_of(first), 0.0)], [(key, make_generation([1], [2], key=key), span_of(first))]
+    )
     await store.add_many_spans([span_of(first), reward_of(first, 1.0)])
     await store.get_many_span_sequence_ids([ids_of(first)])
     await store.heartbeat("w", {}, [ids_of(first)[1]])
     await store.update_worker("w", {"a": 1})
     await store.finish_attempt(first, "failed", BROKEN, [span_of(first)], timeout=0)
     second = (await store.dequeue_many_rollouts(limit=9, worker_id="v", timeout=1))[-1]
-    await store.update_rollout(second.rollout_id, config=RolloutConfig(timeout_seconds=9), metadata={}, mode="val")
+    await store.update_rollout(
+        second.rollout_id, config=RolloutConfig(timeout_seconds=9), metadata={}, mode="val"
+    )
     await store.update_attempt(second.rollout_id, "latest", worker_id="x", metadata={})
     await store.update_attempt(second.rollout_id, "latest", status="failed", failure=LOST)
     await store.start_attempt(second.rollout_id)
@@ -68,7 +74,9 @@ async def query_everything(box: Box, rollout_id: str) -> None:
     await store.query_rollouts(sort_by="start_time", limit=5)
     await store.query_attempts(rollout_id, sort_by="start_time", limit=1)
     await store.query_spans(rollout_id)
-    await store.query_spans(rollout_id, "latest", name_contains="s", trace_id="t", filter_logic="or", sort_by="name")
+    await store.query_spans(
+        rollout_id, "latest", name_contains="s", trace_id="t", filter_logic="or", sort_by="name"
+    )
     await store.query_resources(resources_id_contains="rs", limit=1)
     await store.query_workers(status_in=["busy"], worker_id_contains="w")
 
@@ -86,7 +94,9 @@ async def test_no_statement_walks_through_a_large_table() -> None:
         await use_everything(box)
         for db in (journal.db, journal.reader):
             db.set_trace_callback(None)
-        asked = [s for s in statements if s.lstrip().upper().startswith(("SELECT", "UPDATE", "INSERT", "DELETE"))]
+        asked = [
+            s for s in statements if s.lstrip().upper().startswith(("SELECT", "UPDATE", "INSERT", "DELETE"))
+        ]
         assert len(asked) > 40
         assert any("suspect = 1 ORDER BY queue" in s for s in asked)
         assert any("FROM lanes" in s for s in asked)
@@ -127,4 +137,7 @@ async def test_this_test_would_see_a_walk() -> None:
             "SELECT * FROM rollouts WHERE mode = 'val'",
             "SELECT 1 FROM rollouts r JOIN attempts a USING (rollout_id)",
         ):
-            assert any(LARGE.search(step) and not THROUGH_A_SMALL_INDEX.search(step) for step in plan_of(db, statement)), statement
+            assert any(
+                LARGE.search(step) and not THROUGH_A_SMALL_INDEX.search(step)
+                for step in plan_of(db, statement)
+            ), statement

@@ -80,7 +80,7 @@ async def found(box: Box, **query: Any) -> str:
         ({"sort_by": "group_id", "sort_order": "desc"}, "r-a r-b r-c x-d"),
         ({"sort_order": "desc"}, "r-a r-b r-c x-d"),
     ],
-)  # fmt: skip
+)
 async def test_rollouts(four: Box, query: dict[str, Any], expected: str) -> None:
     assert await found(four, **query) == expected
 
@@ -99,11 +99,15 @@ async def test_more_ids_than_a_statement_has_room_for(four: Box) -> None:
 
 async def test_odd_ids_are_found(box: Box) -> None:
     ids = ["it's", 'a "b"', "c d", "ü\U0001f600", "%_", "1"]
-    await box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i, rollout_id=name) for i, name in enumerate(ids)])
+    await box.store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input=i, rollout_id=name) for i, name in enumerate(ids)]
+    )
     for i, name in enumerate(ids):
         (rollout,) = await box.store.query_rollouts(rollout_id_in=[name])
         assert (rollout.rollout_id, rollout.input) == (name, i)
-        assert name in [rollout.rollout_id for rollout in await box.store.query_rollouts(rollout_id_contains=name)]
+        assert name in [
+            rollout.rollout_id for rollout in await box.store.query_rollouts(rollout_id_contains=name)
+        ]
         assert (await box.store.get_rollout_by_id(name)).input == i
 
 
@@ -118,7 +122,9 @@ async def test_attempts(box: Box) -> None:
     await box.store.update_attempt(rollout.rollout_id, "latest", status="failed")
 
     async def numbers(**query: Any) -> list[int]:
-        return [attempt.sequence_id for attempt in await box.store.query_attempts(rollout.rollout_id, **query)]
+        return [
+            attempt.sequence_id for attempt in await box.store.query_attempts(rollout.rollout_id, **query)
+        ]
 
     assert await numbers() == await numbers(sort_by=None) == [1, 2, 3]
     assert await numbers(sort_order="desc", limit=2) == [3, 2]
@@ -136,10 +142,12 @@ async def test_attempts(box: Box) -> None:
 async def spanned(box: Box) -> tuple[Box, Rollout, Rollout]:
     """Two attempts: a (root of b) and b in the first, c without parent in the second."""
     first = await box.take()
-    await box.store.add_many_spans([
-        span_of(first, "chat.a", span_id="s1", trace_id="t1", start_time=2.0),
-        span_of(first, "Tool b", span_id="s2", trace_id="t1", parent_id="s1", start_time=1.0),
-    ])  # fmt: skip
+    await box.store.add_many_spans(
+        [
+            span_of(first, "chat.a", span_id="s1", trace_id="t1", start_time=2.0),
+            span_of(first, "Tool b", span_id="s2", trace_id="t1", parent_id="s1", start_time=1.0),
+        ]
+    )
     second = await box.store.start_attempt(first.rollout_id)
     await box.store.add_span(span_of(second, "chat.c", span_id="s3", trace_id="t2", parent_id="s9"))
     return box, first, second
@@ -172,7 +180,7 @@ async def spanned(box: Box) -> tuple[Box, Rollout, Rollout]:
         ({"sort_by": "span_id", "sort_order": "desc", "limit": 1, "offset": 1}, "s2"),
         ({"limit": 0}, ""),
     ],
-)  # fmt: skip
+)
 async def test_spans(spanned: tuple[Box, Rollout, Rollout], query: dict[str, Any], expected: str) -> None:
     box, rollout, _ = spanned
     spans = await box.store.query_spans(rollout.rollout_id, **query)
@@ -196,8 +204,16 @@ async def test_spans_of_one_attempt_and_of_the_latest(spanned: tuple[Box, Rollou
 async def test_spans_of_what_is_not_there(spanned: tuple[Box, Rollout, Rollout]) -> None:
     box, first, _ = spanned
     other = await box.take()
-    for ids in (("ro-none",), ("ro-none", "latest"), (first.rollout_id, "at-none"), (first.rollout_id, ids_of(other)[1])):
-        with pytest.raises(UnknownIdError, match="no rollout 'ro-none'" if ids[0] == "ro-none" else f"has no attempt {ids[-1]!r}"):
+    for ids in (
+        ("ro-none",),
+        ("ro-none", "latest"),
+        (first.rollout_id, "at-none"),
+        (first.rollout_id, ids_of(other)[1]),
+    ):
+        with pytest.raises(
+            UnknownIdError,
+            match="no rollout 'ro-none'" if ids[0] == "ro-none" else f"has no attempt {ids[-1]!r}",
+        ):
             await box.store.query_spans(*ids)
 
 
@@ -229,8 +245,10 @@ QUERIES: dict[str, Callable[[Box], Query]] = {
         ({"offset": -1}, "offset 0 or more"),
         ({"offset": 2**70}, "offset 0 or more"),
     ],
-)  # fmt: skip
-async def test_a_wrong_order_or_page_is_an_error(box: Box, which: str, wrong: dict[str, Any], message: str) -> None:
+)
+async def test_a_wrong_order_or_page_is_an_error(
+    box: Box, which: str, wrong: dict[str, Any], message: str
+) -> None:
     await box.store.enqueue_rollout(1, rollout_id="ro")
     with pytest.raises(QueryError, match=message):
         await QUERIES[which](box)(**wrong)
@@ -269,9 +287,15 @@ async def test_an_id_that_there_cannot_be_is_unknown(box: Box, wrong: str) -> No
     await box.store.enqueue_rollout(1, rollout_id="ro")
     store = box.store
     for ask in (
-        store.get_rollout_by_id, store.get_latest_attempt, store.query_attempts, store.query_spans, store.get_resources_by_id,
-        store.get_worker_by_id, lambda i: store.query_spans("ro", i), lambda i: store.collect(["ro", i]),
-    ):  # fmt: skip
+        store.get_rollout_by_id,
+        store.get_latest_attempt,
+        store.query_attempts,
+        store.query_spans,
+        store.get_resources_by_id,
+        store.get_worker_by_id,
+        lambda i: store.query_spans("ro", i),
+        lambda i: store.collect(["ro", i]),
+    ):
         with pytest.raises(UnknownIdError, match=re.escape(repr(wrong))):
             await ask(wrong)
     assert (await store.get_rollout_by_id("ro")).status == "queuing", "and the next query works"
@@ -281,7 +305,9 @@ async def test_an_id_that_there_cannot_be_is_unknown(box: Box, wrong: str) -> No
 async def test_a_filter_of_one_value_or_none_is_a_filter(box: Box, values: list[Any]) -> None:
     await box.enqueue(2)
     for logic in ("and", "or"):
-        assert len(await box.store.query_rollouts(status_in=values, filter_logic=logic)) == 2 * ("queuing" in values)
+        assert len(await box.store.query_rollouts(status_in=values, filter_logic=logic)) == 2 * (
+            "queuing" in values
+        )
 
 
 async def test_reads_go_beside_the_writer(box: Box) -> None:

@@ -27,16 +27,26 @@ async def test_it_sees_what_the_writer_does_meanwhile(tmp_path: Path) -> None:
         reader = StoreClient(service)
         assert await reader.query_rollouts() == []
         rollout = await box.take()
-        assert await reader.get_rollout_by_id(rollout.rollout_id) == await box.store.get_rollout_by_id(rollout.rollout_id)
+        assert await reader.get_rollout_by_id(rollout.rollout_id) == await box.store.get_rollout_by_id(
+            rollout.rollout_id
+        )
         update = await box.store.add_resources({"n": 1})
-        await box.store.finish_attempt(rollout, "succeeded", None, [span_of(rollout), reward_of(rollout, 0.5)])
+        await box.store.finish_attempt(
+            rollout, "succeeded", None, [span_of(rollout), reward_of(rollout, 0.5)]
+        )
         for ask in (
-            lambda s: s.query_rollouts(), lambda s: s.query_workers(), lambda s: s.statistics(), lambda s: s.get_worker_by_id("w"),
-            lambda s: s.collect([rollout.rollout_id], with_spans=True), lambda s: s.get_latest_resources(),
-            lambda s: s.get_resources_by_id(update.resources_id), lambda s: s.query_attempts(rollout.rollout_id),
-            lambda s: s.query_spans(rollout.rollout_id), lambda s: s.get_latest_attempt(rollout.rollout_id),
+            lambda s: s.query_rollouts(),
+            lambda s: s.query_workers(),
+            lambda s: s.statistics(),
+            lambda s: s.get_worker_by_id("w"),
+            lambda s: s.collect([rollout.rollout_id], with_spans=True),
+            lambda s: s.get_latest_resources(),
+            lambda s: s.get_resources_by_id(update.resources_id),
+            lambda s: s.query_attempts(rollout.rollout_id),
+            lambda s: s.query_spans(rollout.rollout_id),
+            lambda s: s.get_latest_attempt(rollout.rollout_id),
             lambda s: s.query_resources(),
-        ):  # fmt: skip
+        ):
             found = await ask(reader)
             assert found
             assert found == await ask(box.store)
@@ -63,15 +73,27 @@ async def test_it_does_not_disturb_the_leases(tmp_path: Path) -> None:
 
 async def ask_all(store: StoreClient) -> list[Any]:
     work = [
-        store.enqueue_rollout(1), store.start_rollout(1), store.dequeue_rollout("w"), store.dequeue_rollout("w", timeout=60),
-        store.dequeue_many_rollouts(limit=0), store.update_rollout("ro", mode="val"), store.cancel_rollout("ro"),
-        store.start_attempt("ro"), store.update_worker("w"), store.heartbeat("w", {}, []), store.release_worker("w", "died"),
-        store.add_resources({}), store.get_next_span_sequence_id("ro", "at"), store.capture([], []), store.lease_seconds(),
-        store.wait_for_rollouts(rollout_ids=["ro"]), store.wait_for_rollouts(rollout_ids=[], timeout=0),
-        store._channel.send("settle", "at", 0), store._channel.send("expire"), store.enqueue_many_rollouts([
-            EnqueueRolloutRequest(input=1)
-        ]),
-    ]  # fmt: skip
+        store.enqueue_rollout(1),
+        store.start_rollout(1),
+        store.dequeue_rollout("w"),
+        store.dequeue_rollout("w", timeout=60),
+        store.dequeue_many_rollouts(limit=0),
+        store.update_rollout("ro", mode="val"),
+        store.cancel_rollout("ro"),
+        store.start_attempt("ro"),
+        store.update_worker("w"),
+        store.heartbeat("w", {}, []),
+        store.release_worker("w", "died"),
+        store.add_resources({}),
+        store.get_next_span_sequence_id("ro", "at"),
+        store.capture([], []),
+        store.lease_seconds(),
+        store.wait_for_rollouts(rollout_ids=["ro"]),
+        store.wait_for_rollouts(rollout_ids=[], timeout=0),
+        store._channel.send("settle", "at", 0),
+        store._channel.send("expire"),
+        store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)]),
+    ]
     return await asyncio.gather(*work, return_exceptions=True)
 
 
@@ -81,7 +103,9 @@ async def test_it_does_nothing_but_answer_queries(tmp_path: Path) -> None:
     service = StoreService(tmp_path / "s.db", read_only=True)
     async with within():
         answers = await ask_all(StoreClient(service))
-    assert [str(answer) for answer in answers] == [f"the store {tmp_path / 's.db'} was opened for reading only"] * len(answers)
+    assert [str(answer) for answer in answers] == [
+        f"the store {tmp_path / 's.db'} was opened for reading only"
+    ] * len(answers)
     assert {type(answer) for answer in answers} == {StoreError}
     assert (await StoreClient(service).get_rollout_by_id("ro")).status == "queuing"
     await service.close()
@@ -121,9 +145,12 @@ def writer(tmp_path: Path) -> Any:
     """Another process that has a store open."""
     code = WRITER.format(folder=str(Path(__file__).parent), path=str(tmp_path / "s.db"))
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )  # fmt: skip
+    )
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -160,7 +187,9 @@ async def test_a_store_that_was_killed_is_read_and_opened(tmp_path: Path, writer
 
 async def one_writes(path: Path, box: Box) -> None:
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"s\.db open for writing; read it by StoreService\(path, read_only=True\)"):
+        with pytest.raises(
+            StoreError, match=r"s\.db open for writing; read it by StoreService\(path, read_only=True\)"
+        ):
             StoreService(path)
     assert (await box.take()).status == "preparing"
 
@@ -178,7 +207,11 @@ def sqlite_locks(path: Path) -> int:
     """Locks of SQLite's that this process holds on a file."""
     inode, pid = path.stat().st_ino, os.getpid()
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-    return sum(line[1] == "POSIX" and int(line[4]) == pid and line[5].endswith(f":{inode}") for line in lines if "->" not in line)
+    return sum(
+        line[1] == "POSIX" and int(line[4]) == pid and line[5].endswith(f":{inode}")
+        for line in lines
+        if "->" not in line
+    )
 
 
 async def test_who_is_refused_or_goes_does_not_let_go_of_the_others_locks(tmp_path: Path) -> None:

@@ -34,13 +34,32 @@ async def spans_in(box: Box, rollout: Any) -> list[Span]:
 async def test_a_span_comes_back_as_it_was_given(box: Box) -> None:
     rollout = await box.take()
     span = span_of(
-        rollout, "näme 'x\" \0", parent_id="p" * 16, start_time=1.5, end_time=2.5, trace_id="t" * 32,
+        rollout,
+        "näme 'x\" \0",
+        parent_id="p" * 16,
+        start_time=1.5,
+        end_time=2.5,
+        trace_id="t" * 32,
         status=TraceStatus(status_code="ERROR", description="d"),
-        attributes={"s": "\ud800 ä", "i": 2**200, "f": 0.1, "b": True, "l": [1, 2], "n": None, "d": {"a": [{}]}, "inf": -math.inf},
+        attributes={
+            "s": "\ud800 ä",
+            "i": 2**200,
+            "f": 0.1,
+            "b": True,
+            "l": [1, 2],
+            "n": None,
+            "d": {"a": [{}]},
+            "inf": -math.inf,
+        },
         events=[Event(name="e", attributes={"a": 1}, timestamp=1.0)],
-        links=[SpanLink(context=SpanContext(trace_id="a" * 32, span_id="b" * 16, trace_state={"k": "v"}), attributes={"x": 1})],
+        links=[
+            SpanLink(
+                context=SpanContext(trace_id="a" * 32, span_id="b" * 16, trace_state={"k": "v"}),
+                attributes={"x": 1},
+            )
+        ],
         resource=OtelResource(attributes={"service.name": "s"}, schema_url="u"),
-    )  # fmt: skip
+    )
     stored = await box.store.add_span(span)
     assert stored == span.model_copy(update={"sequence_id": 1})
     assert await spans_in(box, rollout) == [stored]
@@ -56,7 +75,9 @@ async def test_what_cannot_be_compared_comes_back_too(box: Box) -> None:
 
 async def test_a_large_span_comes_back(box: Box) -> None:
     rollout = await box.take()
-    attributes = {"text": "x" * 5_000_000, "numbers": list(range(200_000))} | {f"k{i}": i for i in range(2000)}
+    attributes = {"text": "x" * 5_000_000, "numbers": list(range(200_000))} | {
+        f"k{i}": i for i in range(2000)
+    }
     await box.store.add_span(span_of(rollout, attributes=attributes))
     assert (await spans_in(box, rollout))[0].attributes == attributes
 
@@ -86,8 +107,10 @@ async def test_many_spans_are_stored_together_or_not_at_all(box: Box) -> None:
     one, two = await box.take(), await box.take()
     stored = await box.store.add_many_spans([span_of(one), span_of(two), span_of(one)])
     assert [(span.rollout_id, span.sequence_id) for span in stored] == [
-        (one.rollout_id, 1), (two.rollout_id, 1), (one.rollout_id, 2),
-    ]  # fmt: skip
+        (one.rollout_id, 1),
+        (two.rollout_id, 1),
+        (one.rollout_id, 2),
+    ]
     wrong = span_of(one).model_copy(update={"attempt_id": "at-none"})
     with pytest.raises(UnknownIdError, match="at-none"):
         await box.store.add_many_spans([span_of(one), wrong])
@@ -99,11 +122,16 @@ async def test_many_spans_are_stored_together_or_not_at_all(box: Box) -> None:
 async def test_a_span_of_an_unknown_attempt_is_an_error(box: Box, which: str) -> None:
     rollout, other = await box.take(), await box.take()
     ids = {
-        "rollout": ("ro-none", ids_of(rollout)[1]), "attempt": (rollout.rollout_id, "at-none"), "empty": ("", ""),
-        "latest": (rollout.rollout_id, "latest"), "of another": (rollout.rollout_id, ids_of(other)[1]),
-    }[which]  # fmt: skip
+        "rollout": ("ro-none", ids_of(rollout)[1]),
+        "attempt": (rollout.rollout_id, "at-none"),
+        "empty": ("", ""),
+        "latest": (rollout.rollout_id, "latest"),
+        "of another": (rollout.rollout_id, ids_of(other)[1]),
+    }[which]
     with pytest.raises(UnknownIdError):
-        await box.store.add_span(span_of(rollout).model_copy(update=dict(zip(("rollout_id", "attempt_id"), ids, strict=True))))
+        await box.store.add_span(
+            span_of(rollout).model_copy(update=dict(zip(("rollout_id", "attempt_id"), ids, strict=True)))
+        )
     with pytest.raises(UnknownIdError):
         await box.store.get_next_span_sequence_id(*ids)
     assert await box.count("total_spans") == 0
@@ -126,17 +154,41 @@ def deep() -> list[Any]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"attributes": {"a": b"bytes"}}, {"attributes": {"a": {1, 2}}}, {"attributes": {"a": object()}},
-        {"attributes": {"a": circular()}}, {"attributes": {"a": deep()}}, {"attributes": {"a": 10**5000}}, {"name": "\ud800"},
-        {"span_id": "\udfff"}, {"trace_id": "x\ud800"}, {"parent_id": "\ud800"}, {"sequence_id": -1}, {"sequence_id": 2**63},
-        {"sequence_id": 2**200}, {"events": [Event(name="e", attributes={"a": object()})]},
+        {"attributes": {"a": b"bytes"}},
+        {"attributes": {"a": {1, 2}}},
+        {"attributes": {"a": object()}},
+        {"attributes": {"a": circular()}},
+        {"attributes": {"a": deep()}},
+        {"attributes": {"a": 10**5000}},
+        {"name": "\ud800"},
+        {"span_id": "\udfff"},
+        {"trace_id": "x\ud800"},
+        {"parent_id": "\ud800"},
+        {"sequence_id": -1},
+        {"sequence_id": 2**63},
+        {"sequence_id": 2**200},
+        {"events": [Event(name="e", attributes={"a": object()})]},
     ],
     ids=[
-        "bytes", "set", "object", "circular", "deep", "endless number", "name", "span id", "trace id", "parent id", "negative",
-        "too high", "much too high", "event",
+        "bytes",
+        "set",
+        "object",
+        "circular",
+        "deep",
+        "endless number",
+        "name",
+        "span id",
+        "trace id",
+        "parent id",
+        "negative",
+        "too high",
+        "much too high",
+        "event",
     ],
-)  # fmt: skip
-async def test_a_span_that_cannot_be_stored_is_an_error_that_names_it(box: Box, fields: dict[str, Any]) -> None:
+)
+async def test_a_span_that_cannot_be_stored_is_an_error_that_names_it(
+    box: Box, fields: dict[str, Any]
+) -> None:
     rollout = await box.take()
     bad, good = span_of(rollout, **{"name": "bad", **fields}), span_of(rollout)
     added = await asyncio.gather(box.store.add_span(good), box.store.add_span(bad), return_exceptions=True)
@@ -158,7 +210,9 @@ async def test_sequence_ids_only_grow(box: Box) -> None:
     assert (await box.store.add_span(span_of(rollout, sequence_id=10))).sequence_id == 10
     assert (await box.store.add_span(span_of(rollout, sequence_id=2))).sequence_id == 2
     assert (await box.store.add_span(span_of(rollout))).sequence_id == 11
-    stored = await box.store.add_many_spans([span_of(rollout), span_of(rollout, sequence_id=20), span_of(rollout)])
+    stored = await box.store.add_many_spans(
+        [span_of(rollout), span_of(rollout, sequence_id=20), span_of(rollout)]
+    )
     assert [span.sequence_id for span in stored] == [12, 20, 21]
     assert [span.sequence_id for span in await spans_in(box, rollout)] == [2, 3, 10, 11, 12, 20, 21]
 
@@ -201,11 +255,16 @@ async def test_a_span_of_the_sdk_is_stored_as_it_is(box: Box) -> None:
     found = await spans_in(box, rollout)
     assert [span.model_dump_json() for span in found] == [span.model_dump_json() for span in stored]
     assert [span.sequence_id for span in stored] == [1, 2]
-    assert (stored[0].trace_id, stored[0].span_id) == (f"{inner.context.trace_id:032x}", f"{inner.context.span_id:016x}")
+    assert (stored[0].trace_id, stored[0].span_id) == (
+        f"{inner.context.trace_id:032x}",
+        f"{inner.context.span_id:016x}",
+    )
     assert stored[0].parent_id == stored[1].span_id
     assert (found[0].attributes["a"], stored[0].start_time, stored[0].end_time) == (
-        [1, 2], inner.start_time / 1e9, inner.end_time / 1e9,
-    )  # fmt: skip
+        [1, 2],
+        inner.start_time / 1e9,
+        inner.end_time / 1e9,
+    )
     assert (stored[0].events[0].name, stored[0].events[0].timestamp) == ("event", 5.0)
     assert stored[0].links[0].context.span_id == stored[1].span_id
     assert stored[1].status == TraceStatus(status_code="ERROR", description="why")
@@ -235,7 +294,9 @@ async def test_a_reward_that_is_no_number_is_none(box: Box, value: Any) -> None:
 
 async def test_the_last_reward_by_sequence_id_counts(box: Box) -> None:
     rollout = await box.take()
-    await box.store.add_many_spans([reward_of(rollout, 1), span_of(rollout), reward_of(rollout, -2.5), span_of(rollout)])
+    await box.store.add_many_spans(
+        [reward_of(rollout, 1), span_of(rollout), reward_of(rollout, -2.5), span_of(rollout)]
+    )
     assert (await box.store.collect([rollout.rollout_id]))[0].reward == -2.5
     await box.store.add_span(reward_of(rollout, 9).model_copy(update={"sequence_id": 2}))
     assert (await box.store.collect([rollout.rollout_id]))[0].reward == -2.5
@@ -248,7 +309,9 @@ async def test_a_reward_that_comes_after_the_end_changes_nothing(box: Box, end: 
     if end == "released":
         await box.store.release_worker("w", "died")
     else:
-        await box.store.finish_attempt(rollout, end, None if end == "succeeded" else BROKEN, [reward_of(rollout, 0.5)])
+        await box.store.finish_attempt(
+            rollout, end, None if end == "succeeded" else BROKEN, [reward_of(rollout, 0.5)]
+        )
     decided = (await box.store.collect([rollout.rollout_id]))[0].reward
     assert decided == (0.25 if end == "released" else 0.5)
     late = reward_of(rollout, 9.0)

@@ -26,7 +26,11 @@ async def test_resources_come_back_as_they_were_given(box: Box) -> None:
     assert await box.store.get_latest_resources() is None
     update = await box.store.add_resources(given)
     given["llm"]["model"] = "changed"
-    assert update == await box.store.get_latest_resources() == await box.store.get_resources_by_id(update.resources_id)
+    assert (
+        update
+        == await box.store.get_latest_resources()
+        == await box.store.get_resources_by_id(update.resources_id)
+    )
     assert update.resources == {"llm": {"model": "m"}, "f": len, "set": {1}}
     assert (update.version, update.create_time, update.update_time) == (1, 1000.0, 1000.0)
 
@@ -36,7 +40,12 @@ async def test_what_was_added_or_updated_last_is_the_latest(box: Box) -> None:
     assert (await box.store.get_latest_resources()).resources_id == second.resources_id
     box.clock.now += 5
     updated = await box.store.update_resources(first.resources_id, {"n": 3})
-    assert (updated.version, updated.create_time, updated.update_time, updated.resources) == (2, 1000.0, 1005.0, {"n": 3})
+    assert (updated.version, updated.create_time, updated.update_time, updated.resources) == (
+        2,
+        1000.0,
+        1005.0,
+        {"n": 3},
+    )
     assert await box.store.get_latest_resources() == updated
     assert (await box.store.get_resources_by_id(second.resources_id)).version == 1
     third = await box.store.add_resources({})
@@ -86,15 +95,23 @@ async def test_a_worker_is_busy_while_it_has_an_attempt(box: Box) -> None:
     assert await box.store.query_workers() == []
     first = await box.take("w")
     assert await box.store.get_worker_by_id("w") == Worker(
-        worker_id="w", status="busy", last_dequeue_time=1000.0, last_busy_time=1000.0, current_rollout_id=first.rollout_id,
+        worker_id="w",
+        status="busy",
+        last_dequeue_time=1000.0,
+        last_busy_time=1000.0,
+        current_rollout_id=first.rollout_id,
         current_attempt_id=ids_of(first)[1],
-    )  # fmt: skip
+    )
     box.clock.now += 1
     second = await box.take("w")
     assert (await box.store.get_worker_by_id("w")).current_attempt_id == ids_of(second)[1]
     await box.store.finish_attempt(second, "succeeded")
     worker = await box.store.get_worker_by_id("w")
-    assert (worker.status, worker.current_attempt_id, worker.last_idle_time) == ("busy", ids_of(first)[1], None)
+    assert (worker.status, worker.current_attempt_id, worker.last_idle_time) == (
+        "busy",
+        ids_of(first)[1],
+        None,
+    )
     box.clock.now += 1
     await box.store.finish_attempt(first, "failed", BROKEN)
     worker = await box.store.get_worker_by_id("w")
@@ -120,7 +137,10 @@ async def test_a_worker_that_asks_is_known(box: Box, timeout: float) -> None:
 async def test_heartbeats_keep_the_last_statistics(box: Box) -> None:
     worker = await box.store.update_worker("w")
     assert (worker.status, worker.heartbeat_stats, worker.last_heartbeat_time) == ("idle", None, 1000.0)
-    assert (await box.store.update_worker("w", {"cpu": 0.5, "a": ["\ud800"]})).heartbeat_stats == {"cpu": 0.5, "a": ["\ud800"]}
+    assert (await box.store.update_worker("w", {"cpu": 0.5, "a": ["\ud800"]})).heartbeat_stats == {
+        "cpu": 0.5,
+        "a": ["\ud800"],
+    }
     box.clock.now += 5
     worker = await box.store.update_worker("w")
     assert (worker.heartbeat_stats, worker.last_heartbeat_time) == ({"cpu": 0.5, "a": ["\ud800"]}, 1005.0)
@@ -185,9 +205,13 @@ async def test_statistics_follow_everything(box: Box) -> None:
     await box.store.add_resources({})
     taken = await box.store.dequeue_many_rollouts(limit=4, worker_id="w")
     assert await box.store.statistics() == {
-        "total_rollouts": 5, "total_attempts": 4, "total_resources": 1, "total_workers": 1, "rollouts_queuing": 1,
+        "total_rollouts": 5,
+        "total_attempts": 4,
+        "total_resources": 1,
+        "total_workers": 1,
+        "rollouts_queuing": 1,
         "rollouts_preparing": 4,
-    }  # fmt: skip
+    }
     await box.store.add_many_spans([span_of(taken[0]), span_of(taken[0])])
     await box.store.finish_attempt(taken[1], "succeeded")
     await box.store.finish_attempt(taken[2], "failed", BROKEN)
@@ -195,17 +219,29 @@ async def test_statistics_follow_everything(box: Box) -> None:
     await box.store.cancel_rollout(ids[4])
     await box.store.start_rollout(1)
     assert await box.store.statistics() == {
-        "total_rollouts": 6, "total_attempts": 5, "total_resources": 1, "total_workers": 1, "total_spans": 2,
-        "rollouts_running": 1, "rollouts_succeeded": 1, "rollouts_failed": 1, "rollouts_requeuing": 1, "rollouts_cancelled": 1,
-        "rollouts_preparing": 1, "attempts_failed_agent": 1, "attempts_failed_infrastructure": 1,
-    }  # fmt: skip
+        "total_rollouts": 6,
+        "total_attempts": 5,
+        "total_resources": 1,
+        "total_workers": 1,
+        "total_spans": 2,
+        "rollouts_running": 1,
+        "rollouts_succeeded": 1,
+        "rollouts_failed": 1,
+        "rollouts_requeuing": 1,
+        "rollouts_cancelled": 1,
+        "rollouts_preparing": 1,
+        "attempts_failed_agent": 1,
+        "attempts_failed_infrastructure": 1,
+    }
 
 
 async def test_what_was_undone_is_not_counted(box: Box) -> None:
     rollout = await box.take()
     before = await box.store.statistics()
     with pytest.raises(UnknownIdError):
-        await box.store.add_many_spans([span_of(rollout), span_of(rollout).model_copy(update={"attempt_id": "none"})])
+        await box.store.add_many_spans(
+            [span_of(rollout), span_of(rollout).model_copy(update={"attempt_id": "none"})]
+        )
     with pytest.raises(UnknownIdError):
         await box.store.cancel_rollouts([rollout.rollout_id, "none"])
     assert await box.store.statistics() == before

@@ -24,9 +24,13 @@ async def box() -> AsyncIterator[Box]:
 
 
 async def test_a_rollout_comes_back_as_it_was_given(box: Box) -> None:
-    config = RolloutConfig(timeout_seconds=5, unresponsive_seconds=2, max_attempts=3, retry_condition={"failed", "timeout"})
+    config = RolloutConfig(
+        timeout_seconds=5, unresponsive_seconds=2, max_attempts=3, retry_condition={"failed", "timeout"}
+    )
     task = {"question": "ä\ud800\0", "n": (1, [2.5, None])}
-    given = await box.store.enqueue_rollout(task, mode="val", config=config, metadata={"k": {1, 2}}, rollout_id="mine")
+    given = await box.store.enqueue_rollout(
+        task, mode="val", config=config, metadata={"k": {1, 2}}, rollout_id="mine"
+    )
     assert given == await box.store.get_rollout_by_id("mine")
     assert (given.input, given.mode, given.config, given.metadata) == (task, "val", config, {"k": {1, 2}})
     assert (given.status, given.attempt, given.start_time, given.end_time) == ("queuing", None, 1000.0, None)
@@ -44,7 +48,9 @@ async def test_what_a_rollout_was_made_of_may_change_afterwards(box: Box) -> Non
 
 
 async def test_many_are_enqueued_in_the_order_given(box: Box) -> None:
-    requests = [EnqueueRolloutRequest(input=i, group_id=f"g{i % 2}") for i in range(1200)]  # more than one message holds
+    requests = [
+        EnqueueRolloutRequest(input=i, group_id=f"g{i % 2}") for i in range(1200)
+    ]  # more than one message holds
     given = await box.store.enqueue_many_rollouts(requests)
     assert [rollout.input for rollout in given] == list(range(1200))
     assert [rollout.group_id for rollout in given[:3]] == ["g0", "g1", "g0"]
@@ -57,7 +63,10 @@ async def test_an_id_of_ones_own_is_enqueued_once(box: Box) -> None:
     first = await box.store.enqueue_rollout("a", rollout_id='it\'s "mine" ; --')
     box.clock.now += 1
     again, other = await box.store.enqueue_many_rollouts(
-        [EnqueueRolloutRequest(input="b", rollout_id=first.rollout_id), EnqueueRolloutRequest(input="c", rollout_id="x")]
+        [
+            EnqueueRolloutRequest(input="b", rollout_id=first.rollout_id),
+            EnqueueRolloutRequest(input="c", rollout_id="x"),
+        ]
     )
     assert again == first
     assert await box.count("total_rollouts") == 2
@@ -110,9 +119,9 @@ async def test_rollouts_are_given_out_oldest_first_and_once(box: Box) -> None:
     third = await box.store.dequeue_many_rollouts(limit=9)
     assert [rollout.rollout_id for rollout in first + second + third] == ids
     assert [rollout.attempt.worker_id for rollout in first + second + third] == ["a", "a", "b", "b", None]
-    assert {(rollout.status, rollout.attempt.status, rollout.attempt.sequence_id) for rollout in first + second} == {
-        ("preparing", "preparing", 1)
-    }
+    assert {
+        (rollout.status, rollout.attempt.status, rollout.attempt.sequence_id) for rollout in first + second
+    } == {("preparing", "preparing", 1)}
     assert await box.store.dequeue_many_rollouts(limit=9) == []
 
 
@@ -149,10 +158,20 @@ async def test_the_order_of_the_queue_outlives_the_store(tmp_path: Any) -> None:
 
 async def test_a_started_rollout_is_never_in_the_queue(box: Box) -> None:
     update = await box.store.add_resources({"llm": 1})
-    rollout = await box.store.start_rollout({"t": 1}, mode="train", metadata={"a": 1}, worker_id="me", rollout_id="ro-1")
+    rollout = await box.store.start_rollout(
+        {"t": 1}, mode="train", metadata={"a": 1}, worker_id="me", rollout_id="ro-1"
+    )
     assert await box.store.dequeue_rollout() is None
-    assert (rollout.rollout_id, rollout.status, rollout.resources_id) == ("ro-1", "preparing", update.resources_id)
-    assert (rollout.attempt.sequence_id, rollout.attempt.status, rollout.attempt.worker_id) == (1, "preparing", "me")
+    assert (rollout.rollout_id, rollout.status, rollout.resources_id) == (
+        "ro-1",
+        "preparing",
+        update.resources_id,
+    )
+    assert (rollout.attempt.sequence_id, rollout.attempt.status, rollout.attempt.worker_id) == (
+        1,
+        "preparing",
+        "me",
+    )
     assert (await box.store.finish_attempt(rollout, "succeeded")).status == "succeeded"
 
 
@@ -172,15 +191,29 @@ async def test_a_rollout_is_started_once(box: Box) -> None:
 
 async def test_what_is_not_given_stays_and_none_is_a_value(box: Box) -> None:
     update = await box.store.add_resources({"llm": 1})
-    rollout = await box.store.enqueue_rollout("a", mode="train", config=RolloutConfig(max_attempts=2), metadata={"k": 1})
+    rollout = await box.store.enqueue_rollout(
+        "a", mode="train", config=RolloutConfig(max_attempts=2), metadata={"k": 1}
+    )
     assert await box.store.update_rollout(rollout.rollout_id) == rollout
-    changed = await box.store.update_rollout(rollout.rollout_id, input=None, mode=None, resources_id=None, metadata=None)
+    changed = await box.store.update_rollout(
+        rollout.rollout_id, input=None, mode=None, resources_id=None, metadata=None
+    )
     assert (changed.input, changed.mode, changed.resources_id, changed.metadata) == (None, None, None, {})
     assert (changed.config.max_attempts, changed.status) == (2, "queuing")
     changed = await box.store.update_rollout(
-        rollout.rollout_id, input=[1], mode="test", resources_id=update.resources_id, config=RolloutConfig(), metadata={"n": 2}
+        rollout.rollout_id,
+        input=[1],
+        mode="test",
+        resources_id=update.resources_id,
+        config=RolloutConfig(),
+        metadata={"n": 2},
     )
-    assert (changed.input, changed.mode, changed.resources_id, changed.metadata) == ([1], "test", update.resources_id, {"n": 2})
+    assert (changed.input, changed.mode, changed.resources_id, changed.metadata) == (
+        [1],
+        "test",
+        update.resources_id,
+        {"n": 2},
+    )
     assert changed.config == RolloutConfig()
     assert changed == await box.store.get_rollout_by_id(rollout.rollout_id)
 
@@ -236,7 +269,9 @@ async def test_the_status_changes_by_hand_as_the_table_says(box: Box, before: st
     assert await box.store.statistics() | {f"rollouts_{after}": 1} == await box.store.statistics()
     assert sum(n for name, n in (await box.store.statistics()).items() if name.startswith("rollouts_")) == 1
     taken = await box.store.dequeue_many_rollouts(limit=9)
-    assert [rollout.rollout_id for rollout in taken] == ([rollout_id] if after in ("queuing", "requeuing") else [])
+    assert [rollout.rollout_id for rollout in taken] == (
+        [rollout_id] if after in ("queuing", "requeuing") else []
+    )
 
 
 async def test_a_finished_rollout_is_run_again_by_hand(box: Box) -> None:
@@ -252,7 +287,9 @@ async def test_a_finished_rollout_is_run_again_by_hand(box: Box) -> None:
 
 @pytest.mark.parametrize("by_hand", ["succeeded", "failed"])
 @pytest.mark.parametrize("end", ["succeeded", "failed", "timeout", "span", "released"])
-async def test_what_was_decided_by_hand_stays_whatever_its_attempt_still_does(box: Box, by_hand: str, end: str) -> None:
+async def test_what_was_decided_by_hand_stays_whatever_its_attempt_still_does(
+    box: Box, by_hand: str, end: str
+) -> None:
     rollout = await box.take(timeout_seconds=5, max_attempts=3, retry_condition={"failed", "timeout"})
     await box.store.update_rollout(rollout.rollout_id, status=by_hand)
     assert await box.store.heartbeat("w", {}, [ids_of(rollout)[1]]) == [ids_of(rollout)[1]]
@@ -306,7 +343,9 @@ async def test_cancelled_stays_cancelled(box: Box, end: str) -> None:
     elif end == "span":
         await box.store.add_span(span_of(rollout))
     else:
-        assert (await box.store.finish_attempt(rollout, end, BROKEN if end == "failed" else None)).status == "cancelled"
+        assert (
+            await box.store.finish_attempt(rollout, end, BROKEN if end == "failed" else None)
+        ).status == "cancelled"
     assert (await box.status(rollout))[0] == "cancelled"
     assert (await box.store.cancel_rollout(rollout.rollout_id)).status == "cancelled"
     assert await box.store.dequeue_rollout() is None
@@ -328,5 +367,9 @@ async def test_many_are_cancelled_together_or_not_at_all(box: Box) -> None:
     with pytest.raises(UnknownIdError, match="ro-none"):
         await box.store.cancel_rollouts([*ids, "ro-none"])
     assert [(await box.status(rollout_id))[0] for rollout_id in ids] == ["succeeded", "preparing", "queuing"]
-    assert [rollout.status for rollout in await box.store.cancel_rollouts(ids)] == ["succeeded", "cancelled", "cancelled"]
+    assert [rollout.status for rollout in await box.store.cancel_rollouts(ids)] == [
+        "succeeded",
+        "cancelled",
+        "cancelled",
+    ]
     assert await box.store.cancel_rollouts([]) == []

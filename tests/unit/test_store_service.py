@@ -72,7 +72,10 @@ async def test_a_cancelled_dequeue_takes_nothing_with_it(box: Box) -> None:
 async def test_each_rollout_goes_to_the_worker_that_waits_longest(box: Box) -> None:
     async with within():
         waiting = [await begun(box.store.dequeue_rollout(f"w{i}", timeout=60)) for i in range(8)]
-        ids = [rollout.rollout_id for rollout in await box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)] * 5)]
+        ids = [
+            rollout.rollout_id
+            for rollout in await box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)] * 5)
+        ]
         taken = await asyncio.gather(*waiting[:5])
         assert [(rollout.rollout_id, rollout.attempt.worker_id) for rollout in taken] == [
             (rollout_id, f"w{i}") for i, rollout_id in enumerate(ids)
@@ -95,7 +98,9 @@ async def test_a_poll_that_outlives_its_worker_takes_nothing_from_the_living(box
 async def test_a_dequeue_that_is_asked_again_gives_the_same_again(box: Box) -> None:
     ids = await box.enqueue(4)
     await box.store.update_rollout(ids[0], status="failed")
-    await box.store.update_rollout(ids[0], status="requeuing")  # so that the queue is not in the order of the rollouts
+    await box.store.update_rollout(
+        ids[0], status="requeuing"
+    )  # so that the queue is not in the order of the rollouts
     first = await box.service.dequeue("w", 3, 0, "request")
     async with within(1):
         assert await box.service.dequeue("w", 3, 60, "request") == first
@@ -182,7 +187,12 @@ async def test_producers_wait_in_line(box: Box) -> None:
         producing = [await begun(box.store.enqueue_rollout(f"p{i}")) for i in range(4)]
         await box.store.dequeue_many_rollouts(limit=5)
         await asyncio.gather(*producing)
-        assert [rollout.input for rollout in await box.store.dequeue_many_rollouts(limit=5)] == ["p0", "p1", "p2", "p3"]
+        assert [rollout.input for rollout in await box.store.dequeue_many_rollouts(limit=5)] == [
+            "p0",
+            "p1",
+            "p2",
+            "p3",
+        ]
 
 
 # the timer
@@ -198,7 +208,10 @@ async def test_time_ends_attempts_without_anybody_calling() -> None:
         started = time.monotonic()
         found = await store.wait_for_rollouts(rollout_ids=[leased.rollout_id, limited.rollout_id])
         assert 0.03 < time.monotonic() - started < 5
-    assert [(rollout.status, rollout.attempt.status) for rollout in found] == [("failed", "unresponsive"), ("failed", "timeout")]
+    assert [(rollout.status, rollout.attempt.status) for rollout in found] == [
+        ("failed", "unresponsive"),
+        ("failed", "timeout"),
+    ]
     assert [rollout.attempt.failure.kind for rollout in found] == ["infrastructure", "timeout"]
     await service.close()
 
@@ -215,7 +228,9 @@ async def test_an_earlier_deadline_is_not_missed_behind_a_later_one() -> None:
     await service.close()
 
 
-async def test_a_failure_of_the_timer_is_told_once_and_the_store_goes_on(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_of_the_timer_is_told_once_and_the_store_goes_on(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with within():
         rollout = await box.store.start_rollout(1)
         waiting = await begun(box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
@@ -276,8 +291,12 @@ def test_a_store_lives_longer_than_an_event_loop() -> None:
 
 def held(thing: Any) -> int:
     """Entries of the containers of a service and its parts."""
-    parts = [thing] + [part for name, part in vars(thing).items() if type(part).__module__.startswith("raylight.store")]
-    containers = [value for part in parts for value in vars(part).values() if isinstance(value, dict | list | set)]
+    parts = [thing] + [
+        part for name, part in vars(thing).items() if type(part).__module__.startswith("raylight.store")
+    ]
+    containers = [
+        value for part in parts for value in vars(part).values() if isinstance(value, dict | list | set)
+    ]
     signals = [value._waiters for value in vars(thing).values() if hasattr(value, "_waiters")]
     return sum(len(container) for container in containers + signals)
 
@@ -299,4 +318,10 @@ async def test_nothing_of_a_finished_rollout_stays_in_memory(box: Box) -> None:
         await asyncio.sleep(0)
     assert held(box.service) <= before + 1, "the timer's own wait"
     changes = box.service._rollouts.changes
-    assert (changes.decided, changes.queued, changes.taken, changes.closed, changes.deadline) == (set(), False, False, False, None)
+    assert (changes.decided, changes.queued, changes.taken, changes.closed, changes.deadline) == (
+        set(),
+        False,
+        False,
+        False,
+        None,
+    )

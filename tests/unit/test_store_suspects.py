@@ -33,7 +33,9 @@ async def suspects(box: Box, n: int, **config: Any) -> list[str]:
 def of(box: Box, rollout: Rollout | str) -> tuple[int, int, int]:
     """`(lost, charged, suspect)` of a rollout."""
     rollout_id = rollout if isinstance(rollout, str) else rollout.rollout_id
-    found = box.service._journal.one("SELECT lost, charged, suspect FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+    found = box.service._journal.one(
+        "SELECT lost, charged, suspect FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+    )
     assert found is not None
     return found
 
@@ -114,7 +116,9 @@ async def test_a_lease_that_ended_and_was_taken_up_again_is_charged_to_nobody(bo
     ("status", "failure", "suspected"),
     [("succeeded", None, 0), ("failed", BROKEN, 0), ("timeout", BROKEN, 0), ("failed", LOST, 1)],
 )
-async def test_an_attempt_that_ends_otherwise_acquits_its_rollout(box: Box, status: Any, failure: Any, suspected: int) -> None:
+async def test_an_attempt_that_ends_otherwise_acquits_its_rollout(
+    box: Box, status: Any, failure: Any, suspected: int
+) -> None:
     first, second = await suspects(box, 2, max_attempts=5, retry_condition={"failed", "timeout"})
     await box.store.finish_attempt(await box.again("w"), status, failure)
     assert of(box, first)[2] == suspected
@@ -127,7 +131,10 @@ async def test_an_attempt_that_time_ends_acquits_its_rollout_but_a_lost_lease_do
     await box.again("w")
     await box.again("v")
     await box.pass_time(LEASE_S)
-    assert (await box.status(lost), await box.status(limited)) == (("requeuing", "unresponsive"), ("failed", "timeout"))
+    assert (await box.status(lost), await box.status(limited)) == (
+        ("requeuing", "unresponsive"),
+        ("failed", "timeout"),
+    )
     assert (of(box, lost)[2], of(box, limited)[2]) == (1, 0)
 
 
@@ -155,7 +162,8 @@ async def test_suspects_outlive_the_store(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", ["succeeded", "failed", "lost", "lease", "timeout", "silence", "handed over", "acquitted elsewhere"]
+    "end",
+    ["succeeded", "failed", "lost", "lease", "timeout", "silence", "handed over", "acquitted elsewhere"],
 )
 async def test_a_waiting_dequeue_wakes_when_its_workers_suspect_ends(box: Box, end: str) -> None:
     async with within():
@@ -218,7 +226,9 @@ async def work(box: Box, worker: str, slots: int, poison: set[str]) -> int:
 @pytest.mark.parametrize("slots", [1, 4, 21, 50])
 @pytest.mark.parametrize("place", [0, 10, 20])
 @pytest.mark.parametrize("retries", [0, 2])
-async def test_a_poison_fails_and_its_neighbours_succeed(box: Box, slots: int, place: int, retries: int) -> None:
+async def test_a_poison_fails_and_its_neighbours_succeed(
+    box: Box, slots: int, place: int, retries: int
+) -> None:
     ids = await box.enqueue(21, infrastructure_retries=retries)
     deaths: list[int] = []
     while died_with := await work(box, f"w{len(deaths)}", slots, {ids[place]}):
@@ -258,7 +268,9 @@ async def test_a_poison_among_runners_that_work_side_by_side(box: Box) -> None:
                     await asyncio.gather(*[box.store.add_span(span_of(rollout)) for rollout in held])
                     if poison in names(held):
                         await box.store.release_worker(worker, "died")
-                    await asyncio.gather(*[box.store.finish_attempt(rollout, "succeeded") for rollout in held])
+                    await asyncio.gather(
+                        *[box.store.finish_attempt(rollout, "succeeded") for rollout in held]
+                    )
                 except WorkerGoneError:
                     deaths[slot] += 1
 

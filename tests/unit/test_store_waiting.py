@@ -59,8 +59,12 @@ async def test_wait_with_any_timeout(box: Box, timeout: float | None) -> None:
         assert len(await waiting) == 1
 
 
-@pytest.mark.parametrize(("ids", "at_least"), [([], None), ([], 3), (["a"], 0), (["a"], -1), (["b"], 99), (["b", "b"], 2)])
-async def test_wait_for_nothing_or_for_more_than_there_are_does_not_hang(box: Box, ids: list[str], at_least: int | None) -> None:
+@pytest.mark.parametrize(
+    ("ids", "at_least"), [([], None), ([], 3), (["a"], 0), (["a"], -1), (["b"], 99), (["b", "b"], 2)]
+)
+async def test_wait_for_nothing_or_for_more_than_there_are_does_not_hang(
+    box: Box, ids: list[str], at_least: int | None
+) -> None:
     await box.store.enqueue_rollout(1, rollout_id="b")
     await decide(box)
     await box.store.enqueue_rollout(1, rollout_id="a")
@@ -122,13 +126,17 @@ async def test_who_waits_for_many_asks_in_one_statement(box: Box) -> None:
 async def test_many_wait_and_those_who_go_leave_nothing_behind(box: Box) -> None:
     async with within():
         ids = await box.enqueue(5)
-        waiting = [await begun(box.store.wait_for_rollouts(rollout_ids=ids[i % 5 :], at_least=1)) for i in range(50)]
+        waiting = [
+            await begun(box.store.wait_for_rollouts(rollout_ids=ids[i % 5 :], at_least=1)) for i in range(50)
+        ]
         gone = [await begun(box.store.wait_for_rollouts(rollout_ids=ids)) for _ in range(5)]
         for task in gone:
             task.cancel()
         await asyncio.wait(gone)
         assert await box.store.wait_for_rollouts(rollout_ids=ids, timeout=0.01) == []
-        assert sum(len(waiters) for waiters in box.service._waiters.values()) == sum(5 - i % 5 for i in range(50))
+        assert sum(len(waiters) for waiters in box.service._waiters.values()) == sum(
+            5 - i % 5 for i in range(50)
+        )
         for _ in ids:
             await decide(box)
         assert all(len(found) >= 1 for found in await asyncio.gather(*waiting))

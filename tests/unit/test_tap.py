@@ -64,7 +64,11 @@ class Known:
     def missing(self, scope: Scope, body: Any) -> bytes | None:
         """Answers are told apart by their text alone."""
         answers = [m["content"] for m in body["messages"] if m["role"] == "assistant"]
-        return answers[-1].encode() if answers and not self.knows(scope, body, {"content": answers[-1]}) else None
+        return (
+            answers[-1].encode()
+            if answers and not self.knows(scope, body, {"content": answers[-1]})
+            else None
+        )
 
     def remember(self, scope: Scope, body: Any, message: Any, tokens: list[int]) -> None:
         self.remembered.append((scope, body, message, tokens))
@@ -73,16 +77,22 @@ class Known:
         self.forgotten.append(scope)
 
     def knows(self, scope: Scope, body: Any, message: Any) -> bool:
-        return any(known == scope and said["content"] == message["content"] for known, _, said, _ in self.remembered)
+        return any(
+            known == scope and said["content"] == message["content"] for known, _, said, _ in self.remembered
+        )
 
 
 class Bench:
     """A tap between a fake engine and a sink."""
 
-    def __init__(self, conversations: Any = None, history: Any = None, patience_s: float = 5.0, capacity: int = 100) -> None:
+    def __init__(
+        self, conversations: Any = None, history: Any = None, patience_s: float = 5.0, capacity: int = 100
+    ) -> None:
         self.sink, self.app, self.times = Sink(), FakeApp(), iter(range(10, 10_000))
         self.recorder = Recorder(self.sink, capacity, patience_s)
-        self.tap = Tap(self.app, ENGINE, self.recorder, conversations, history, clock=lambda: float(next(self.times)))
+        self.tap = Tap(
+            self.app, ENGINE, self.recorder, conversations, history, clock=lambda: float(next(self.times))
+        )
 
     def call(self, body: Any = ASKED, *args: Any, **kwargs: Any) -> Call:
         return Call(self.tap, body, *args, **kwargs)
@@ -120,7 +130,9 @@ async def test_a_call_ends_before_its_client_has_the_answer(bench: Bench, stream
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) -> None:
-    call, generation, span = await bench.record(STREAMED if streamed else ASKED, inside=Scope("ro-1", "at-1", "planner"))
+    call, generation, span = await bench.record(
+        STREAMED if streamed else ASKED, inside=Scope("ro-1", "at-1", "planner")
+    )
     assert call.status == 200
     key = generation.key
     assert bench.sink.opened == [(key, 10.0)]
@@ -130,27 +142,46 @@ async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) 
     assert (generation.logprobs, generation.weight_versions) == ([-0.5] * 5, [3] * 5)
     assert (generation.model, generation.finish_reason, generation.agent) == ("policy", "stop", "planner")
     assert (generation.temperature, generation.start_time) == (0.5, 10.0)
-    assert (span.name, span.span_id, span.trace_id) == ("openai.chat.completion", key.call_id[:16], key.call_id)
-    assert (span.rollout_id, span.attempt_id, span.start_time, span.end_time) == ("ro-1", "at-1", 10.0, generation.end_time)
+    assert (span.name, span.span_id, span.trace_id) == (
+        "openai.chat.completion",
+        key.call_id[:16],
+        key.call_id,
+    )
+    assert (span.rollout_id, span.attempt_id, span.start_time, span.end_time) == (
+        "ro-1",
+        "at-1",
+        10.0,
+        generation.end_time,
+    )
     told = dict(span.attributes)
     assert json.loads(told.pop(INPUT_MESSAGES)) == ASKED["messages"]
     assert json.loads(told.pop(OUTPUT_MESSAGES)) == [{"role": "assistant", "content": "hello"}]
-    assert json.loads(told.pop(REQUEST_PARAMETERS)) == {"model": "policy"} | ({"stream": True} if streamed else {})
+    assert json.loads(told.pop(REQUEST_PARAMETERS)) == {"model": "policy"} | (
+        {"stream": True} if streamed else {}
+    )
     assert told.pop(TIME_TO_FIRST_TOKEN, None) == (1.0 if streamed else None)
     assert told == {
-        CALL_ID: key.call_id, AGENT_NAME: "planner", REQUEST_MODEL: "policy", RESPONSE_ID: f"chatcmpl-{key.call_id}",
-        DIALECT: "chat", PROMPT_SOURCE: "rendered", FINISH_REASONS: ["stop"],
-    }  # fmt: skip
+        CALL_ID: key.call_id,
+        AGENT_NAME: "planner",
+        REQUEST_MODEL: "policy",
+        RESPONSE_ID: f"chatcmpl-{key.call_id}",
+        DIALECT: "chat",
+        PROMPT_SOURCE: "rendered",
+        FINISH_REASONS: ["stop"],
+    }
 
 
-async def test_the_answer_is_named_after_its_call_so_that_the_agents_own_spans_are_found(bench: Bench) -> None:
+async def test_the_answer_is_named_after_its_call_so_that_the_agents_own_spans_are_found(
+    bench: Bench,
+) -> None:
     call, generation, span = await bench.record(x_request_id="the agent's own")
     assert call.json["id"] == f"chatcmpl-{generation.key.call_id}"
     assert call_key_of(span.attributes) == call.json["id"]
 
 
 @pytest.mark.parametrize(
-    ("dialect", "prefix", "name"), [("messages", "msg_", "anthropic.message"), ("responses", "resp_", "openai.response")]
+    ("dialect", "prefix", "name"),
+    [("messages", "msg_", "anthropic.message"), ("responses", "resp_", "openai.response")],
 )
 async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
     bench: Bench, dialect: str, prefix: str, name: str
@@ -191,18 +222,26 @@ async def test_completions_are_recorded_too(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("body", "chat", "expected"),
     [
-        ({}, True, 1), ({"n": 4}, True, 4), ({"n": 1}, True, 1),
+        ({}, True, 1),
+        ({"n": 4}, True, 4),
+        ({"n": 1}, True, 1),
         ({"n": None}, True, 1),
-        ({"prompt": "a", "n": 2}, False, 2), ({"prompt": ["a", "b"], "n": 2}, False, 4), ({"prompt": [1, 2, 3]}, False, 1),
-        ({"prompt": [[1], [2, 3], [4]]}, False, 3), ({"prompt": []}, False, 1), ({"prompt": ["a", "b"]}, True, 1),
+        ({"prompt": "a", "n": 2}, False, 2),
+        ({"prompt": ["a", "b"], "n": 2}, False, 4),
+        ({"prompt": [1, 2, 3]}, False, 1),
+        ({"prompt": [[1], [2, 3], [4]]}, False, 3),
+        ({"prompt": []}, False, 1),
+        ({"prompt": ["a", "b"]}, True, 1),
     ],
-)  # fmt: skip
+)
 def test_how_many_calls_a_request_is(body: dict[str, Any], chat: bool, expected: int) -> None:
     assert count_choices(body, chat) == expected
 
 
 async def test_outside_an_attempt_nothing_is_recorded_or_changed(bench: Bench) -> None:
-    call = await bench.call(ASKED | {"kv_transfer_params": {"a": 1}}, inside=None, x_request_id="mine").answered()
+    call = await bench.call(
+        ASKED | {"kv_transfer_params": {"a": 1}}, inside=None, x_request_id="mine"
+    ).answered()
     assert call.status == 200
     assert bench.app.requests == [ASKED | {"kv_transfer_params": {"a": 1}}]
     assert bench.app.headers[0][b"x-request-id"] == b"mine"
@@ -215,11 +254,16 @@ async def test_outside_an_attempt_nothing_is_recorded_or_changed(bench: Bench) -
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"{", "not JSON"), (b'{"a": "\xff"}', "not JSON"), (b"[" * 100_000, "not JSON"), (b"[]", "not a JSON object"),
-        (ASKED | {"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params"), (ASKED | {"n": 10**9}, "at most"),
-        (ASKED | {"n": MAX_CHOICES + 1}, "at most"), (ASKED | {"use_beam_search": True}, "use_beam_search"),
+        (b"{", "not JSON"),
+        (b'{"a": "\xff"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not a JSON object"),
+        (ASKED | {"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params"),
+        (ASKED | {"n": 10**9}, "at most"),
+        (ASKED | {"n": MAX_CHOICES + 1}, "at most"),
+        (ASKED | {"use_beam_search": True}, "use_beam_search"),
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_be_recorded_is_refused(bench: Bench, body: Any, why: str) -> None:
     call = await bench.call(body).answered()
     assert call.status == 400
@@ -232,7 +276,9 @@ async def test_what_cannot_be_recorded_is_refused(bench: Bench, body: Any, why: 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_no_byte_leaves_before_the_store_knows_but_sampling_does_not_wait(bench: Bench, streamed: bool) -> None:
+async def test_no_byte_leaves_before_the_store_knows_but_sampling_does_not_wait(
+    bench: Bench, streamed: bool
+) -> None:
     bench.sink.gate.clear()
     call = bench.call(STREAMED if streamed else ASKED)
     async with within():
@@ -264,7 +310,9 @@ async def test_the_key_of_a_decided_attempt_opens_nothing_any_more(listens: bool
     call = await bench.call().answered()
     assert (call.status, call.json["error"]["type"]) == (401, "authentication_error")
     assert "its key opens nothing any more" in call.json["error"]["message"]
-    assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0)), "nobody samples on"
+    assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0)), (
+        "nobody samples on"
+    )
     await bench.sink.has(1, 1)
     assert (await bench.call().answered()).status == 401
     assert len(bench.app.requests) == 1, "the next one is refused at once"
@@ -331,11 +379,17 @@ async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_record
         await bench.sink.has(1, 1)
     assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0))
     _, generation, span = bench.sink.closed[0]
-    assert (generation.finish_reason, generation.output_ids, generation.logprobs) == ("aborted", [ord("h")], [-0.5])
+    assert (generation.finish_reason, generation.output_ids, generation.logprobs) == (
+        "aborted",
+        [ord("h")],
+        [-0.5],
+    )
     assert span.attributes[FINISH_REASONS] == ["aborted"]
 
 
-async def test_an_application_that_listens_but_does_not_end_is_cancelled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_application_that_listens_but_does_not_end_is_cancelled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(passage, "GRACE_S", 0.01)
 
     async def deaf(scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -413,10 +467,20 @@ async def test_a_choice_that_was_cut_off_is_aborted_and_the_other_is_not(bench: 
         assert exchange is not None
         for index, reason in enumerate(["stop", "aborted"]):
             sample = exchange.sample(index, [1], {"temperature": 1.0})
-            sample.output_ids, sample.logprobs, sample.weight_versions, sample.finish_reason = [2], [-1.0], [0], reason
-        choices = [{"index": i, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"} for i in range(2)]
+            sample.output_ids, sample.logprobs, sample.weight_versions, sample.finish_reason = (
+                [2],
+                [-1.0],
+                [0],
+                reason,
+            )
+        choices = [
+            {"index": i, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
+            for i in range(2)
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps({"id": "x", "choices": choices}).encode()})
+        await send(
+            {"type": "http.response.body", "body": json.dumps({"id": "x", "choices": choices}).encode()}
+        )
 
     known = Known()
     await Call(Tap(cut, ENGINE, bench.recorder, known), ASKED | {"n": 2}).answered()
@@ -479,7 +543,9 @@ async def test_an_answer_is_remembered_before_its_last_byte_leaves() -> None:
     for number, body in enumerate((ASKED, STREAMED)):
         seen: list[tuple[bytes, int]] = []
         await _watched(bench.tap, body, seen, known)
-        assert [count for piece, count in seen if (b"[DONE]" in piece if body is STREAMED else piece)] == [number + 1]
+        assert [count for piece, count in seen if (b"[DONE]" in piece if body is STREAMED else piece)] == [
+            number + 1
+        ]
 
 
 async def _watched(tap: Tap, body: Any, seen: list[tuple[bytes, int]], known: Known) -> None:
@@ -504,7 +570,13 @@ async def test_what_was_cut_off_is_not_remembered() -> None:
     assert known.remembered == []
 
 
-PAST = ASKED | {"messages": [*ASKED["messages"], {"role": "assistant", "content": "hello"}, {"role": "user", "content": "on"}]}
+PAST = ASKED | {
+    "messages": [
+        *ASKED["messages"],
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "on"},
+    ]
+}
 
 
 async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> None:
@@ -527,7 +599,12 @@ async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> No
     for call in calls:
         await call.answered()
     assert asked == [("ro-1", "at-1")]
-    assert known.remembered[0] == (Scope("ro-1", "at-1", "planner"), ASKED, {"role": "assistant", "content": "hello"}, [1, 2, 3])
+    assert known.remembered[0] == (
+        Scope("ro-1", "at-1", "planner"),
+        ASKED,
+        {"role": "assistant", "content": "hello"},
+        [1, 2, 3],
+    )
     known.remembered.clear()
     await bench.call(PAST).answered()
     assert len(asked) == 1
@@ -595,7 +672,14 @@ class Replicas:
             self.apps[replica].answer = f"answer {len(self.messages)}"
             recorder = Recorder(self.store.capture)
             now = float(len(self.messages))
-            tap = Tap(self.apps[replica], ENGINE, recorder, self.conversations[replica], self.history, clock=lambda now=now: now)
+            tap = Tap(
+                self.apps[replica],
+                ENGINE,
+                recorder,
+                self.conversations[replica],
+                self.history,
+                clock=lambda now=now: now,
+            )
             call = await Call(tap, ASKED | {"messages": self.messages}, inside=inside).answered()
             assert await recorder.aclose() == 0
             answer = call.json["choices"][0]["message"]
@@ -675,7 +759,9 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
     assert len(first.remembered) == 2
     assert second.remembered[:2] == first.remembered
     spans = await store.query_spans("ro-1")
-    assert sum(RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, "what was cut off is shown without its tokens"
+    assert sum(RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, (
+        "what was cut off is shown without its tokens"
+    )
     assert (await store.statistics())["generations"] == 5
 
 
@@ -703,9 +789,17 @@ async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
         exchange = CURRENT.get()
         assert exchange is not None
         sample = exchange.sample(0, [1], {"temperature": 1.0})
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream")],
+            }
+        )
         for text in ("data: [DONE]", " more"):
-            await send_event(send, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": text}}]})
+            await send_event(
+                send, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": text}}]}
+            )
             sample.output_ids.append(1)
             sample.logprobs.append(-1.0)
             sample.weight_versions.append(0)

@@ -20,7 +20,13 @@ import cloudpickle
 import pytest
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
-from opentelemetry.sdk.trace import ConcurrentMultiSpanProcessor, ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import (
+    ConcurrentMultiSpanProcessor,
+    ReadableSpan,
+    SpanLimits,
+    SpanProcessor,
+    TracerProvider,
+)
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, NoOpTracerProvider, Status, StatusCode
@@ -69,7 +75,9 @@ def names(trace: AttemptTrace) -> list[str]:
 
 def test_a_span_is_converted_and_keyed(tracer: OtelTracer) -> None:
     with tracer.attempt(rollout()) as trace, sdk().start_as_current_span("outer") as outer:
-        with sdk().start_as_current_span("inner", attributes={"n": 1, "ids": [1, 2], "raw": b"\xff\x00"}) as inner:
+        with sdk().start_as_current_span(
+            "inner", attributes={"n": 1, "ids": [1, 2], "raw": b"\xff\x00"}
+        ) as inner:
             inner.add_event("e", {"k": "v"})
             inner.set_status(Status(StatusCode.ERROR, "bad"))
         outer.set_attribute("late", True)
@@ -201,7 +209,11 @@ def test_a_parent_known_by_its_ids_alone_is_found(tracer: OtelTracer) -> None:
 
 def test_the_attempt_goes_before_the_parent(tracer: OtelTracer) -> None:
     """An agent may start another attempt's code within its own span."""
-    with tracer.attempt(rollout(1)) as one, sdk().start_as_current_span("one"), tracer.attempt(rollout(2)) as two:
+    with (
+        tracer.attempt(rollout(1)) as one,
+        sdk().start_as_current_span("one"),
+        tracer.attempt(rollout(2)) as two,
+    ):
         sdk().start_span("two").end()
     assert (names(one), names(two)) == (["one"], ["two"])
 
@@ -234,12 +246,19 @@ def test_an_error_in_conversion_is_counted_and_never_reaches_the_agent(
 
     with tracer.attempt(rollout()) as trace:
         monkeypatch.setattr(capture_module.Span, "from_opentelemetry", broken)
-        with caplog.at_level(logging.WARNING), sdk().start_as_current_span("lost"), sdk().start_as_current_span("lost too"):
+        with (
+            caplog.at_level(logging.WARNING),
+            sdk().start_as_current_span("lost"),
+            sdk().start_as_current_span("lost too"),
+        ):
             pass
         monkeypatch.undo()
     assert names(trace) == []
     assert tracer.failed == 2
-    assert [record.exc_info is not None and bool(record.exc_info) for record in caplog.records] == [True, False]
+    assert [record.exc_info is not None and bool(record.exc_info) for record in caplog.records] == [
+        True,
+        False,
+    ]
 
 
 def test_an_error_at_the_start_is_counted_too(tracer: OtelTracer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +407,10 @@ def test_trace_context(make: type[Tracer]) -> None:
         assert current_trace() is trace
         trace.add(Span.from_attributes(name="emitted", attributes={}))
     assert current_trace() is None
-    assert [(s.name, s.rollout_id, s.attempt_id) for s in tracer.get_last_trace()] == [("emitted", "r", "a"), ("root", "r", "a")]
+    assert [(s.name, s.rollout_id, s.attempt_id) for s in tracer.get_last_trace()] == [
+        ("emitted", "r", "a"),
+        ("root", "r", "a"),
+    ]
     assert trace.spans[1].start_time <= trace.spans[1].end_time  # type: ignore[operator]
     tracer.teardown()
 
@@ -466,7 +488,9 @@ def test_the_last_trace_is_of_this_context_only() -> None:
 
 
 def test_tracers_travel_after_setup_too() -> None:
-    tracer = OtelTracer(export_endpoint="http://127.0.0.1:1", headers={"authorization": "Bearer x"}, export_timeout=0.1)
+    tracer = OtelTracer(
+        export_endpoint="http://127.0.0.1:1", headers={"authorization": "Bearer x"}, export_timeout=0.1
+    )
     tracer.setup()
     for copied in (pickle.loads(pickle.dumps(tracer)), cloudpickle.loads(cloudpickle.dumps(tracer))):
         assert copied.export_endpoint == "http://127.0.0.1:1/v1/traces"
@@ -476,7 +500,9 @@ def test_tracers_travel_after_setup_too() -> None:
         copied.teardown()
     tracer.teardown()
     assert isinstance(pickle.loads(pickle.dumps(DummyTracer())), DummyTracer)
-    factory = cloudpickle.loads(cloudpickle.dumps(OtelTracer(exporter=functools.partial(InMemorySpanExporter))))
+    factory = cloudpickle.loads(
+        cloudpickle.dumps(OtelTracer(exporter=functools.partial(InMemorySpanExporter)))
+    )
     assert isinstance(factory._make_exporter(), InMemorySpanExporter)
 
 
@@ -519,14 +545,18 @@ def test_exported_spans_name_their_attempt() -> None:
             sdk().start_span("b", attributes={"k": 1}).end()
     sdk().start_span("of no attempt").end()
     tracer.teardown()
-    found = [(s.name, s.resource.attributes[ROLLOUT_ID], s.resource.attributes[ATTEMPT_ID]) for s in held.spans]
+    found = [
+        (s.name, s.resource.attributes[ROLLOUT_ID], s.resource.attributes[ATTEMPT_ID]) for s in held.spans
+    ]
     assert sorted(found) == [("a", "r0", "a0"), ("a", "r1", "a1"), ("b", "r0", "a0"), ("b", "r1", "a1")]
     assert {s.resource.attributes["service.name"] for s in held.spans} == {"svc"}
     assert ROLLOUT_ID not in live.resource.attributes  # type: ignore[attr-defined]
     assert held.shut == 1
 
 
-def test_a_slow_collector_costs_the_agent_nothing_and_teardown_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_collector_costs_the_agent_nothing_and_teardown_ends_in_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     held = Held()
     held.open.clear()
     tracer = OtelTracer(exporter=lambda: held, export_timeout=0.05)

@@ -50,9 +50,13 @@ def reaches_ray(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
 # two words for the same
 
 
-@pytest.mark.parametrize(("one", "other", "value", "different"), [
-    ("n_runners", "n_workers", 3, 4), ("initial_resources", "resources", {"a": 1}, {"a": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other", "value", "different"),
+    [
+        ("n_runners", "n_workers", 3, 4),
+        ("initial_resources", "resources", {"a": 1}, {"a": 2}),
+    ],
+)
 def test_an_argument_with_two_names_is_given_once(one: str, other: str, value: Any, different: Any) -> None:
     for arguments in ({one: value}, {other: value}, {one: value, other: value}):
         trainer = Trainer(**arguments)
@@ -81,7 +85,12 @@ def test_two_names_are_compared_without_comparing_datasets() -> None:
         __hash__ = None  # type: ignore[assignment]
 
     table = Table()
-    assert one_of("a", table, "b", None) is one_of("a", None, "b", table) is one_of("a", table, "b", table) is table
+    assert (
+        one_of("a", table, "b", None)
+        is one_of("a", None, "b", table)
+        is one_of("a", table, "b", table)
+        is table
+    )
     assert one_of("a", 10**6, "b", int("1000000")) == 10**6
     assert one_of("a", None, "b", None) is None
     with pytest.raises(ConfigError, match="a and b"):
@@ -92,21 +101,36 @@ def test_two_names_are_compared_without_comparing_datasets() -> None:
 
 
 def test_short_words_set_what_they_stand_for() -> None:
-    trainer = Trainer(n_runners=2, max_rollouts=7, n_learners=3, port=9001, engine={"replicas": 2}, runner={"max_concurrent": 5})
+    trainer = Trainer(
+        n_runners=2,
+        max_rollouts=7,
+        n_learners=3,
+        port=9001,
+        engine={"replicas": 2},
+        runner={"max_concurrent": 5},
+    )
     assert trainer.runner == RunnerConfig(n=2, max_rollouts=7, max_concurrent=5)
     assert trainer.learner == LearnerConfig(n=3)
     assert trainer.engine == EngineConfig(port=9001, replicas=2)
 
 
-@pytest.mark.parametrize(("short", "settings", "field"), [
-    ("n_runners", "runner", "n"), ("n_workers", "runner", "n"), ("max_rollouts", "runner", "max_rollouts"),
-    ("n_learners", "learner", "n"), ("port", "engine", "port"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("short", "settings", "field"),
+    [
+        ("n_runners", "runner", "n"),
+        ("n_workers", "runner", "n"),
+        ("max_rollouts", "runner", "max_rollouts"),
+        ("n_learners", "learner", "n"),
+        ("port", "engine", "port"),
+    ],
+)
 def test_a_short_word_and_the_settings_say_the_same(short: str, settings: str, field: str) -> None:
     of_class = {"runner": RunnerConfig, "learner": LearnerConfig, "engine": EngineConfig}[settings]
     for given in ({field: 2}, of_class(**{field: 2})):
         assert getattr(getattr(Trainer(**{settings: given, short: 2}), settings), field) == 2
-        with pytest.raises(ConfigError, match=rf"Config.{field} is 2 in the settings and 4 beside them; give it once"):
+        with pytest.raises(
+            ConfigError, match=rf"Config.{field} is 2 in the settings and 4 beside them; give it once"
+        ):
             Trainer(**{settings: given, short: 4})
     for silent in ({}, {field: None}, of_class()):
         assert getattr(getattr(Trainer(**{settings: silent, short: 4}), settings), field) == 4
@@ -114,7 +138,10 @@ def test_a_short_word_and_the_settings_say_the_same(short: str, settings: str, f
 
 def test_settings_may_be_instances() -> None:
     trainer = Trainer(
-        engine=EngineConfig(replicas=2), runner=RunnerConfig(n=3), learner=LearnerConfig(n=2), store=StoreConfig(lease_seconds=5)
+        engine=EngineConfig(replicas=2),
+        runner=RunnerConfig(n=3),
+        learner=LearnerConfig(n=2),
+        store=StoreConfig(lease_seconds=5),
     )
     assert (trainer.engine.replicas, trainer.runner.n, trainer.learner.n) == (2, 3, 2)
     assert trainer.store == StoreConfig(lease_seconds=5)
@@ -122,17 +149,33 @@ def test_settings_may_be_instances() -> None:
     assert Trainer(store={"max_queued": 3}).store == StoreConfig(max_queued=3)
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    ({"n_runners": 0}, "RunnerConfig.n"), ({"max_rollouts": 0}, "RunnerConfig.max_rollouts"), ({"port": 0}, "EngineConfig.port"),
-    ({"n_learners": 0}, "LearnerConfig.n"), ({"engine": {"slots": 1}}, "no setting 'slots'"), ({"runner": 3}, "takes a dict"),
-    ({"learner": "many"}, "takes a dict"), ({"store": "store.db"}, "takes a dict"), ({"store": {"size": 1}}, "no setting 'size'"),
-    ({"store": StoreService()}, "StoreService"), ({"store": StoreClient(StoreService())}, "runners cannot reach"),
-    ({"resources": LLM(model="x")}, "given by name"), ({"initial_resources": [1]}, "given by name"),
-    ({"algorithm": 3}, "algorithm must be"), ({"algorithm": plain}, "algorithm"), ({"algorithm": "nowhere:A"}, "cannot import"),
-    ({"algorithm": GRPO}, "model"), ({"algorithm": {"type": GRPO, "model": "m", "grup_size": 3}}, "grup_size"),
-    ({"tracer": 3}, "tracer must be a Tracer"), ({"tracer": Baseline}, "tracer must be a Tracer"), ({"adapter": "x"}, "adapter"),
-    ({"adapter": DummyTracer()}, "adapter must be a TraceAdapter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n_runners": 0}, "RunnerConfig.n"),
+        ({"max_rollouts": 0}, "RunnerConfig.max_rollouts"),
+        ({"port": 0}, "EngineConfig.port"),
+        ({"n_learners": 0}, "LearnerConfig.n"),
+        ({"engine": {"slots": 1}}, "no setting 'slots'"),
+        ({"runner": 3}, "takes a dict"),
+        ({"learner": "many"}, "takes a dict"),
+        ({"store": "store.db"}, "takes a dict"),
+        ({"store": {"size": 1}}, "no setting 'size'"),
+        ({"store": StoreService()}, "StoreService"),
+        ({"store": StoreClient(StoreService())}, "runners cannot reach"),
+        ({"resources": LLM(model="x")}, "given by name"),
+        ({"initial_resources": [1]}, "given by name"),
+        ({"algorithm": 3}, "algorithm must be"),
+        ({"algorithm": plain}, "algorithm"),
+        ({"algorithm": "nowhere:A"}, "cannot import"),
+        ({"algorithm": GRPO}, "model"),
+        ({"algorithm": {"type": GRPO, "model": "m", "grup_size": 3}}, "grup_size"),
+        ({"tracer": 3}, "tracer must be a Tracer"),
+        ({"tracer": Baseline}, "tracer must be a Tracer"),
+        ({"adapter": "x"}, "adapter"),
+        ({"adapter": DummyTracer()}, "adapter must be a TraceAdapter"),
+    ],
+)
 def test_what_does_not_fit_is_refused_at_once(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(**wrong)
@@ -146,16 +189,26 @@ def test_an_unknown_argument_is_a_type_error() -> None:
 # components
 
 
-@pytest.mark.parametrize("spec", [
-    Mine(), Mine, "test_trainer_arguments:Mine", "test_trainer_arguments.Mine", {"type": Mine},
-    {"type": "test_trainer_arguments:Mine"}, lambda: Mine(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Mine(),
+        Mine,
+        "test_trainer_arguments:Mine",
+        "test_trainer_arguments.Mine",
+        {"type": Mine},
+        {"type": "test_trainer_arguments:Mine"},
+        lambda: Mine(),
+    ],
+)
 def test_an_algorithm_may_be_described(spec: Any) -> None:
     assert type(Trainer(algorithm=spec).algorithm).__name__ == "Mine"
 
 
 def test_settings_of_a_described_algorithm_are_read() -> None:
-    algorithm = Trainer(algorithm={"type": "raylight.algorithms.policy:GRPO", "model": "m", "group_size": 4}).algorithm
+    algorithm = Trainer(
+        algorithm={"type": "raylight.algorithms.policy:GRPO", "model": "m", "group_size": 4}
+    ).algorithm
     assert algorithm == GRPO(model="m", group_size=4)
     described = Trainer(algorithm={"type": Baseline, "max_queue_length": 2}).algorithm
     assert isinstance(described, Baseline)
@@ -179,7 +232,9 @@ def test_an_adapter_given_by_its_arguments_makes_triplets() -> None:
     assert isinstance(adapter, TracerTraceToTriplet)
     assert adapter.agent_match == "planner"
     assert type(Trainer(adapter={"type": TraceToMessages}).adapter) is TraceToMessages
-    with pytest.raises(ConfigError, match="adapter: TracerTraceToTriplet takes no 'agent_mtch'; it has: agent_match"):
+    with pytest.raises(
+        ConfigError, match="adapter: TracerTraceToTriplet takes no 'agent_mtch'; it has: agent_match"
+    ):
         Trainer(adapter={"agent_mtch": "planner"})
 
 
@@ -192,14 +247,22 @@ def test_a_proxy_may_be_anything_and_may_be_described() -> None:
     proxy = Proxy()
     assert Trainer(llm_proxy=proxy).llm_proxy is proxy
     assert Trainer().llm_proxy is None
-    for spec in (Proxy, "test_trainer_arguments:Proxy", {"type": Proxy, "port": 1}, {"type": "test_trainer_arguments.Proxy"}):
+    for spec in (
+        Proxy,
+        "test_trainer_arguments:Proxy",
+        {"type": Proxy, "port": 1},
+        {"type": "test_trainer_arguments.Proxy"},
+    ):
         made = Trainer(llm_proxy=spec).llm_proxy
         assert (type(made).__name__, made.port) == ("Proxy", 1)
 
 
 @pytest.mark.parametrize("wrong", [{"type": "raylight.StoreClient"}, "raylight:StoreClient", StoreClient, 3])
 def test_a_store_is_not_described(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"store takes a dict of settings \(lease_seconds.*, a StoreConfig, or the StoreClient"):
+    with pytest.raises(
+        ConfigError,
+        match=r"store takes a dict of settings \(lease_seconds.*, a StoreConfig, or the StoreClient",
+    ):
         Trainer(store=wrong)
 
 
@@ -227,10 +290,17 @@ def test_a_hook_need_not_be_of_our_class() -> None:
     assert Trainer(hooks=duck).hooks == (duck,)
 
 
-@pytest.mark.parametrize("spec", [
-    LoggingHook, "raylight:LoggingHook", "raylight.LoggingHook", {"type": LoggingHook}, lambda: LoggingHook(),
-    {"type": "raylight.LoggingHook", "level": 10},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LoggingHook,
+        "raylight:LoggingHook",
+        "raylight.LoggingHook",
+        {"type": LoggingHook},
+        lambda: LoggingHook(),
+        {"type": "raylight.LoggingHook", "level": 10},
+    ],
+)
 def test_hooks_may_be_described(spec: Any) -> None:
     ready = LoggingHook()
     assert [type(hook) for hook in Trainer(hooks=spec).hooks] == [LoggingHook]
@@ -245,11 +315,17 @@ def test_hooks_are_checked_before_any_runner_starts(wrong: Any) -> None:
         Trainer(hooks=wrong)
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    ("x", "hooks='x' is no dotted name"), (["x"], "hooks='x' is no dotted name"), ({}, "hooks as a dict needs a 'type'"),
-    ({"level": 3}, "hooks as a dict needs a 'type', .* it has: 'level'"), ("raylight:LogingHook", "has no 'LogingHook'"),
-    ({"type": LoggingHook, "lvl": 3}, "hooks: LoggingHook takes no 'lvl'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("x", "hooks='x' is no dotted name"),
+        (["x"], "hooks='x' is no dotted name"),
+        ({}, "hooks as a dict needs a 'type'"),
+        ({"level": 3}, "hooks as a dict needs a 'type', .* it has: 'level'"),
+        ("raylight:LogingHook", "has no 'LogingHook'"),
+        ({"type": LoggingHook, "lvl": 3}, "hooks: LoggingHook takes no 'lvl'"),
+    ],
+)
 def test_hooks_that_cannot_be_built_are_named(wrong: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(hooks=wrong)
@@ -276,11 +352,15 @@ def test_the_given_settings_stay_as_they_are() -> None:
     assert trained.rollout == given.rollout
 
 
-@pytest.mark.parametrize(("algorithm", "message"), [
-    (Fast(), "Fast has no n_epochs"), (None, "the Trainer has no algorithm"),
-    (algo(lambda store: None), "FunctionalAlgorithm has no n_epochs"),
-    (GRPO(model="m", n_steps=5), "num_epochs and the algorithm's n_steps both"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (Fast(), "Fast has no n_epochs"),
+        (None, "the Trainer has no algorithm"),
+        (algo(lambda store: None), "FunctionalAlgorithm has no n_epochs"),
+        (GRPO(model="m", n_steps=5), "num_epochs and the algorithm's n_steps both"),
+    ],
+)
 def test_epochs_that_nothing_reads_are_an_error(algorithm: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(algorithm=algorithm, num_epochs=2)
@@ -304,12 +384,18 @@ def test_fit_takes_agent_and_datasets_from_both_places(planned_runs: list[Run]) 
     reaches_ray(Trainer(algorithm=Baseline(), agent=other), [1])
     reaches_ray(Trainer(algorithm=Baseline(), agent=other), [1], val_data=[2])
     reaches_ray(Trainer(algorithm=Baseline(), agent=other, train_dataset=[1], val_dataset=[2]))
-    reaches_ray(Trainer(algorithm=Baseline(), agent=other, train_dataset=[7], val_dataset=[8]), plain, [1], [2])
+    reaches_ray(
+        Trainer(algorithm=Baseline(), agent=other, train_dataset=[7], val_dataset=[8]), plain, [1], [2]
+    )
     reaches_ray(Trainer(algorithm=Baseline(), agent=other, train_dataset=[7]), train_dataset=[1])
     assert [(run.inputs.agent.__name__, run.inputs.train, run.inputs.val) for run in planned_runs] == [  # type: ignore[attr-defined]
-        ("plain", [1], [2]), ("other", [1], None), ("other", [1], [2]), ("other", [1], [2]), ("plain", [1], [2]),
+        ("plain", [1], [2]),
         ("other", [1], None),
-    ]  # fmt: skip
+        ("other", [1], [2]),
+        ("other", [1], [2]),
+        ("plain", [1], [2]),
+        ("other", [1], None),
+    ]
 
 
 class NotMade(LitAgent):
@@ -323,10 +409,17 @@ class NotMade(LitAgent):
 decorated = rollout(plain)
 
 
-@pytest.mark.parametrize("spec", [
-    NotMade, "test_trainer_arguments:NotMade", "test_trainer_arguments.decorated", "test_trainer_arguments:plain",
-    {"type": NotMade}, {"type": "test_trainer_arguments:NotMade", "trained_agents": "x"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        NotMade,
+        "test_trainer_arguments:NotMade",
+        "test_trainer_arguments.decorated",
+        "test_trainer_arguments:plain",
+        {"type": NotMade},
+        {"type": "test_trainer_arguments:NotMade", "trained_agents": "x"},
+    ],
+)
 def test_an_agent_may_be_described(spec: Any, planned_runs: list[Run]) -> None:
     reaches_ray(Trainer(algorithm=Baseline()), spec, [1])
     reaches_ray(Trainer(algorithm=Baseline(), agent=spec), [1])
@@ -335,22 +428,35 @@ def test_an_agent_may_be_described(spec: Any, planned_runs: list[Run]) -> None:
     assert [run.inputs.train for run in planned_runs] == [[1]] * 3
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    ("agent", "agent='agent' is no dotted name"), ({"type": NotMade, "size": 3}, "agent: NotMade takes no 'size'"),
-    ({"size": 3}, "agent as a dict needs a 'type'"), ("test_trainer_arguments:Nothing", "has no 'Nothing'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("agent", "agent='agent' is no dotted name"),
+        ({"type": NotMade, "size": 3}, "agent: NotMade takes no 'size'"),
+        ({"size": 3}, "agent as a dict needs a 'type'"),
+        ("test_trainer_arguments:Nothing", "has no 'Nothing'"),
+    ],
+)
 def test_an_agent_that_cannot_be_built_is_named(wrong: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(algorithm=Baseline()).fit(wrong, [1])
 
 
-@pytest.mark.parametrize(("trainer", "arguments"), [
-    (Trainer(algorithm=Baseline()), ([1, 2],)), (Trainer(algorithm=Baseline()), (3, [1])), (Trainer(algorithm=Baseline()), ()),
-    (Trainer(algorithm=Baseline(), agent=plain), ([1], [2])), (Trainer(algorithm=Baseline()), (Proxy, [1])),
-    (Trainer(algorithm=Baseline(), agent=3), ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trainer", "arguments"),
+    [
+        (Trainer(algorithm=Baseline()), ([1, 2],)),
+        (Trainer(algorithm=Baseline()), (3, [1])),
+        (Trainer(algorithm=Baseline()), ()),
+        (Trainer(algorithm=Baseline(), agent=plain), ([1], [2])),
+        (Trainer(algorithm=Baseline()), (Proxy, [1])),
+        (Trainer(algorithm=Baseline(), agent=3), ()),
+    ],
+)
 def test_what_is_no_agent_is_refused(trainer: Trainer, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigError, match="agent must be a function decorated with @rollout or an instance of LitAgent"):
+    with pytest.raises(
+        ConfigError, match="agent must be a function decorated with @rollout or an instance of LitAgent"
+    ):
         trainer.fit(*arguments)
 
 
@@ -388,7 +494,11 @@ def test_dev_runs_a_fast_algorithm_and_the_baseline_if_there_is_none(planned_run
         with pytest.raises(ReachedRay):
             trainer.dev(plain, [1])
     reaches_ray(Trainer(dev=True), plain, [1])
-    assert [type(run.algorithm) for run in planned_runs if isinstance(run, AlgorithmRun)] == [Baseline, Fast, Baseline]
+    assert [type(run.algorithm) for run in planned_runs if isinstance(run, AlgorithmRun)] == [
+        Baseline,
+        Fast,
+        Baseline,
+    ]
 
 
 async def test_train_does_what_dev_does_too(planned_runs: list[Run]) -> None:

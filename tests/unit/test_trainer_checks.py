@@ -39,32 +39,55 @@ def reaches_ray(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
 # what nothing reads
 
 
-@pytest.mark.parametrize(("unread", "named"), [
-    ({"engine": {"replicas": 2}}, "engine"), ({"learner": {"n": 2}}, "learner"), ({"n_learners": 2}, "n_learners"),
-    ({"port": 9000}, "port"), ({"seed": 3}, "seed"), ({"seed": 0}, "seed"), ({"port": 9000, "n_learners": 2}, "n_learners, port"),
-])  # fmt: skip
-def test_an_algorithm_with_its_own_loop_reads_no_settings_of_a_policy(unread: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("unread", "named"),
+    [
+        ({"engine": {"replicas": 2}}, "engine"),
+        ({"learner": {"n": 2}}, "learner"),
+        ({"n_learners": 2}, "n_learners"),
+        ({"port": 9000}, "port"),
+        ({"seed": 3}, "seed"),
+        ({"seed": 0}, "seed"),
+        ({"port": 9000, "n_learners": 2}, "n_learners, port"),
+    ],
+)
+def test_an_algorithm_with_its_own_loop_reads_no_settings_of_a_policy(
+    unread: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=f"nothing reads {named}: Fast serves no model"):
         Trainer(algorithm=Fast(), **unread).fit(plain, [1])
 
 
 def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Run]) -> None:
-    trainer = Trainer(algorithm=GRPO(model=hollow_model), engine={"replicas": 2}, n_learners=2, port=9000, seed=3)
+    trainer = Trainer(
+        algorithm=GRPO(model=hollow_model), engine={"replicas": 2}, n_learners=2, port=9000, seed=3
+    )
     reaches_ray(trainer, rollout(lambda task, llm: 1.0), [1] * 16)
     (run,) = planned_runs
     assert isinstance(run, PolicyRun)
     plan = run.plan
-    assert (plan.engine.replicas, plan.engine.port, plan.learner.n, plan.seed, plan.total_steps) == (2, 9000, 2, 3, 1)
+    assert (plan.engine.replicas, plan.engine.port, plan.learner.n, plan.seed, plan.total_steps) == (
+        2,
+        9000,
+        2,
+        3,
+        1,
+    )
     assert (plan.engine.kind, plan.model_path) == ("transformers", hollow_model)
     assert Trainer(algorithm=GRPO(model=hollow_model)).seed == 0
 
 
-@pytest.mark.parametrize(("unread", "named"), [
-    ({"llm_proxy": ProxyLLM(endpoint="http://p")}, "nothing reads llm_proxy: GRPO"),
-    ({"adapter": TraceToMessages()}, "nothing reads the adapter"),
-    ({"adapter": TracerTraceToTriplet()}, "nothing reads the adapter"),
-])  # fmt: skip
-def test_a_policy_reads_no_proxy_and_of_an_adapter_the_agents_only(unread: dict[str, Any], named: str, hollow_model: str) -> None:
+@pytest.mark.parametrize(
+    ("unread", "named"),
+    [
+        ({"llm_proxy": ProxyLLM(endpoint="http://p")}, "nothing reads llm_proxy: GRPO"),
+        ({"adapter": TraceToMessages()}, "nothing reads the adapter"),
+        ({"adapter": TracerTraceToTriplet()}, "nothing reads the adapter"),
+    ],
+)
+def test_a_policy_reads_no_proxy_and_of_an_adapter_the_agents_only(
+    unread: dict[str, Any], named: str, hollow_model: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         Trainer(algorithm=GRPO(model=hollow_model), **unread).fit(rollout(lambda task, llm: 1.0), [1])
 
@@ -72,12 +95,20 @@ def test_a_policy_reads_no_proxy_and_of_an_adapter_the_agents_only(unread: dict[
 # what a run cannot do is said before it starts
 
 
-@pytest.mark.parametrize(("agent", "arguments", "error", "message"), [
-    (lambda task, llm: 1.0, {"train_dataset": None}, DatasetError, "train_dataset is missing"),
-    (lambda task, llm: 1.0, {"train_dataset": []}, DatasetError, "train_dataset is empty"),
-    (lambda task, llm: 1.0, {"train_dataset": [1], "val_dataset": []}, DatasetError, "val_dataset is empty"),
-    (lambda task, llm, judge: 1.0, {"train_dataset": [1]}, AgentSignatureError, "asks for 'judge'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("agent", "arguments", "error", "message"),
+    [
+        (lambda task, llm: 1.0, {"train_dataset": None}, DatasetError, "train_dataset is missing"),
+        (lambda task, llm: 1.0, {"train_dataset": []}, DatasetError, "train_dataset is empty"),
+        (
+            lambda task, llm: 1.0,
+            {"train_dataset": [1], "val_dataset": []},
+            DatasetError,
+            "val_dataset is empty",
+        ),
+        (lambda task, llm, judge: 1.0, {"train_dataset": [1]}, AgentSignatureError, "asks for 'judge'"),
+    ],
+)
 def test_a_policy_needs_tasks_and_an_agent_that_can_be_called(
     agent: Any, arguments: dict[str, Any], error: type[Exception], message: str, hollow_model: str
 ) -> None:
@@ -102,7 +133,9 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_rollout_must_fit_into_a_micro_batch(hollow_model: str) -> None:
     trainer = Trainer(
-        algorithm=GRPO(model=hollow_model), engine={"max_model_len": 4096}, learner={"max_tokens_per_micro_batch": 1024}
+        algorithm=GRPO(model=hollow_model),
+        engine={"max_model_len": 4096},
+        learner={"max_tokens_per_micro_batch": 1024},
     )
     with pytest.raises(ConfigError, match=r"4096 tokens.*1024.*lower one or raise the other"):
         trainer.fit(rollout(lambda task, llm: 1.0), [1])
@@ -114,8 +147,13 @@ def test_the_baseline_says_before_the_run_which_parameter_nothing_fills() -> Non
 
 
 def test_another_algorithm_may_add_a_resource_itself(caplog: pytest.LogCaptureFixture) -> None:
-    reaches_ray(Trainer(algorithm=Fast(), resources={"table": 1}), lambda task, prompt_template, table: 1.0, [1])
-    assert "asks for 'prompt_template', which nothing fills; there are: resources, rollout, table, task" in caplog.text
+    reaches_ray(
+        Trainer(algorithm=Fast(), resources={"table": 1}), lambda task, prompt_template, table: 1.0, [1]
+    )
+    assert (
+        "asks for 'prompt_template', which nothing fills; there are: resources, rollout, table, task"
+        in caplog.text
+    )
     caplog.clear()
     reaches_ray(Trainer(algorithm=Fast(), resources={"table": 1}), lambda task, table: 1.0, [1])
     assert caplog.text == ""
@@ -131,11 +169,18 @@ class Misnamed(LitAgent):
         return 1.0
 
 
-@pytest.mark.parametrize(("agent", "message"), [
-    (LitAgent(), "must define rollout"), (Yielding(), "yields"), (Misnamed(), "Misnamed.rollout has the parameters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (LitAgent(), "must define rollout"),
+        (Yielding(), "yields"),
+        (Misnamed(), "Misnamed.rollout has the parameters"),
+    ],
+)
 @pytest.mark.parametrize("algorithm", [Fast(), Baseline()])
-def test_every_algorithm_needs_an_agent_that_can_be_called(algorithm: Any, agent: LitAgent, message: str) -> None:
+def test_every_algorithm_needs_an_agent_that_can_be_called(
+    algorithm: Any, agent: LitAgent, message: str
+) -> None:
     with pytest.raises(AgentSignatureError, match=message):
         Trainer(algorithm=algorithm).fit(agent, [1])
 
@@ -144,4 +189,8 @@ def test_an_algorithm_that_serves_nothing_needs_endpoints() -> None:
     with pytest.raises(ConfigError, match=r"model: Baseline serves no model.*LLM\(endpoint="):
         Trainer(algorithm=Baseline()).fit(rollout(model=LLM(name="m"))(lambda task, model: 1.0), [1])
     given = {"model": LLM(endpoint="http://m/v1", model="m")}
-    reaches_ray(Trainer(algorithm=Baseline(), resources=given), rollout(model=LLM(name="m"))(lambda task, model: 1.0), [1])
+    reaches_ray(
+        Trainer(algorithm=Baseline(), resources=given),
+        rollout(model=LLM(name="m"))(lambda task, model: 1.0),
+        [1],
+    )

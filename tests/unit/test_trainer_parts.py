@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from unit_helpers import make_finished
 
-from raylight.errors import DatasetError, EmptyTraceError, ModelNotFoundError, RewardError, RolloutsFailedError
+from raylight.errors import (
+    DatasetError,
+    EmptyTraceError,
+    ModelNotFoundError,
+    RewardError,
+    RolloutsFailedError,
+)
 from raylight.learner.batch import BatchRules, build_batch
 from raylight.trainer.display import LiveDisplay, PlainDisplay, SilentDisplay, print_run, print_summary
 from raylight.trainer.inputs import as_dataset, as_tasks, resolve_model
@@ -110,7 +116,10 @@ def test_one_reward_is_enough_to_go_on() -> None:
 
 
 def test_a_batch_of_failures_ends_with_the_most_frequent_reason_and_its_trace() -> None:
-    with pytest.raises(RolloutsFailedError, match=r"(?s)all 3 .* failed, 2 of them with ValueError: no tool.*agent\.py, line 3"):
+    with pytest.raises(
+        RolloutsFailedError,
+        match=r"(?s)all 3 .* failed, 2 of them with ValueError: no tool.*agent\.py, line 3",
+    ):
         raise_if_hopeless([make_finished(failure=f) for f in (LOST, BROKEN, BROKEN)], None)
 
 
@@ -155,7 +164,11 @@ def test_a_step_is_described_by_its_rollouts() -> None:
     assert metrics["train/rollouts"] == 3
     assert (metrics["train/trained"], metrics["train/failed"]) == (2, 1)
     assert (metrics["train/reward"], metrics["train/reward_std"]) == (0.5, 0.5)
-    assert (metrics["train/response_tokens"], metrics["train/calls"], metrics["train/tokens_per_s"]) == (1.0, 1.0, 1.5)
+    assert (metrics["train/response_tokens"], metrics["train/calls"], metrics["train/tokens_per_s"]) == (
+        1.0,
+        1.0,
+        1.5,
+    )
 
 
 def test_a_step_without_rewards_or_calls_says_nothing_about_them() -> None:
@@ -213,7 +226,10 @@ def report(tmp_path: Path, shown: Shown) -> Report:
 
 
 def test_a_run_directory_holds_its_settings_from_the_start(report: Report) -> None:
-    assert yaml.safe_load((report.folder / "config.yaml").read_text()) == {"seed": 3, "engine": {"replicas": 1}}
+    assert yaml.safe_load((report.folder / "config.yaml").read_text()) == {
+        "seed": 3,
+        "engine": {"replicas": 1},
+    }
     assert (report.folder / "metrics.jsonl").read_text() == ""
 
 
@@ -232,7 +248,11 @@ def test_the_summary_compares_the_first_and_last_validation(report: Report) -> N
     report.step(2, {"train/reward": 0.6, "val/reward": 0.75})
     summary = report.finish({"total_rollouts": 48})
     assert json.loads((report.folder / "summary.json").read_text()) == summary
-    assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == ("val/reward", 0.25, 0.75)
+    assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == (
+        "val/reward",
+        0.25,
+        0.75,
+    )
     assert (summary["steps"], summary["rollouts"], summary["rollouts_failed"]) == (2, 48, 0)
     assert (report.folder / "reward.png").read_bytes().startswith(PNG)
     assert not list(report.folder.glob("*.partial"))
@@ -242,7 +262,11 @@ def test_without_validation_the_summary_compares_training_rewards(report: Report
     report.step(1, {"train/reward": 0.5})
     report.step(2, {"train/reward": 0.6})
     summary = report.finish({"total_rollouts": 1})
-    assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == ("train/reward", 0.5, 0.6)
+    assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == (
+        "train/reward",
+        0.5,
+        0.6,
+    )
 
 
 def test_a_run_of_no_steps_has_a_summary(report: Report) -> None:
@@ -251,7 +275,13 @@ def test_a_run_of_no_steps_has_a_summary(report: Report) -> None:
 
 
 def test_the_summary_of_an_algorithm_with_its_own_loop_counts_by_status(report: Report) -> None:
-    counts = {"total_rollouts": 5, "rollouts_succeeded": 3, "rollouts_failed": 2, "total_spans": 9, "runners_lost": 0}
+    counts = {
+        "total_rollouts": 5,
+        "rollouts_succeeded": 3,
+        "rollouts_failed": 2,
+        "total_spans": 9,
+        "runners_lost": 0,
+    }
     summary = report.finish_plain(counts)
     assert (summary["rollouts"], summary["by_status"]) == (5, {"failed": 2, "succeeded": 3})
     assert summary["counts"] == counts
@@ -287,10 +317,18 @@ def test_no_more_than_the_stated_number_of_different_errors_is_shown(report: Rep
     assert summary["rollouts_failed"] == 3 * SHOWN_ERRORS
 
 
-@pytest.mark.parametrize("history", [
-    [], [{"step": 0, "val/reward": 0.1}],
-    [{"step": 1, "train/reward": 0.1, "time/rollout_s": 1.0}, {"step": 2, "time/rollout_s": 1.0, "time/update_s": 0.5}],
-], ids=["nothing", "validation only", "a step without update"])  # fmt: skip
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [{"step": 0, "val/reward": 0.1}],
+        [
+            {"step": 1, "train/reward": 0.1, "time/rollout_s": 1.0},
+            {"step": 2, "time/rollout_s": 1.0, "time/update_s": 0.5},
+        ],
+    ],
+    ids=["nothing", "validation only", "a step without update"],
+)
 def test_a_plot_is_drawn_of_any_history(history: list[dict[str, float]], tmp_path: Path) -> None:
     plot_rewards(history, tmp_path / "reward.png")
     assert (tmp_path / "reward.png").read_bytes().startswith(PNG)
@@ -311,8 +349,10 @@ def test_the_plain_display_prints_a_line_a_step_as_it_is() -> None:
         display.step(2, {"train/reward": 0.5, "val/reward": 0.75, "unknown": 1.0})
         display.note("ValueError: [/red] oops")
     assert console.export_text().splitlines() == [
-        "starting [bold]things[/bold]", "step 2/10  reward 0.500  validation 0.750", "note: ValueError: [/red] oops",
-    ]  # fmt: skip
+        "starting [bold]things[/bold]",
+        "step 2/10  reward 0.500  validation 0.750",
+        "note: ValueError: [/red] oops",
+    ]
 
 
 def test_the_silent_display_shows_notes_only() -> None:
@@ -351,8 +391,13 @@ def test_the_live_display_survives_an_error_within() -> None:
         fail()
 
 
-def test_the_summary_of_a_run_with_its_own_loop_is_shown(capsys: pytest.CaptureFixture[str], report: Report) -> None:
-    print_run(report.finish_plain({"total_rollouts": 5, "rollouts_succeeded": 3, "rollouts_failed": 2}), "/the/folder")
+def test_the_summary_of_a_run_with_its_own_loop_is_shown(
+    capsys: pytest.CaptureFixture[str], report: Report
+) -> None:
+    print_run(
+        report.finish_plain({"total_rollouts": 5, "rollouts_succeeded": 3, "rollouts_failed": 2}),
+        "/the/folder",
+    )
     print_run(report.finish_plain({}), "/the/folder")
     text = capsys.readouterr().out
     assert "5 rollouts (2 failed, 3 succeeded), 0 s" in text

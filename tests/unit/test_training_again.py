@@ -72,7 +72,8 @@ class Learners:
         names = tuple(sorted(row.rollout_id for row in batch.rows))
         world.trained.append((self.weights, names))
         parts = [
-            (row.rollout_id.partition("-")[2], batch.rewards[owner]) for row, owner in zip(batch.rows, batch.owners, strict=True)
+            (row.rollout_id.partition("-")[2], batch.rewards[owner])
+            for row, owner in zip(batch.rows, batch.owners, strict=True)
         ]
         self.weights, self.version = mixed(self.weights, sorted(parts)), self.version + 1
         return {"learner/pg_loss": 0.0}
@@ -90,7 +91,9 @@ class Learners:
         if self.version in self.world.faulty_saves:
             self.world.faulty_saves.remove(self.version)
             raise LearnerLostError("a rank died while it saved")
-        States(url).write(step, about, lambda file: file.write(json.dumps([self.weights, self.version]).encode()))
+        States(url).write(
+            step, about, lambda file: file.write(json.dumps([self.weights, self.version]).encode())
+        )
         States(url).prune(keep)
 
     async def finish_saving(self) -> None: ...
@@ -110,7 +113,9 @@ class Engines:
 
     async def publish(self, version: int, box: list[Any], timeout: float, mode: str) -> None:
         assert version > self.version
-        assert self.world.published.setdefault(version, box[0]) == box[0], "a version means the same weights for ever"
+        assert self.world.published.setdefault(version, box[0]) == box[0], (
+            "a version means the same weights for ever"
+        )
         self.weights, self.version = box[0], version
 
 
@@ -140,7 +145,9 @@ class Session(PolicySession):
 
     async def _run_agents(self) -> None:
         while True:
-            for rollout in await self.store.dequeue_many_rollouts(limit=3, timeout=5, worker_id=f"w{self.world.lives}"):
+            for rollout in await self.store.dequeue_many_rollouts(
+                limit=3, timeout=5, worker_id=f"w{self.world.lives}"
+            ):
                 if self.die_after is not None and sum(self.world.sampled.values()) >= self.die_after:
                     await self.service.close()  # the driver is gone, with what it was doing
                     raise StoreError("killed")
@@ -154,9 +161,16 @@ class Session(PolicySession):
         worth = luck % 7 / 7 if self.world.reward is None else self.world.reward
         call = Generation(key, "policy", [1, 2], [luck % 50], [-1.0], [self.fleet.version], "stop", 0.0, 1.0)
         reward = Span(
-            rollout_id=key.rollout_id, attempt_id=key.attempt_id, sequence_id=0, trace_id="t", span_id="s", name="reward",
-            start_time=0.0, end_time=1.0, attributes=reward_attributes({"primary": worth}),
-        )  # fmt: skip
+            rollout_id=key.rollout_id,
+            attempt_id=key.attempt_id,
+            sequence_id=0,
+            trace_id="t",
+            span_id="s",
+            name="reward",
+            start_time=0.0,
+            end_time=1.0,
+            attributes=reward_attributes({"primary": worth}),
+        )
         await self.store.capture([(key, 0.0)], [(key, call, None)])
         await self.store.finish_attempt(rollout, "succeeded", spans=[reward])
         self.world.sampled[rollout.rollout_id] += 1
@@ -172,20 +186,38 @@ class Quiet:
     def note(self, text: str) -> None: ...
 
 
-async def live(world: World, resume: Any = "auto", die_after: int | None = None, **settings: Any) -> list[dict]:
+async def live(
+    world: World, resume: Any = "auto", die_after: int | None = None, **settings: Any
+) -> list[dict]:
     """One life of a driver; returns the rows of its metrics."""
     world.lives += 1
     folder, tasks = world.folder, list(range(10))
     algorithm = rl.GRPO(
-        model=STARTER_MODEL, group_size=GROUP, tasks_per_step=TASKS, n_steps=STEPS, val_every=2, max_logprob_mismatch=1,
+        model=STARTER_MODEL,
+        group_size=GROUP,
+        tasks_per_step=TASKS,
+        n_steps=STEPS,
+        val_every=2,
+        max_logprob_mismatch=1,
         **{"best": None, **settings},
-    )  # fmt: skip
+    )
     plan: Any = PolicyPlan(
-        name=f"life-{world.lives}", cargo=None, runner=RunnerConfig(), store=StoreConfig(), store_path=str(folder / "store.db"),  # type: ignore[arg-type]
-        resources={}, model_path=STARTER_MODEL, engine=EngineConfig(), seed=0, algorithm=algorithm,
-        learner=LearnerConfig(max_restarts=2), checkpoint=CheckpointConfig(every=3), state_url=str(folder / "state"),
-        total_steps=STEPS, trained_agents=None,
-    )  # fmt: skip
+        name=f"life-{world.lives}",
+        cargo=None,
+        runner=RunnerConfig(),
+        store=StoreConfig(),
+        store_path=str(folder / "store.db"),  # type: ignore[arg-type]
+        resources={},
+        model_path=STARTER_MODEL,
+        engine=EngineConfig(),
+        seed=0,
+        algorithm=algorithm,
+        learner=LearnerConfig(max_restarts=2),
+        checkpoint=CheckpointConfig(every=3),
+        state_url=str(folder / "state"),
+        total_steps=STEPS,
+        trained_agents=None,
+    )
     config = plan.resolved() | {"tasks": describe_tasks(tasks)}
     start = find_start(resume, plan.state_url, config, highest_version(folder / "metrics.jsonl"))
     report = Report(folder, Quiet(), config, after=start.after)
@@ -198,7 +230,10 @@ async def live(world: World, resume: Any = "auto", die_after: int | None = None,
 
 
 def told(rows: list[dict]) -> list[tuple]:
-    return [tuple(row.get(name) for name in ("step", "train/reward", "val/reward", "weights/version")) for row in rows]
+    return [
+        tuple(row.get(name) for name in ("step", "train/reward", "val/reward", "weights/version"))
+        for row in rows
+    ]
 
 
 def weights_of(world: World) -> str:
@@ -222,7 +257,9 @@ def undisturbed(tmp_path: Path) -> tuple[list[tuple], str]:
 
 
 @pytest.mark.parametrize("deaths", [[1], [5], [29], [38, 39], [20, 47, 60], [84]])
-def test_a_driver_that_dies_at_any_moment_changes_nothing(deaths: list[int], world: World, undisturbed: tuple):
+def test_a_driver_that_dies_at_any_moment_changes_nothing(
+    deaths: list[int], world: World, undisturbed: tuple
+):
     for death in deaths:
         asyncio.run(live(world, die_after=death))
     rows = asyncio.run(live(world))
@@ -230,13 +267,17 @@ def test_a_driver_that_dies_at_any_moment_changes_nothing(deaths: list[int], wor
     assert weights_of(world) == undisturbed[1]
     assert set(world.sampled.values()) == {1}  # each was finished once: none was lost, and none sampled anew
     assert len(world.sampled) == STEPS * TASKS * GROUP + 2 * (1 + STEPS // 2 + STEPS % 2)
-    lineage = dict(world.trained)  # a step that is taken again is trained on the same rollouts, from the same weights
+    lineage = dict(
+        world.trained
+    )  # a step that is taken again is trained on the same rollouts, from the same weights
     assert set(world.trained) == set(lineage.items())
     assert Counter(name for names in lineage.values() for name in names).most_common(1)[0][1] == 1
 
 
 @pytest.mark.parametrize("faults", [{0: 1}, {4: 1}, {6: 2}, {2: 1, 7: 1}])
-def test_learners_that_are_lost_come_to_where_they_were(faults: dict[int, int], world: World, undisturbed: tuple):
+def test_learners_that_are_lost_come_to_where_they_were(
+    faults: dict[int, int], world: World, undisturbed: tuple
+):
     world.faults = faults
     rows = asyncio.run(live(world))
     assert told(rows) == undisturbed[0]

@@ -26,7 +26,11 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
     """Calls that each start afresh, repeat a context, continue an earlier call, or fork from it."""
     calls: list[Generation] = []
     for number in range(draw(st.integers(0, 10))):
-        kind = draw(st.sampled_from(["fresh", "continue", "continue", "parallel", "drift"])) if calls else "fresh"
+        kind = (
+            draw(st.sampled_from(["fresh", "continue", "continue", "parallel", "drift"]))
+            if calls
+            else "fresh"
+        )
         if kind == "fresh":
             prompt = draw(st.lists(TOKENS, min_size=1, max_size=4))
         elif kind == "drift":  # an earlier conversation, but one token of it is another
@@ -43,7 +47,9 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
         logprobs = [-(number + place / 100) - 0.001 for place in range(len(output))]
         versions = [100 * number + place for place in range(len(output))]
         temperature = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
-        calls.append(make_generation(prompt, output, temperature=temperature, logprobs=logprobs, versions=versions))
+        calls.append(
+            make_generation(prompt, output, temperature=temperature, logprobs=logprobs, versions=versions)
+        )
     return calls
 
 
@@ -51,18 +57,26 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
 def test_calls_that_were_cut_off_change_nothing(calls: list[Generation], data: st.DataObject) -> None:
     """The others become what they would have become without them."""
     cut = [data.draw(st.booleans()) for _ in calls]
-    with_cut = [replace(call, finish_reason="aborted") if c else call for call, c in zip(calls, cut, strict=True)]
+    with_cut = [
+        replace(call, finish_reason="aborted") if c else call for call, c in zip(calls, cut, strict=True)
+    ]
     without = [call for call, c in zip(calls, cut, strict=True) if not c]
     assert build_trajectories(with_cut) == build_trajectories(without)
 
 
 def trained_of(trajectory: Trajectory) -> list[tuple[int, float, int]]:
-    columns = zip(trajectory.token_ids, trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True)
+    columns = zip(
+        trajectory.token_ids, trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True
+    )
     return [(token, logprob, version) for token, mask, logprob, version in columns if mask]
 
 
 def sampled_in(calls: list[Generation]) -> list[tuple[int, float, int]]:
-    return [triple for call in calls for triple in zip(call.output_ids, call.logprobs, call.weight_versions, strict=True)]
+    return [
+        triple
+        for call in calls
+        for triple in zip(call.output_ids, call.logprobs, call.weight_versions, strict=True)
+    ]
 
 
 def owner(calls: list[Generation], trajectory: Trajectory, last: bool) -> Generation:
@@ -101,7 +115,9 @@ def test_what_was_not_sampled_has_no_mask_no_logprob_no_version(calls: list[Gene
     for trajectory in build_trajectories(calls).rows:
         assert trajectory.mask[0] == 0
         assert set(trajectory.mask) == {0, 1}
-        for mask, logprob, version in zip(trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True):
+        for mask, logprob, version in zip(
+            trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True
+        ):
             assert mask or (logprob, version) == (0.0, -1)
 
 
@@ -122,13 +138,19 @@ def test_a_trajectory_has_one_temperature(calls: list[Generation]) -> None:
 @given(conversations())
 @settings(max_examples=30)
 def test_building_leaves_the_generations_alone(calls: list[Generation]) -> None:
-    before = [(list(c.prompt_ids), list(c.output_ids), list(c.logprobs), list(c.weight_versions)) for c in calls]
+    before = [
+        (list(c.prompt_ids), list(c.output_ids), list(c.logprobs), list(c.weight_versions)) for c in calls
+    ]
     build_trajectories(calls)
     assert before == [(c.prompt_ids, c.output_ids, c.logprobs, c.weight_versions) for c in calls]
 
 
 def test_a_conversation_of_many_turns_is_one_row() -> None:
-    calls = [make_generation([1], [2]), make_generation([1, 2, 9], [3]), make_generation([1, 2, 9, 3], [4, 5])]
+    calls = [
+        make_generation([1], [2]),
+        make_generation([1, 2, 9], [3]),
+        make_generation([1, 2, 9, 3], [4, 5]),
+    ]
     (row,) = build_trajectories(calls).rows
     assert row.token_ids == [1, 2, 9, 3, 4, 5]
     assert row.mask == [0, 1, 0, 1, 1, 1]
@@ -152,7 +174,9 @@ def test_a_call_continues_the_longest_conversation_that_fits() -> None:
 
 
 def test_another_temperature_begins_a_row_of_its_own() -> None:
-    rows = build_trajectories([make_generation([1], [2]), make_generation([1, 2, 9], [3], temperature=0.5)]).rows
+    rows = build_trajectories(
+        [make_generation([1], [2]), make_generation([1, 2, 9], [3], temperature=0.5)]
+    ).rows
     assert [(row.temperature, row.mask) for row in rows] == [(1.0, [0, 1]), (0.5, [0, 0, 0, 1])]
 
 
@@ -166,7 +190,9 @@ def test_every_call_has_a_relation_and_those_that_extend_make_no_row(calls: list
     made = build_trajectories(calls)
     assert len(made.relations) == sum(bool(call.output_ids) for call in calls)
     assert len(made.rows) == len(made.relations) - made.relations.count("extension")
-    assert [place for place, relation in enumerate(made.relations) if relation == "start"] == [0][: len(made.relations)]
+    assert [place for place, relation in enumerate(made.relations) if relation == "start"] == [0][
+        : len(made.relations)
+    ]
 
 
 @given(conversations())
@@ -176,7 +202,10 @@ def test_calls_that_share_no_token_restart(calls: list[Generation]) -> None:
     for place, (call, relation) in enumerate(zip(sampled, made.relations, strict=True)):
         earlier = [(other.prompt_ids + other.output_ids)[0] for other in sampled[:place]]
         if earlier and call.prompt_ids[0] not in earlier:
-            assert relation in ("restart", "drift_header")  # the first tokens of so short a prompt may pass for a header
+            assert relation in (
+                "restart",
+                "drift_header",
+            )  # the first tokens of so short a prompt may pass for a header
 
 
 @given(conversations())
@@ -269,8 +298,14 @@ def test_a_response_that_was_cut_off_and_asked_for_again_is_a_fork() -> None:
     assert relations(([1], [2, 3, 4, 9]), ([1, 2, 3], [5, 9])) == ["start", "fork"]
 
 
-def test_another_question_after_the_same_turn_is_a_fork_though_its_first_tokens_are_those_of_the_other() -> None:
-    assert relations(([1], [2, 9]), ([1, 2, 9, 50, 51], [4, 9]), ([1, 2, 9, 50, 52], [5, 9])) == ["start", "extension", "fork"]
+def test_another_question_after_the_same_turn_is_a_fork_though_its_first_tokens_are_those_of_the_other() -> (
+    None
+):
+    assert relations(([1], [2, 9]), ([1, 2, 9, 50, 51], [4, 9]), ([1, 2, 9, 50, 52], [5, 9])) == [
+        "start",
+        "extension",
+        "fork",
+    ]
 
 
 def test_the_same_prompt_at_another_temperature_is_a_fork() -> None:
@@ -281,7 +316,10 @@ def test_the_same_prompt_at_another_temperature_is_a_fork() -> None:
 @pytest.mark.parametrize(
     ("rendered", "relation"),
     [
-        ([30, 31, 32, 9, 50], "extension"),  # the end token belongs to the response, as most templates have it
+        (
+            [30, 31, 32, 9, 50],
+            "extension",
+        ),  # the end token belongs to the response, as most templates have it
         ([30, 31, 32, 50], "drift_ending"),  # the end token is not rendered
         ([30, 31, 32, 8, 50], "drift_ending"),  # another end token
         ([30, 33, 9, 50], "drift_response"),  # tokenised otherwise
@@ -302,7 +340,10 @@ def test_a_response_of_which_nothing_is_rendered_is_no_mere_ending(output: list[
 def test_a_header_that_is_only_rendered_before_new_responses_is_drift(rendered: list[int]) -> None:
     """Such as an empty thought of a model that is asked not to think; where it thinks, the reasoning is left out as well."""
     think = [70, 71, 72]
-    assert relations(([1, 2, *think], [30, 31, 32, 9]), ([1, 2, *rendered, *think], [60, 9])) == ["start", "drift_header"]
+    assert relations(([1, 2, *think], [30, 31, 32, 9]), ([1, 2, *rendered, *think], [60, 9])) == [
+        "start",
+        "drift_header",
+    ]
 
 
 def test_another_message_of_the_user_is_no_drift_of_the_header_even_if_it_is_what_was_answered() -> None:
@@ -318,7 +359,10 @@ def test_a_summarised_history_restarts_even_in_the_middle() -> None:
 
 def test_a_drift_is_context_in_a_row_of_its_own() -> None:
     made = build_trajectories([make_generation([1], [2, 9]), make_generation([1, 2, 50], [4, 9])])
-    assert [(row.token_ids, row.mask) for row in made.rows] == [([1, 2, 9], [0, 1, 1]), ([1, 2, 50, 4, 9], [0, 0, 0, 1, 1])]
+    assert [(row.token_ids, row.mask) for row in made.rows] == [
+        ([1, 2, 9], [0, 1, 1]),
+        ([1, 2, 50, 4, 9], [0, 0, 0, 1, 1]),
+    ]
 
 
 def test_a_second_question_after_a_drift_is_drift_again() -> None:

@@ -17,42 +17,62 @@ from raylight.errors import ConfigError, UnknownIdError
 from raylight.types import TRAINABLE_AGENTS, Failure, FinishedRollout, Span, TraceStatus
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two\nlines"}]
-TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+TOOL_CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}],
+}
 
 
 def span(number: int, name: str, attributes: dict[str, Any], **fields: Any) -> Span:
     return Span.from_attributes(
-        rollout_id="ro-1", attempt_id="at-1", sequence_id=number, name=name, attributes=attributes, start_time=1.0, end_time=1.5,
+        rollout_id="ro-1",
+        attempt_id="at-1",
+        sequence_id=number,
+        name=name,
+        attributes=attributes,
+        start_time=1.0,
+        end_time=1.5,
         **fields,
-    )  # fmt: skip
+    )
 
 
 def call(number: int, asked: list[Any], answered: Any, agent: str | None, call_id: str = "") -> Span:
     attributes = {
-        semconv.DIALECT: "chat", semconv.INPUT_MESSAGES: json.dumps(asked), semconv.OUTPUT_MESSAGES: json.dumps([answered]),
-        semconv.CALL_ID: call_id, semconv.RESPONSE_ID: f"chatcmpl-{number}",
-    }  # fmt: skip
+        semconv.DIALECT: "chat",
+        semconv.INPUT_MESSAGES: json.dumps(asked),
+        semconv.OUTPUT_MESSAGES: json.dumps([answered]),
+        semconv.CALL_ID: call_id,
+        semconv.RESPONSE_ID: f"chatcmpl-{number}",
+    }
     return span(number, semconv.CHAT_SPAN, attributes | ({semconv.AGENT_NAME: agent} if agent else {}))
 
 
 def two_calls() -> FinishedRollout:
     again = [*ASKED, TOOL_CALL, {"role": "tool", "content": "3"}]
     operation = {
-        semconv.OPERATION_NAME: "add", f"{semconv.OPERATION_INPUT}.a": 1, semconv.OPERATION_OUTPUT: 3, "long": "x" * 1000
-    }  # fmt: skip
+        semconv.OPERATION_NAME: "add",
+        f"{semconv.OPERATION_INPUT}.a": 1,
+        semconv.OPERATION_OUTPUT: 3,
+        "long": "x" * 1000,
+    }
     spans = [
         call(1, ASKED, TOOL_CALL, "solver", "c1"),
         span(2, semconv.OPERATION, operation),
         call(3, [{"role": "user", "content": "hello"}], {"role": "assistant", "content": "bye"}, "other"),
         call(4, again, {"role": "assistant", "content": "3"}, "solver", "c2"),
-        span(5, "custom", {"list": json.dumps([{"key": "x" * 200}])}, status=TraceStatus(status_code="ERROR")),
+        span(
+            5, "custom", {"list": json.dumps([{"key": "x" * 200}])}, status=TraceStatus(status_code="ERROR")
+        ),
         span(6, semconv.ANNOTATION, semconv.reward_attributes({"primary": 0.5, "style": 1.0})),
     ]
     generations = [
         make_generation([1, 2], [3], key=make_key("ro-1", call_id="c1")),
         make_generation([1], [2, 3], key=make_key("ro-1", call_id="c2")),
     ]
-    rollout = make_rollout(task={"question": "1+2"}, status="succeeded", mode="train", metadata={TRAINABLE_AGENTS: ["solver"]})
+    rollout = make_rollout(
+        task={"question": "1+2"}, status="succeeded", mode="train", metadata={TRAINABLE_AGENTS: ["solver"]}
+    )
     return FinishedRollout(rollout, 0.5, generations, spans, {"primary": 0.5, "style": 1.0})
 
 
@@ -111,14 +131,18 @@ def test_a_conversation_that_another_replaces_is_shown_whole() -> None:
 def test_a_conversation_of_the_same_shape_with_other_words_is_shown_whole() -> None:
     finished = two_calls()
     other = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "another"}, TOOL_CALL]
-    finished.spans[3] = call(4, [*other, {"role": "tool", "content": "3"}], {"role": "assistant", "content": "3"}, "solver", "c2")
+    finished.spans[3] = call(
+        4, [*other, {"role": "tool", "content": "3"}], {"role": "assistant", "content": "3"}, "solver", "c2"
+    )
     shown = rl.transcript(finished)
     assert "[user] another" in shown
     assert "as before" not in shown
 
 
 def test_a_failure_is_told_with_its_trace() -> None:
-    finished = make_finished(failure=Failure(kind="agent", error="ValueError: bad", trace="Traceback\n  line 3\n"))
+    finished = make_finished(
+        failure=Failure(kind="agent", error="ValueError: bad", trace="Traceback\n  line 3\n")
+    )
     assert rl.transcript(finished).splitlines()[-5:] == [
         "agent failed: ValueError: bad",
         "Traceback",

@@ -9,7 +9,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
-from transformers_helpers import GREEDY, Brake, MakeEngine, check_greedy, client_of, logprobs_of, open_exchange, other_weights
+from transformers_helpers import (
+    GREEDY,
+    Brake,
+    MakeEngine,
+    check_greedy,
+    client_of,
+    logprobs_of,
+    open_exchange,
+    other_weights,
+)
 from unit_helpers import within
 
 from raylight.errors import WeightSyncError
@@ -24,20 +33,28 @@ def plain(tied_model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32).eval()
 
 
-def make_adapter(path: str, seed: int, rank: int = 4, targets: tuple[str, ...] = ("q_proj", "down_proj")) -> tuple[Adapter, Any]:
+def make_adapter(
+    path: str, seed: int, rank: int = 4, targets: tuple[str, ...] = ("q_proj", "down_proj")
+) -> tuple[Adapter, Any]:
     """A random adapter as peft would save it, and a plain module that has it."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    module = get_peft_model(base, LoraConfig(r=rank, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM")).eval()
+    module = get_peft_model(
+        base, LoraConfig(r=rank, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM")
+    ).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.3 * torch.randn_like(parameter))
-    config = {k: sorted(v) if isinstance(v, set) else v for k, v in module.peft_config["default"].to_dict().items()}
+    config = {
+        k: sorted(v) if isinstance(v, set) else v for k, v in module.peft_config["default"].to_dict().items()
+    }
     return Adapter(config, {k: v.numpy() for k, v in get_peft_model_state_dict(module).items()}), module
 
 
-async def test_a_batch_mixes_adapters_and_the_model_itself(make_engine: MakeEngine, tied_model: str, plain: Any) -> None:
+async def test_a_batch_mixes_adapters_and_the_model_itself(
+    make_engine: MakeEngine, tied_model: str, plain: Any
+) -> None:
     first, first_module = make_adapter(tied_model, 1)
     second, second_module = make_adapter(tied_model, 2, rank=8, targets=("v_proj", "o_proj", "gate_proj"))
     engine = make_engine()
@@ -46,16 +63,24 @@ async def test_a_batch_mixes_adapters_and_the_model_itself(make_engine: MakeEngi
     assert engine.adapters == ["one", "two"]
     names = [None, "one", "two", "one", None, "two"]
     async with within(30):
-        results = await asyncio.gather(*(engine.generate([i + 1, 9], LONG, name) for i, name in enumerate(names)))
+        results = await asyncio.gather(
+            *(engine.generate([i + 1, 9], LONG, name) for i, name in enumerate(names))
+        )
     modules = {None: plain, "one": first_module, "two": second_module}
     for i, (name, result) in enumerate(zip(names, results, strict=True)):
-        assert result.logprobs == pytest.approx(logprobs_of(modules[name], [i + 1, 9], result.output_ids), abs=1e-4)
+        assert result.logprobs == pytest.approx(
+            logprobs_of(modules[name], [i + 1, 9], result.output_ids), abs=1e-4
+        )
         assert set(result.weight_versions) == {{None: 0, "one": 5, "two": 7}[name]}
-    assert await engine.logprobs([1, 2, 3], "two") == pytest.approx(logprobs_of(second_module, [1], [2, 3]), abs=1e-4)
+    assert await engine.logprobs([1, 2, 3], "two") == pytest.approx(
+        logprobs_of(second_module, [1], [2, 3]), abs=1e-4
+    )
     assert await engine.logprobs([1, 2, 3]) == pytest.approx(logprobs_of(plain, [1], [2, 3]), abs=1e-4)
 
 
-async def test_requests_in_flight_end_with_the_version_that_they_began_with(make_engine: MakeEngine, tied_model: str) -> None:
+async def test_requests_in_flight_end_with_the_version_that_they_began_with(
+    make_engine: MakeEngine, tied_model: str
+) -> None:
     (old, old_module), (new, new_module) = make_adapter(tied_model, 1), make_adapter(tied_model, 2)
     engine = make_engine(slots=1)
     await engine.load_adapter("one", 1, old)
@@ -92,7 +117,9 @@ async def test_abort_ends_the_requests_of_the_adapter_alone(make_engine: MakeEng
     assert (aborted.finish_reason, other.finish_reason) == ("aborted", "length")
 
 
-async def test_a_dropped_adapter_is_served_no_longer_and_others_go_on(make_engine: MakeEngine, tied_model: str, plain: Any) -> None:
+async def test_a_dropped_adapter_is_served_no_longer_and_others_go_on(
+    make_engine: MakeEngine, tied_model: str, plain: Any
+) -> None:
     (first, _), (second, second_module) = make_adapter(tied_model, 1), make_adapter(tied_model, 2)
     engine = make_engine()
     await engine.load_adapter("one", 1, first)
@@ -110,7 +137,9 @@ async def test_a_dropped_adapter_is_served_no_longer_and_others_go_on(make_engin
     await check_greedy(engine, second_module, [1, 2, 3], "one")
 
 
-async def test_new_weights_of_the_model_come_beneath_the_adapters(make_engine: MakeEngine, tied_model: str) -> None:
+async def test_new_weights_of_the_model_come_beneath_the_adapters(
+    make_engine: MakeEngine, tied_model: str
+) -> None:
     adapter, _ = make_adapter(tied_model, 1)
     weights, module = other_weights(tied_model)
     engine = make_engine()
@@ -119,7 +148,8 @@ async def test_new_weights_of_the_model_come_beneath_the_adapters(make_engine: M
     await check_greedy(engine, module, [1, 2, 3])
     expected = get_peft_model(module, LoraConfig.from_peft_type(**adapter.config)).eval()
     expected.load_state_dict(
-        {k.replace(".weight", ".default.weight"): torch.as_tensor(v) for k, v in adapter.weights.items()}, strict=False
+        {k.replace(".weight", ".default.weight"): torch.as_tensor(v) for k, v in adapter.weights.items()},
+        strict=False,
     )
     await check_greedy(engine, expected, [1, 2, 3], "one")
 
@@ -140,7 +170,10 @@ async def test_an_adapter_is_a_model_of_the_routes(make_engine: MakeEngine, tied
     engine, exchange = make_engine(), open_exchange()
     await engine.load_adapter("one", 3, adapter)
     client = await client_of(engine)
-    assert [(model.id, model.parent) async for model in client.models.list()] == [("policy", None), ("one", "policy")]
+    assert [(model.id, model.parent) async for model in client.models.list()] == [
+        ("policy", None),
+        ("one", "policy"),
+    ]
     answer = await client.completions.create(model="one", prompt=[1, 2], max_tokens=5)
     assert answer.model == "one"
     sample = exchange.samples[0]
@@ -160,11 +193,19 @@ def spoil(adapter: Adapter, how: str) -> Adapter:
     elif how == "no such layer":
         config["target_modules"] = ["nowhere"]
     else:
-        config |= {"use_dora": True} if how == "dora" else {"bias": "all"} if how == "bias" else {"peft_type": "IA3"}
+        config |= (
+            {"use_dora": True}
+            if how == "dora"
+            else {"bias": "all"}
+            if how == "bias"
+            else {"peft_type": "IA3"}
+        )
     return Adapter(config, weights)
 
 
-@pytest.mark.parametrize("how", ["missing", "unknown", "another shape", "no such layer", "dora", "bias", "another type"])
+@pytest.mark.parametrize(
+    "how", ["missing", "unknown", "another shape", "no such layer", "dora", "bias", "another type"]
+)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
 async def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(
     make_engine: MakeEngine, tied_model: str, plain: Any, how: str, first: bool

@@ -38,12 +38,20 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 
 async def complete(engine: Any, **more: Any) -> Any:
     async with within(30):
-        return await (await client_of(engine)).completions.create(**{"model": "policy", "prompt": "ab", **more})
+        return await (await client_of(engine)).completions.create(
+            **{"model": "policy", "prompt": "ab", **more}
+        )
 
 
 async def post(engine: Any, path: str, content: Any) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(await engine.app()), base_url="http://engine") as client:
-        return await (client.post(path, content=content) if isinstance(content, bytes) else client.post(path, json=content))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(await engine.app()), base_url="http://engine"
+    ) as client:
+        return await (
+            client.post(path, content=content)
+            if isinstance(content, bytes)
+            else client.post(path, json=content)
+        )
 
 
 # chat
@@ -54,19 +62,29 @@ async def test_an_answer_has_the_shape_of_openais(make_engine: MakeEngine) -> No
     script(engine, "héllo")
     answer = await ask(engine)
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "héllo", "stop")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        "héllo",
+        "stop",
+    )
     assert (answer.object, answer.model, choice.logprobs) == ("chat.completion", "policy", None)
     prompt = engine.tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_dict=False)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
-        len(prompt), 7, len(prompt) + 7,
-    )  # fmt: skip
+        len(prompt),
+        7,
+        len(prompt) + 7,
+    )
 
 
 async def test_a_stream_tells_the_same_without_half_characters(make_engine: MakeEngine) -> None:
     engine = make_engine()
     script(engine, "a€b")
     chunks = await ask_stream(engine, stream_options={"include_usage": True})
-    assert [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content] == ["a", "€", "b"]
+    assert [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content] == [
+        "a",
+        "€",
+        "b",
+    ]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert {c.id for c in chunks} == {chunks[0].id}
@@ -96,8 +114,12 @@ async def test_a_seed_and_temperature_zero_reproduce(make_engine: MakeEngine) ->
     assert (await ask(engine)).choices[0].message.content != (await ask(engine)).choices[0].message.content
 
 
-@pytest.mark.parametrize(("stop", "expected"), [("l", "he"), (["o", "l"], "he"), ("lo", "hel"), ("zz", "hello"), ([], "hello")])
-async def test_the_text_ends_before_the_first_stop_word(make_engine: MakeEngine, stop: Any, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("stop", "expected"), [("l", "he"), (["o", "l"], "he"), ("lo", "hel"), ("zz", "hello"), ([], "hello")]
+)
+async def test_the_text_ends_before_the_first_stop_word(
+    make_engine: MakeEngine, stop: Any, expected: str
+) -> None:
     engine, exchange = make_engine(), open_exchange()
     script(engine, "hello")
     answer = await ask(engine, stop=stop)
@@ -119,7 +141,9 @@ async def test_length_is_told(make_engine: MakeEngine) -> None:
 
 async def test_a_prompt_in_tokens_is_sampled_from_as_it_is(make_engine: MakeEngine) -> None:
     engine, exchange = make_engine(), open_exchange()
-    answer = await ask(engine, extra_body={"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}, "return_token_ids": True})
+    answer = await ask(
+        engine, extra_body={"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}, "return_token_ids": True}
+    )
     assert exchange.samples[0].prompt_ids == [5, 6, 7] == answer.prompt_token_ids
     assert answer.choices[0].token_ids == exchange.samples[0].output_ids
     chunks = await ask_stream(engine, extra_body={"return_token_ids": True})
@@ -141,7 +165,11 @@ async def test_messages_reach_the_template_as_it_expects_them(make_engine: MakeE
     await ask(engine, messages=messages, max_tokens=1)
     assert json.loads(engine.tokenizer.decode(exchange.samples[0].prompt_ids)) == [
         {"role": "system", "content": "one\ntwo"},
-        {"role": "assistant", "content": "", "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 1}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
         {"role": "tool", "content": "2", "tool_call_id": "c"},
         {"role": "assistant", "content": "so", "reasoning_content": "hm"},
     ]
@@ -154,7 +182,9 @@ async def test_how_the_prompt_ends_can_be_told(make_engine: MakeEngine) -> None:
     await ask(engine, messages=messages, max_tokens=1, extra_body=how)
     assert engine.tokenizer.decode(exchange.samples[0].prompt_ids).endswith("Well,")
     restyle(engine, "{{ mood }}{{ reasoning_effort }}")
-    await ask(engine, max_tokens=1, reasoning_effort="low", extra_body={"chat_template_kwargs": {"mood": "calm"}})
+    await ask(
+        engine, max_tokens=1, reasoning_effort="low", extra_body={"chat_template_kwargs": {"mood": "calm"}}
+    )
     assert engine.tokenizer.decode(exchange.samples[0].prompt_ids) == "calmlow"
 
 
@@ -163,22 +193,51 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 NAMED = {"type": "function", "function": {"name": "nowhere"}}
 
 
-@pytest.mark.parametrize(("wrong", "named"), [
-    ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ({"n": 0}, "n:"),
-    ({"max_tokens": 0}, "max_tokens"), ({"messages": []}, "messages"), ({"messages": [{"role": "user"}]}, "content is missing"),
-    ({"messages": [IMAGE]}, r"messages\.0\.content"), ({"unheard": 1, "of": 2}, r"unheard.*of"), ({"stop": ""}, "stop"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"320": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"top_logprobs": 2}, "needs logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"), ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-    ({"kv_transfer_params": {"other": 1}}, "kv_transfer_params"), ({"kv_transfer_params": {"prompt_token_ids": []}}, "kv_transfer"),
-    ({"kv_transfer_params": {"prompt_token_ids": [320]}}, "between 0 and 319"), ({"reasoning_effort": "low"}, "reasoning_effort"),
-    ({"tools": [TOOL]}, "tool"), ({"tool_choice": "required"}, "needs tools"), ({"continue_final_message": True}, "add_generation"),
-    ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"), ({"response_format": {"type": "json_schema"}}, "json_schema"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "not JSON"),
-    ({"messages": [{"role": "user", "content": "a" * 2000}]}, "2019 tokens"), ({"seed": 2**63}, "seed"), ({"store": True}, "store"),
-])  # fmt: skip
-async def test_what_it_does_not_support_is_refused_by_name(make_engine: MakeEngine, wrong: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n:"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "content is missing"),
+        ({"messages": [IMAGE]}, r"messages\.0\.content"),
+        ({"unheard": 1, "of": 2}, r"unheard.*of"),
+        ({"stop": ""}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"320": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"top_logprobs": 2}, "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"kv_transfer_params": {"other": 1}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"prompt_token_ids": []}}, "kv_transfer"),
+        ({"kv_transfer_params": {"prompt_token_ids": [320]}}, "between 0 and 319"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"tools": [TOOL]}, "tool"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"continue_final_message": True}, "add_generation"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
+            "not JSON",
+        ),
+        ({"messages": [{"role": "user", "content": "a" * 2000}]}, "2019 tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"store": True}, "store"),
+    ],
+)
+async def test_what_it_does_not_support_is_refused_by_name(
+    make_engine: MakeEngine, wrong: dict[str, Any], named: str
+) -> None:
     with pytest.raises(RequestError, match=f"(?s){named}") as caught:
         await begin_chat(make_engine(), {"model": "policy", "messages": HI, **wrong})
     assert caught.value.status == 400
@@ -196,7 +255,9 @@ async def test_refusals_have_openais_shape(make_engine: MakeEngine) -> None:
         await ask(engine)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"null", b"[]", b'{"model": "\\ud800"}', b'{"\\udcff": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[" * 100_000, b"null", b"[]", b'{"model": "\\ud800"}', b'{"\\udcff": 1}', b"\xff"]
+)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 async def test_a_body_that_is_no_request_is_refused(make_engine: MakeEngine, path: str, body: bytes) -> None:
     answer = await post(make_engine(), path, body)
@@ -206,7 +267,10 @@ async def test_a_body_that_is_no_request_is_refused(make_engine: MakeEngine, pat
 
 async def test_text_that_is_no_unicode_is_refused(make_engine: MakeEngine) -> None:
     bad = [{"role": "user", "content": "\udcff"}]
-    for path, body in (("/v1/chat/completions", {"messages": bad}), ("/v1/completions", {"prompt": "\udcff"})):
+    for path, body in (
+        ("/v1/chat/completions", {"messages": bad}),
+        ("/v1/completions", {"prompt": "\udcff"}),
+    ):
         answer = await post(make_engine(), path, json.dumps({"model": "policy", **body}).encode())
         assert answer.status_code == 400
 
@@ -228,7 +292,9 @@ async def test_a_client_that_goes_away_frees_its_places(make_engine: MakeEngine,
     engine, exchange = make_engine(slots=2, max_waiting=0), open_exchange()
     app, brake, gone, first = await engine.app(), Brake(engine, at=3), asyncio.Event(), asyncio.Event()
     sent: list[Any] = []
-    body = json.dumps({"model": "policy", "messages": HI, "stream": stream, "n": 2, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {"model": "policy", "messages": HI, "stream": stream, "n": 2, "ignore_eos": True}
+    ).encode()
     inbox = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Any:
@@ -241,7 +307,14 @@ async def test_a_client_that_goes_away_frees_its_places(make_engine: MakeEngine,
         sent.append(message)
         first.set()
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"", "asgi": {}}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [],
+        "query_string": b"",
+        "asgi": {},
+    }
     async with within(30):
         task = asyncio.create_task(app(scope, receive, send))
         await brake.reached.wait()
@@ -254,16 +327,23 @@ async def test_a_client_that_goes_away_frees_its_places(make_engine: MakeEngine,
 
 
 HUGE = {
-    "tools": {"tools": [{}] * 90_000}, "messages": {"messages": [{"role": "user", "content": ""}] * 60_000},
-    "parts": {"messages": [{"role": "user", "content": [{}] * 90_000}]}, "stop words": {"stop": ["a"] * 100_000},
-    "one stop word too many": {"stop": ["a"] * 65}, "a long stop word": {"stop": "a" * 1_001},
-    "biases": {"logit_bias": dict.fromkeys(map(str, range(90_000)), "x")}, "fields": dict.fromkeys(map(str, range(90_000))),
-    "some fields": dict.fromkeys(map(str, range(1_000))), "a long name": {"x" * 100_000: 1},
-}  # fmt: skip
+    "tools": {"tools": [{}] * 90_000},
+    "messages": {"messages": [{"role": "user", "content": ""}] * 60_000},
+    "parts": {"messages": [{"role": "user", "content": [{}] * 90_000}]},
+    "stop words": {"stop": ["a"] * 100_000},
+    "one stop word too many": {"stop": ["a"] * 65},
+    "a long stop word": {"stop": "a" * 1_001},
+    "biases": {"logit_bias": dict.fromkeys(map(str, range(90_000)), "x")},
+    "fields": dict.fromkeys(map(str, range(90_000))),
+    "some fields": dict.fromkeys(map(str, range(1_000))),
+    "a long name": {"x" * 100_000: 1},
+}
 
 
 @pytest.mark.parametrize("wrong", HUGE.values(), ids=HUGE)
-async def test_a_great_many_problems_are_told_in_short(make_engine: MakeEngine, wrong: dict[str, Any]) -> None:
+async def test_a_great_many_problems_are_told_in_short(
+    make_engine: MakeEngine, wrong: dict[str, Any]
+) -> None:
     answer = await post(make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **wrong})
     assert answer.status_code == 400
     assert len(answer.text) < 5_000
@@ -271,7 +351,9 @@ async def test_a_great_many_problems_are_told_in_short(make_engine: MakeEngine, 
 
 
 async def test_the_first_problems_are_named(make_engine: MakeEngine) -> None:
-    answer = await post(make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **HUGE["some fields"]})
+    answer = await post(
+        make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **HUGE["some fields"]}
+    )
     assert [f" {i}: this field is not supported" in answer.text for i in (0, 9, 10)] == [True, True, False]
     assert "and 990 more" in answer.text
 
@@ -279,13 +361,18 @@ async def test_the_first_problems_are_named(make_engine: MakeEngine) -> None:
 LONG = {
     "many messages": {"messages": [{"role": "user", "content": ""}] * 9_000},
     "a field that the template shows": {"messages": [{"role": "user", "content": "", "note": "a" * 100_000}]},
-    "tools": {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "description": "a" * 100_000}}]},
+    "tools": {
+        "messages": HI,
+        "tools": [{"type": "function", "function": {"name": "f", "description": "a" * 100_000}}],
+    },
 }
 
 
 @pytest.mark.parametrize("long", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_what_cannot_fit_is_never_tokenized(make_engine: MakeEngine, path: str, long: dict[str, Any]) -> None:
+async def test_what_cannot_fit_is_never_tokenized(
+    make_engine: MakeEngine, path: str, long: dict[str, Any]
+) -> None:
     engine = make_engine()
     restyle(engine, HERMES + "{{ messages | tojson }}")
     answer = await post(engine, path, {"model": "policy", **long})
@@ -313,7 +400,10 @@ async def test_streamed_and_whole_completions_agree(make_engine: MakeEngine) -> 
     engine = make_engine()
     settings = {"n": 2, "seed": 4, "logprobs": 2, "max_tokens": 20, "extra_body": {"return_token_ids": True}}
     whole = await complete(engine, **settings)
-    chunks = [c async for c in await complete(engine, stream=True, stream_options={"include_usage": True}, **settings)]
+    chunks = [
+        c
+        async for c in await complete(engine, stream=True, stream_options={"include_usage": True}, **settings)
+    ]
     for choice in whole.choices:
         parts = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == choice.index]
         assert "".join(p.text for p in parts) == choice.text
@@ -327,9 +417,16 @@ async def test_streamed_and_whole_completions_agree(make_engine: MakeEngine) -> 
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
-    [({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"prompt": []}, "prompt")],
+    [
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt": []}, "prompt"),
+    ],
 )
-async def test_what_completions_do_not_support_is_refused(make_engine: MakeEngine, wrong: dict[str, Any], named: str) -> None:
+async def test_what_completions_do_not_support_is_refused(
+    make_engine: MakeEngine, wrong: dict[str, Any], named: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         await complete(make_engine(), **wrong)
 
@@ -345,12 +442,18 @@ async def test_models_and_tokens(make_engine: MakeEngine) -> None:
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt")
     chat = (await post(engine, "/tokenize", {"model": "policy", "messages": HI})).json()
-    assert chat["tokens"] == engine.tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_dict=False)
+    assert chat["tokens"] == engine.tokenizer.apply_chat_template(
+        HI, add_generation_prompt=True, return_dict=False
+    )
     assert (chat["count"], chat["max_model_len"], chat["token_strs"]) == (len(chat["tokens"]), 1024, None)
     plain = (await post(engine, "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
     assert plain["token_strs"] == ["a", "b"]
     assert (await post(engine, "/detokenize", {"tokens": plain["tokens"]})).json() == {"prompt": "ab"}
-    for path, body in (("/detokenize", {"tokens": [-1]}), ("/tokenize", {"prompt": 3}), ("/tokenize", {"messages": HI, "foo": 1})):
+    for path, body in (
+        ("/detokenize", {"tokens": [-1]}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"messages": HI, "foo": 1}),
+    ):
         assert (await post(engine, path, body)).status_code == 400
 
 

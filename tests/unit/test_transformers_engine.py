@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers_helpers import GREEDY, Brake, MakeEngine, check_greedy, generate_all, logprobs_of, open_exchange
+from transformers_helpers import (
+    GREEDY,
+    Brake,
+    MakeEngine,
+    check_greedy,
+    generate_all,
+    logprobs_of,
+    open_exchange,
+)
 from unit_helpers import within
 
 from raylight.serving.engine import RequestError
@@ -29,7 +37,10 @@ def prompts(count: int, longest: int = 300, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("slots", [40, 7], ids=["all at once", "more requests than slots"])
 async def test_logprobs_equal_plain_transformers(make_engine: MakeEngine, plain: Any, slots: int) -> None:
     engine, draw = make_engine(slots=slots), random.Random(1)
-    requests = [(p, SamplingParams(draw.randint(1, 30), temperature=draw.choice([1.0, 0.7, 1.5]))) for p in prompts(40)]
+    requests = [
+        (p, SamplingParams(draw.randint(1, 30), temperature=draw.choice([1.0, 0.7, 1.5])))
+        for p in prompts(40)
+    ]
     for (prompt, params), sampled in zip(requests, await generate_all(engine, requests), strict=True):
         expected = logprobs_of(plain, prompt, sampled.output_ids, params.temperature)
         assert sampled.logprobs == pytest.approx(expected, abs=1e-4)
@@ -56,7 +67,9 @@ async def test_a_seed_reproduces_whatever_else_runs(make_engine: MakeEngine) -> 
 
 async def test_the_engines_seed_reproduces_and_another_one_differs(make_engine: MakeEngine) -> None:
     request = [([1, 2, 3], SamplingParams(20))]
-    first, again, other = [(await generate_all(make_engine(seed=s), request))[0].output_ids for s in (5, 5, 6)]
+    first, again, other = [
+        (await generate_all(make_engine(seed=s), request))[0].output_ids for s in (5, 5, 6)
+    ]
     assert first == again != other
 
 
@@ -88,7 +101,9 @@ async def test_a_response_ends_with_the_token_that_completes_a_stop_string(make_
 
 async def test_max_tokens_never_leads_beyond_the_models_length(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=20)
-    results = await generate_all(engine, [([1] * n, SamplingParams(100, temperature=0.0)) for n in (1, 10, 19)])
+    results = await generate_all(
+        engine, [([1] * n, SamplingParams(100, temperature=0.0)) for n in (1, 10, 19)]
+    )
     assert [len(r.output_ids) for r in results if r.finish_reason == "length"] == [
         20 - n for n, r in zip((1, 10, 19), results, strict=True) if r.finish_reason == "length"
     ]
@@ -99,8 +114,12 @@ async def test_the_models_own_length_limits_the_asked_one(make_engine: MakeEngin
     assert make_engine(max_model_len=10**6).max_model_len == 1024
 
 
-@pytest.mark.parametrize(("prompt", "message"), [([], "empty"), ([1] * 20, "20 tokens"), ([1] * 50, "at most 19")])
-async def test_a_prompt_that_leaves_no_room_is_refused(make_engine: MakeEngine, prompt: list[int], message: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "empty"), ([1] * 20, "20 tokens"), ([1] * 50, "at most 19")]
+)
+async def test_a_prompt_that_leaves_no_room_is_refused(
+    make_engine: MakeEngine, prompt: list[int], message: str
+) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         await make_engine(max_model_len=20).generate(prompt, GREEDY)
     assert caught.value.status == 400
@@ -109,7 +128,9 @@ async def test_a_prompt_that_leaves_no_room_is_refused(make_engine: MakeEngine, 
 async def test_too_many_waiting_requests_are_refused_and_the_others_answered(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=2, max_waiting=3)
     async with within():
-        results = await asyncio.gather(*(engine.generate([i + 1], GREEDY) for i in range(9)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(engine.generate([i + 1], GREEDY) for i in range(9)), return_exceptions=True
+        )
     refused = [r for r in results if isinstance(r, RequestError)]
     assert len(refused) == 4
     assert {r.status for r in refused} == {503}
@@ -146,7 +167,9 @@ async def test_cancelling_a_waiting_call_takes_it_out_of_the_queue(make_engine: 
     assert brake.passes <= 8
 
 
-async def test_a_pass_that_fails_is_an_error_of_its_callers_and_the_engine_goes_on(make_engine: MakeEngine, plain: Any) -> None:
+async def test_a_pass_that_fails_is_an_error_of_its_callers_and_the_engine_goes_on(
+    make_engine: MakeEngine, plain: Any
+) -> None:
     engine = make_engine()
 
     def fail(*args: Any) -> None:
@@ -170,10 +193,14 @@ async def test_tokens_that_there_are_not_are_refused(make_engine: MakeEngine, wr
 async def test_min_tokens_and_ignore_eos_hold_off_the_end(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=40)
     end = engine.tokenizer.eos_token_id
-    late = await generate_all(engine, [([i], SamplingParams(40, temperature=2.0, min_tokens=15)) for i in range(60)])
+    late = await generate_all(
+        engine, [([i], SamplingParams(40, temperature=2.0, min_tokens=15)) for i in range(60)]
+    )
     assert min(len(r.output_ids) for r in late) >= 15
     assert {r.finish_reason for r in late} == {"stop", "length"}
-    never = await generate_all(engine, [([i], SamplingParams(40, temperature=2.0, ignore_eos=True)) for i in range(60)])
+    never = await generate_all(
+        engine, [([i], SamplingParams(40, temperature=2.0, ignore_eos=True)) for i in range(60)]
+    )
     assert {len(r.output_ids) for r in never} == {40}
     assert any(end in r.output_ids for r in never)
 
@@ -272,7 +299,10 @@ async def test_closing_ends_those_who_wait_and_those_who_run(make_engine: MakeEn
     engine = make_engine(slots=2)
     brake = Brake(engine, at=3)
     async with within():
-        calls = [asyncio.create_task(engine.generate([i], SamplingParams(500, temperature=0.0))) for i in range(1, 6)]
+        calls = [
+            asyncio.create_task(engine.generate([i], SamplingParams(500, temperature=0.0)))
+            for i in range(1, 6)
+        ]
         await brake.reached.wait()
         brake.let_go()
         engine.close()

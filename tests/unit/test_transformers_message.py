@@ -23,7 +23,9 @@ def parse(text: str, format: str | None = "hermes", thinking: bool | None = None
     pieces = [text[i : i + cut] for i in range(0, len(text), cut)] if cut else [text]
     found = [p for i, piece in enumerate(pieces or [""]) for p in parser.feed(piece, i >= len(pieces) - 1)]
     calls = [(p.call.name, p.call.arguments) for p in found if p.call]
-    reasoning, content = ("".join(p.text for p in found if p.kind == kind) for kind in ("reasoning", "content"))
+    reasoning, content = (
+        "".join(p.text for p in found if p.kind == kind) for kind in ("reasoning", "content")
+    )
     return reasoning, content, calls
 
 
@@ -38,12 +40,21 @@ CASES: list[tuple[str, Parsed]] = [
     ("a < b <tool", ("", "a < b <tool", [])),
     ("x <tool_call>\nno json\n</tool_call> y", ("", "x <tool_call>\nno json\n</tool_call> y", [])),
     ('<tool_call>{"name": "add"}</tool_call>', ("", '<tool_call>{"name": "add"}</tool_call>', [])),
-    ('<tool_call>{"name": "add", "arguments": {"a": ', ("", '<tool_call>{"name": "add", "arguments": {"a": ', [])),
+    (
+        '<tool_call>{"name": "add", "arguments": {"a": ',
+        ("", '<tool_call>{"name": "add", "arguments": {"a": ', []),
+    ),
     (CALL.replace("1", "NaN"), ("", CALL.replace("1", "NaN"), [])),
     ("<tool_call>[1]</tool_call>" + CALL, ("", "<tool_call>[1]</tool_call>", [ADD])),
-    ('<tool_call>{"name":"x","arguments":{"t": "</tool_call>\\""}}</tool_call>!', ("", "!", [("x", '{"t": "</tool_call>\\""}')])),
-    ('<tool_call>{"name": "é", "arguments": {"t": "ü\\ud800"}}</tool_call>', ("", "", [("é", '{"t": "\\u00fc\\ud800"}')])),
-]  # fmt: skip
+    (
+        '<tool_call>{"name":"x","arguments":{"t": "</tool_call>\\""}}</tool_call>!',
+        ("", "!", [("x", '{"t": "</tool_call>\\""}')]),
+    ),
+    (
+        '<tool_call>{"name": "é", "arguments": {"t": "ü\\ud800"}}</tool_call>',
+        ("", "", [("é", '{"t": "\\u00fc\\ud800"}')]),
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "expected"), CASES, ids=range(len(CASES)))
@@ -59,39 +70,47 @@ def test_text_that_calls_nothing_stays_as_it_is(text: str, cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5])
-@pytest.mark.parametrize(("text", "thinking", "expected"), [
-    ("<think>\nhm, \n2\n</think>\n\nfour", False, ("hm, \n2", "four", [])),
-    ("hm\n</think>\n\nfour ", True, ("hm", "four ", [])),
-    (" four", False, ("", " four", [])),
-    ("<thin", False, ("", "<thin", [])),
-    ("<think>cut", False, ("cut", "", [])),
-    ("<think>\n\n</think>\n\nfour", False, ("", "four", [])),
-    (f"<think>\n{CALL}?</think>\n{CALL}", False, (f"{CALL}?", "", [ADD])),
-    ("four <think>five</think>", False, ("", "four <think>five</think>", [])),
-    ("<think>five</think>", None, ("", "<think>five</think>", [])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "thinking", "expected"),
+    [
+        ("<think>\nhm, \n2\n</think>\n\nfour", False, ("hm, \n2", "four", [])),
+        ("hm\n</think>\n\nfour ", True, ("hm", "four ", [])),
+        (" four", False, ("", " four", [])),
+        ("<thin", False, ("", "<thin", [])),
+        ("<think>cut", False, ("cut", "", [])),
+        ("<think>\n\n</think>\n\nfour", False, ("", "four", [])),
+        (f"<think>\n{CALL}?</think>\n{CALL}", False, (f"{CALL}?", "", [ADD])),
+        ("four <think>five</think>", False, ("", "four <think>five</think>", [])),
+        ("<think>five</think>", None, ("", "<think>five</think>", [])),
+    ],
+)
 def test_thoughts(text: str, thinking: bool | None, expected: Parsed, cut: int) -> None:
     assert parse(text, thinking=thinking, cut=cut) == expected
 
 
 @pytest.mark.parametrize("cut", [0, 1])
 def test_qwen_xml(cut: int) -> None:
-    call = (
-        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n2\n</parameter>\n</function>\n</tool_call>"
-    )
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n2\n</parameter>\n</function>\n</tool_call>"
     assert parse(f"So:\n{call}", "qwen_xml", cut=cut) == ("", "So:", [("add", '{"a": 1, "note": "2"}')])
     assert parse(call.replace("</function>", ""), "qwen_xml", cut=cut)[2] == []
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-@pytest.mark.parametrize(("text", "content", "calls"), [
-    ('{"name": "add", "parameters": {"a": 1}}', "", [ADD]),
-    ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', "", [ADD, ADD]),
-    ('{"name": "add"}', '{"name": "add"}', []),
-    (' plain {"name"', ' plain {"name"', []),
-    ("{ not json ", "{ not json ", []),
-    ("", "", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('{"name": "add", "parameters": {"a": 1}}', "", [ADD]),
+        (
+            '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}',
+            "",
+            [ADD, ADD],
+        ),
+        ('{"name": "add"}', '{"name": "add"}', []),
+        (' plain {"name"', ' plain {"name"', []),
+        ("{ not json ", "{ not json ", []),
+        ("", "", []),
+    ],
+)
 def test_llama_json(text: str, content: str, calls: list[tuple[str, str]], cut: int) -> None:
     assert parse(text, "llama_json", cut=cut) == ("", content, calls)
 
@@ -106,11 +125,18 @@ class Templated:
         self.chat_template = template
 
 
-@pytest.mark.parametrize(("template", "format", "thinks"), [
-    ("{{ messages }}", None, False), ("use <tool_call>", "hermes", False), ("<tool_call><function=", "qwen_xml", False),
-    ('{"name": function name, "parameters": dictionary', "llama_json", False), ("<think>", None, True), (None, None, False),
-    ({"default": "", "tool_use": "<tool_call>"}, "hermes", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "format", "thinks"),
+    [
+        ("{{ messages }}", None, False),
+        ("use <tool_call>", "hermes", False),
+        ("<tool_call><function=", "qwen_xml", False),
+        ('{"name": function name, "parameters": dictionary', "llama_json", False),
+        ("<think>", None, True),
+        (None, None, False),
+        ({"default": "", "tool_use": "<tool_call>"}, "hermes", False),
+    ],
+)
 def test_a_template_tells_how_its_model_writes(template: Any, format: str | None, thinks: bool) -> None:
     style = find_style(Templated(template), "auto", "auto")
     assert (style.format, style.thinks) == (FORMATS[format] if format else None, thinks)  # type: ignore[index]

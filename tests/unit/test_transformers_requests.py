@@ -19,19 +19,48 @@ def params_of(**settings: Any) -> SamplingParams:
 
 def test_missing_settings_are_openais_defaults() -> None:
     assert params_of() == SamplingParams(9)
-    empty = {"temperature": None, "top_p": None, "stop": None, "n": None, "seed": None, "logit_bias": None, "min_p": None}
+    empty = {
+        "temperature": None,
+        "top_p": None,
+        "stop": None,
+        "n": None,
+        "seed": None,
+        "logit_bias": None,
+        "min_p": None,
+    }
     assert params_of(**empty) == SamplingParams(9)
 
 
 def test_every_setting_arrives() -> None:
     given = {
-        "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "stop": ["a", "b"], "seed": 4, "presence_penalty": 1,
-        "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"7": -2}, "min_tokens": 2, "ignore_eos": True,
-    }  # fmt: skip
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "stop": ["a", "b"],
+        "seed": 4,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"7": -2},
+        "min_tokens": 2,
+        "ignore_eos": True,
+    }
     assert params_of(**given) == SamplingParams(
-        9, temperature=0, top_p=0.5, top_k=3, min_p=0.1, stop=("a", "b"), seed=4, presence_penalty=1, frequency_penalty=-1,
-        repetition_penalty=1.1, logit_bias=((7, -2),), min_tokens=2, ignore_eos=True,
-    )  # fmt: skip
+        9,
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        stop=("a", "b"),
+        seed=4,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        logit_bias=((7, -2),),
+        min_tokens=2,
+        ignore_eos=True,
+    )
 
 
 @pytest.mark.parametrize("top_k", [-1, 0])
@@ -56,6 +85,10 @@ def test_choices_of_a_seeded_request_have_seeds_of_their_own() -> None:
 
 
 def test_a_record_shows_the_temperature_and_what_was_asked_for() -> None:
-    assert SamplingParams(5, grammar=object()).record() == {"max_tokens": 5, "temperature": 1.0, "constrained": True}
+    assert SamplingParams(5, grammar=object()).record() == {
+        "max_tokens": 5,
+        "temperature": 1.0,
+        "constrained": True,
+    }
     told = SamplingParams(5, top_k=3, stop=("a",), logit_bias=((1, 2.0),)).record()
     assert told == {"max_tokens": 5, "temperature": 1.0, "top_k": 3, "stop": ["a"], "logit_bias": [(1, 2.0)]}

@@ -13,7 +13,9 @@ from raylight.serving.engines.transformers.text import TextStream, overlap
 def by_bytes() -> Tokenizer:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    raw = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, merges=[])
+    )
     raw.pre_tokenizer = ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     return raw
@@ -22,7 +24,9 @@ def by_bytes() -> Tokenizer:
 def by_words() -> Tokenizer:
     """As Llama's: a space before each word, but for the first."""
     words = ["▁hello", "▁world", "lo", "<0xE2>", "<0x82>", "<0xAC>", "▁"]
-    raw = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
+    raw = Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True)
+    )
     raw.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -32,7 +36,9 @@ def by_words() -> Tokenizer:
 BYTES, WORDS = by_bytes(), by_words()
 
 
-def stream_all(raw: Tokenizer, ids: list[int], sizes: list[int] | None = None, **settings: object) -> list[str]:
+def stream_all(
+    raw: Tokenizer, ids: list[int], sizes: list[int] | None = None, **settings: object
+) -> list[str]:
     """The text of each feed, and of the end."""
     stream = TextStream(raw.decode, **settings)  # type: ignore[arg-type]
     parts, start = [], 0
@@ -65,7 +71,11 @@ def test_bytes_of_one_character_are_one_character() -> None:
     assert stream_all(WORDS, [0, 3, 4, 5, 1]) == ["hello", "", "", "€", " world", "", ""]
 
 
-@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 4)))
+@given(
+    st.text("abc", max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 4)),
+)
 def test_the_text_ends_before_the_first_stop_word(text: str, words: list[str], sizes: list[int]) -> None:
     whole = "".join(stream_all(BYTES, BYTES.encode(text).ids, [1] * len(text), stop=tuple(words)))
     ends = [(text.index(word) + len(word), text.index(word)) for word in words if word in text]
@@ -77,7 +87,18 @@ def test_the_text_ends_before_the_first_stop_word(text: str, words: list[str], s
 
 
 def test_what_may_become_a_stop_word_is_held_back_until_it_is_known() -> None:
-    assert stream_all(BYTES, BYTES.encode("a<en<end").ids, stop=("<end>",)) == ["a", "", "", "", "<en", "", "", "", "", "<end"]
+    assert stream_all(BYTES, BYTES.encode("a<en<end").ids, stop=("<end>",)) == [
+        "a",
+        "",
+        "",
+        "",
+        "<en",
+        "",
+        "",
+        "",
+        "",
+        "<end",
+    ]
 
 
 def test_stop_words_that_the_first_tokens_complete_do_not_count() -> None:
@@ -91,7 +112,8 @@ def test_stop_words_that_the_first_tokens_complete_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "word", "expected"), [("ab", "bc", 1), ("ab", "ab", 0), ("aa", "aab", 2), ("", "a", 0), ("x", "ab", 0)]
+    ("text", "word", "expected"),
+    [("ab", "bc", 1), ("ab", "ab", 0), ("aa", "aab", 2), ("", "a", 0), ("x", "ab", 0)],
 )
 def test_overlap(text: str, word: str, expected: int) -> None:
     assert overlap(text, word) == expected

@@ -17,13 +17,21 @@ ADD = {
     "function": {
         "name": "add",
         "parameters": {
-            "type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False,
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
         },
     },
-}  # fmt: skip
+}
 SUB = {"type": "function", "function": {**ADD["function"], "name": "sub"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-SCHEMA = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"enum": ["a", "b"]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 AS_JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 needs_xgrammar = pytest.mark.skipif(not Grammars(None, 0, []).available, reason="xgrammar is not installed")
 
@@ -112,7 +120,11 @@ async def test_a_prompt_may_begin_the_thought(make_engine: MakeEngine) -> None:
 async def test_json_that_fits_a_schema_and_the_logprobs_of_what_was_allowed(make_engine: MakeEngine) -> None:
     engine, exchange = make_engine(), open_exchange()
     for seed in range(5):
-        choice = (await ask(engine, response_format=AS_JSON, max_tokens=500, seed=seed, logprobs=True, top_logprobs=5)).choices[0]
+        choice = (
+            await ask(
+                engine, response_format=AS_JSON, max_tokens=500, seed=seed, logprobs=True, top_logprobs=5
+            )
+        ).choices[0]
         assert json.loads(choice.message.content)["x"] in ("a", "b")
         assert choice.finish_reason == "stop"
         assert choice.logprobs.content[0].token == "{"
@@ -120,7 +132,9 @@ async def test_json_that_fits_a_schema_and_the_logprobs_of_what_was_allowed(make
         assert choice.logprobs.content[0].top_logprobs[1].logprob == -9999
         assert exchange.samples[0].logprobs[0] == pytest.approx(0)
         json.dumps(exchange.samples[0].sampling)
-    text = (await ask(engine, response_format={"type": "json_object"}, max_tokens=20)).choices[0].message.content
+    text = (
+        (await ask(engine, response_format={"type": "json_object"}, max_tokens=20)).choices[0].message.content
+    )
     assert text.startswith("{")
 
 
@@ -137,10 +151,18 @@ async def test_a_batch_mixes_free_answers_and_held_ones(make_engine: MakeEngine)
 
 
 @needs_xgrammar
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sub"}}], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "sub"}}], ids=["required", "named"]
+)
 async def test_a_call_can_be_required(make_engine: MakeEngine, choice: Any) -> None:
     engine = make_caller(make_engine)
-    how = {"tools": [ADD, SUB], "tool_choice": choice, "max_tokens": 900, "parallel_tool_calls": False, "seed": 1}
+    how = {
+        "tools": [ADD, SUB],
+        "tool_choice": choice,
+        "max_tokens": 900,
+        "parallel_tool_calls": False,
+        "seed": 1,
+    }
     answer = (await ask(engine, **how)).choices[0]
     (call,) = answer.message.tool_calls
     assert answer.finish_reason == "tool_calls"
@@ -168,10 +190,15 @@ async def test_a_schema_and_tools_together_allow_either(make_engine: MakeEngine)
         engine = make_caller(make_engine)
 
 
-@pytest.mark.parametrize("how", [
-    {"response_format": AS_JSON}, {"response_format": {"type": "json_object"}}, {"tools": [ADD], "tool_choice": "required"},
-    {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"response_format": AS_JSON},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [ADD], "tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]},
+    ],
+)
 async def test_without_xgrammar_a_schema_is_refused(
     make_engine: MakeEngine, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,16 +215,27 @@ async def test_a_bad_schema_is_refused(make_engine: MakeEngine, schema: dict[str
         await ask(make_engine(), response_format=wanted)
 
 
-@pytest.mark.parametrize(("how", "named"), [
-    ({"tool_choice": {"type": "function", "function": {"name": "nowhere"}}}, "nowhere"),
-    pytest.param({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, "ignore_eos", marks=needs_xgrammar),
-])  # fmt: skip
-async def test_impossible_choices_are_refused(make_engine: MakeEngine, how: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "nowhere"}}}, "nowhere"),
+        pytest.param(
+            {"tool_choice": "required", "extra_body": {"ignore_eos": True}},
+            "ignore_eos",
+            marks=needs_xgrammar,
+        ),
+    ],
+)
+async def test_impossible_choices_are_refused(
+    make_engine: MakeEngine, how: dict[str, Any], named: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         await ask(make_caller(make_engine), tools=[ADD], **how)
 
 
-async def test_tools_that_the_template_or_the_parser_does_not_know_are_refused(make_engine: MakeEngine) -> None:
+async def test_tools_that_the_template_or_the_parser_does_not_know_are_refused(
+    make_engine: MakeEngine,
+) -> None:
     engine = make_engine(tool_parser="hermes")
     with pytest.raises(openai.BadRequestError, match="template knows no tools"):
         await ask(engine, tools=[ADD])

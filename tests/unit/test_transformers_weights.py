@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers_helpers import GREEDY, Brake, MakeEngine, check_greedy, generate_all, logprobs_of, other_weights
+from transformers_helpers import (
+    GREEDY,
+    Brake,
+    MakeEngine,
+    check_greedy,
+    generate_all,
+    logprobs_of,
+    other_weights,
+)
 from unit_helpers import within
 
 from raylight.errors import WeightSyncError
@@ -43,12 +51,17 @@ async def test_a_tied_output_layer_need_not_be_sent(make_engine: MakeEngine, tie
     await check_greedy(engine, module, [4, 5, 6])
 
 
-async def test_weights_loaded_in_flight_change_the_version_between_two_tokens(make_engine: MakeEngine, tied_model: str) -> None:
+async def test_weights_loaded_in_flight_change_the_version_between_two_tokens(
+    make_engine: MakeEngine, tied_model: str
+) -> None:
     weights, module = other_weights(tied_model)
     engine = make_engine()
     brake = Brake(engine, at=10)
     async with within():
-        running = [asyncio.create_task(engine.generate([i], SamplingParams(30, temperature=0.0))) for i in range(1, 9)]
+        running = [
+            asyncio.create_task(engine.generate([i], SamplingParams(30, temperature=0.0)))
+            for i in range(1, 9)
+        ]
         await brake.reached.wait()
         loading = asyncio.create_task(engine.load_weights(1, weights))
         await asyncio.sleep(0)
@@ -102,7 +115,9 @@ async def test_under_keep_the_tokens_after_new_weights_are_those_of_the_new_weig
         old = result.weight_versions.count(0)
         assert 0 < old < 30
         before = logprobs_of(plain, [i, 2, 3], result.output_ids)[:old]
-        after = logprobs_of(module, [i, 2, 3], result.output_ids)[old:]  # as if the whole past had been read with them
+        after = logprobs_of(module, [i, 2, 3], result.output_ids)[
+            old:
+        ]  # as if the whole past had been read with them
         assert result.logprobs == pytest.approx(before + after, abs=1e-4)
 
 
@@ -122,7 +137,9 @@ async def test_under_wait_requests_in_flight_end_first_and_later_ones_begin_with
         await asyncio.sleep(0)
         brake.let_go()
         await loading
-        versions = [{v for r in await asyncio.gather(*calls) for v in r.weight_versions} for calls in (running, later)]
+        versions = [
+            {v for r in await asyncio.gather(*calls) for v in r.weight_versions} for calls in (running, later)
+        ]
         assert versions == [{0}, {1}]
         await last
         assert engine.version == 2
@@ -146,7 +163,9 @@ async def test_under_abort_requests_in_flight_end_at_once(make_engine: MakeEngin
     await check_greedy(engine, module, [1, 2, 3])
 
 
-async def test_weights_that_nobody_waits_for_any_more_are_not_loaded(make_engine: MakeEngine, tied_model: str) -> None:
+async def test_weights_that_nobody_waits_for_any_more_are_not_loaded(
+    make_engine: MakeEngine, tied_model: str
+) -> None:
     weights, _ = other_weights(tied_model)
     engine = make_engine()
     brake = Brake(engine, at=2)
@@ -162,7 +181,9 @@ async def test_weights_that_nobody_waits_for_any_more_are_not_loaded(make_engine
         assert set((await engine.generate([1], GREEDY)).weight_versions) == {0}
 
 
-async def test_weights_for_a_closed_engine_are_refused_instead_of_hanging(make_engine: MakeEngine, tied_model: str) -> None:
+async def test_weights_for_a_closed_engine_are_refused_instead_of_hanging(
+    make_engine: MakeEngine, tied_model: str
+) -> None:
     engine = make_engine()
     engine.close()
     async with within(1):

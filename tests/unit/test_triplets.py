@@ -26,24 +26,42 @@ from raylight.types import Span, Triplet
 _sequence = itertools.count(1)
 
 
-def span(name: str, span_id: str, parent: str | None = None, times: tuple[float, float] = (0, 1), **attributes: Any) -> Span:
+def span(
+    name: str, span_id: str, parent: str | None = None, times: tuple[float, float] = (0, 1), **attributes: Any
+) -> Span:
     dotted = {key.replace("__", "."): value for key, value in attributes.items()}
     return Span(
-        rollout_id="ro-1", attempt_id="at-1", sequence_id=next(_sequence), trace_id="t", span_id=span_id, parent_id=parent,
-        name=name, attributes=dotted, start_time=times[0], end_time=times[1],
-    )  # fmt: skip
+        rollout_id="ro-1",
+        attempt_id="at-1",
+        sequence_id=next(_sequence),
+        trace_id="t",
+        span_id=span_id,
+        parent_id=parent,
+        name=name,
+        attributes=dotted,
+        start_time=times[0],
+        end_time=times[1],
+    )
 
 
-def captured(response: str, prompt: list[int], output: list[int], times: tuple[float, float], parent: str | None = None) -> Span:
+def captured(
+    response: str, prompt: list[int], output: list[int], times: tuple[float, float], parent: str | None = None
+) -> Span:
     """A span as raylight captures a call at the engine."""
     return span(
-        "openai.chat.completion", f"call-{response}", parent, times,
-        gen_ai__request__model="policy", gen_ai__response__id=response,
+        "openai.chat.completion",
+        f"call-{response}",
+        parent,
+        times,
+        gen_ai__request__model="policy",
+        gen_ai__response__id=response,
         gen_ai__input__messages=json.dumps([{"role": "user", "content": "2+2?"}]),
         gen_ai__output__messages=json.dumps([{"role": "assistant", "content": "4"}]),
-        prompt_token_ids=prompt, response_token_ids=output, response_logprobs=[-0.5] * len(output),
+        prompt_token_ids=prompt,
+        response_token_ids=output,
+        response_logprobs=[-0.5] * len(output),
         weight_versions=[3] * len(output),
-    )  # fmt: skip
+    )
 
 
 def reward(value: float, at: float, parent: str | None = None) -> Span:
@@ -57,7 +75,11 @@ def rewards_of(triplets: list[Triplet]) -> dict[str, float | None]:
 
 def test_a_captured_call_is_a_triplet_with_tokens_logprobs_and_versions() -> None:
     (triplet,) = TraceToTriplet().adapt([captured("r1", [1, 2], [3, 4], (0, 1)), reward(0.5, 2)])
-    assert triplet.prompt == {"token_ids": [1, 2], "raw_content": [{"role": "user", "content": "2+2?"}], "image_urls": []}
+    assert triplet.prompt == {
+        "token_ids": [1, 2],
+        "raw_content": [{"role": "user", "content": "2+2?"}],
+        "image_urls": [],
+    }
     assert triplet.response == {
         "token_ids": [3, 4],
         "raw_content": [{"role": "assistant", "content": "4"}],
@@ -66,8 +88,11 @@ def test_a_captured_call_is_a_triplet_with_tokens_logprobs_and_versions() -> Non
     }
     assert triplet.reward == 0.5
     assert triplet.metadata == {
-        "response_id": "r1", "agent_name": None, "request": {"model": "policy"}, "response": {"id": "r1"},
-    }  # fmt: skip
+        "response_id": "r1",
+        "agent_name": None,
+        "request": {"model": "policy"},
+        "response": {"id": "r1"},
+    }
 
 
 def test_no_spans_are_no_triplets() -> None:
@@ -78,16 +103,25 @@ def test_no_spans_are_no_triplets() -> None:
 @pytest.mark.parametrize(
     ("name", "matches"),
     [
-        ("openai.chat.completion", True), ("openai.completion", True), ("openai.response", True), ("anthropic.message", True),
-        ("raw_gen_ai_request", True), ("openai.chat", True), ("anthropic.chat", True), ("openai.embeddings", False),
-        ("litellm_request", False), ("my openai.chat.completion", False),
+        ("openai.chat.completion", True),
+        ("openai.completion", True),
+        ("openai.response", True),
+        ("anthropic.message", True),
+        ("raw_gen_ai_request", True),
+        ("openai.chat", True),
+        ("anthropic.chat", True),
+        ("openai.embeddings", False),
+        ("litellm_request", False),
+        ("my openai.chat.completion", False),
     ],
-)  # fmt: skip
+)
 def test_which_spans_are_calls_by_default(name: str, matches: bool) -> None:
     assert bool(TracerTraceToTriplet().adapt([span(name, "a")])) == matches
 
 
-def test_log_probs_that_do_not_fit_the_tokens_are_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_probs_that_do_not_fit_the_tokens_are_left_out_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     spoilt = captured("r1", [1], [2, 3], (0, 1))
     spoilt.attributes["response_logprobs"] = [-0.5]
     (triplet,) = TraceToTriplet().adapt([spoilt])
@@ -100,16 +134,34 @@ def test_log_probs_that_do_not_fit_the_tokens_are_left_out_and_logged(caplog: py
 
 
 def agentops_call(span_id: str, parent: str, times: tuple[float, float], response: str) -> Span:
-    image = [{"type": "text", "text": "How many?"}, {"type": "image_url", "image_url": {"url": "file:///a.png"}}]
-    content = [{"token": "3", "logprob": -0.25, "bytes": None, "top_logprobs": []}, {"token": "", "logprob": -0.125}]
+    image = [
+        {"type": "text", "text": "How many?"},
+        {"type": "image_url", "image_url": {"url": "file:///a.png"}},
+    ]
+    content = [
+        {"token": "3", "logprob": -0.25, "bytes": None, "top_logprobs": []},
+        {"token": "", "logprob": -0.125},
+    ]
     attributes = {
-        "gen_ai.request.type": "chat", "gen_ai.system": "OpenAI", "gen_ai.request.model": "Qwen/Qwen2-VL-2B-Instruct",
-        "gen_ai.request.temperature": 0.0, "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": json.dumps(image),
-        "gen_ai.prompt.prompt_filter_results": "[]", "gen_ai.response.id": response, "gen_ai.response.model": "qwen",
-        "gen_ai.completion.0.content": "3", "gen_ai.completion.0.finish_reason": "stop", "gen_ai.completion.0.role": "assistant",
-        "prompt_token_ids": (151644, 8948), "response_token_ids": (18, 151645), "logprobs.content": json.dumps(content),
-    }  # fmt: skip
-    return span("openai.chat.completion", span_id, parent, times).model_copy(update={"attributes": attributes})
+        "gen_ai.request.type": "chat",
+        "gen_ai.system": "OpenAI",
+        "gen_ai.request.model": "Qwen/Qwen2-VL-2B-Instruct",
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.prompt.0.role": "user",
+        "gen_ai.prompt.0.content": json.dumps(image),
+        "gen_ai.prompt.prompt_filter_results": "[]",
+        "gen_ai.response.id": response,
+        "gen_ai.response.model": "qwen",
+        "gen_ai.completion.0.content": "3",
+        "gen_ai.completion.0.finish_reason": "stop",
+        "gen_ai.completion.0.role": "assistant",
+        "prompt_token_ids": (151644, 8948),
+        "response_token_ids": (18, 151645),
+        "logprobs.content": json.dumps(content),
+    }
+    return span("openai.chat.completion", span_id, parent, times).model_copy(
+        update={"attributes": attributes}
+    )
 
 
 def test_agentops_spans() -> None:
@@ -117,7 +169,13 @@ def test_agentops_spans() -> None:
         span("run.session", "s", None, (0, 10)),
         span("planner.agent", "a", "s", (1, 9), agentops__span__kind="agent", operation__name="planner"),
         agentops_call("c", "a", (2, 3), "chatcmpl-1"),
-        span("grade.task", "g", "a", (4, 5), agentops__task__output=json.dumps({"type": "reward", "value": 0.7})),
+        span(
+            "grade.task",
+            "g",
+            "a",
+            (4, 5),
+            agentops__task__output=json.dumps({"type": "reward", "value": 0.7}),
+        ),
     ]
     (triplet,) = TracerTraceToTriplet(agent_match="plan").adapt(spans)
     assert triplet.prompt["token_ids"] == [151644, 8948]
@@ -126,7 +184,11 @@ def test_agentops_spans() -> None:
     assert triplet.response["logprobs"] == [-0.25, -0.125]
     assert triplet.response["raw_content"] == [{"role": "assistant", "content": "3"}]
     assert (triplet.reward, triplet.metadata["agent_name"]) == (0.7, "planner")
-    assert triplet.metadata["request"] == {"type": "chat", "model": "Qwen/Qwen2-VL-2B-Instruct", "temperature": 0.0}
+    assert triplet.metadata["request"] == {
+        "type": "chat",
+        "model": "Qwen/Qwen2-VL-2B-Instruct",
+        "temperature": 0.0,
+    }
 
 
 def test_agent_framework_names_the_agent_of_a_call_that_the_engine_captured() -> None:
@@ -134,12 +196,23 @@ def test_agent_framework_names_the_agent_of_a_call_that_the_engine_captured() ->
     spans = [
         span("workflow.run", "w", None, (0, 10)),
         span("executor.process writer", "e", "w", (1, 4), executor__id="writer"),
-        span("invoke_agent Writer", "i", "e", (1, 4), gen_ai__operation__name="invoke_agent", gen_ai__agent__name="Writer"),
-        span("chat policy", "c", "i", (2, 3), gen_ai__operation__name="chat", gen_ai__response__id="chatcmpl-1"),
+        span(
+            "invoke_agent Writer",
+            "i",
+            "e",
+            (1, 4),
+            gen_ai__operation__name="invoke_agent",
+            gen_ai__agent__name="Writer",
+        ),
+        span(
+            "chat policy", "c", "i", (2, 3), gen_ai__operation__name="chat", gen_ai__response__id="chatcmpl-1"
+        ),
         span("executor.process critic", "f", "w", (5, 8), executor__id="critic"),
         captured("chatcmpl-1", [1], [2], (6.1, 6.9)),
     ]
-    (triplet,) = TracerTraceToTriplet(llm_call_match=r"openai\.chat\.completion", repair_hierarchy=False).adapt(spans)
+    (triplet,) = TracerTraceToTriplet(
+        llm_call_match=r"openai\.chat\.completion", repair_hierarchy=False
+    ).adapt(spans)
     assert triplet.metadata["agent_name"] == "writer"  # the executor's name comes before the agent's
     assert triplet.response["token_ids"] == [2]
 
@@ -149,14 +222,22 @@ def test_openllmetry_and_capture_tell_of_one_call() -> None:
     spans = [
         span("writer.agent", "a", None, (0, 9), gen_ai__agent__name="writer"),
         span(
-            "openai.chat", "o", "a", (1, 4),
-            gen_ai__system="OpenAI", llm__request__type="chat", gen_ai__request__model="policy", gen_ai__response__id="r1",
-            gen_ai__prompt__0__role="user", gen_ai__prompt__0__content="Hello", gen_ai__completion__0__content="Hi",
+            "openai.chat",
+            "o",
+            "a",
+            (1, 4),
+            gen_ai__system="OpenAI",
+            llm__request__type="chat",
+            gen_ai__request__model="policy",
+            gen_ai__response__id="r1",
+            gen_ai__prompt__0__role="user",
+            gen_ai__prompt__0__content="Hello",
+            gen_ai__completion__0__content="Hi",
             gen_ai__completion__0__role="assistant",
         ),
         captured("r1", [1], [2], (2, 3)),
         reward(1.0, 3.5, "a"),
-    ]  # fmt: skip
+    ]
     (triplet,) = TracerTraceToTriplet(agent_match="writer").adapt(spans)
     assert (triplet.prompt["token_ids"], triplet.response["token_ids"]) == ([1], [2])
     assert triplet.metadata["agent_name"] == "writer"
@@ -165,12 +246,16 @@ def test_openllmetry_and_capture_tell_of_one_call() -> None:
 
 def test_a_span_without_response_id_around_a_call_is_the_same_call() -> None:
     spans = [
-        span("openai.chat", "o", None, (0, 4)), captured("r1", [1], [2], (1, 3)), span("openai.chat", "inner", "call-r1", (1, 2)),
-    ]  # fmt: skip
+        span("openai.chat", "o", None, (0, 4)),
+        captured("r1", [1], [2], (1, 3)),
+        span("openai.chat", "inner", "call-r1", (1, 2)),
+    ]
     assert [triplet.metadata["response_id"] for triplet in TracerTraceToTriplet().adapt(spans)] == ["r1"]
 
 
-def proxy_call(response: str, prompt: list[int], output: list[int], sequence: int, newer: bool = False) -> Span:
+def proxy_call(
+    response: str, prompt: list[int], output: list[int], sequence: int, newer: bool = False
+) -> Span:
     """A span of agent-lightning's LLM proxy: the raw response, in Python's notation."""
     choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": None, "tool_calls": []}}
     attributes: dict[str, Any] = {
@@ -197,11 +282,18 @@ def test_proxy_spans(newer: bool, adapter: Any) -> None:
 def test_weave_spans() -> None:
     inputs, outputs = "agentlightning.operation.input", "agentlightning.operation.output"
     call = span("openai.chat.completions.create", "c", "a", (1, 2))
-    call.attributes.update({
-        f"{inputs}.model": "policy", f"{inputs}.messages.0.role": "user", f"{inputs}.messages.0.content": "Hello",
-        f"{outputs}.id": "chatcmpl-9", f"{outputs}.prompt_token_ids": [1, 2], f"{outputs}.choices.0.token_ids": [3],
-        f"{outputs}.choices.0.message.role": "assistant", f"{outputs}.choices.0.message.content": "Hi",
-    })  # fmt: skip
+    call.attributes.update(
+        {
+            f"{inputs}.model": "policy",
+            f"{inputs}.messages.0.role": "user",
+            f"{inputs}.messages.0.content": "Hello",
+            f"{outputs}.id": "chatcmpl-9",
+            f"{outputs}.prompt_token_ids": [1, 2],
+            f"{outputs}.choices.0.token_ids": [3],
+            f"{outputs}.choices.0.message.role": "assistant",
+            f"{outputs}.choices.0.message.content": "Hi",
+        }
+    )
     agent = span("run", "a", None, (0, 3), type="agent", agentlightning__operation__input__name="helper")
     (triplet,) = TracerTraceToTriplet().adapt([agent, call])
     assert (triplet.prompt["token_ids"], triplet.response["token_ids"]) == ([1, 2], [3])
@@ -228,13 +320,21 @@ def test_weave_spans() -> None:
     ],
 )
 def test_conventions_of_agent_names(name: str, attributes: dict[str, Any]) -> None:
-    spans = [span(name, "a", None, (0, 9)).model_copy(update={"attributes": attributes}), captured("r", [1], [2], (1, 2), "a")]
+    spans = [
+        span(name, "a", None, (0, 9)).model_copy(update={"attributes": attributes}),
+        captured("r", [1], [2], (1, 2), "a"),
+    ]
     assert TracerTraceToTriplet().adapt(spans)[0].metadata["agent_name"] == "writer"
 
 
-@pytest.mark.parametrize("attributes", [{"operation.name": "x"}, {"agent.name": ""}, {"agent.name": 3}, {"lc_name": "x"}])
+@pytest.mark.parametrize(
+    "attributes", [{"operation.name": "x"}, {"agent.name": ""}, {"agent.name": 3}, {"lc_name": "x"}]
+)
 def test_what_names_no_agent(attributes: dict[str, Any]) -> None:
-    spans = [span("x", "a", None, (0, 9)).model_copy(update={"attributes": attributes}), captured("r", [1], [2], (1, 2), "a")]
+    spans = [
+        span("x", "a", None, (0, 9)).model_copy(update={"attributes": attributes}),
+        captured("r", [1], [2], (1, 2), "a"),
+    ]
     assert TracerTraceToTriplet().adapt(spans)[0].metadata["agent_name"] is None
 
 
@@ -246,7 +346,11 @@ def test_the_nearest_agent_decides_and_unnamed_calls_are_left_out_by_a_filter() 
         captured("outer", [3], [4], (6, 7), "p"),
         captured("stray", [5], [6], (20, 21)),
     ]
-    assert [t.metadata["agent_name"] for t in TracerTraceToTriplet().adapt(spans)] == ["helper", "planner", None]
+    assert [t.metadata["agent_name"] for t in TracerTraceToTriplet().adapt(spans)] == [
+        "helper",
+        "planner",
+        None,
+    ]
     assert list(rewards_of(TracerTraceToTriplet(agent_match="^planner$").adapt(spans))) == ["outer"]
     assert list(rewards_of(TracerTraceToTriplet(agent_match="p").adapt(spans))) == ["inner", "outer"]
 
@@ -267,25 +371,43 @@ def test_repair_gives_a_floating_call_its_agent() -> None:
 
 
 def test_a_reward_goes_to_the_last_call_that_had_ended() -> None:
-    spans = [captured("a", [1], [2], (0, 1)), captured("b", [1], [2], (2, 3)), captured("c", [1], [2], (4, 9)), reward(0.5, 5)]
+    spans = [
+        captured("a", [1], [2], (0, 1)),
+        captured("b", [1], [2], (2, 3)),
+        captured("c", [1], [2], (4, 9)),
+        reward(0.5, 5),
+    ]
     assert rewards_of(TraceToTriplet().adapt(spans)) == {"a": None, "b": 0.5, "c": None}
 
 
 def test_later_rewards_go_to_earlier_calls_that_have_none() -> None:
-    spans = [captured("a", [1], [2], (0, 1)), captured("b", [1], [2], (2, 3)), reward(0.5, 4), reward(0.25, 5), reward(0.1, 6)]
+    spans = [
+        captured("a", [1], [2], (0, 1)),
+        captured("b", [1], [2], (2, 3)),
+        reward(0.5, 4),
+        reward(0.25, 5),
+        reward(0.1, 6),
+    ]
     assert rewards_of(TraceToTriplet().adapt(spans)) == {"a": 0.25, "b": 0.5}
 
 
 def test_a_sibling_reward_stays_below_its_parent() -> None:
     spans = [
         span("root", "r", None, (0, 20)),
-        span("one", "1", "r", (0, 10)), captured("a", [1], [2], (1, 2), "1"), reward(0.1, 6, "1"),
-        span("two", "2", "r", (0, 10)), captured("b", [1], [2], (3, 4), "2"), reward(0.2, 5, "2"),
-    ]  # fmt: skip
+        span("one", "1", "r", (0, 10)),
+        captured("a", [1], [2], (1, 2), "1"),
+        reward(0.1, 6, "1"),
+        span("two", "2", "r", (0, 10)),
+        captured("b", [1], [2], (3, 4), "2"),
+        reward(0.2, 5, "2"),
+    ]
     assert rewards_of(TraceToTriplet(reward_match="first_sibling").adapt(spans)) == {"a": 0.1, "b": 0.2}
     assert rewards_of(TraceToTriplet(reward_match="first_occurrence").adapt(spans)) == {"a": 0.1, "b": 0.2}
     crossed = [*spans[:3], reward(0.1, 4.5, "1"), *spans[4:]]
-    assert rewards_of(TraceToTriplet(reward_match=RewardMatchPolicy.FIRST_SIBLING).adapt(crossed)) == {"a": 0.1, "b": 0.2}
+    assert rewards_of(TraceToTriplet(reward_match=RewardMatchPolicy.FIRST_SIBLING).adapt(crossed)) == {
+        "a": 0.1,
+        "b": 0.2,
+    }
     assert rewards_of(TraceToTriplet().adapt(crossed)) == {"a": 0.2, "b": 0.1}
 
 
@@ -301,7 +423,13 @@ def test_the_calls_of_a_judge_are_left_out(judge_parent: str | None) -> None:
     """Also if only the judge's own client knew that it worked for a reward, and the engine's clock is off."""
     spans = [
         captured("a", [1], [2], (0, 1)),
-        span("grade", "grade", None, (2, 5), agentops__task__output=json.dumps({"type": "reward", "value": 0.5})),
+        span(
+            "grade",
+            "grade",
+            None,
+            (2, 5),
+            agentops__task__output=json.dumps({"type": "reward", "value": 0.5}),
+        ),
         span("openai.chat", "client", "grade", (3, 4), gen_ai__response__id="judge"),
         captured("judge", [1], [2], (3.1, 3.9) if judge_parent else (30, 31), judge_parent),
     ]
@@ -310,13 +438,19 @@ def test_the_calls_of_a_judge_are_left_out(judge_parent: str | None) -> None:
 
 
 def test_the_calls_in_an_operation_that_computes_a_reward_are_left_out() -> None:
-    grade = span("agentlightning.operation", "g", None, (2, 5), agentlightning__operation__name="agentlightning.reward")
+    grade = span(
+        "agentlightning.operation", "g", None, (2, 5), agentlightning__operation__name="agentlightning.reward"
+    )
     spans = [captured("a", [1], [2], (0, 1)), grade, captured("judge", [1], [2], (3, 4), "g")]
     assert list(rewards_of(TraceToTriplet().adapt(spans))) == ["a"]
 
 
 def test_calls_without_tokens_may_be_skipped_and_then_get_no_reward() -> None:
-    spans = [captured("a", [1], [2], (0, 1)), span("openai.chat", "e", None, (2, 3), gen_ai__response__id="e"), reward(0.5, 4)]
+    spans = [
+        captured("a", [1], [2], (0, 1)),
+        span("openai.chat", "e", None, (2, 3), gen_ai__response__id="e"),
+        reward(0.5, 4),
+    ]
     assert rewards_of(TraceToTriplet().adapt(spans)) == {"a": None, "e": 0.5}
     assert rewards_of(TraceToTriplet(_skip_empty_token_spans=True).adapt(spans)) == {"a": 0.5}
 
@@ -328,7 +462,9 @@ def test_of_spans_with_one_response_id_the_first_one_counts() -> None:
     assert (triplet.prompt["token_ids"], triplet.response["token_ids"]) == ([1, 2], [3, 4])
 
 
-@pytest.mark.parametrize("arguments", [{"reward_match": "last"}, {"llm_call_match": "("}, {"agent_match": "("}])
+@pytest.mark.parametrize(
+    "arguments", [{"reward_match": "last"}, {"llm_call_match": "("}, {"agent_match": "("}]
+)
 def test_wrong_arguments_are_errors_at_once(arguments: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         TracerTraceToTriplet(**arguments)  # type: ignore[arg-type]
@@ -338,17 +474,21 @@ def test_wrong_arguments_are_errors_at_once(arguments: dict[str, str]) -> None:
 
 
 def numbered(made: Span, sequence: int) -> Span:
-    return made.model_copy(update={"sequence_id": sequence, "start_time": 100.0 - sequence})  # clocks that disagree
+    return made.model_copy(
+        update={"sequence_id": sequence, "start_time": 100.0 - sequence}
+    )  # clocks that disagree
 
 
 def test_rewards_by_sequence() -> None:
     spans = [
         numbered(reward(9.0, 0), 1),
-        numbered(captured("a", [1], [2], (0, 1)), 2), numbered(captured("b", [1], [2], (0, 1)), 4),
+        numbered(captured("a", [1], [2], (0, 1)), 2),
+        numbered(captured("b", [1], [2], (0, 1)), 4),
         numbered(reward(0.1, 0), 5),
-        numbered(captured("c", [1], [2], (0, 1)), 6), numbered(reward(8.0, 0), 6),
+        numbered(captured("c", [1], [2], (0, 1)), 6),
+        numbered(reward(8.0, 0), 6),
         numbered(reward(0.3, 0), 8),
-    ]  # fmt: skip
+    ]
     triplets = LlmProxyTraceToTriplet().adapt(list(reversed(spans)))
     assert [triplet.metadata["response_id"] for triplet in triplets] == ["a", "b", "c"]
     assert rewards_of(triplets) == {"a": 8.0, "b": 0.1, "c": 0.3}
@@ -356,14 +496,19 @@ def test_rewards_by_sequence() -> None:
 
 def test_by_sequence_a_response_counts_once_and_only_with_tokens() -> None:
     spans = [
-        proxy_call("x", [1], [2], 1), proxy_call("x", [3], [4], 2),
-        numbered(span("litellm_request", "l", gen_ai__response__id="y"), 3), numbered(reward(0.5, 0), 4),
-    ]  # fmt: skip
+        proxy_call("x", [1], [2], 1),
+        proxy_call("x", [3], [4], 2),
+        numbered(span("litellm_request", "l", gen_ai__response__id="y"), 3),
+        numbered(reward(0.5, 0), 4),
+    ]
     (triplet,) = LlmProxyTraceToTriplet().adapt(spans)
     assert (triplet.prompt["token_ids"], triplet.reward) == ([1], 0.5)
 
 
-TIMES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)).map(lambda t: (float(t[0]), float(t[0] + t[1]))), max_size=8)
+TIMES = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(0, 5)).map(lambda t: (float(t[0]), float(t[0] + t[1]))),
+    max_size=8,
+)
 
 
 @given(TIMES, st.lists(st.integers(0, 25).map(float), max_size=8))
@@ -384,14 +529,19 @@ def test_a_reward_goes_to_at_most_one_call_that_had_ended_and_none_is_wasted(
 # -- the tree ------------------------------------------------------------------------------------------------------------------
 
 IDS = st.sampled_from(["a", "b", "c", "d", "e"])
-SPANS = st.lists(st.tuples(IDS, st.none() | IDS | st.just("gone"), st.integers(0, 5), st.integers(0, 5)), max_size=8)
+SPANS = st.lists(
+    st.tuples(IDS, st.none() | IDS | st.just("gone"), st.integers(0, 5), st.integers(0, 5)), max_size=8
+)
 
 
 @given(SPANS)
 @settings(max_examples=300)
 def test_any_spans_make_a_tree_that_holds_each_id_once(drawn: list[tuple[str, str | None, int, int]]) -> None:
     """Also with missing parents, several roots, double ids and circles; and repairing neither loses nor doubles a span."""
-    spans = [span("openai.chat.completion", i, parent, (start, start + length)) for i, parent, start, length in drawn]
+    spans = [
+        span("openai.chat.completion", i, parent, (start, start + length))
+        for i, parent, start, length in drawn
+    ]
     tree = SpanTree.from_spans(spans)
     for repair in (False, True):
         if repair:
@@ -426,9 +576,11 @@ def test_a_very_deep_trace_is_no_problem() -> None:
 def test_repair_moves_to_the_tightest_span_and_never_below_itself() -> None:
     spans = [
         span("root", "r", None, (0, 10)),
-        span("wide", "w", "r", (1, 9)), span("narrow", "n", "r", (2, 8)), span("late", "l", "n", (1.5, 8.5)),
+        span("wide", "w", "r", (1, 9)),
+        span("narrow", "n", "r", (2, 8)),
+        span("late", "l", "n", (1.5, 8.5)),
         span("call", "c", "r", (3, 4)),
-    ]  # fmt: skip
+    ]
     tree = SpanTree.from_spans(spans)
     tree.repair_hierarchy()
     parents = {node.span.span_id: node.parent.span.span_id for node in tree.walk() if node.parent}
@@ -442,8 +594,13 @@ def test_spans_without_times_stay_and_rewards_go_by_order() -> None:
 
 
 def test_the_tree_as_text() -> None:
-    spans = [span("session", "s", None, (100, 110)), span("agent", "0123456789", "s", (101, 102.5), agent__name="planner")]
-    assert TracerTraceToTriplet().tree(spans).render() == ("session (s) 0.000-10.000s\n  agent [planner] (23456789) 1.000-2.500s")
+    spans = [
+        span("session", "s", None, (100, 110)),
+        span("agent", "0123456789", "s", (101, 102.5), agent__name="planner"),
+    ]
+    assert TracerTraceToTriplet().tree(spans).render() == (
+        "session (s) 0.000-10.000s\n  agent [planner] (23456789) 1.000-2.500s"
+    )
 
 
 # -- several choices -----------------------------------------------------------------------------------------------------------
@@ -451,7 +608,16 @@ def test_the_tree_as_text() -> None:
 
 def choices_of_one_response() -> list[Span]:
     """Three choices as raylight captures them: calls of their own; the client has one span, with the response id."""
-    spans = [span("openai.chat", "o", None, (0, 4), gen_ai__agent__name="writer", gen_ai__response__id="chatcmpl-abc")]
+    spans = [
+        span(
+            "openai.chat",
+            "o",
+            None,
+            (0, 4),
+            gen_ai__agent__name="writer",
+            gen_ai__response__id="chatcmpl-abc",
+        )
+    ]
     for index, call_id in enumerate(["abc", "def", "ghi"]):
         made = captured("chatcmpl-abc", [1], [2 + index], (1, 3)).model_copy(update={"span_id": call_id})
         made.attributes["raylight.call_id"] = call_id
@@ -459,7 +625,9 @@ def choices_of_one_response() -> list[Span]:
     return spans
 
 
-@pytest.mark.parametrize("adapter", [TracerTraceToTriplet(), TracerTraceToTriplet(agent_match="writer"), LlmProxyTraceToTriplet()])
+@pytest.mark.parametrize(
+    "adapter", [TracerTraceToTriplet(), TracerTraceToTriplet(agent_match="writer"), LlmProxyTraceToTriplet()]
+)
 def test_each_choice_of_a_response_is_a_triplet(adapter: Any) -> None:
     triplets = adapter(choices_of_one_response())
     assert [triplet.response["token_ids"] for triplet in triplets] == [[2], [3], [4]]
@@ -467,6 +635,8 @@ def test_each_choice_of_a_response_is_a_triplet(adapter: Any) -> None:
 
 
 def test_the_choices_of_a_judge_are_all_left_out() -> None:
-    grade = span("grade", "g", None, (10, 20), agentops__task__output=json.dumps({"type": "reward", "value": 0.5}))
+    grade = span(
+        "grade", "g", None, (10, 20), agentops__task__output=json.dumps({"type": "reward", "value": 0.5})
+    )
     client = span("openai.chat", "o", "g", (11, 14), gen_ai__response__id="chatcmpl-abc")
     assert TracerTraceToTriplet().adapt([grade, client, *choices_of_one_response()[1:]]) == []

@@ -31,7 +31,9 @@ from raylight.types import (
 from raylight.types.spans import plain_attributes
 
 TABLES = pytest.mark.parametrize(
-    ("table", "start"), [(ROLLOUT_TRANSITIONS, "queuing"), (ATTEMPT_TRANSITIONS, "preparing")], ids=["rollout", "attempt"]
+    ("table", "start"),
+    [(ROLLOUT_TRANSITIONS, "queuing"), (ATTEMPT_TRANSITIONS, "preparing")],
+    ids=["rollout", "attempt"],
 )
 
 
@@ -60,7 +62,9 @@ def test_terminal_statuses_have_no_exit_but_a_sign_of_life() -> None:
     assert {"succeeded", "failed", "timeout"} == ATTEMPT_FINISHED
     assert all(not ATTEMPT_TRANSITIONS[status] for status in ATTEMPT_FINISHED)
     exits = {status: ROLLOUT_TRANSITIONS[status] for status in FINISHED if ROLLOUT_TRANSITIONS[status]}
-    assert exits == {"failed": {"running", "succeeded"}}  # its latest attempt was thought unresponsive, and was not
+    assert exits == {
+        "failed": {"running", "succeeded"}
+    }  # its latest attempt was thought unresponsive, and was not
 
 
 def test_what_may_be_retried_is_how_an_attempt_ends_badly() -> None:
@@ -73,7 +77,9 @@ def test_live_attempts_may_end_in_any_way() -> None:
 
 
 def test_only_waiting_rollouts_can_be_prepared() -> None:
-    assert {status for status, following in ROLLOUT_TRANSITIONS.items() if "preparing" in following} == WAITING
+    assert {
+        status for status, following in ROLLOUT_TRANSITIONS.items() if "preparing" in following
+    } == WAITING
 
 
 def test_every_undecided_rollout_can_be_cancelled() -> None:
@@ -82,7 +88,9 @@ def test_every_undecided_rollout_can_be_cancelled() -> None:
     ) - FINISHED
 
 
-@pytest.mark.parametrize(("logprobs", "versions"), [([-1.0], [0, 0]), ([-1.0, -1.0], [0]), ([], []), ([-1.0] * 3, [0, 0])])
+@pytest.mark.parametrize(
+    ("logprobs", "versions"), [([-1.0], [0, 0]), ([-1.0, -1.0], [0]), ([], []), ([-1.0] * 3, [0, 0])]
+)
 def test_a_generation_has_a_logprob_and_a_version_for_every_token(logprobs: list, versions: list) -> None:
     with pytest.raises(ValueError, match="equally many"):
         make_generation([1], [2, 3], logprobs=logprobs, versions=versions, key=make_key(call_id="c-7"))
@@ -102,7 +110,13 @@ def test_the_temperature_of_the_most_probable_token_is_one() -> None:
 
 def test_a_span_of_attributes_has_what_was_not_given() -> None:
     one, two = (Span.from_attributes(name="n", attributes={"a": 1}) for _ in range(2))
-    assert (one.status.status_code, one.rollout_id, one.sequence_id, one.parent, one.start_time) == ("OK", "", 0, None, None)
+    assert (one.status.status_code, one.rollout_id, one.sequence_id, one.parent, one.start_time) == (
+        "OK",
+        "",
+        0,
+        None,
+        None,
+    )
     assert (len(one.trace_id), len(one.span_id)) == (32, 16)
     assert one.span_id != two.span_id
     assert Span.from_attributes(attributes={}, span_id="b" * 16, trace_id=None).context.span_id == "b" * 16
@@ -125,14 +139,22 @@ def test_core_fields_are_keyed_to_an_attempt(start: float, end: float | None, ex
 
 
 def test_what_another_version_of_opentelemetry_adds_is_kept() -> None:
-    span = Span.model_validate(Span.from_attributes(name="n", attributes={}).model_dump() | {"kind": "CLIENT"})
+    span = Span.model_validate(
+        Span.from_attributes(name="n", attributes={}).model_dump() | {"kind": "CLIENT"}
+    )
     assert span.model_dump()["kind"] == "CLIENT"
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    (None, {}), ({"a": b"\xff"}, {"a": "ff"}), ({"a": (1, b"\x00")}, {"a": (1, "00")}), ({"a": [1, 2]}, {"a": [1, 2]}),
-    ({"a": {"b": b"\x01", "c": None}}, {"a": {"b": "01", "c": None}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        ({"a": b"\xff"}, {"a": "ff"}),
+        ({"a": (1, b"\x00")}, {"a": (1, "00")}),
+        ({"a": [1, 2]}, {"a": [1, 2]}),
+        ({"a": {"b": b"\x01", "c": None}}, {"a": {"b": "01", "c": None}}),
+    ],
+)
 def test_attributes_become_what_json_can_hold(given: Any, expected: dict) -> None:
     assert plain_attributes(given) == expected
 
@@ -154,10 +176,17 @@ def test_a_trajectory_counts_what_it_trains() -> None:
     assert trajectory.trained_tokens == 2
 
 
-@pytest.mark.parametrize("wrong", [
-    {"max_attempts": 0}, {"timeout_seconds": 0}, {"unresponsive_seconds": -1}, {"retry_condition": {"boredom"}}, {"retries": 3},
-    {"infrastructure_retries": -1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_attempts": 0},
+        {"timeout_seconds": 0},
+        {"unresponsive_seconds": -1},
+        {"retry_condition": {"boredom"}},
+        {"retries": 3},
+        {"infrastructure_retries": -1},
+    ],
+)
 def test_a_rollout_config_refuses_what_it_cannot_mean(wrong: dict) -> None:
     with pytest.raises(ConfigError, match="RolloutConfig"):
         RolloutConfig(**wrong)

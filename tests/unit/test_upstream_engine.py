@@ -48,9 +48,14 @@ class Pieces(httpx2.AsyncByteStream):
 class Call:
     """A request to the engine's application, and what comes of it."""
 
-    def __init__(self, engine: UpstreamEngine, path: str = CHAT, body: Any = BODY, method: str = "POST", **headers: str) -> None:
+    def __init__(
+        self, engine: UpstreamEngine, path: str = CHAT, body: Any = BODY, method: str = "POST", **headers: str
+    ) -> None:
         self.engine = engine
-        given = [(name.encode(), value.encode()) for name, value in ({"content-type": "application/json"} | headers).items()]
+        given = [
+            (name.encode(), value.encode())
+            for name, value in ({"content-type": "application/json"} | headers).items()
+        ]
         self.scope = asgi_scope(path, method) | {"headers": given}
         self.left = asyncio.Event()
         self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -87,12 +92,18 @@ class Call:
         return self.json["error"]["message"]
 
 
-def engine_of(handler: Handler, key: str | None = "up-key", url: str = URL, **settings: Any) -> UpstreamEngine:
-    return UpstreamEngine(url, key, "policy", "up/model-7", transport=httpx2.MockTransport(handler), **settings)
+def engine_of(
+    handler: Handler, key: str | None = "up-key", url: str = URL, **settings: Any
+) -> UpstreamEngine:
+    return UpstreamEngine(
+        url, key, "policy", "up/model-7", transport=httpx2.MockTransport(handler), **settings
+    )
 
 
 def answering(status: int = 200, body: Any = ANSWER, **headers: str) -> Handler:
-    return lambda request: httpx2.Response(status, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    return lambda request: httpx2.Response(
+        status, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )
 
 
 def streaming(body: Pieces) -> Handler:
@@ -113,7 +124,12 @@ async def test_a_request_goes_up_with_the_upstreams_model_and_key_and_nothing_el
         seen.append(request)
         return httpx2.Response(200, json=ANSWER)
 
-    headers = {"authorization": "Bearer the-agents", "x-api-key": "the-agents", "cookie": "c", "x-stainless-os": "Linux"}
+    headers = {
+        "authorization": "Bearer the-agents",
+        "x-api-key": "the-agents",
+        "cookie": "c",
+        "x-stainless-os": "Linux",
+    }
     call = await Call(engine_of(note), body=BODY | {"temperature": 0.1, "x": "ü"}, **headers).run()
     (request,) = seen
     assert str(request.url) == f"{URL}/chat/completions"
@@ -126,19 +142,28 @@ async def test_a_request_goes_up_with_the_upstreams_model_and_key_and_nothing_el
 
 async def test_without_a_key_none_is_sent() -> None:
     seen: list[Any] = []
-    engine = engine_of(lambda request: seen.append(request.headers) or httpx2.Response(200, json=ANSWER), key=None)
+    engine = engine_of(
+        lambda request: seen.append(request.headers) or httpx2.Response(200, json=ANSWER), key=None
+    )
     await Call(engine, authorization="Bearer the-agents").run()
     assert "authorization" not in seen[0]
 
 
-@pytest.mark.parametrize(("url", "path", "target"), [
-    (URL, "/v1/completions", URL + "/completions"), (URL + "/", CHAT, URL + "/chat/completions"),
-    (URL, "/tokenize", "https://upstream.example/api/tokenize"), ("http://h:1/x", "/detokenize", "http://h:1/x/detokenize"),
-    ("http://h:1/x", CHAT, "http://h:1/x/chat/completions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "path", "target"),
+    [
+        (URL, "/v1/completions", URL + "/completions"),
+        (URL + "/", CHAT, URL + "/chat/completions"),
+        (URL, "/tokenize", "https://upstream.example/api/tokenize"),
+        ("http://h:1/x", "/detokenize", "http://h:1/x/detokenize"),
+        ("http://h:1/x", CHAT, "http://h:1/x/chat/completions"),
+    ],
+)
 async def test_paths_are_joined_as_clients_do(url: str, path: str, target: str) -> None:
     seen: list[str] = []
-    engine = engine_of(lambda request: seen.append(str(request.url)) or httpx2.Response(200, json=ANSWER), url=url)
+    engine = engine_of(
+        lambda request: seen.append(str(request.url)) or httpx2.Response(200, json=ANSWER), url=url
+    )
     await Call(engine, path).run()
     assert seen == [target]
 
@@ -216,11 +241,17 @@ async def test_a_cancelled_request_is_cancelled_upstream_too() -> None:
 # failures
 
 
-@pytest.mark.parametrize(("error", "status", "says"), [
-    (httpx2.ConnectError("refused"), 502, "cannot be reached: refused"), (httpx2.ReadTimeout("slow"), 504, "in time"),
-    (httpx2.ConnectTimeout("slow"), 504, "in time"), (httpx2.RemoteProtocolError("nonsense"), 502, "nonsense"),
-    (httpx2.PoolTimeout("full"), 503, "connections"), (httpx2.ReadError("reset"), 502, "reset"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (httpx2.ConnectError("refused"), 502, "cannot be reached: refused"),
+        (httpx2.ReadTimeout("slow"), 504, "in time"),
+        (httpx2.ConnectTimeout("slow"), 504, "in time"),
+        (httpx2.RemoteProtocolError("nonsense"), 502, "nonsense"),
+        (httpx2.PoolTimeout("full"), 503, "connections"),
+        (httpx2.ReadError("reset"), 502, "reset"),
+    ],
+)
 async def test_a_broken_way_up_is_said_so(error: Exception, status: int, says: str) -> None:
     call = await Call(engine_of(raising(error))).run()
     assert call.status == status
@@ -250,7 +281,9 @@ async def test_a_key_that_the_upstream_refuses_is_never_shown(status: int) -> No
 
 
 async def test_a_redirect_is_not_followed() -> None:
-    call = await Call(engine_of(lambda request: httpx2.Response(307, headers={"location": "http://169.254.169.254/"}))).run()
+    call = await Call(
+        engine_of(lambda request: httpx2.Response(307, headers={"location": "http://169.254.169.254/"}))
+    ).run()
     assert (call.status, "final URL" in call.error) == (502, True)
 
 
@@ -292,7 +325,9 @@ async def test_a_real_client_reads_streams_and_errors_through_it() -> None:
     http_client = openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=await engine.app()))
     async with (
         within(),
-        openai.AsyncOpenAI(base_url="http://here/v1", api_key="k", http_client=http_client, max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url="http://here/v1", api_key="k", http_client=http_client, max_retries=0
+        ) as client,
     ):
         stream = await client.chat.completions.create(**BODY, stream=True)
         assert (await anext(stream)).id == "x"
@@ -343,7 +378,16 @@ async def test_a_closed_engine_ends_its_requests_and_takes_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "upstream.example/v1", "ftp://h/v1", "http://", "http://h/v1?key=1", "http://u:p@h/v1", "http://h:x"]
+    "url",
+    [
+        "",
+        "upstream.example/v1",
+        "ftp://h/v1",
+        "http://",
+        "http://h/v1?key=1",
+        "http://u:p@h/v1",
+        "http://h:x",
+    ],
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="url"):

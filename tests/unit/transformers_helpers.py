@@ -35,18 +35,27 @@ def logprobs_of(module: Any, prompt: list[int], output: list[int], temperature: 
     return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
 
 
-async def generate_all(engine: TransformersEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[Sample]:
+async def generate_all(
+    engine: TransformersEngine, requests: list[tuple[list[int], SamplingParams]]
+) -> list[Sample]:
     async with within(30):
         return await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in requests))
 
 
-async def check_greedy(engine: TransformersEngine, module: Any, prompt: list[int], adapter: str | None = None) -> None:
+async def check_greedy(
+    engine: TransformersEngine, module: Any, prompt: list[int], adapter: str | None = None
+) -> None:
     """The engine's most probable tokens are those of a plain module, with its log-probabilities."""
     async with within(30):
         sampled = await engine.generate(prompt, GREEDY, adapter)
     assert sampled.logprobs == pytest.approx(logprobs_of(module, prompt, sampled.output_ids), abs=1e-4)
     with torch.inference_mode():
-        best = module(torch.tensor([prompt + sampled.output_ids])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        best = (
+            module(torch.tensor([prompt + sampled.output_ids]))
+            .logits[0, len(prompt) - 1 : -1]
+            .argmax(-1)
+            .tolist()
+        )
     assert sampled.output_ids == best
 
 
@@ -108,7 +117,10 @@ async def client_of(engine: TransformersEngine) -> openai.AsyncOpenAI:
     """The real SDK, straight to the engine's application."""
     transport = httpx.ASGITransport(await engine.app())
     return openai.AsyncOpenAI(
-        base_url="http://engine/v1", api_key="key", max_retries=0, http_client=httpx.AsyncClient(transport=transport)
+        base_url="http://engine/v1",
+        api_key="key",
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=transport),
     )
 
 

@@ -65,17 +65,27 @@ def make_generation(
     start: float = 0.0,
 ) -> Generation:
     return Generation(
-        key=key or make_key(), model="policy", prompt_ids=prompt, output_ids=output,
+        key=key or make_key(),
+        model="policy",
+        prompt_ids=prompt,
+        output_ids=output,
         logprobs=logprobs if logprobs is not None else [-1.0] * len(output),
         weight_versions=versions if versions is not None else [0] * len(output),
-        finish_reason="stop", start_time=start, end_time=start + 1, sampling={"temperature": temperature},
-    )  # fmt: skip
+        finish_reason="stop",
+        start_time=start,
+        end_time=start + 1,
+        sampling={"temperature": temperature},
+    )
 
 
-def make_rollout(rollout_id: str = "ro-1", *, attempt_id: str = "at-1", task: Any = None, **fields: Any) -> Rollout:
+def make_rollout(
+    rollout_id: str = "ro-1", *, attempt_id: str = "at-1", task: Any = None, **fields: Any
+) -> Rollout:
     attempt = Attempt(rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=1, start_time=0.0)
     config = RolloutConfig(timeout_seconds=fields.pop("timeout", 600.0))
-    return Rollout(input=task, rollout_id=rollout_id, start_time=0.0, attempt=attempt, config=config, **fields)
+    return Rollout(
+        input=task, rollout_id=rollout_id, start_time=0.0, attempt=attempt, config=config, **fields
+    )
 
 
 def make_finished(
@@ -89,8 +99,12 @@ def make_finished(
 ) -> FinishedRollout:
     """A decided rollout with `calls` calls that do not continue one another, so that each is a row."""
     rollout_id = rollout_id or f"ro-{next(_numbers)}"
-    rollout = make_rollout(rollout_id, group_id=group, status=status or ("failed" if failure else "succeeded"))
-    attempt = rollout.attempt.model_copy(update={"failure": failure, "status": "failed" if failure else "succeeded"})
+    rollout = make_rollout(
+        rollout_id, group_id=group, status=status or ("failed" if failure else "succeeded")
+    )
+    attempt = rollout.attempt.model_copy(
+        update={"failure": failure, "status": "failed" if failure else "succeeded"}
+    )
     rollout = rollout.model_copy(update={"attempt": attempt})
     generations = [make_generation([1, 2], [3 + i], key=make_key(rollout_id)) for i in range(calls)]
     return FinishedRollout(rollout, reward, generations)
@@ -103,11 +117,19 @@ def as_agent(agent: LitAgent | Callable[..., Any]) -> LitAgent:
     return agent if isinstance(agent, LitAgent) else decorate(agent)
 
 
-def make_bench(agent: Any, *, hooks: Iterable[Any] = (), threads: AgentThreads | None = None, runner: Any = None) -> Workbench:
+def make_bench(
+    agent: Any, *, hooks: Iterable[Any] = (), threads: AgentThreads | None = None, runner: Any = None
+) -> Workbench:
     """A workbench whose clock stands at 7."""
     return Workbench(
-        as_agent(agent), DummyTracer(), HookSet(hooks), "secret", threads or AgentThreads(), lambda: 7.0, runner=runner
-    )  # fmt: skip
+        as_agent(agent),
+        DummyTracer(),
+        HookSet(hooks),
+        "secret",
+        threads or AgentThreads(),
+        lambda: 7.0,
+        runner=runner,
+    )
 
 
 async def run_attempt(
@@ -129,7 +151,9 @@ async def run_attempt(
 
 async def enqueue(store: StoreClient, tasks: Iterable[Any], **config: Any) -> list[str]:
     """Queue a rollout for each task; returns their ids."""
-    requests = [EnqueueRolloutRequest(input=task, mode="train", config=RolloutConfig(**config)) for task in tasks]
+    requests = [
+        EnqueueRolloutRequest(input=task, mode="train", config=RolloutConfig(**config)) for task in tasks
+    ]
     return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
 
 
@@ -144,12 +168,22 @@ def make_runner(
     heartbeat_s: float = 60.0,
 ) -> Runner:
     return Runner(
-        "w", store, as_agent(agent), tracer or DummyTracer(), HookSet(hooks), "secret", max_concurrent, max_rollouts, heartbeat_s
-    )  # fmt: skip
+        "w",
+        store,
+        as_agent(agent),
+        tracer or DummyTracer(),
+        HookSet(hooks),
+        "secret",
+        max_concurrent,
+        max_rollouts,
+        heartbeat_s,
+    )
 
 
 @asynccontextmanager
-async def serving(store: StoreClient, agent: Any, max_concurrent: int = 4, **how: Any) -> AsyncIterator[asyncio.Task[Any]]:
+async def serving(
+    store: StoreClient, agent: Any, max_concurrent: int = 4, **how: Any
+) -> AsyncIterator[asyncio.Task[Any]]:
     """A runner at work, which is stopped at the end of the block; the task ends when the runner does."""
     task = asyncio.create_task(make_runner(store, agent, max_concurrent, **how).serve())
     try:

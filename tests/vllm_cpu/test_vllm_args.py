@@ -14,8 +14,14 @@ from raylight.serving.engines.vllm.deployment import llm_config
 
 def args_of(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     defaults = {
-        "dtype": "float32", "max_model_len": 512, "max_concurrent": 8, "max_waiting": 4, "seed": 5, "gpus": 0, "max_adapters": 0,
-    }  # fmt: skip
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_concurrent": 8,
+        "max_waiting": 4,
+        "seed": 5,
+        "gpus": 0,
+        "max_adapters": 0,
+    }
     return vllm_args(path, args or {}, **defaults | settings)
 
 
@@ -73,7 +79,14 @@ def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_
 
 def test_the_deployment_of_a_cpu_and_of_gpus(model_path: str) -> None:
     cpu = llm_config(
-        model_path, "policy", args_of(model_path), server=object, num_cpus=0.5, threads=1, gpus=0, options={"num_replicas": 2}
+        model_path,
+        "policy",
+        args_of(model_path),
+        server=object,
+        num_cpus=0.5,
+        threads=1,
+        gpus=0,
+        options={"num_replicas": 2},
     )
     engine = cpu.get_engine_config()
     assert engine.placement_bundles == [{"CPU": 0.5}]

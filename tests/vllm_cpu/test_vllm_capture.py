@@ -28,7 +28,9 @@ TOOL = {
 async def test_chat_is_captured_token_for_token(bench: Any) -> None:
     answer = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24)
     sample = bench.sample
-    assert sample.prompt_ids == bench.engine.tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_dict=False)
+    assert sample.prompt_ids == bench.engine.tokenizer.apply_chat_template(
+        HI, add_generation_prompt=True, return_dict=False
+    )
     assert len(sample.output_ids) == answer.usage.completion_tokens
     assert sample.finish_reason == answer.choices[0].finish_reason
     assert sample.sampling["temperature"] == 1.0
@@ -43,7 +45,9 @@ async def test_logprobs_are_of_the_distribution_sampled_from(bench: Any) -> None
 
 
 async def test_logprobs_that_the_agent_asked_for_are_answered_as_captured(bench: Any) -> None:
-    answer = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=8, logprobs=True, top_logprobs=3)
+    answer = await bench.openai.chat.completions.create(
+        model="policy", messages=HI, max_tokens=8, logprobs=True, top_logprobs=3
+    )
     told = answer.choices[0].logprobs.content
     assert [entry.logprob for entry in told] == pytest.approx(bench.sample.logprobs, abs=1e-5)
     assert {len(entry.top_logprobs) for entry in told} == {3}
@@ -54,7 +58,9 @@ async def test_a_stream_is_captured(bench: Any) -> None:
         model="policy", messages=HI, max_tokens=24, stream=True, seed=3, extra_body=TOKENS
     )
     chunks = [chunk async for chunk in stream]
-    assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []] == bench.sample.output_ids
+    assert [
+        token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []
+    ] == bench.sample.output_ids
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert difference(bench.reference(), bench.sample).max() < TOLERANCE
     whole = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, seed=3)
@@ -100,10 +106,16 @@ async def test_temperature_0_takes_the_likeliest(bench: Any) -> None:
 
 
 async def test_a_stop_string_ends_the_answer_with_all_its_tokens_captured(bench: Any) -> None:
-    whole = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, temperature=0)
+    whole = await bench.openai.chat.completions.create(
+        model="policy", messages=HI, max_tokens=24, temperature=0
+    )
     ids = bench.sample.output_ids
-    stop = next(letter for letter in whole.choices[0].message.content[3:] if letter.isascii() and letter.isprintable())
-    cut = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, temperature=0, stop=[stop])
+    stop = next(
+        letter for letter in whole.choices[0].message.content[3:] if letter.isascii() and letter.isprintable()
+    )
+    cut = await bench.openai.chat.completions.create(
+        model="policy", messages=HI, max_tokens=24, temperature=0, stop=[stop]
+    )
     assert cut.choices[0].message.content == whole.choices[0].message.content.split(stop)[0]
     assert cut.choices[0].finish_reason == bench.sample.finish_reason == "stop"
     count = len(bench.sample.output_ids)
@@ -178,13 +190,28 @@ async def test_what_was_sampled_before_the_client_left_is_captured(bench: Any, s
     sent: list[bool] = []
     path = "/v1/chat/completions"
     scope = {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "",
-        "scheme": "http", "query_string": b"", "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1),
-        "server": ("engine", 80), "state": {},
-    }  # fmt: skip
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("engine", 80),
+        "state": {},
+    }
     before = len(bench.exchanges)
     asked = asyncio.create_task(bench.captured(scope, receive, send))
-    await until(lambda: len(bench.exchanges) > before and bool(bench.exchange.samples) and len(bench.sample.output_ids) > 5)
+    await until(
+        lambda: (
+            len(bench.exchanges) > before
+            and bool(bench.exchange.samples)
+            and len(bench.sample.output_ids) > 5
+        )
+    )
     left.set()
     async with within():
         await asked
@@ -202,16 +229,25 @@ async def test_beam_search_is_refused(bench: Any) -> None:
     assert "cannot be recorded" in answer.text
 
 
-@pytest.mark.parametrize(("path", "wrong", "named"), [
-    ("chat/completions", {"unheard": 1, "of": None}, "unknown fields: of, unheard"), ("completions", {"best_of": 3}, "best_of"),
-    ("chat/completions", {"prompt": "a"}, "prompt"), ("chat/completions", {"functions": []}, "functions"),
-    ("chat/completions", {"store": True}, "store: True"), ("chat/completions", {"service_tier": "flex"}, "service_tier: 'flex'"),
-    ("chat/completions", {"stop": ["a"] * 65}, "stop: at most 64"),
-    ("chat/completions", {"messages": HI * 10_001}, "messages: at most"),
-    ("chat/completions", {str(i): 1 for i in range(10_000)}, "unknown fields: 0, 1, 10"), ("completions", {"n": 100_000}, "n: "),
-    ("completions", {"n": 500, "prompt": ["a"] * 500}, "250000"),
-])  # fmt: skip
-async def test_what_vllm_would_ignore_or_never_serve_is_refused(bench: Any, path: str, wrong: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "wrong", "named"),
+    [
+        ("chat/completions", {"unheard": 1, "of": None}, "unknown fields: of, unheard"),
+        ("completions", {"best_of": 3}, "best_of"),
+        ("chat/completions", {"prompt": "a"}, "prompt"),
+        ("chat/completions", {"functions": []}, "functions"),
+        ("chat/completions", {"store": True}, "store: True"),
+        ("chat/completions", {"service_tier": "flex"}, "service_tier: 'flex'"),
+        ("chat/completions", {"stop": ["a"] * 65}, "stop: at most 64"),
+        ("chat/completions", {"messages": HI * 10_001}, "messages: at most"),
+        ("chat/completions", {str(i): 1 for i in range(10_000)}, "unknown fields: 0, 1, 10"),
+        ("completions", {"n": 100_000}, "n: "),
+        ("completions", {"n": 500, "prompt": ["a"] * 500}, "250000"),
+    ],
+)
+async def test_what_vllm_would_ignore_or_never_serve_is_refused(
+    bench: Any, path: str, wrong: dict[str, Any], named: str
+) -> None:
     base = {"messages": HI} if path == "chat/completions" else {"prompt": "a"}
     answer = await bench.http.post(f"/v1/{path}", json={"model": "policy", "max_tokens": 2, **base, **wrong})
     assert answer.status_code == 400, answer.text
@@ -221,9 +257,13 @@ async def test_what_vllm_would_ignore_or_never_serve_is_refused(bench: Any, path
 
 
 LABELS = {
-    "user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto",
-    "safety_identifier": "s", "prompt_cache_key": "k",
-}  # fmt: skip
+    "user": "me",
+    "metadata": {"run": "1"},
+    "store": False,
+    "service_tier": "auto",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+}
 
 
 async def test_labels_that_change_nothing_are_taken(bench: Any) -> None:
@@ -233,7 +273,9 @@ async def test_labels_that_change_nothing_are_taken(bench: Any) -> None:
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"", b'{"model": "policy"}'])
 async def test_vllm_itself_refuses_what_is_no_request(bench: Any, content: bytes) -> None:
-    answer = await bench.http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    answer = await bench.http.post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+    )
     assert 400 <= answer.status_code < 500
 
 
@@ -241,8 +283,12 @@ async def test_outside_of_an_exchange_nothing_is_recorded(bench: Any) -> None:
     import httpx
 
     before = len(bench.exchanges)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(bench.bare), base_url="http://engine") as client:
-        answer = await client.post("/v1/chat/completions", json={"model": "policy", "messages": HI, "max_tokens": 2})
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(bench.bare), base_url="http://engine"
+    ) as client:
+        answer = await client.post(
+            "/v1/chat/completions", json={"model": "policy", "messages": HI, "max_tokens": 2}
+        )
     assert answer.status_code == 200
     assert len(bench.exchanges) == before
 
@@ -258,7 +304,9 @@ async def test_log_probs_of_given_tokens(bench: Any) -> None:
 
     ids = [300, *b"some text"]
     found = await bench.engine.logprobs(ids)
-    assert found == pytest.approx(expected_logprobs(bench.reference(), ids[:1], ids[1:]).tolist(), abs=TOLERANCE)
+    assert found == pytest.approx(
+        expected_logprobs(bench.reference(), ids[:1], ids[1:]).tolist(), abs=TOLERANCE
+    )
 
 
 async def test_sleep_says_why_it_does_nothing_on_a_cpu(bench: Any) -> None:

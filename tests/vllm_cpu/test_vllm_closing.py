@@ -14,7 +14,9 @@ from raylight.errors import WeightSyncError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(DEADLINE_S)]
 
 
-async def test_an_engine_that_may_be_half_loaded_samples_no_more(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_may_be_half_loaded_samples_no_more(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks, exchanges = await in_flight(bench, 2, 400)
 
     async def fail(*args: Any, **named: Any) -> None:

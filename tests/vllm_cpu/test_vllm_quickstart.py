@@ -13,8 +13,19 @@ BIN = Path(sys.executable).parent
 
 @pytest.mark.timeout(400)
 def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
-    command = [str(BIN / "raylight"), "quickstart", "--engine", "vllm", "--output-dir", str(tmp_path), "--steps", "15"]
-    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=380)
+    command = [
+        str(BIN / "raylight"),
+        "quickstart",
+        "--engine",
+        "vllm",
+        "--output-dir",
+        str(tmp_path),
+        "--steps",
+        "15",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=380
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())

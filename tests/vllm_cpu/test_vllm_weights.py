@@ -20,10 +20,14 @@ async def test_new_weights_sample_alone(bench: Any, learner: Any) -> None:
     await ask(bench, 24)
     assert set(bench.sample.weight_versions) == {version}
     assert difference(learner, bench.sample).max() < TOLERANCE
-    assert difference(bench.reference(), bench.sample).max() > 0.1, "the old weights would be told from the new ones"
+    assert difference(bench.reference(), bench.sample).max() > 0.1, (
+        "the old weights would be told from the new ones"
+    )
 
 
-async def test_the_tied_output_layer_is_sent(bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tied_output_layer_is_sent(
+    bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without it vLLM on a CPU goes on with the old one, and nothing tells."""
     from raylight.serving.engines.vllm import engine as module
 
@@ -31,23 +35,33 @@ async def test_the_tied_output_layer_is_sent(bench: Any, learner: Any, monkeypat
     assert "lm_head.weight" not in state
     real = module.shared_file
     with monkeypatch.context() as patch:
-        patch.setattr(module, "shared_file", lambda tensors: real({k: v for k, v in tensors.items() if k != "lm_head.weight"}))
+        patch.setattr(
+            module,
+            "shared_file",
+            lambda tensors: real({k: v for k, v in tensors.items() if k != "lm_head.weight"}),
+        )
         await bench.engine.load_weights(next(bench.versions), state)
     await ask(bench, 24)
-    assert difference(learner, bench.sample).max() > 0.1, "the trap is no more: vLLM no longer needs lm_head.weight"
+    assert difference(learner, bench.sample).max() > 0.1, (
+        "the trap is no more: vLLM no longer needs lm_head.weight"
+    )
     await bench.engine.load_weights(next(bench.versions), state)
     await ask(bench, 24)
     assert difference(learner, bench.sample).max() < TOLERANCE
 
 
 async def test_numpy_arrays_do(bench: Any, learner: Any) -> None:
-    await bench.engine.load_weights(next(bench.versions), {name: t.numpy() for name, t in change(learner, 3).items()})
+    await bench.engine.load_weights(
+        next(bench.versions), {name: t.numpy() for name, t in change(learner, 3).items()}
+    )
     await ask(bench, 8)
     assert difference(learner, bench.sample).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_requests_in_flight_go_on_with_the_new_weights_under_keep(bench: Any, learner: Any, stream: bool) -> None:
+async def test_requests_in_flight_go_on_with_the_new_weights_under_keep(
+    bench: Any, learner: Any, stream: bool
+) -> None:
     old, new = bench.engine.version, next(bench.versions)
     tasks, exchanges = await in_flight(bench, 8, 300, stream=stream)
     await bench.engine.load_weights(new, change(learner, 4))
@@ -142,7 +156,9 @@ async def test_weights_that_do_not_fit_change_nothing(bench: Any, learner: Any) 
 async def test_a_cancelled_wait_lets_the_engine_go_on(bench: Any, learner: Any) -> None:
     version = bench.engine.version
     tasks, exchanges = await in_flight(bench, 2, 400)
-    waiting = asyncio.create_task(bench.engine.load_weights(next(bench.versions), change(learner, 10), "wait"))
+    waiting = asyncio.create_task(
+        bench.engine.load_weights(next(bench.versions), change(learner, 10), "wait")
+    )
     await until(lambda: bench.engine._changing.locked())
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -16,7 +16,9 @@ def within(seconds: float = DEADLINE_S) -> Any:
     return asyncio.timeout(seconds)
 
 
-def expected_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> torch.Tensor:
+def expected_logprobs(
+    model: Any, prompt: list[int], output: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Log-probabilities of the tokens of `output`, by plain transformers."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1] / temperature
@@ -26,7 +28,10 @@ def expected_logprobs(model: Any, prompt: list[int], output: list[int], temperat
 def difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
     """Of a sample's log-probabilities from those of plain transformers, token by token."""
     assert len(sample.output_ids) == len(sample.logprobs) == len(sample.weight_versions) > 0
-    return (torch.tensor(sample.logprobs) - expected_logprobs(model, sample.prompt_ids, sample.output_ids, temperature)).abs()
+    return (
+        torch.tensor(sample.logprobs)
+        - expected_logprobs(model, sample.prompt_ids, sample.output_ids, temperature)
+    ).abs()
 
 
 def change(model: Any, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]:
@@ -51,7 +56,9 @@ def ask(bench: Any, tokens: int, model: str = "policy", **settings: Any) -> asyn
     """A request for exactly so many tokens."""
     extra = {"ignore_eos": True}
     create = bench.openai.chat.completions.create
-    return asyncio.create_task(create(model=model, messages=HI, max_tokens=tokens, extra_body=extra, **settings))
+    return asyncio.create_task(
+        create(model=model, messages=HI, max_tokens=tokens, extra_body=extra, **settings)
+    )
 
 
 async def in_flight(

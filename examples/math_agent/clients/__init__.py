@@ -39,4 +39,6 @@ def find_client(name: str) -> Solve:
     try:
         return importlib.import_module(CLIENTS[name]).solve
     except ModuleNotFoundError as error:
-        raise rl.errors.ConfigError(f"the client {name!r} needs {error.name}: pip install {PACKAGES[name]}") from error
+        raise rl.errors.ConfigError(
+            f"the client {name!r} needs {error.name}: pip install {PACKAGES[name]}"
+        ) from error

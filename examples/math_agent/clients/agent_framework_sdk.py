@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import cast
 
-from agent_framework import Agent, ChatOptions, FunctionInvocationContext, MCPStdioTool, MiddlewareFailure, function_middleware
+from agent_framework import (
+    Agent,
+    ChatOptions,
+    FunctionInvocationContext,
+    MCPStdioTool,
+    MiddlewareFailure,
+    function_middleware,
+)
 from agent_framework.exceptions import ToolExecutionException
 from agent_framework_openai import OpenAIChatCompletionClient
 from openai import AsyncOpenAI
@@ -27,7 +34,10 @@ async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
     ):
         client = OpenAIChatCompletionClient(model=llm.model, async_client=connection)
         before_last = max(settings.max_turns - 1, 1)  # then it is asked once more, without tools
-        client.function_invocation_configuration |= {"max_iterations": before_last, "include_detailed_errors": True}
+        client.function_invocation_configuration |= {
+            "max_iterations": before_last,
+            "include_detailed_errors": True,
+        }
         agent = Agent(
             client=client,
             name="calculator",
@@ -51,7 +61,9 @@ def _tool(command: tuple[str, ...]) -> MCPStdioTool:
 
 
 @function_middleware
-async def _give_up_without_server(context: FunctionInvocationContext, call_next: Callable[[], Awaitable[None]]) -> None:
+async def _give_up_without_server(
+    context: FunctionInvocationContext, call_next: Callable[[], Awaitable[None]]
+) -> None:
     """End the run when the server is lost; agent-framework would tell the model that its call failed, and go on."""
     try:
         await call_next()

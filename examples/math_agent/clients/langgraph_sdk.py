@@ -28,7 +28,10 @@ async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
         graph = _graph(model, [_tool(calls, tool) for tool in calls.tools])
         try:  # each turn of the model is a step, and so is each turn of the tools
             final = await graph.ainvoke({"messages": asked}, {"recursion_limit": 2 * settings.max_turns})
-        except (GraphRecursionError, ValidationError):  # the latter: it called a tool with a list, which no AIMessage can hold
+        except (
+            GraphRecursionError,
+            ValidationError,
+        ):  # the latter: it called a tool with a list, which no AIMessage can hold
             return ""
     last = final["messages"][-1]
     return last.text if isinstance(last, AIMessage) else ""
@@ -55,4 +58,6 @@ def _tool(calls: Calculator, tool: Tool) -> StructuredTool:
     async def call(**arguments: Any) -> str:
         return await calls.call(tool.name, arguments)
 
-    return StructuredTool(name=tool.name, description=tool.description or "", args_schema=tool.input_schema, coroutine=call)
+    return StructuredTool(
+        name=tool.name, description=tool.description or "", args_schema=tool.input_schema, coroutine=call
+    )

@@ -27,7 +27,11 @@ async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
         offered: list[Any] = [
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
             }
             for tool in tools.tools
         ]
@@ -55,5 +59,9 @@ async def _answer(call: ChatCompletionMessageToolCallUnion, tools: Calculator) -
             said = f"error: the arguments are not JSON: {error}"
         else:
             fits = isinstance(arguments, dict)
-            said = await tools.call(call.function.name, arguments) if fits else "error: the arguments are no JSON object"
+            said = (
+                await tools.call(call.function.name, arguments)
+                if fits
+                else "error: the arguments are no JSON object"
+            )
     return {"role": "tool", "tool_call_id": call.id, "content": said}

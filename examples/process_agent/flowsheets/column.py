@@ -72,17 +72,23 @@ class Column(Unit):
         assert top.state
         condenser = -(reflux + 1) * top.flow * (above.h - top.state.h) / SECONDS
         results = {
-            "min_stages": split.min_stages, "min_reflux": min_reflux, "reflux": reflux, "stages": stages,
+            "min_stages": split.min_stages,
+            "min_reflux": min_reflux,
+            "reflux": reflux,
+            "stages": stages,
             "feed_stage": feed_stage(stages, feed.zs, top, bottom, light, heavy),
-            "condenser_duty_kW": condenser, "reboiler_duty_kW": top.power + bottom.power - feed.power - condenser,
-        }  # fmt: skip
+            "condenser_duty_kW": condenser,
+            "reboiler_duty_kW": top.power + bottom.power - feed.power - condenser,
+        }
         return {self.distillate: top, self.bottoms: bottom}, results
 
     def _keys(self, properties: Properties, feed: Stream) -> tuple[int, int]:
         """Places of the keys among the components."""
         for role, name in (("light_key", self.light_key), ("heavy_key", self.heavy_key)):
             if name not in properties.components:
-                raise UnitError(f"{role}={name!r} is none of the flowsheet's components: {', '.join(properties.components)}")
+                raise UnitError(
+                    f"{role}={name!r} is none of the flowsheet's components: {', '.join(properties.components)}"
+                )
             if feed.zs[properties.components.index(name)] <= 0:
                 raise UnitError(f"{role}={name!r} is not in the column's inlet")
         return properties.components.index(self.light_key), properties.components.index(self.heavy_key)
@@ -95,7 +101,9 @@ class Column(Unit):
             top, bottom = split.compositions(feed)
             at_top = _volatilities(properties.at_PVF(top, P, 1.0), heavy)
             at_bottom = _volatilities(properties.at_PVF(bottom, P, 0.0), heavy)
-            better = [math.sqrt(a * b) if z > 0 else 0.0 for a, b, z in zip(at_top, at_bottom, feed.zs, strict=True)]
+            better = [
+                math.sqrt(a * b) if z > 0 else 0.0 for a, b, z in zip(at_top, at_bottom, feed.zs, strict=True)
+            ]
             if min(at_top[light], at_bottom[light]) <= 1.001:
                 raise UnitError(
                     f"{self.light_key} is not more volatile than {self.heavy_key} all the way through the column (relative "
@@ -106,11 +114,17 @@ class Column(Unit):
             volatilities = better
             if change < 1e-10:
                 return split
-        raise NotConvergedError("the volatilities of the column did not converge; ask for lower recoveries, or another pressure")
+        raise NotConvergedError(
+            "the volatilities of the column did not converge; ask for lower recoveries, or another pressure"
+        )
 
-    def _fenske(self, feed: Stream, volatilities: list[float], light: int, heavy: int, properties: Properties) -> Split:
+    def _fenske(
+        self, feed: Stream, volatilities: list[float], light: int, heavy: int, properties: Properties
+    ) -> Split:
         if volatilities[light] <= 1:
-            raise UnitError(f"{self.light_key} is less volatile than {self.heavy_key}; swap light_key and heavy_key")
+            raise UnitError(
+                f"{self.light_key} is less volatile than {self.heavy_key}; swap light_key and heavy_key"
+            )
         for name, alpha in zip(properties.components, volatilities, strict=True):
             if 1 < alpha < volatilities[light]:
                 raise UnitError(f"{name} boils between the keys; choose keys that are adjacent in volatility")
@@ -119,7 +133,9 @@ class Column(Unit):
         min_stages = math.log(odds_light / odds_heavy) / math.log(volatilities[light])
         shares = []
         for alpha in volatilities:
-            odds = odds_heavy * math.exp(min(min_stages * math.log(alpha), MAX_EXPONENT)) if alpha > 0 else 0.0
+            odds = (
+                odds_heavy * math.exp(min(min_stages * math.log(alpha), MAX_EXPONENT)) if alpha > 0 else 0.0
+            )
             shares.append(min(max(odds / (1 + odds), TRACE), 1 - TRACE))
         return Split(min_stages, volatilities, shares)
 
@@ -203,7 +219,11 @@ def gilliland(min_stages: float, min_reflux: float, reflux: float) -> float:
     return (min_stages + y) / (1 - y)
 
 
-def feed_stage(stages: float, zs: tuple[float, ...], top: Stream, bottom: Stream, light: int, heavy: int) -> float:
+def feed_stage(
+    stages: float, zs: tuple[float, ...], top: Stream, bottom: Stream, light: int, heavy: int
+) -> float:
     """Kirkbride's feed stage, counted from the top."""
-    ratio = (zs[heavy] / zs[light] * (bottom.zs[light] / top.zs[heavy]) ** 2 * bottom.flow / top.flow) ** 0.206
+    ratio = (
+        zs[heavy] / zs[light] * (bottom.zs[light] / top.zs[heavy]) ** 2 * bottom.flow / top.flow
+    ) ** 0.206
     return stages * ratio / (1 + ratio)

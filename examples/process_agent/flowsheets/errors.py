@@ -24,7 +24,9 @@ class SimulationError(Exception):
 
     def told(self) -> dict[str, Any]:
         """As it goes over HTTP: `{"code", "message"}`, and `unit` where there is one."""
-        return {"code": self.code, "message": str(self)[:MAX_MESSAGE]} | ({"unit": self.unit} if self.unit else {})
+        return {"code": self.code, "message": str(self)[:MAX_MESSAGE]} | (
+            {"unit": self.unit} if self.unit else {}
+        )
 
 
 class FlowsheetError(SimulationError):

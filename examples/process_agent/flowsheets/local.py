@@ -53,9 +53,18 @@ def check_simulator(url: str) -> None:
 @contextlib.contextmanager
 def _started() -> Iterator[str]:
     """A service on a free port of loopback, in a process of its own, which ends when this one does, however that happens."""
-    command = [sys.executable, "-m", "examples.process_agent.flowsheets.service", "--port", "0", "--until-eof"]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.process_agent.flowsheets.service",
+        "--port",
+        "0",
+        "--until-eof",
+    ]
     root = Path(__file__).parents[3]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         deadline = threading.Timer(START_TIMEOUT_S, process.kill)
         deadline.start()
         try:

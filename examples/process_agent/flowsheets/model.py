@@ -11,7 +11,17 @@ from examples.process_agent.flowsheets.column import Column
 from examples.process_agent.flowsheets.errors import CyclicFlowsheetError, FlowsheetError, SimulationError
 from examples.process_agent.flowsheets.properties import T_MAX_K, T_MIN_K, PackageName, Properties
 from examples.process_agent.flowsheets.streams import Stream
-from examples.process_agent.flowsheets.units import Component, Compressor, Flash, Heater, Mixer, Name, Pressure, Pump, Unit
+from examples.process_agent.flowsheets.units import (
+    Component,
+    Compressor,
+    Flash,
+    Heater,
+    Mixer,
+    Name,
+    Pressure,
+    Pump,
+    Unit,
+)
 
 UNITS: tuple[type[Unit], ...] = (Mixer, Heater, Pump, Flash, Column, Compressor)
 AnyUnit = Annotated[Mixer | Heater | Pump | Flash | Column | Compressor, Field(discriminator="type")]
@@ -69,7 +79,9 @@ class Flowsheet(BaseModel):
             raise FlowsheetError("a component is listed twice")
         for name, feed in self.feeds.items():
             if extra := sorted(set(feed.composition) - set(self.components)):
-                raise FlowsheetError(f"feed {name!r} holds {', '.join(extra)}, which components does not list")
+                raise FlowsheetError(
+                    f"feed {name!r} holds {', '.join(extra)}, which components does not list"
+                )
 
     def order(self) -> list[str]:
         """Names of the units, each after those that feed it.
@@ -98,15 +110,21 @@ class Flowsheet(BaseModel):
         for name, unit in self.units.items():
             for stream in unit.outlets:
                 if stream in sources:
-                    raise FlowsheetError(f"stream {stream!r} comes from {sources[stream]} and from {name}; name them apart")
+                    raise FlowsheetError(
+                        f"stream {stream!r} comes from {sources[stream]} and from {name}; name them apart"
+                    )
                 sources[stream] = name
         takers: dict[str, str] = {}
         for name, unit in self.units.items():
             for stream in unit.inlets:
                 if stream not in sources:
-                    raise FlowsheetError(f"{name} takes stream {stream!r}, which nothing gives; there are {', '.join(sources)}")
+                    raise FlowsheetError(
+                        f"{name} takes stream {stream!r}, which nothing gives; there are {', '.join(sources)}"
+                    )
                 if stream in takers:
-                    raise FlowsheetError(f"stream {stream!r} goes to {takers[stream]} and to {name}; a stream goes to one unit")
+                    raise FlowsheetError(
+                        f"stream {stream!r} goes to {takers[stream]} and to {name}; a stream goes to one unit"
+                    )
                 takers[stream] = name
 
     def _circle(self, left: Mapping[str, Unit]) -> list[str]:
@@ -170,13 +188,36 @@ def schema() -> dict[str, Any]:
         },
         "unit_types": {unit.model_fields["type"].annotation.__args__[0]: unit.takes for unit in UNITS},  # type: ignore[union-attr]
         "results": {
-            "streams.NAME": ["T_K", "P_bar", "flow_kmol_h", "vapor_fraction", "enthalpy_kJ_kmol", "composition.COMPONENT"],
+            "streams.NAME": [
+                "T_K",
+                "P_bar",
+                "flow_kmol_h",
+                "vapor_fraction",
+                "enthalpy_kJ_kmol",
+                "composition.COMPONENT",
+            ],
             "units.NAME": "as named for each unit type",
         },
         "example": {
             "package": "peng_robinson",
             "components": ["propane", "n-pentane"],
-            "feeds": {"feed": {"T_K": 300, "P_bar": 5, "flow_kmol_h": 50, "composition": {"propane": 0.4, "n-pentane": 0.6}}},
-            "units": {"drum": {"type": "flash", "inlet": "feed", "vapor": "gas", "liquid": "oil", "T_K": 330, "P_bar": 4}},
+            "feeds": {
+                "feed": {
+                    "T_K": 300,
+                    "P_bar": 5,
+                    "flow_kmol_h": 50,
+                    "composition": {"propane": 0.4, "n-pentane": 0.6},
+                }
+            },
+            "units": {
+                "drum": {
+                    "type": "flash",
+                    "inlet": "feed",
+                    "vapor": "gas",
+                    "liquid": "oil",
+                    "T_K": 330,
+                    "P_bar": 4,
+                }
+            },
         },
     }

@@ -38,11 +38,41 @@ T_MIN_K, T_MAX_K = 120.0, 1500.0
 """Where states are looked for."""
 P_MAX_BAR = 500.0
 KNOWN = (
-    "methane", "ethane", "propane", "n-butane", "isobutane", "n-pentane", "isopentane", "n-hexane", "n-heptane", "n-octane",
-    "ethylene", "propylene", "cyclohexane", "benzene", "toluene", "p-xylene", "ethylbenzene", "styrene", "methanol", "ethanol",
-    "1-propanol", "2-propanol", "1-butanol", "acetone", "acetic acid", "ethyl acetate", "water", "ammonia", "nitrogen", "oxygen",
-    "hydrogen", "carbon dioxide", "carbon monoxide", "hydrogen sulfide",
-)  # fmt: skip
+    "methane",
+    "ethane",
+    "propane",
+    "n-butane",
+    "isobutane",
+    "n-pentane",
+    "isopentane",
+    "n-hexane",
+    "n-heptane",
+    "n-octane",
+    "ethylene",
+    "propylene",
+    "cyclohexane",
+    "benzene",
+    "toluene",
+    "p-xylene",
+    "ethylbenzene",
+    "styrene",
+    "methanol",
+    "ethanol",
+    "1-propanol",
+    "2-propanol",
+    "1-butanol",
+    "acetone",
+    "acetic acid",
+    "ethyl acetate",
+    "water",
+    "ammonia",
+    "nitrogen",
+    "oxygen",
+    "hydrogen",
+    "carbon dioxide",
+    "carbon monoxide",
+    "hydrogen sulfide",
+)
 """Names that errors suggest. Any other that the `chemicals` library knows will do."""
 
 
@@ -87,7 +117,9 @@ class Properties:
 
     def at_TP(self, zs: Sequence[float], T: float, P: float) -> State:
         """The state at a temperature and a pressure."""
-        return self._solve(zs, f"T={T:g} K, P={P:g} bar", P, lambda flasher, z: flasher.flash(T=T, P=P * BAR, zs=z), T)
+        return self._solve(
+            zs, f"T={T:g} K, P={P:g} bar", P, lambda flasher, z: flasher.flash(T=T, P=P * BAR, zs=z), T
+        )
 
     def at_PVF(self, zs: Sequence[float], P: float, vapor_fraction: float) -> State:
         """The state with a vapour fraction at a pressure: 0 is the bubble point, 1 the dew point."""
@@ -102,7 +134,9 @@ class Properties:
         """The state with an entropy (J/mol/K) at a pressure."""
         return self._at_content(zs, P, "s", s, f"an entropy of {s:.1f} J/mol/K at {P:g} bar")
 
-    def _at_content(self, zs: Sequence[float], P: float, of: Literal["h", "s"], wanted: float, what: str) -> State:
+    def _at_content(
+        self, zs: Sequence[float], P: float, of: Literal["h", "s"], wanted: float, what: str
+    ) -> State:
         """The state in which `h` or `s`, which grow with temperature, is as wanted.
 
         Found by temperature, over flashes at fixed temperature and pressure, which converge where thermo's own flashes at fixed
@@ -150,15 +184,26 @@ class Properties:
             return None
 
     def _solve(
-        self, zs: Sequence[float], what: str, P: float, flash: Callable[[Any, list[float]], Any], T: float | None = None
+        self,
+        zs: Sequence[float],
+        what: str,
+        P: float,
+        flash: Callable[[Any, list[float]], Any],
+        T: float | None = None,
     ) -> State:
         """Flash over the components that are there, and give the state over all."""
         if not 0 < P <= P_MAX_BAR:
-            raise NotConvergedError(f"a pressure of {P:g} bar is out of range; it must be above 0 and at most {P_MAX_BAR:g} bar")
+            raise NotConvergedError(
+                f"a pressure of {P:g} bar is out of range; it must be above 0 and at most {P_MAX_BAR:g} bar"
+            )
         if T is not None and not T_MIN_K <= T <= T_MAX_K:
-            raise NotConvergedError(f"a temperature of {T:g} K is out of range; it must be from {T_MIN_K:g} to {T_MAX_K:g} K")
+            raise NotConvergedError(
+                f"a temperature of {T:g} K is out of range; it must be from {T_MIN_K:g} to {T_MAX_K:g} K"
+            )
         active = _active(zs)
-        flasher = make_flasher(self.package, tuple(self._ids[i] for i in active), tuple(self.components[i] for i in active))
+        flasher = make_flasher(
+            self.package, tuple(self._ids[i] for i in active), tuple(self.components[i] for i in active)
+        )
         part = [zs[i] for i in active]
         try:
             found = flash(flasher, [z / sum(part) for z in part])
@@ -172,10 +217,15 @@ class Properties:
             ) from error
         liquid, gas = found.liquid0 if found.liquid_count else None, found.gas
         return State(
-            T=float(found.T), P=float(found.P) / BAR, vapor_fraction=float(found.VF), h=float(h), s=float(s),
-            liquid=self._spread(active, liquid), vapor=self._spread(active, gas),
+            T=float(found.T),
+            P=float(found.P) / BAR,
+            vapor_fraction=float(found.VF),
+            h=float(h),
+            s=float(s),
+            liquid=self._spread(active, liquid),
+            vapor=self._spread(active, gas),
             liquid_volume=None if liquid is None else float(liquid.V()),
-        )  # fmt: skip
+        )
 
     def _spread(self, active: list[int], phase: Any) -> tuple[float, ...] | None:
         """Mole fractions over all components."""
@@ -192,9 +242,15 @@ def _active(zs: Sequence[float]) -> list[int]:
 def _between(liquid: State, vapor: State, fraction: float) -> State:
     """A boiling pure component of which a part is vapour."""
     return State(
-        T=liquid.T, P=liquid.P, vapor_fraction=fraction, h=liquid.h + fraction * (vapor.h - liquid.h),
-        s=liquid.s + fraction * (vapor.s - liquid.s), liquid=liquid.liquid, vapor=vapor.vapor, liquid_volume=liquid.liquid_volume,
-    )  # fmt: skip
+        T=liquid.T,
+        P=liquid.P,
+        vapor_fraction=fraction,
+        h=liquid.h + fraction * (vapor.h - liquid.h),
+        s=liquid.s + fraction * (vapor.s - liquid.s),
+        liquid=liquid.liquid,
+        vapor=vapor.vapor,
+        liquid_volume=liquid.liquid_volume,
+    )
 
 
 @functools.cache
@@ -222,7 +278,9 @@ def make_flasher(package: PackageName, ids: tuple[str, ...], names: tuple[str, .
     constants, correlations = ChemicalConstantsPackage.from_IDs(list(ids))
     for i, name in enumerate(names):
         if any(values[i] is None for values in (constants.Tcs, constants.Pcs, constants.omegas)):
-            raise UnknownComponentError(f"there are no critical constants for {name!r}, which no package can do without")
+            raise UnknownComponentError(
+                f"there are no critical constants for {name!r}, which no package can do without"
+            )
     make = {"peng_robinson": _cubic, "ideal": _activity, "unifac": _activity}[package]
     gas, liquid = make(package, constants, correlations, names)
     if len(ids) == 1:
@@ -234,7 +292,9 @@ def _cubic(package: str, constants: Any, correlations: Any, names: tuple[str, ..
     kijs = IPDB.get_ip_asymmetric_matrix("ChemSep PR", constants.CASs, "kij")
     eos = {"Tcs": constants.Tcs, "Pcs": constants.Pcs, "omegas": constants.omegas, "kijs": kijs}
     heat = correlations.HeatCapacityGases
-    return CEOSGas(PRMIX, eos_kwargs=eos, HeatCapacityGases=heat), CEOSLiquid(PRMIX, eos_kwargs=eos, HeatCapacityGases=heat)
+    return CEOSGas(PRMIX, eos_kwargs=eos, HeatCapacityGases=heat), CEOSLiquid(
+        PRMIX, eos_kwargs=eos, HeatCapacityGases=heat
+    )
 
 
 def _activity(package: str, constants: Any, correlations: Any, names: tuple[str, ...]) -> tuple[Any, Any]:
@@ -242,12 +302,18 @@ def _activity(package: str, constants: Any, correlations: Any, names: tuple[str,
     if package == "unifac" and len(names) > 1:
         for name, groups in zip(names, constants.UNIFAC_groups, strict=True):
             if not groups:
-                raise UnknownComponentError(f"UNIFAC has no groups for {name!r}; use the package ideal or peng_robinson")
+                raise UnknownComponentError(
+                    f"UNIFAC has no groups for {name!r}; use the package ideal or peng_robinson"
+                )
         even = [1.0 / len(names)] * len(names)
         model = UNIFAC.from_subgroups(T=298.15, xs=even, chemgroups=constants.UNIFAC_groups)
     liquid = GibbsExcessLiquid(
-        VaporPressures=correlations.VaporPressures, HeatCapacityGases=correlations.HeatCapacityGases,
-        VolumeLiquids=correlations.VolumeLiquids, EnthalpyVaporizations=correlations.EnthalpyVaporizations,
-        GibbsExcessModel=model, equilibrium_basis="Psat", caloric_basis="Psat",
-    )  # fmt: skip
+        VaporPressures=correlations.VaporPressures,
+        HeatCapacityGases=correlations.HeatCapacityGases,
+        VolumeLiquids=correlations.VolumeLiquids,
+        EnthalpyVaporizations=correlations.EnthalpyVaporizations,
+        GibbsExcessModel=model,
+        equilibrium_basis="Psat",
+        caloric_basis="Psat",
+    )
     return IdealGas(HeatCapacityGases=correlations.HeatCapacityGases), liquid

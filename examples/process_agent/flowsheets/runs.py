@@ -74,10 +74,14 @@ class Runs:
         with self._one:
             run = self._found.get(run_id)
         if run is None:
-            raise UnknownRunError(f"there is no simulation {run_id!r}; give the run_id that run_simulation returned")
+            raise UnknownRunError(
+                f"there is no simulation {run_id!r}; give the run_id that run_simulation returned"
+            )
         if run.results is None:
             assert run.error
-            raise UnknownRunError(f"simulation {run_id} failed, so that it has no results: {run.error['message']}")
+            raise UnknownRunError(
+                f"simulation {run_id} failed, so that it has no results: {run.error['message']}"
+            )
         if not paths:
             return run.results
         return {path: look_up(run.results, path) for path in paths}

@@ -52,12 +52,16 @@ def make_app(runs: Runs | None = None) -> Starlette:
         return JSONResponse(run.told())
 
     async def result(request: Request) -> JSONResponse:
-        found = await run_in_threadpool(runs.result, request.path_params["run_id"], request.query_params.getlist("path"))
+        found = await run_in_threadpool(
+            runs.result, request.path_params["run_id"], request.query_params.getlist("path")
+        )
         return JSONResponse(found)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, SimulationError)
-        return JSONResponse({"error": error.told()}, status_code=404 if isinstance(error, UnknownRunError) else 422)
+        return JSONResponse(
+            {"error": error.told()}, status_code=404 if isinstance(error, UnknownRunError) else 422
+        )
 
     routes = [
         Route("/health", health),
@@ -97,11 +101,17 @@ class _Server(uvicorn.Server):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve the process simulator over HTTP.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there are no keys, so keep it from strangers")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; there are no keys, so keep it from strangers",
+    )
     parser.add_argument("--port", type=int, default=8700, help="0 takes any free one")
     parser.add_argument("--until-eof", action="store_true", help="end when the standard input does")
     args = parser.parse_args()
-    config = uvicorn.Config(make_app(), host=args.host, port=args.port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
+    config = uvicorn.Config(
+        make_app(), host=args.host, port=args.port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S
+    )
     server = _Server(config)
     if args.until_eof:
         threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()

@@ -94,7 +94,9 @@ class Heater(Unit):
         state = _flowing(feed)
         P = feed.P - self.pressure_drop_bar
         if P <= 0:
-            raise UnitError(f"a pressure drop of {self.pressure_drop_bar:g} bar leaves nothing of {feed.P:g} bar")
+            raise UnitError(
+                f"a pressure drop of {self.pressure_drop_bar:g} bar leaves nothing of {feed.P:g} bar"
+            )
         if self.outlet_T_K is not None:
             out = properties.at_TP(feed.zs, self.outlet_T_K, P)
         elif self.outlet_vapor_fraction is not None:
@@ -102,7 +104,9 @@ class Heater(Unit):
         else:
             assert self.duty_kW is not None
             out = properties.at_PH(feed.zs, P, state.h + self.duty_kW * SECONDS / feed.flow)
-        return {self.outlet: Stream.of(feed.flow, feed.zs, out)}, {"duty_kW": feed.flow * (out.h - state.h) / SECONDS}
+        return {self.outlet: Stream.of(feed.flow, feed.zs, out)}, {
+            "duty_kW": feed.flow * (out.h - state.h) / SECONDS
+        }
 
 
 class Pump(Unit):
@@ -123,7 +127,9 @@ class Pump(Unit):
                 f"a pump takes liquid, and {state.vapor_fraction:.1%} of its inlet is vapour; cool it, or flash it first"
             )
         if self.outlet_P_bar < feed.P:
-            raise UnitError(f"a pump raises the pressure; its inlet has {feed.P:g} bar and outlet_P_bar={self.outlet_P_bar:g}")
+            raise UnitError(
+                f"a pump raises the pressure; its inlet has {feed.P:g} bar and outlet_P_bar={self.outlet_P_bar:g}"
+            )
         work = state.liquid_volume * (self.outlet_P_bar - feed.P) * BAR / self.efficiency
         out = properties.at_PH(feed.zs, self.outlet_P_bar, state.h + work)
         return {self.outlet: Stream.of(feed.flow, feed.zs, out)}, {"work_kW": feed.flow * work / SECONDS}
@@ -195,7 +201,10 @@ class Flash(Unit):
             out = properties.at_PH(feed.zs, P, state.h + self.duty_kW * SECONDS / feed.flow)
         rising, n = feed.flow * out.vapor_fraction, len(feed.zs)
         streams = {}
-        for name, flow, zs, at in ((self.vapor, rising, out.vapor, 1.0), (self.liquid, feed.flow - rising, out.liquid, 0.0)):
+        for name, flow, zs, at in (
+            (self.vapor, rising, out.vapor, 1.0),
+            (self.liquid, feed.flow - rising, out.liquid, 0.0),
+        ):
             if flow <= 0 or zs is None:
                 streams[name] = Stream.empty(n, out.T, P)
             else:
@@ -212,7 +221,9 @@ def _flowing(feed: Stream) -> Any:
         UnitError: it has no flow.
     """
     if feed.state is None:
-        raise UnitError("its inlet has no flow: the unit before found no such phase. Change the conditions there")
+        raise UnitError(
+            "its inlet has no flow: the unit before found no such phase. Change the conditions there"
+        )
     return feed.state
 
 

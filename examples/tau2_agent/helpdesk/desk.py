@@ -45,7 +45,11 @@ class DeskCase:
         product, and 0 for a conversation that did not come to its end."""
         database = float(self.changed() == self._expected["changes"])
         facts = share_told(self._expected["facts"], transcript.said())
-        return {"reward": database * facts * (transcript.ending == "user"), "database": database, "facts": facts}
+        return {
+            "reward": database * facts * (transcript.ending == "user"),
+            "database": database,
+            "facts": facts,
+        }
 
 
 class HelpDesk:

@@ -87,7 +87,10 @@ class Desk:
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's shape."""
         return [
-            {"type": "function", "function": {"name": name, "description": kind.__doc__, "parameters": _schema(kind)}}
+            {
+                "type": "function",
+                "function": {"name": name, "description": kind.__doc__, "parameters": _schema(kind)},
+            }
             for name, (kind, _) in self._tools.items()
         ]
 
@@ -110,7 +113,11 @@ class Desk:
         for user in self.database["users"].values():
             if user["email"] == given.email.strip().lower():
                 self.database["contact"] = user["id"]
-                own = [booking["id"] for booking in self.database["bookings"].values() if booking["user_id"] == user["id"]]
+                own = [
+                    booking["id"]
+                    for booking in self.database["bookings"].values()
+                    if booking["user_id"] == user["id"]
+                ]
                 return user | {"bookings": own}
         raise ToolError(f"no customer has the address {given.email:.100}")
 
@@ -122,7 +129,11 @@ class Desk:
         sailings = self.database["sailings"].values()
         if given.route not in (routes := sorted({sailing["route"] for sailing in sailings})):
             raise ToolError(f"there is no route {given.route:.100}; there are {', '.join(routes)}")
-        return [sailing for sailing in sailings if (sailing["route"], sailing["date"]) == (given.route, given.date)]
+        return [
+            sailing
+            for sailing in sailings
+            if (sailing["route"], sailing["date"]) == (given.route, given.date)
+        ]
 
     def _change_booking(self, given: ChangeBooking) -> dict[str, Any]:
         booking, old = self._own(given.booking_id)
@@ -135,9 +146,13 @@ class Desk:
         if new["status"] != "scheduled" or self._hours(new) <= 0:
             raise ToolError(f"{new['id']} is {new['status']} and cannot be booked")
         if booking["fare"] == "saver" and self._hours(old) < CHANGE_HOURS:
-            raise ToolError(f"a saver fare cannot be changed later than {CHANGE_HOURS} hours before departure")
+            raise ToolError(
+                f"a saver fare cannot be changed later than {CHANGE_HOURS} hours before departure"
+            )
         if new["seats"] < booking["passengers"] or new["vehicle_spaces"] < booking["vehicle"]:
-            raise ToolError(f"{new['id']} has {new['seats']} seats and {new['vehicle_spaces']} vehicle spaces left, too few")
+            raise ToolError(
+                f"{new['id']} has {new['seats']} seats and {new['vehicle_spaces']} vehicle spaces left, too few"
+            )
         price = new[booking["fare"]] * booking["passengers"] + VEHICLE_PRICE * booking["vehicle"]
         difference = price - booking["paid"]
         charge = difference if booking["fare"] == "flex" else max(difference, 0) + CHANGE_FEE
@@ -151,7 +166,9 @@ class Desk:
         self._must_be_open(booking, sailing)
         full = booking["fare"] == "flex" or sailing["status"] == "cancelled"
         if not full and self._hours(sailing) < CANCEL_HOURS:
-            raise ToolError(f"a saver fare cannot be cancelled later than {CANCEL_HOURS} hours before departure")
+            raise ToolError(
+                f"a saver fare cannot be cancelled later than {CANCEL_HOURS} hours before departure"
+            )
         refund = booking["paid"] if full else booking["paid"] // 2
         self._take_seats(sailing, booking, -1)
         booking.update(status="cancelled", refund=refund)
@@ -180,13 +197,17 @@ class Desk:
 
     def _must_be_open(self, booking: dict[str, Any], sailing: dict[str, Any]) -> None:
         if booking["status"] != "confirmed":
-            raise ToolError(f"{booking['id']} is {booking['status']}; only a confirmed booking can be changed or cancelled")
+            raise ToolError(
+                f"{booking['id']} is {booking['status']}; only a confirmed booking can be changed or cancelled"
+            )
         if self._hours(sailing) <= 0:
             raise ToolError(f"{sailing['id']} has left; its bookings can no longer be changed or cancelled")
 
     def _hours(self, sailing: dict[str, Any]) -> float:
         """Hours until departure."""
-        return (datetime.fromisoformat(f"{sailing['date']} {sailing['departs']}") - self._now).total_seconds() / 3600
+        return (
+            datetime.fromisoformat(f"{sailing['date']} {sailing['departs']}") - self._now
+        ).total_seconds() / 3600
 
     @staticmethod
     def _take_seats(sailing: dict[str, Any], booking: dict[str, Any], sign: int) -> None:
@@ -197,8 +218,15 @@ class Desk:
 def _schema(kind: type[Arguments]) -> dict[str, Any]:
     """The JSON schema of a tool's arguments, without what only pydantic reads."""
     schema = kind.model_json_schema()
-    fields = {name: {k: v for k, v in field.items() if k != "title"} for name, field in schema["properties"].items()}
-    return {"type": "object", "properties": fields, "required": schema["required"], "additionalProperties": False}
+    fields = {
+        name: {k: v for k, v in field.items() if k != "title"} for name, field in schema["properties"].items()
+    }
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": schema["required"],
+        "additionalProperties": False,
+    }
 
 
 def _explain(error: ValidationError | TypeError) -> str:

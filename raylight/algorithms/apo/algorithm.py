@@ -90,15 +90,25 @@ class APO(Algorithm):
         from openai import OpenAI
 
         if not hasattr(async_openai_client, "chat") or isinstance(async_openai_client, OpenAI):
-            raise ConfigError(f"APO asks its models through an openai.AsyncOpenAI client, not {async_openai_client!r:.80}")
+            raise ConfigError(
+                f"APO asks its models through an openai.AsyncOpenAI client, not {async_openai_client!r:.80}"
+            )
         self.client = async_openai_client
         self.served_model = served_model
         self.settings = ApoSettings(
-            gradient_model=gradient_model, apply_edit_model=apply_edit_model, diversity_temperature=diversity_temperature,
-            gradient_batch_size=gradient_batch_size, val_batch_size=val_batch_size, beam_width=beam_width,
-            branch_factor=branch_factor, beam_rounds=beam_rounds, rollout_batch_timeout=rollout_batch_timeout,
-            run_initial_validation=run_initial_validation, max_concurrent=max_concurrent, seed=seed,
-        )  # fmt: skip
+            gradient_model=gradient_model,
+            apply_edit_model=apply_edit_model,
+            diversity_temperature=diversity_temperature,
+            gradient_batch_size=gradient_batch_size,
+            val_batch_size=val_batch_size,
+            beam_width=beam_width,
+            branch_factor=branch_factor,
+            beam_rounds=beam_rounds,
+            rollout_batch_timeout=rollout_batch_timeout,
+            run_initial_validation=run_initial_validation,
+            max_concurrent=max_concurrent,
+            seed=seed,
+        )
         self.history: History | None = None
         """Every prompt that was tried; None before `run`."""
 
@@ -115,7 +125,9 @@ class APO(Algorithm):
             ConfigError: it has not run.
         """
         if self.history is None:
-            raise ConfigError("there is no best prompt yet: run APO first, by Trainer(algorithm=apo, ...).fit(...)")
+            raise ConfigError(
+                "there is no best prompt yet: run APO first, by Trainer(algorithm=apo, ...).fit(...)"
+            )
         return self.history.best_candidate.template
 
     def get_seed_prompt_template(self) -> tuple[str, PromptTemplate]:
@@ -158,7 +170,9 @@ class APO(Algorithm):
         train, val = listed(train_dataset, "train_dataset"), listed(val_dataset, "val_dataset")
         for name, tasks in (("train_dataset", train), ("val_dataset", val)):
             if not tasks:
-                raise DatasetError(f"APO criticises prompts on training tasks and scores them on others; {name} is missing")
+                raise DatasetError(
+                    f"APO criticises prompts on training tasks and scores them on others; {name} is missing"
+                )
         name, seed = self.get_seed_prompt_template()
         try:
             seed.placeholders()
@@ -171,21 +185,37 @@ class APO(Algorithm):
         console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
         datasets: dict[RolloutMode, Sequence[Any]] = {"train": train, "val": val}
         evaluator = Evaluator(
-            self.get_store(), self.get_initial_resources() or {}, name, datasets, self.settings.rollout_batch_timeout,
-            self.get_adapter(), tell=(lambda finished: None) if side is None else side.tell, works=history.has_scores,
-        )  # fmt: skip
+            self.get_store(),
+            self.get_initial_resources() or {},
+            name,
+            datasets,
+            self.settings.rollout_batch_timeout,
+            self.get_adapter(),
+            tell=(lambda finished: None) if side is None else side.tell,
+            works=history.has_scores,
+        )
         async with on_this_loop(self.client) as client:
             critic = Critic(client, self.settings)
             search = BeamSearch(
-                self.settings, history, len(train), len(val), evaluator, critic.critique, critic.edit,
+                self.settings,
+                history,
+                len(train),
+                len(val),
+                evaluator,
+                critic.critique,
+                critic.edit,
                 changed=lambda: _keep(history, folder),
                 say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-            )  # fmt: skip
+            )
             await self._search(search, folder)
         await evaluator.settle_on(self.get_best_prompt())
         show(history, console)
         if folder is not None:
-            console.print(*(f"  {folder / file}" for file in (RESULT_FILE, TREE_FILE, BEST_FILE)), sep="\n", soft_wrap=True)
+            console.print(
+                *(f"  {folder / file}" for file in (RESULT_FILE, TREE_FILE, BEST_FILE)),
+                sep="\n",
+                soft_wrap=True,
+            )
 
     def _begin(self, seed: PromptTemplate, name: str, tasks: str, result: Path | None) -> History:
         if result is None:

@@ -99,7 +99,9 @@ class BeamSearch:
         self._say(f"round {number}: scoring {len(rivals)} prompts on {len(batch)} validation tasks")
         await together(*(self._score(candidate, number, batch) for candidate in rivals))
         # of equals the older one stays
-        kept = sorted(rivals, key=lambda candidate: -candidate.batch_scores[number])[: self.settings.beam_width]
+        kept = sorted(rivals, key=lambda candidate: -candidate.batch_scores[number])[
+            : self.settings.beam_width
+        ]
         await self._validate(kept[0])
         history.beams.append([candidate.version for candidate in kept])
         self._changed()
@@ -114,8 +116,12 @@ class BeamSearch:
         """Make the rewrites of a round."""
         history = self.history
         parents = [parent for parent in self.parents(number) for _ in range(self.settings.branch_factor)]
-        self._say(f"round {number}: {len(parents)} rewrites of {', '.join(sorted({parent.version for parent in parents}))}")
-        written = await together(*(self._branch(parent, number, place) for place, parent in enumerate(parents)))
+        self._say(
+            f"round {number}: {len(parents)} rewrites of {', '.join(sorted({parent.version for parent in parents}))}"
+        )
+        written = await together(
+            *(self._branch(parent, number, place) for place, parent in enumerate(parents))
+        )
         unanswered = [item for item in written if isinstance(item, RejectedEdit) and item.kind == "endpoint"]
         if len(unanswered) == len(written):
             raise CriticError(

@@ -16,7 +16,9 @@ from raylight.errors import CriticError
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-NO_COMPLETION = "answered with no chat completion (does the client's base_url end in /v1, or whatever its server wants?)"
+NO_COMPLETION = (
+    "answered with no chat completion (does the client's base_url end in /v1, or whatever its server wants?)"
+)
 
 
 @contextlib.asynccontextmanager
@@ -47,7 +49,9 @@ class Critic:
             RejectedEdit: the model did not answer, or said nothing.
             CriticError: it never will: the key or the name of the model is wrong.
         """
-        return await self._ask(self._settings.gradient_model, critique_messages(template, describe_trials(trials), variant))
+        return await self._ask(
+            self._settings.gradient_model, critique_messages(template, describe_trials(trials), variant)
+        )
 
     async def edit(self, template: PromptTemplate, critique: str, variant: int) -> str:
         """The answer in which there is a rewritten prompt; raises as `critique` does."""
@@ -67,7 +71,9 @@ class Critic:
                 "names given as gradient_model and apply_edit_model"
             ) from error
         except openai.OpenAIError as error:
-            raise RejectedEdit(f"{model!r} did not answer: {type(error).__name__}: {error}", "endpoint") from error
+            raise RejectedEdit(
+                f"{model!r} did not answer: {type(error).__name__}: {error}", "endpoint"
+            ) from error
         except ValueError as error:  # a body that is announced as JSON and is none
             raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {error}", "endpoint") from error
         text, ending = _answer(reply, model)

@@ -59,12 +59,16 @@ def rewrite_of(parent: PromptTemplate, answer: str) -> PromptTemplate:
     wanted = parent.placeholders()
     if found != wanted:
         lost, new = sorted(wanted - found), sorted(found - wanted)
-        parts = [f"lost {', '.join(lost)}"] * bool(lost) + [f"asks for {', '.join(new)}, which nobody gives"] * bool(new)
+        parts = [f"lost {', '.join(lost)}"] * bool(lost) + [
+            f"asks for {', '.join(new)}, which nobody gives"
+        ] * bool(new)
         raise RejectedEdit(f"the rewritten prompt {' and '.join(parts)}", "placeholders", text)
     if parent.engine == "f-string":
         odd = fields(text) - fields(parent.template) - {f"{{{name}}}" for name in wanted}
         if odd:
-            raise RejectedEdit(f"the rewritten prompt has {', '.join(sorted(odd))}: a format of its own", "malformed", text)
+            raise RejectedEdit(
+                f"the rewritten prompt has {', '.join(sorted(odd))}: a format of its own", "malformed", text
+            )
     return rewritten
 
 

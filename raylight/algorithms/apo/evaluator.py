@@ -64,7 +64,10 @@ class Evaluator:
             RolloutsFailedError: all were lost to the infrastructure, or none has ever done anything but fail or give no reward.
         """
         resources_id = await self.offer(template)
-        asked = [EnqueueRolloutRequest(input=self._datasets[mode][i], mode=mode, resources_id=resources_id) for i in tasks]
+        asked = [
+            EnqueueRolloutRequest(input=self._datasets[mode][i], mode=mode, resources_id=resources_id)
+            for i in tasks
+        ]
         ids = [rollout.rollout_id for rollout in await self._store.enqueue_many_rollouts(asked)]
         decided = await self._store.wait_for_rollouts(rollout_ids=ids, timeout=self._timeout)
         if len(decided) < len(ids):
@@ -86,12 +89,15 @@ class Evaluator:
 
     async def settle_on(self, template: PromptTemplate) -> None:
         """Make the resources with this prompt the latest."""
-        await self._store.update_resources(await self.offer(template), self._resources | {self._name: template})
+        await self._store.update_resources(
+            await self.offer(template), self._resources | {self._name: template}
+        )
 
     def _must_work(self, found: Evaluation) -> None:
         """Raise RolloutsFailedError if the agent fails, or scores nothing, whatever it is asked: then no prompt is at fault."""
         self._works = self._works or any(
-            trial.ending == "timed out" or (trial.ending == "succeeded" and trial.reward is not None) for trial in found.trials
+            trial.ending == "timed out" or (trial.ending == "succeeded" and trial.reward is not None)
+            for trial in found.trials
         )
         if self._works:
             return
@@ -114,7 +120,9 @@ class Evaluator:
             ending=_ending(item),
             reward=item.reward,
             conversations=conversations,
-            notes=() if conversations else [_note(span) for span in item.spans if not is_reward_span(span)][:NOTED_SPANS],
+            notes=()
+            if conversations
+            else [_note(span) for span in item.spans if not is_reward_span(span)][:NOTED_SPANS],
             error=failure.error if failure else "",
         )
 

@@ -79,7 +79,11 @@ class History(Record):
     def begin(cls, seed: PromptTemplate, resource: str, tasks: str, settings: dict[str, Any]) -> History:
         """A search that has only its seed."""
         return cls(
-            resource=resource, tasks=tasks, settings=settings, candidates=[Candidate(version="v0", template=seed)], beams=[["v0"]]
+            resource=resource,
+            tasks=tasks,
+            settings=settings,
+            candidates=[Candidate(version="v0", template=seed)],
+            beams=[["v0"]],
         )
 
     @property
@@ -109,8 +113,12 @@ class History(Record):
     def add(self, template: PromptTemplate, parent: str, round: int, critique: str) -> Candidate:
         """A new candidate, with the next version."""
         added = Candidate(
-            version=f"v{len(self.candidates)}", template=template, parent=parent, round=round, critique=critique
-        )  # fmt: skip
+            version=f"v{len(self.candidates)}",
+            template=template,
+            parent=parent,
+            round=round,
+            critique=critique,
+        )
         self.candidates.append(added)
         return added
 
@@ -149,7 +157,11 @@ class History(Record):
     def must_fit(self, seed: PromptTemplate, resource: str, tasks: str, file: Path) -> None:
         """Raise CheckpointError unless this is a search from the same seed, measured by the same tasks."""
         seeds = self.candidates[0].template
-        for what, then, now in (("resource", self.resource, resource), ("seed", seeds, seed), ("val_dataset", self.tasks, tasks)):
+        for what, then, now in (
+            ("resource", self.resource, resource),
+            ("seed", seeds, seed),
+            ("val_dataset", self.tasks, tasks),
+        ):
             if then != now:
                 raise CheckpointError(
                     f"{file} is of a search with another {what}, whose scores mean nothing here; give the same, choose another "

@@ -74,10 +74,16 @@ def _quoted(template: PromptTemplate) -> str:
 def _rules(template: PromptTemplate) -> str:
     """What a rewrite must keep to."""
     jinja = template.engine == "jinja"
-    names = sorted(f"{{{{ {name} }}}}" for name in template.placeholders()) if jinja else sorted(fields(template.template))
+    names = (
+        sorted(f"{{{{ {name} }}}}" for name in template.placeholders())
+        if jinja
+        else sorted(fields(template.template))
+    )
     shown = ", ".join(names)
     syntax = (
-        "It is a Jinja template." if jinja else "Braces mean placeholders: any other brace in the text must be doubled, {{ and }}."
+        "It is a Jinja template."
+        if jinja
+        else "Braces mean placeholders: any other brace in the text must be doubled, {{ and }}."
     )
     if not names:
         return f"The template has no placeholders; do not add any. {syntax}"

@@ -19,12 +19,19 @@ def prompt_table(history: History) -> Table:
         table.add_column(name, justify="left" if name in ("prompt", "from", "text") else "right")
     for candidate in history.candidates:
         best = candidate.version == history.best
-        rounds = [str(number) for number, beam in enumerate(history.beams) if number and candidate.version in beam]
+        rounds = [
+            str(number) for number, beam in enumerate(history.beams) if number and candidate.version in beam
+        ]
         table.add_row(
-            f"{candidate.version} *" if best else candidate.version, candidate.parent or "-", str(candidate.round or "seed"),
-            score(candidate.last_score), score(candidate.val_score), ", ".join(rounds) or "-",
-            Text(excerpt(candidate.template.template)), style="bold green" if best else None,
-        )  # fmt: skip
+            f"{candidate.version} *" if best else candidate.version,
+            candidate.parent or "-",
+            str(candidate.round or "seed"),
+            score(candidate.last_score),
+            score(candidate.val_score),
+            ", ".join(rounds) or "-",
+            Text(excerpt(candidate.template.template)),
+            style="bold green" if best else None,
+        )
     return table
 
 
@@ -34,14 +41,18 @@ def show(history: History, console: Console) -> None:
     if kinds := history.rejected_by_kind():
         console.print(
             Text(
-                f"{sum(kinds.values())} rewrites rejected: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+                f"{sum(kinds.values())} rewrites rejected: "
+                + ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
                 style="yellow",
             ),
             soft_wrap=True,
         )
     best, seed = history.best_candidate, history.candidates[0]
     before = f"; the seed {score(seed.val_score)}" if best is not seed else ""
-    console.print(Text(f"best prompt: {best.version}, validation {score(best.val_score)}{before}", style="bold"), soft_wrap=True)
+    console.print(
+        Text(f"best prompt: {best.version}, validation {score(best.val_score)}{before}", style="bold"),
+        soft_wrap=True,
+    )
     console.print(Text(best.template.template), soft_wrap=True)
 
 

@@ -35,7 +35,10 @@ def plot_tree(history: History, path: Path) -> None:
     places = layout(history)
     heights = [y for _, y in places.values()]
     rounds = max(max(candidate.round for candidate in history.candidates), history.rounds_done, 1)
-    figure = Figure(figsize=(3 + 2.6 * rounds, min(3 + 0.45 * (max(heights) - min(heights) + 1), 24)), layout="constrained")
+    figure = Figure(
+        figsize=(3 + 2.6 * rounds, min(3 + 0.45 * (max(heights) - min(heights) + 1), 24)),
+        layout="constrained",
+    )
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for candidate in history.candidates:
@@ -45,18 +48,32 @@ def plot_tree(history: History, path: Path) -> None:
     kept = {version for beam in history.beams for version in beam}
     scored = [candidate for candidate in history.candidates if _shown(candidate) is not None]
     dots = axes.scatter(
-        [places[c.version][0] for c in scored], [places[c.version][1] for c in scored], c=[_shown(c) or 0.0 for c in scored],
-        s=130, cmap="viridis", edgecolors=["black" if c.version in kept else "none" for c in scored], zorder=2,
-    )  # fmt: skip
+        [places[c.version][0] for c in scored],
+        [places[c.version][1] for c in scored],
+        c=[_shown(c) or 0.0 for c in scored],
+        s=130,
+        cmap="viridis",
+        edgecolors=["black" if c.version in kept else "none" for c in scored],
+        zorder=2,
+    )
     x, y = places[history.best]
     axes.scatter([x], [y], marker="*", s=330, color="gold", edgecolors="black", zorder=3, label="best")
     for candidate in history.candidates:
         axes.annotate(
-            f"{candidate.version}  {score(_shown(candidate))}", places[candidate.version], xytext=(9, 5),
-            textcoords="offset points", fontsize=8,
-        )  # fmt: skip
+            f"{candidate.version}  {score(_shown(candidate))}",
+            places[candidate.version],
+            xytext=(9, 5),
+            textcoords="offset points",
+            fontsize=8,
+        )
     for number, count in Counter(rejection.round for rejection in history.rejections).items():
-        axes.annotate(f"{count} ✗", (number, min(heights)), xytext=(-6, -22), textcoords="offset points", color="firebrick")
+        axes.annotate(
+            f"{count} ✗",
+            (number, min(heights)),
+            xytext=(-6, -22),
+            textcoords="offset points",
+            color="firebrick",
+        )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round in which the prompt was made (0: the seed); ✗: rewrites rejected")
     axes.set_yticks([])

@@ -58,7 +58,8 @@ class Evaluation:
         counts = Counter(trial.ending for trial in self.trials if trial.ending != "succeeded")
         unscored = sum(trial.ending == "succeeded" and trial.reward is None for trial in self.trials)
         return ", ".join(
-            [f"{count} {ending}" for ending, count in counts.items()] + [f"{unscored} without a reward"] * bool(unscored)
+            [f"{count} {ending}" for ending, count in counts.items()]
+            + [f"{unscored} without a reward"] * bool(unscored)
         )
 
 
@@ -69,7 +70,11 @@ def describe_trials(trials: Sequence[Trial]) -> str:
 
 def _describe(trial: Trial) -> str:
     reward = "none was given" if trial.reward is None else f"{trial.reward:g}"
-    lines = [f"Task: {_short(_text(trial.task), TASK_CHARACTERS)}", f"Outcome: {trial.ending}", f"Reward: {reward}"]
+    lines = [
+        f"Task: {_short(_text(trial.task), TASK_CHARACTERS)}",
+        f"Outcome: {trial.ending}",
+        f"Reward: {reward}",
+    ]
     if trial.error:
         lines.append(f"Error: {_short(trial.error, TASK_CHARACTERS)}")
     shown = _transcript(trial.conversations) if trial.conversations else "\n".join(trial.notes)
@@ -86,7 +91,9 @@ def _transcript(conversations: Sequence[OpenAIMessages]) -> str:
         for place, dialogue in enumerate(dialogues)
         if not any(later[: len(dialogue)] == dialogue for later in dialogues[place + 1 :])
     ]
-    return "\n---\n".join("\n".join(f"[{m.get('role', '?')}] {_said(m)}" for m in dialogue) for dialogue in whole)
+    return "\n---\n".join(
+        "\n".join(f"[{m.get('role', '?')}] {_said(m)}" for m in dialogue) for dialogue in whole
+    )
 
 
 def _said(message: dict[str, Any]) -> str:

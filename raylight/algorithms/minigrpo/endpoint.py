@@ -56,11 +56,18 @@ class Endpoint:
         self.url = f"http://{host}:{port}"
         self._recorder = Recorder(functools.partial(self._store.capture, recorder=self._name))
         app = build_gateway(
-            await self._engine.app(), self._engine, self._secret, self._recorder, self._add_spans, history=self._store.history,
+            await self._engine.app(),
+            self._engine,
+            self._secret,
+            self._recorder,
+            self._add_spans,
+            history=self._store.history,
             is_over=self._store.attempt_is_over,
-        )  # fmt: skip
+        )
         self._server = _Server(
-            uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=1
+            )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return self
@@ -101,4 +108,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=2048)
     except OSError as error:
-        raise PortInUseError(f"MiniGRPO cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0") from None
+        raise PortInUseError(
+            f"MiniGRPO cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0"
+        ) from None

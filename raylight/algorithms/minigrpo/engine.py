@@ -32,7 +32,11 @@ class TrainableEngine(TransformersEngine):
         return self._decoder.module
 
     def begin(
-        self, prompts: list[list[int]], params: list[SamplingParams], adapter: str | None = None, streams: bool = False
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        adapter: str | None = None,
+        streams: bool = False,
     ) -> Choices:
         capped = [replace(given, max_tokens=min(given.max_tokens, self._max_new_tokens)) for given in params]
         return super().begin(prompts, capped, adapter, streams)

@@ -26,7 +26,9 @@ CANCEL_TIMEOUT_S = 5.0
 Metrics = dict[str, float]
 
 
-async def train(settings: MiniSettings, store: StoreClient, side: RunSide, tasks: list[Any], val_tasks: list[Any]) -> None:
+async def train(
+    settings: MiniSettings, store: StoreClient, side: RunSide, tasks: list[Any], val_tasks: list[Any]
+) -> None:
     """Bring the model up, serve it to the agents, and train it for the planned number of steps."""
     side.stage("loading the model")
     engine, tuner, memory = await asyncio.to_thread(build, side.model_path(settings.model), settings)
@@ -45,7 +47,13 @@ class Loop:
     """Trains for the planned number of steps, reporting each."""
 
     def __init__(
-        self, settings: MiniSettings, store: StoreClient, side: RunSide, engine: TrainableEngine, tuner: Tuner, endpoint: Endpoint
+        self,
+        settings: MiniSettings,
+        store: StoreClient,
+        side: RunSide,
+        engine: TrainableEngine,
+        tuner: Tuner,
+        endpoint: Endpoint,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -69,7 +77,9 @@ class Loop:
                 metrics |= await self._validate(val_tasks)
             side.step(step, metrics)
             if settings.save_every and step % settings.save_every == 0:
-                await self._engine.between_steps(functools.partial(self._tuner.save, side.checkpoint / f"step-{step}"))
+                await self._engine.between_steps(
+                    functools.partial(self._tuner.save, side.checkpoint / f"step-{step}")
+                )
             if stop:
                 side.note(
                     f"no group showed a difference for {without_signal} steps in a row, so training ends early: either the task is "
@@ -89,14 +99,19 @@ class Loop:
         if not content.has_signal:
             return metrics, False
         metrics |= await self._engine.train(lambda version: self._tuner.update(batch, version))
-        metrics |= {"weights/version": float(self._engine.version), "time/update_s": time.perf_counter() - rolled_out}
+        metrics |= {
+            "weights/version": float(self._engine.version),
+            "time/update_s": time.perf_counter() - rolled_out,
+        }
         return metrics, True
 
     async def _validate(self, tasks: list[Any]) -> Metrics:
         """Mean reward over the validation tasks. A rollout that failed counts with `failure_reward`, or is left out."""
         started = time.perf_counter()
         finished = await self._rollout(tasks, "val", self._settings.val_samples)
-        rewards = [reward for item in finished if (reward := scored(item, self._settings.failure_reward)) is not None]
+        rewards = [
+            reward for item in finished if (reward := scored(item, self._settings.failure_reward)) is not None
+        ]
         failed = sum(item.rollout.status != "succeeded" for item in finished)
         metrics = {"val/failed": float(failed), "time/val_s": time.perf_counter() - started}
         return metrics | ({"val/reward": statistics.fmean(rewards)} if rewards else {})
@@ -109,7 +124,9 @@ class Loop:
         """
         self._endpoint.check()
         requests = [
-            EnqueueRolloutRequest(input=task, mode=mode, group_id=f"{mode}-{index}", config=self._settings.rollout)
+            EnqueueRolloutRequest(
+                input=task, mode=mode, group_id=f"{mode}-{index}", config=self._settings.rollout
+            )
             for index, task in enumerate(tasks)
             for _ in range(samples)
         ]
@@ -132,4 +149,8 @@ class Loop:
         """What the rollouts left; with spans where these tell which agent called."""
         finished = await self._store.collect(ids)
         marked = any(item.rollout.metadata.get(TRAINABLE_AGENTS) for item in finished)
-        return await self._store.collect(ids, with_spans=True) if marked or self._side.trained_agents is not None else finished
+        return (
+            await self._store.collect(ids, with_spans=True)
+            if marked or self._side.trained_agents is not None
+            else finished
+        )

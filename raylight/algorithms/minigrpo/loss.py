@@ -35,7 +35,9 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[str], by_std: bo
     return advantages
 
 
-def token_logprobs(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+def token_logprobs(
+    head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+) -> torch.Tensor:
     """Log-probabilities of tokens, shape (tokens,), without the logits of all of them ever existing at once: those of a chunk are
     computed, and again in the backward pass.
 
@@ -48,11 +50,15 @@ def token_logprobs(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.T
     for begin in range(0, len(targets), CHUNK):
         end = begin + CHUNK
         given = (head, hidden[begin:end], targets[begin:end], temperatures[begin:end])
-        parts.append(checkpoint(_chunk, *given, use_reentrant=False) if torch.is_grad_enabled() else _chunk(*given))
+        parts.append(
+            checkpoint(_chunk, *given, use_reentrant=False) if torch.is_grad_enabled() else _chunk(*given)
+        )
     return torch.cat(parts)
 
 
-def _chunk(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+def _chunk(
+    head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+) -> torch.Tensor:
     logits = head(hidden).float() / temperatures[:, None]
     return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
@@ -69,9 +75,15 @@ class Loss:
 
 
 def clipped_loss(
-    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, ref: torch.Tensor | None,
-    *, clip: tuple[float, float], kl_coef: float, tokens: int,
-) -> Loss:  # fmt: skip
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    ref: torch.Tensor | None,
+    *,
+    clip: tuple[float, float],
+    kl_coef: float,
+    tokens: int,
+) -> Loss:
     """PPO's clipped objective (https://arxiv.org/abs/1707.06347) and the k3 estimate of the KL divergence
     (http://joschu.net/blog/kl-approx.html), summed over the given tokens and divided by those of the whole batch.
 

@@ -104,13 +104,20 @@ def account_of(config: Any, settings: MiniSettings, dtype: torch.dtype) -> Memor
     module, model = shaped(config, settings, dtype)
     own = trainable(model)
     adapter = sum(parameter.nbytes for parameter in own)
-    everything = sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    everything = sum(parameter.nbytes for parameter in model.parameters()) + sum(
+        b.nbytes for b in model.buffers()
+    )
     rows = settings.row_budget // settings.max_model_len
     training = _training(module, settings, rows) - adapter  # the gradients are told apart
     return MemoryAccount(
-        weights=everything - adapter, adapter=adapter, gradients=adapter, optimizer=2 * adapter,
-        cache=_cache(config, settings, dtype), training=training, sampling=_sampling(module, settings),
-    )  # fmt: skip
+        weights=everything - adapter,
+        adapter=adapter,
+        gradients=adapter,
+        optimizer=2 * adapter,
+        cache=_cache(config, settings, dtype),
+        training=training,
+        sampling=_sampling(module, settings),
+    )
 
 
 def shaped(config: Any, settings: MiniSettings, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -149,10 +156,18 @@ def _training(module: Any, settings: MiniSettings, rows: int) -> int:
     return peak
 
 
-def _loss(logprobs: torch.Tensor, tokens: Tokens, ref: torch.Tensor | None, settings: MiniSettings) -> torch.Tensor:
+def _loss(
+    logprobs: torch.Tensor, tokens: Tokens, ref: torch.Tensor | None, settings: MiniSettings
+) -> torch.Tensor:
     clip = (settings.clip_ratio_low, settings.clip_ratio_high)
     return clipped_loss(
-        logprobs, logprobs.detach(), tokens.advantages, ref, clip=clip, kl_coef=settings.kl_coef, tokens=len(tokens.targets)
+        logprobs,
+        logprobs.detach(),
+        tokens.advantages,
+        ref,
+        clip=clip,
+        kl_coef=settings.kl_coef,
+        tokens=len(tokens.targets),
     ).value
 
 
@@ -169,7 +184,9 @@ def _sampling(module: Any, settings: MiniSettings) -> int:
         body = live.peak
     most = settings.max_concurrent
     with LiveBytes() as live, torch.device("meta"):
-        logits = module.get_output_embeddings()(torch.empty(most, most, module.config.hidden_size, dtype=module.dtype))
+        logits = module.get_output_embeddings()(
+            torch.empty(most, most, module.config.hidden_size, dtype=module.dtype)
+        )
         chosen = logits[:, 0].float()
         torch.softmax(chosen.log_softmax(-1), -1)
     return max(body, live.peak)
@@ -199,7 +216,9 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **rest: Any) -> tuple[torch.Tensor, None]:
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, **rest: Any
+) -> tuple[torch.Tensor, None]:
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 

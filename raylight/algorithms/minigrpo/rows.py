@@ -50,7 +50,9 @@ def rows_of(batch: TrainBatch, advantages: Sequence[float]) -> list[MiniRow]:
 def micro_batches(rows: Sequence[MiniRow], limit: int) -> Iterator[list[MiniRow]]:
     """Rows of similar length together, each time as many as have, padded, at most `limit` tokens; none is left out."""
     part: list[MiniRow] = []
-    for row in sorted(rows, key=lambda row: row.tokens, reverse=True):  # so that the first row of a part is its longest
+    for row in sorted(
+        rows, key=lambda row: row.tokens, reverse=True
+    ):  # so that the first row of a part is its longest
         if part and part[0].tokens * (len(part) + 1) > limit:
             yield part
             part = []
@@ -80,7 +82,11 @@ def to_tokens(rows: Sequence[MiniRow], device: torch.device) -> Tokens:
         temperatures += [trajectory.temperature] * len(trained)
         advantages += [row.advantage] * len(trained)
     return Tokens(
-        ids.to(device), torch.tensor(places, device=device), torch.tensor(targets, device=device),
-        torch.tensor(temperatures, device=device), torch.tensor(advantages, device=device),
-        torch.tensor(sampled, device=device), torch.tensor(versions, device=device),
-    )  # fmt: skip
+        ids.to(device),
+        torch.tensor(places, device=device),
+        torch.tensor(targets, device=device),
+        torch.tensor(temperatures, device=device),
+        torch.tensor(advantages, device=device),
+        torch.tensor(sampled, device=device),
+        torch.tensor(versions, device=device),
+    )

@@ -26,7 +26,9 @@ class MiniSettings(Config):
     """For "trl": a task -> its prompt, a text or a list of chat messages."""
     reward_of: Callable[[Any, str], float] | None = Field(default=None, exclude=True)
     """For "trl": a task and the model's text -> the reward."""
-    lora: LoraConfig = Field(default_factory=lambda: LoraConfig(rank=8, alpha=16, dropout=0.05, target_modules=PROJECTIONS))
+    lora: LoraConfig = Field(
+        default_factory=lambda: LoraConfig(rank=8, alpha=16, dropout=0.05, target_modules=PROJECTIONS)
+    )
     """The adapter. Its weights and their optimizer are held in float32, whatever `dtype` is."""
     lr: float = Field(default=1e-4, gt=0)
     """Of AdamW; an adapter wants ten to a hundred times that of the whole model."""
@@ -95,7 +97,9 @@ class MiniSettings(Config):
                 "prompt_of(task) -> prompt, reward_of(task, text) -> float"
             )
         if self.backend == "own" and len(missing) < len(hooks):
-            raise ValueError("prompt_of and reward_of are read by backend='trl' only; with backend='own' the agent does both")
+            raise ValueError(
+                "prompt_of and reward_of are read by backend='trl' only; with backend='own' the agent does both"
+            )
         if self.backend == "trl":
             self._refuse_unread()
         if self.max_new_tokens >= self.max_model_len:
@@ -112,7 +116,9 @@ class MiniSettings(Config):
         """Raise ValueError for what was given and TRL's loop would not read."""
         unread = sorted(self.model_fields_set & OWN_ONLY)
         if unread:
-            raise ValueError(f"nothing reads {', '.join(unread)}: backend='trl' brings its own loop and serves no model")
+            raise ValueError(
+                f"nothing reads {', '.join(unread)}: backend='trl' brings its own loop and serves no model"
+            )
 
     @property
     def row_budget(self) -> int:
@@ -128,8 +134,14 @@ class MiniSettings(Config):
 
 OWN_ONLY = frozenset(
     (
-        "max_concurrent", "memory_limit_gb", "max_logprob_mismatch", "failure_reward", "max_steps_without_signal", "host", "port",
+        "max_concurrent",
+        "memory_limit_gb",
+        "max_logprob_mismatch",
+        "failure_reward",
+        "max_steps_without_signal",
+        "host",
+        "port",
         "rollout",
     )
-)  # fmt: skip
+)
 """Settings that only the own backend reads."""

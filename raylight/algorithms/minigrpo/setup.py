@@ -34,7 +34,9 @@ def device_of(settings: MiniSettings) -> torch.device:
             f"MiniSettings.device: {settings.device!r} is no device; write 'auto', 'cpu', 'cuda' or 'cuda:1'"
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"MiniSettings.device: {settings.device!r}, and torch finds no GPU; write 'cpu' or 'auto'")
+        raise ConfigError(
+            f"MiniSettings.device: {settings.device!r}, and torch finds no GPU; write 'cpu' or 'auto'"
+        )
     return device
 
 
@@ -43,7 +45,9 @@ def dtype_of(settings: MiniSettings, device: torch.device) -> torch.dtype:
     return DTYPES[chosen]
 
 
-def check_memory(path: str, settings: MiniSettings, device: torch.device, dtype: torch.dtype) -> MemoryAccount:
+def check_memory(
+    path: str, settings: MiniSettings, device: torch.device, dtype: torch.dtype
+) -> MemoryAccount:
     """Tell what the run will need.
 
     Raises:
@@ -68,13 +72,21 @@ def build(path: str, settings: MiniSettings) -> tuple[TrainableEngine, Tuner, Me
     needed = check_memory(path, settings, device, dtype)
     torch.manual_seed(settings.seed)
     engine = TrainableEngine(
-        path, MODEL_NAME, max_new_tokens=settings.max_new_tokens, dtype=str(dtype).removeprefix("torch."),
-        slots=settings.max_concurrent, max_waiting=4096, max_model_len=settings.max_model_len, seed=settings.seed,
+        path,
+        MODEL_NAME,
+        max_new_tokens=settings.max_new_tokens,
+        dtype=str(dtype).removeprefix("torch."),
+        slots=settings.max_concurrent,
+        max_waiting=4096,
+        max_model_len=settings.max_model_len,
+        seed=settings.seed,
         device=str(device),
-    )  # fmt: skip
+    )
     mismatch = settings.max_logprob_mismatch or (1e-3 if dtype == torch.float32 else 0.5)
     try:
-        tuner = Tuner(engine.module, settings, mismatch)  # before the first request; later only the engine's thread may
+        tuner = Tuner(
+            engine.module, settings, mismatch
+        )  # before the first request; later only the engine's thread may
     except BaseException:
         engine.close()
         raise

@@ -15,20 +15,31 @@ from raylight.store.client import StoreClient
 
 Metrics = dict[str, float]
 NAMES = {
-    "reward": "train/reward", "reward_std": "train/reward_std", "completions/mean_length": "train/response_tokens",
-    "loss": "learner/loss", "grad_norm": "learner/grad_norm", "kl": "learner/kl", "learning_rate": "learner/lr",
-    "frac_reward_zero_std": "train/share_without_signal", "step_time": "time/step_s", "eval_reward": "val/reward",
-}  # fmt: skip
+    "reward": "train/reward",
+    "reward_std": "train/reward_std",
+    "completions/mean_length": "train/response_tokens",
+    "loss": "learner/loss",
+    "grad_norm": "learner/grad_norm",
+    "kl": "learner/kl",
+    "learning_rate": "learner/lr",
+    "frac_reward_zero_std": "train/share_without_signal",
+    "step_time": "time/step_s",
+    "eval_reward": "val/reward",
+}
 """TRL's name of a metric -> ours."""
 
 
 def check_installed() -> None:
     """Raise ConfigError if TRL is not there."""
     if importlib.util.find_spec("trl") is None:
-        raise ConfigError("backend='trl' needs TRL, which is not installed: pip install 'raylight[trl]', or take backend='own'")
+        raise ConfigError(
+            "backend='trl' needs TRL, which is not installed: pip install 'raylight[trl]', or take backend='own'"
+        )
 
 
-async def train(settings: MiniSettings, store: StoreClient, side: RunSide, tasks: list[Any], val_tasks: list[Any]) -> None:
+async def train(
+    settings: MiniSettings, store: StoreClient, side: RunSide, tasks: list[Any], val_tasks: list[Any]
+) -> None:
     """Train in a thread of its own; a run that is cancelled ends after the step that TRL is at.
 
     Raises:
@@ -70,7 +81,12 @@ class TrlRun:
         total = settings.steps(len(tasks))
         if total:
             trainer.train()
-        if val_tasks and total and not self.stopped and (not settings.val_every or total % settings.val_every):
+        if (
+            val_tasks
+            and total
+            and not self.stopped
+            and (not settings.val_every or total % settings.val_every)
+        ):
             trainer.evaluate()
         self._flush()
         save_adapter(trainer.model, self._side.checkpoint)
@@ -83,14 +99,20 @@ class TrlRun:
         from raylight.algorithms.minigrpo.tuner import peft_config
 
         device = device_of(self._settings)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype_of(self._settings, device), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype_of(self._settings, device), attn_implementation="sdpa"
+        )
         arguments = self._arguments(device.type, len(tasks), bool(val_tasks))
         return GRPOTrainer(
-            model=model, reward_funcs=self._reward(tasks + val_tasks), args=arguments,
-            train_dataset=self._dataset(tasks, 0), eval_dataset=self._dataset(val_tasks, len(tasks)) if val_tasks else None,
-            processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"), peft_config=peft_config(self._settings.lora),
+            model=model,
+            reward_funcs=self._reward(tasks + val_tasks),
+            args=arguments,
+            train_dataset=self._dataset(tasks, 0),
+            eval_dataset=self._dataset(val_tasks, len(tasks)) if val_tasks else None,
+            processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
+            peft_config=peft_config(self._settings.lora),
             callbacks=[self._callback()],
-        )  # fmt: skip
+        )
 
     def _arguments(self, device: str, n_train: int, validates: bool) -> Any:
         from trl import GRPOConfig
@@ -100,17 +122,38 @@ class TrlRun:
         most = max(1, settings.row_budget // settings.max_model_len)
         rows = max(size for size in range(1, min(most, rollouts) + 1) if rollouts % size == 0)
         return GRPOConfig(
-            output_dir=str(self._side.checkpoint), per_device_train_batch_size=rows, gradient_accumulation_steps=rollouts // rows,
-            num_generations=settings.group_size, max_completion_length=settings.max_new_tokens, max_steps=settings.steps(n_train),
-            learning_rate=settings.lr, lr_scheduler_type="constant", weight_decay=settings.weight_decay,
-            max_grad_norm=settings.grad_clip, beta=settings.kl_coef, num_iterations=settings.passes,
-            epsilon=settings.clip_ratio_low, epsilon_high=settings.clip_ratio_high,
-            scale_rewards="group" if settings.norm_adv_by_std else "none", temperature=1.0, top_k=0,
-            gradient_checkpointing=settings.gradient_checkpointing, bf16=False, fp16=False, use_cpu=device == "cpu",
-            seed=settings.seed, logging_steps=1, logging_first_step=False, save_strategy="no", report_to="none", disable_tqdm=True,
-            eval_strategy="steps" if validates and settings.val_every else "no", eval_steps=settings.val_every or None,
-            num_generations_eval=settings.val_samples, per_device_eval_batch_size=settings.val_samples * most,
-        )  # fmt: skip
+            output_dir=str(self._side.checkpoint),
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=rollouts // rows,
+            num_generations=settings.group_size,
+            max_completion_length=settings.max_new_tokens,
+            max_steps=settings.steps(n_train),
+            learning_rate=settings.lr,
+            lr_scheduler_type="constant",
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.grad_clip,
+            beta=settings.kl_coef,
+            num_iterations=settings.passes,
+            epsilon=settings.clip_ratio_low,
+            epsilon_high=settings.clip_ratio_high,
+            scale_rewards="group" if settings.norm_adv_by_std else "none",
+            temperature=1.0,
+            top_k=0,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            bf16=False,
+            fp16=False,
+            use_cpu=device == "cpu",
+            seed=settings.seed,
+            logging_steps=1,
+            logging_first_step=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            eval_strategy="steps" if validates and settings.val_every else "no",
+            eval_steps=settings.val_every or None,
+            num_generations_eval=settings.val_samples,
+            per_device_eval_batch_size=settings.val_samples * most,
+        )
 
     def _dataset(self, tasks: list[Any], first: int) -> Any:
         """Prompts with the numbers of their tasks, which need not be what a dataset can hold."""
@@ -118,7 +161,9 @@ class TrlRun:
 
         prompt_of = self._settings.prompt_of
         assert prompt_of is not None
-        return Dataset.from_list([{"prompt": prompt_of(task), "number": first + i} for i, task in enumerate(tasks)])
+        return Dataset.from_list(
+            [{"prompt": prompt_of(task), "number": first + i} for i, task in enumerate(tasks)]
+        )
 
     def _reward(self, tasks: list[Any]) -> Callable[..., list[float | None]]:
         reward_of = self._settings.reward_of
@@ -141,7 +186,9 @@ class TrlRun:
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
                 run.hear(state.global_step, logs or {})
 
-            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
+            def on_step_end(
+                self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any
+            ) -> None:
                 control.should_training_stop = control.should_training_stop or run.stopped
                 if every and state.global_step % every == 0:
                     save_adapter(model, run._side.checkpoint / f"step-{state.global_step}")

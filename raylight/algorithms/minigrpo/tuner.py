@@ -43,7 +43,11 @@ def peft_config(config: LoraConfig) -> Any:
 
     given: dict[str, Any] = {"lora_alpha": config.alpha, "exclude_modules": config.exclude_modules}
     return PeftConfig(
-        r=config.rank, lora_dropout=config.dropout, target_modules=config.target_modules, task_type="CAUSAL_LM", **given
+        r=config.rank,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        task_type="CAUSAL_LM",
+        **given,
     )
 
 
@@ -54,7 +58,9 @@ def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def logprobs_of(module: Any, tokens: Tokens) -> torch.Tensor:
     """Log-probabilities of the trained tokens at the temperatures of their sampling, shape (tokens,)."""
     hidden = module.base_model(input_ids=tokens.ids, use_cache=False)[0].flatten(0, 1)
-    return token_logprobs(module.get_output_embeddings(), hidden[tokens.places], tokens.targets, tokens.temperatures)
+    return token_logprobs(
+        module.get_output_embeddings(), hidden[tokens.places], tokens.targets, tokens.temperatures
+    )
 
 
 class Tuner:
@@ -71,7 +77,9 @@ class Tuner:
         self._max_mismatch = max_mismatch
         self.model = add_adapter(module, settings.lora)
         self._parameters = trainable(self.model)
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=settings.lr, weight_decay=settings.weight_decay
+        )
         if settings.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         self._bad_steps = 0
@@ -145,9 +153,14 @@ class Tuner:
         logprobs = logprobs_of(self._module, tokens)
         old = tokens.sampled if settings.passes > 1 else logprobs.detach()
         loss = clipped_loss(
-            logprobs, old, tokens.advantages, ref, clip=(settings.clip_ratio_low, settings.clip_ratio_high),
-            kl_coef=settings.kl_coef, tokens=trained,
-        )  # fmt: skip
+            logprobs,
+            old,
+            tokens.advantages,
+            ref,
+            clip=(settings.clip_ratio_low, settings.clip_ratio_high),
+            kl_coef=settings.kl_coef,
+            tokens=trained,
+        )
         loss.value.backward()
         self._module.eval()
         return Loss(loss.value.detach(), loss.clipped, loss.kl)

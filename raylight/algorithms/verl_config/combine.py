@@ -34,7 +34,9 @@ def combine(resolution: Resolution, given: RunSettings, strict: bool) -> RunSett
     gpu_note = "learners and engines share GPUs, as in verl (a learner asks for 0.6 of one, an engine's worker for 0.4)"
     common = replace(
         given,
-        checkpoint=_over(resolution, "checkpoint", CheckpointConfig, resolution.section("checkpoint"), given.checkpoint),
+        checkpoint=_over(
+            resolution, "checkpoint", CheckpointConfig, resolution.section("checkpoint"), given.checkpoint
+        ),
         seed=_one("seed", resolution, "run.seed", given.seed),
         output_dir=_one("output_dir", resolution, "run.folder", given.output_dir),
         outputs=resolution.get("run.parent") or given.outputs,
@@ -72,8 +74,13 @@ def _engine(resolution: Resolution, strict: bool) -> tuple[dict[str, Any], list[
             f"{ROLLOUT}.name is vllm, which is not installed: pip install 'raylight[vllm]' on a machine with a GPU, and on a CPU "
             "as docs/serving.md tells; or say hf there, which is raylight's transformers engine"
         )
-    engine = {name: value for name, value in engine.items() if name != "args"} | {"kind": "auto", "sleep_while_learning": False}
-    return engine, [f"vLLM is not installed, so that the transformers engine serves and the rest of {ROLLOUT} is left out"]
+    engine = {name: value for name, value in engine.items() if name != "args"} | {
+        "kind": "auto",
+        "sleep_while_learning": False,
+    }
+    return engine, [
+        f"vLLM is not installed, so that the transformers engine serves and the rest of {ROLLOUT} is left out"
+    ]
 
 
 def _on_cpus(engine: dict[str, Any], learner: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -131,4 +138,10 @@ def _must_be_free(resolution: Resolution, target: str, ours: Any, given: Any, ar
 
 def _logger_notes(resolution: Resolution) -> list[str]:
     names = resolution.get("run.loggers")
-    return [f"trainer.logger: {', '.join(names)} gets nothing; metrics are in metrics.jsonl of the run directory"] if names else []
+    return (
+        [
+            f"trainer.logger: {', '.join(names)} gets nothing; metrics are in metrics.jsonl of the run directory"
+        ]
+        if names
+        else []
+    )

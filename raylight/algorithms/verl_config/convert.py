@@ -9,8 +9,15 @@ from raylight.algorithms.verl_config.rows import NOTHING, Convert, NotHonouredEr
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
 GROUPED = {
-    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline",
-}  # fmt: skip
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus_baseline",
+}
 """Estimators that compare the rollouts of a task with one another."""
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """verl's names of KL estimators -> ours."""
@@ -66,7 +73,9 @@ def kl_target(value: str, read: Values) -> Any:
 def group_size(value: int, read: Values) -> int:
     estimator = read("algorithm.adv_estimator")
     if value < 2 and estimator in GROUPED:
-        raise NotHonouredError(f"{estimator} compares the rollouts of a task with one another and needs 2 or more of them")
+        raise NotHonouredError(
+            f"{estimator} compares the rollouts of a task with one another and needs 2 or more of them"
+        )
     return value
 
 
@@ -77,7 +86,9 @@ def equal_groups(value: bool, read: Values) -> str:
 def rounds(value: int, read: Values) -> int:
     """How often new tasks are rolled out for a step; verl's 0 is without end."""
     if value < 1:
-        raise NotHonouredError("lets a step go on for ever; say how often tasks are rolled out for it at most, such as 10")
+        raise NotHonouredError(
+            "lets a step go on for ever; say how often tasks are rolled out for it at most, such as 10"
+        )
     return value
 
 
@@ -109,7 +120,11 @@ def clip_high(value: float, read: Values) -> float:
 
 
 def _clip(name: str, value: float, read: Values) -> float:
-    return value if read.given(f"{ACTOR}.{name}") or not read.given(f"{ACTOR}.clip_ratio") else read(f"{ACTOR}.clip_ratio")
+    return (
+        value
+        if read.given(f"{ACTOR}.{name}") or not read.given(f"{ACTOR}.clip_ratio")
+        else read(f"{ACTOR}.clip_ratio")
+    )
 
 
 def warmup(value: int | None, read: Values) -> int:
@@ -128,7 +143,9 @@ def _warmup(steps: int | None, read: Values, ratio_key: str) -> int:
     if not ratio:
         return 0
     if total is None:
-        raise NotHonouredError(f"give lr_warmup_steps, or trainer.total_training_steps of which {ratio_key} is a share")
+        raise NotHonouredError(
+            f"give lr_warmup_steps, or trainer.total_training_steps of which {ratio_key} is a share"
+        )
     return int(ratio * total)
 
 
@@ -144,7 +161,9 @@ def positive_or_none(value: int | None, read: Values) -> int | None:
 
 def longest(value: Any, read: Values) -> int:
     """Tokens of the longest prompt and response together."""
-    return read(f"{ROLLOUT}.max_model_len") or read("data.max_prompt_length") + read("data.max_response_length")
+    return read(f"{ROLLOUT}.max_model_len") or read("data.max_prompt_length") + read(
+        "data.max_response_length"
+    )
 
 
 def token_budget(value: int, read: Values) -> int:
@@ -155,7 +174,9 @@ def token_budget(value: int, read: Values) -> int:
     if not read.given(f"{ACTOR}.ppo_max_token_len_per_gpu"):
         return max(value, most)
     if value < most:
-        raise NotHonouredError(f"must hold the longest row, which has {most} tokens (data.max_prompt_length + max_response_length)")
+        raise NotHonouredError(
+            f"must hold the longest row, which has {most} tokens (data.max_prompt_length + max_response_length)"
+        )
     return value
 
 
@@ -179,7 +200,11 @@ def lora(value: int, read: Values) -> Any:
     """The adapter, where its rank is not 0."""
     if not value:
         return None
-    settings = {"rank": value, "alpha": read(f"{MODEL}.lora_alpha"), "target_modules": read(f"{MODEL}.target_modules")}
+    settings = {
+        "rank": value,
+        "alpha": read(f"{MODEL}.lora_alpha"),
+        "target_modules": read(f"{MODEL}.target_modules"),
+    }
     return settings | {"exclude_modules": read(f"{MODEL}.exclude_modules") or None}
 
 
@@ -207,7 +232,10 @@ def vllm_arg(name: str) -> Convert:
     return convert
 
 
-LEFT_TO_VERL = {"gpu_memory_utilization": "gpu_memory_utilization", "tensor_parallel_size": "tensor_model_parallel_size"}
+LEFT_TO_VERL = {
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+}
 """Arguments of vLLM for which verl's default holds -> verl's names."""
 
 
@@ -226,13 +254,19 @@ def sleeps(value: bool, read: Values) -> bool:
 def sampling(value: float, read: Values) -> dict[str, Any]:
     """What agents are told to sample with."""
     if isinstance(value, str | bool) or not 0 < value < math.inf:
-        raise NotHonouredError("must be a number above 0: rollouts of a task that are all the same teach nothing")
+        raise NotHonouredError(
+            "must be a number above 0: rollouts of a task that are all the same teach nothing"
+        )
     return {"temperature": float(value)}
 
 
 def folder(value: str, read: Values) -> str:
     """Where runs of an experiment are collected."""
-    return f"outputs/{value}/{read('trainer.experiment_name')}" if read.given("trainer.experiment_name") else f"outputs/{value}"
+    return (
+        f"outputs/{value}/{read('trainer.experiment_name')}"
+        if read.given("trainer.experiment_name")
+        else f"outputs/{value}"
+    )
 
 
 def experiment_folder(value: str, read: Values) -> Any:

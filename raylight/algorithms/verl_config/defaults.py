@@ -23,7 +23,9 @@ def verl_defaults() -> Any:
 
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None:
-        raise ConfigError("verl is not installed, and VERL(config) reads its defaults; pip install verl==0.9.1")
+        raise ConfigError(
+            "verl is not installed, and VERL(config) reads its defaults; pip install verl==0.9.1"
+        )
     path = Path(spec.origin).parent / DEFAULTS
     if not path.is_file():
         raise ConfigError(f"this verl has no {DEFAULTS}; raylight reads verl 0.9: pip install verl==0.9.1")

@@ -26,25 +26,49 @@ _ALGORITHM = (
     part("kl_ctrl.target_kl", ".kl_ctrl.type"),
     to("kl_ctrl.horizon", "algorithm.kl_horizon", c.when("algorithm.use_kl_in_reward")),
     to("rollout_correction.rollout_is", "algorithm.rollout_is"),
-    to("rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold",
-       c.when("algorithm.rollout_correction.rollout_is")),
-    to("rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_is_batch_normalize",
-       c.when("algorithm.rollout_correction.rollout_is")),
+    to(
+        "rollout_correction.rollout_is_threshold",
+        "algorithm.rollout_is_threshold",
+        c.when("algorithm.rollout_correction.rollout_is"),
+    ),
+    to(
+        "rollout_correction.rollout_is_batch_normalize",
+        "algorithm.rollout_is_batch_normalize",
+        c.when("algorithm.rollout_correction.rollout_is"),
+    ),
     to("rollout_correction.rollout_rs", "algorithm.rollout_rs"),
-    to("rollout_correction.rollout_rs_threshold", "algorithm.rollout_rs_threshold",
-       c.when("algorithm.rollout_correction.rollout_rs")),
+    to(
+        "rollout_correction.rollout_rs_threshold",
+        "algorithm.rollout_rs_threshold",
+        c.when("algorithm.rollout_correction.rollout_rs"),
+    ),
     to("rollout_correction.bypass_mode", "algorithm.bypass_mode"),
     same("rollout_correction.loss_type", "ppo_clip", why="the loss is that of actor.policy_loss.loss_mode"),
     to("filter_groups.enable", "algorithm.equal_groups", c.equal_groups),
-    to("filter_groups.max_num_gen_batches", "algorithm.max_rounds", c.when("algorithm.filter_groups.enable", c.rounds)),
-    same("filter_groups.metric", "reward", "score", "seq_reward", "seq_final_reward", why="groups are filtered by their rewards"),
+    to(
+        "filter_groups.max_num_gen_batches",
+        "algorithm.max_rounds",
+        c.when("algorithm.filter_groups.enable", c.rounds),
+    ),
+    same(
+        "filter_groups.metric",
+        "reward",
+        "score",
+        "seq_reward",
+        "seq_final_reward",
+        why="groups are filtered by their rewards",
+    ),
     same("use_pf_ppo", False, why="rollouts are not sampled again by reward"),
-)  # fmt: skip
+)
 
 _DATA = (
     to("train_batch_size", "algorithm.tasks_per_step"),
-    to("max_prompt_length", "engine.max_model_len", c.longest,
-       reads=(".max_response_length", f"{ROLLOUT}.max_model_len")),
+    to(
+        "max_prompt_length",
+        "engine.max_model_len",
+        c.longest,
+        reads=(".max_response_length", f"{ROLLOUT}.max_model_len"),
+    ),
     part("max_response_length", ".max_prompt_length"),
     to("seed", "run.seed", own=True),
     any_of("train_files", DATASETS),
@@ -53,18 +77,35 @@ _DATA = (
     any_of("dataloader_num_workers", DATASETS),
     same("gen_batch_size", None, why="data.train_batch_size tasks are rolled out for a step"),
     same("shuffle", True, why="each pass over the tasks is shuffled anew"),
-    same("truncation", "error", why="a row that is longer than a learner takes is an error; prompts are never cut"),
-    same("filter_overlong_prompts", False, why="the engine refuses a prompt that is too long, and the rollout fails"),
+    same(
+        "truncation",
+        "error",
+        why="a row that is longer than a learner takes is an error; prompts are never cut",
+    ),
+    same(
+        "filter_overlong_prompts",
+        False,
+        why="the engine refuses a prompt that is too long, and the rollout fails",
+    ),
     same("train_max_samples", -1, why="all tasks are used"),
     same("val_max_samples", -1, why="all tasks are used"),
     same("trust_remote_code", False, why="no code of the model's folder is run"),
-)  # fmt: skip
+)
 
 _ACTOR = (
     same("strategy", "fsdp", "fsdp2", why="FSDP2 is the training engine"),
     to("ppo_mini_batch_size", "algorithm.mini_batches", c.mini_batches, reads=("data.train_batch_size",)),
-    to("ppo_max_token_len_per_gpu", "learner.max_tokens_per_micro_batch", c.token_budget,
-       reads=(".ppo_micro_batch_size_per_gpu", ".use_dynamic_bsz", "data.max_prompt_length", "data.max_response_length")),
+    to(
+        "ppo_max_token_len_per_gpu",
+        "learner.max_tokens_per_micro_batch",
+        c.token_budget,
+        reads=(
+            ".ppo_micro_batch_size_per_gpu",
+            ".use_dynamic_bsz",
+            "data.max_prompt_length",
+            "data.max_response_length",
+        ),
+    ),
     part("ppo_micro_batch_size_per_gpu", ".ppo_max_token_len_per_gpu"),
     part("use_dynamic_bsz", ".ppo_max_token_len_per_gpu"),
     to("ppo_epochs", "algorithm.ppo_epochs"),
@@ -91,8 +132,12 @@ _ACTOR = (
     to("grad_clip", "algorithm.grad_clip"),
     to("optim.clip_grad", "algorithm.grad_clip"),
     to("optim.lr", "algorithm.lr"),
-    to("optim.lr_warmup_steps", "algorithm.lr_warmup_steps", c.warmup,
-       reads=(".optim.lr_warmup_steps_ratio", "trainer.total_training_steps")),
+    to(
+        "optim.lr_warmup_steps",
+        "algorithm.lr_warmup_steps",
+        c.warmup,
+        reads=(".optim.lr_warmup_steps_ratio", "trainer.total_training_steps"),
+    ),
     part("optim.lr_warmup_steps_ratio", ".optim.lr_warmup_steps"),
     to("optim.lr_scheduler_type", "algorithm.lr_schedule"),
     to("optim.warmup_style", "algorithm.lr_schedule", own=True),
@@ -105,7 +150,11 @@ _ACTOR = (
     same("optim.total_training_steps", -1, why="trainer.total_training_steps says how long to train"),
     to("fsdp_config.param_offload", "learner.param_offload"),
     to("fsdp_config.optimizer_offload", "learner.optimizer_offload"),
-    to("fsdp_config.dtype", "learner.dtype", c.one_of(bfloat16="bf16", bf16="bf16", float32="fp32", fp32="fp32")),
+    to(
+        "fsdp_config.dtype",
+        "learner.dtype",
+        c.one_of(bfloat16="bf16", bf16="bf16", float32="fp32", fp32="fp32"),
+    ),
     same("fsdp_config.model_dtype", "fp32", "float32", why="parameters that are trained are held in float32"),
     same("fsdp_config.strategy", "fsdp", "fsdp2", why="FSDP2 is the training engine"),
     same("fsdp_config.fsdp_size", -1, why="parameters are sharded over all ranks"),
@@ -116,9 +165,11 @@ _ACTOR = (
     to("fsdp_config.ulysses_sequence_parallel_size", "learner.ulysses"),
     to("use_torch_compile", "learner.torch_compile", own=True),
     to("fsdp_config.use_torch_compile", "learner.torch_compile", own=True),
-    any_of("checkpoint.save_contents", "a state is always whole, and the model beside it in Hugging Face format"),
+    any_of(
+        "checkpoint.save_contents", "a state is always whole, and the model beside it in Hugging Face format"
+    ),
     any_of("checkpoint.load_contents", "a state is read as a whole"),
-)  # fmt: skip
+)
 
 _MODEL = (
     to("path", "algorithm.model", c.text),
@@ -134,7 +185,7 @@ _MODEL = (
     same("enable_activation_offload", False, why="activations are computed again or kept"),
     same("use_liger", False, why="layers are those of transformers"),
     same("use_fused_kernels", False, why="layers are those of transformers"),
-)  # fmt: skip
+)
 
 _REF = (
     any_of("fsdp_config.param_offload", "memory only: as actor.fsdp_config.param_offload"),
@@ -152,7 +203,11 @@ _ROLLOUT = (
     to("temperature", "algorithm.sampling_parameters", c.sampling),
     part("max_model_len", "data.max_prompt_length"),
     to("max_num_seqs", "engine.max_concurrent"),
-    to("dtype", "engine.dtype", c.one_of(bfloat16="bfloat16", float16="float16", half="float16", float32="float32")),
+    to(
+        "dtype",
+        "engine.dtype",
+        c.one_of(bfloat16="bfloat16", float16="float16", half="float16", float32="float32"),
+    ),
     to("free_cache_engine", "engine.sleep_while_learning", c.sleeps),
     to("tensor_model_parallel_size", "engine.args", c.vllm_arg("tensor_parallel_size")),
     to("gpu_memory_utilization", "engine.args", c.vllm_arg("gpu_memory_utilization")),
@@ -167,7 +222,10 @@ _ROLLOUT = (
     to("seed", "run.seed", own=True),
     any_of("multi_turn.enable", "the agent says how many turns it takes"),
     any_of("val_kwargs.do_sample", "the agent says how it samples"),
-    any_of("val_kwargs.temperature", "agents are told the temperature of training in validation too, as in agent-lightning"),
+    any_of(
+        "val_kwargs.temperature",
+        "agents are told the temperature of training in validation too, as in agent-lightning",
+    ),
     any_of("load_format", "engines begin with the model, and then take the learners' weights"),
     any_of("layered_summon", "memory only: how weights are collected"),
     any_of("calculate_log_probs", "log-probs are always recorded"),
@@ -180,10 +238,21 @@ _ROLLOUT = (
     any_of("agent.custom_async_server.name", "raylight serves the model itself"),
     any_of("trace_aggregator.special_token_tolerance", "calls are joined only where their tokens are equal"),
     any_of("trace_aggregator.string_tolerance", "calls are joined only where their tokens are equal"),
-    any_of("trace_aggregator.trajectory_max_prompt_length", "rows have data.max_prompt_length + max_response_length at most"),
-    any_of("trace_aggregator.trajectory_max_response_length", "rows have data.max_prompt_length + max_response_length at most"),
-    same("trace_aggregator.mode", "transition", "trajectory", "trajectory-strict",
-         why="calls that go on with the same tokens become one row, and statistics are over rollouts"),
+    any_of(
+        "trace_aggregator.trajectory_max_prompt_length",
+        "rows have data.max_prompt_length + max_response_length at most",
+    ),
+    any_of(
+        "trace_aggregator.trajectory_max_response_length",
+        "rows have data.max_prompt_length + max_response_length at most",
+    ),
+    same(
+        "trace_aggregator.mode",
+        "transition",
+        "trajectory",
+        "trajectory-strict",
+        why="calls that go on with the same tokens become one row, and statistics are over rollouts",
+    ),
     same("mode", "async", why="agents call the engine over HTTP"),
     same("top_p", 1, 1.0, why="what is trained is the distribution that was sampled from"),
     same("top_k", -1, 0, why="what is trained is the distribution that was sampled from"),
@@ -193,13 +262,17 @@ _ROLLOUT = (
     same("data_parallel_size", 1, why="an engine for each tensor_model_parallel_size GPUs"),
     same("pipeline_model_parallel_size", 1, why="an engine is on one node"),
     same("expert_parallel_size", 1, why="an engine is on one node"),
-)  # fmt: skip
+)
 
 _CRITIC = (
     part("enable", "algorithm.adv_estimator"),
     to("optim.lr", "critic.lr"),
-    to("optim.lr_warmup_steps", "critic.lr_warmup_steps", c.critic_warmup,
-       reads=(".optim.lr_warmup_steps_ratio", "trainer.total_training_steps")),
+    to(
+        "optim.lr_warmup_steps",
+        "critic.lr_warmup_steps",
+        c.critic_warmup,
+        reads=(".optim.lr_warmup_steps_ratio", "trainer.total_training_steps"),
+    ),
     part("optim.lr_warmup_steps_ratio", ".optim.lr_warmup_steps"),
     to("optim.lr_scheduler_type", "critic.lr_schedule"),
     to("optim.min_lr_ratio", "critic.min_lr_ratio"),
@@ -221,12 +294,20 @@ _CRITIC = (
     any_of("fsdp.param_offload", "memory only: as actor.fsdp_config.param_offload"),
     any_of("fsdp.optimizer_offload", "memory only: as actor.fsdp_config.optimizer_offload"),
     any_of("model.use_remove_padding", "speed only: as actor_rollout_ref.model.use_remove_padding"),
-    any_of("model.enable_gradient_checkpointing", "memory only: as actor_rollout_ref.model.enable_gradient_checkpointing"),
-)  # fmt: skip
+    any_of(
+        "model.enable_gradient_checkpointing",
+        "memory only: as actor_rollout_ref.model.enable_gradient_checkpointing",
+    ),
+)
 
 _TRAINER = (
     to("n_gpus_per_node", "learner.n", c.ranks, reads=(".nnodes",)),
-    to("nnodes", "engine.replicas", c.replicas, reads=(".n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size")),
+    to(
+        "nnodes",
+        "engine.replicas",
+        c.replicas,
+        reads=(".n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size"),
+    ),
     to("device", "run.device", c.one_of(cuda="cuda", cpu="cpu"), own=True),
     to("total_epochs", "algorithm.n_epochs"),
     to("total_training_steps", "algorithm.n_steps"),
@@ -245,7 +326,7 @@ _TRAINER = (
     same("resume_mode", "auto", "disable", why="Trainer.fit says whether to go on with an earlier run"),
     same("val_only", False, why="`raylight eval` scores a model without training it"),
     same("log_val_generations", 0, why="rollouts are in the store, validation too"),
-)  # fmt: skip
+)
 
 SECTIONS = {
     "algorithm": _ALGORITHM,

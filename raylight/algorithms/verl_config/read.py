@@ -44,7 +44,9 @@ def _plain(config: Any) -> Any:
 def _leaves(node: Mapping[Any, Any], prefix: str, whole: Collection[str]) -> Any:
     for name, value in node.items():
         if not isinstance(name, str):
-            raise ConfigError(f"the keys of verl's configuration are strings, and {prefix or 'the outermost'} has {name!r}")
+            raise ConfigError(
+                f"the keys of verl's configuration are strings, and {prefix or 'the outermost'} has {name!r}"
+            )
         key = prefix + name
         if isinstance(value, Mapping) and key not in whole:
             yield from _leaves(value, key + ".", whole)

@@ -88,9 +88,15 @@ def resolve(config: Any, *, strict: bool) -> Resolution:
     flat = flatten(config, WHOLE)
     values = Merged({key: value for key, value in flat.items() if key in KEYS})
     if not values.given(f"{MODEL}.path"):
-        raise ConfigError(f"{MODEL}.path is missing: the folder of a Hugging Face model, or the name of one in the local cache")
-    problems = [_unknown(key) for key, value in flat.items() if key not in KEYS and not values.stays(key, value)]
-    problems += [problem for row in KEYS.values() if row.key in flat for problem in _disagrees(row, flat[row.key])]
+        raise ConfigError(
+            f"{MODEL}.path is missing: the folder of a Hugging Face model, or the name of one in the local cache"
+        )
+    problems = [
+        _unknown(key) for key, value in flat.items() if key not in KEYS and not values.stays(key, value)
+    ]
+    problems += [
+        problem for row in KEYS.values() if row.key in flat for problem in _disagrees(row, flat[row.key])
+    ]
     resolution = Resolution()
     for row in KEYS.values():
         try:
@@ -98,7 +104,9 @@ def resolve(config: Any, *, strict: bool) -> Resolution:
         except NotHonouredError as why:
             problems.append(f"{row.key}={values(row.key)!r} {why}")
     if problems and strict:
-        raise ConfigError("; ".join(problems) + ". VERL(config, strict=False) leaves out what raylight does not honour")
+        raise ConfigError(
+            "; ".join(problems) + ". VERL(config, strict=False) leaves out what raylight does not honour"
+        )
     for problem in problems:
         warnings.warn(f"left out: {problem}", stacklevel=3)
     return resolution
@@ -108,7 +116,11 @@ def _honour(row: Row, values: Merged, resolution: Resolution) -> None:
     """Place the setting that a row makes."""
     asked = values.given(row.key)
     given = asked or any(values.given(key) for key in row.reads)
-    if not row.target or (row.own and not given) or (row.target.startswith("critic.") and not has_critic(values)):
+    if (
+        not row.target
+        or (row.own and not given)
+        or (row.target.startswith("critic.") and not has_critic(values))
+    ):
         return
     value = values(row.key)
     if row.own and value is None:
@@ -131,7 +143,11 @@ def _disagrees(row: Row, value: Any) -> list[str]:
     """What is wrong with a value of which only some are what raylight does."""
     from omegaconf import OmegaConf
 
-    if row.agrees is None or value in row.agrees or value == OmegaConf.select(verl_defaults(), row.key, default=ABSENT):
+    if (
+        row.agrees is None
+        or value in row.agrees
+        or value == OmegaConf.select(verl_defaults(), row.key, default=ABSENT)
+    ):
         return []
     allowed = " or ".join(repr(known) for known in row.agrees)
     return [f"{row.key}={value!r} is not what raylight does: {row.why}; leave it out, or say {allowed}"]

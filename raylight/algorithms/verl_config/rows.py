@@ -54,7 +54,9 @@ class Row:
     """What that is."""
 
 
-def to(key: str, target: str, convert: Convert | None = None, *, own: bool = False, reads: tuple[str, ...] = ()) -> Row:
+def to(
+    key: str, target: str, convert: Convert | None = None, *, own: bool = False, reads: tuple[str, ...] = ()
+) -> Row:
     """A key that becomes a setting."""
     return Row(key, target, convert, own=own, reads=reads)
 

@@ -47,7 +47,12 @@ def model_of(body: Mapping[str, Any], default: str) -> str:
 
 
 def records_of(
-    exchange: Exchange, answer: Answer, model: str, end_time: float, first_piece: float | None, delivered: bool
+    exchange: Exchange,
+    answer: Answer,
+    model: str,
+    end_time: float,
+    first_piece: float | None,
+    delivered: bool,
 ) -> list[Closed]:
     """One record for each call of an answered exchange.
 
@@ -67,23 +72,40 @@ def records_of(
             continue
         generation = _generation(exchange, key, sample, model, end_time, delivered) if sample else None
         reason = generation.finish_reason if generation else choice.finish_reason if choice else None
-        named = {CALL_ID: key.call_id} if generation or index else {}  # without tokens, the answer's id says all
+        named = (
+            {CALL_ID: key.call_id} if generation or index else {}
+        )  # without tokens, the answer's id says all
         attributes = common | named | _own(choice, reason)
         span = Span.from_attributes(
-            name=SPAN_NAMES[exchange.dialect], attributes=attributes, rollout_id=key.rollout_id, attempt_id=key.attempt_id,
-            span_id=key.call_id[:16], trace_id=key.call_id, start_time=exchange.start_time, end_time=end_time,
-        )  # fmt: skip
+            name=SPAN_NAMES[exchange.dialect],
+            attributes=attributes,
+            rollout_id=key.rollout_id,
+            attempt_id=key.attempt_id,
+            span_id=key.call_id[:16],
+            trace_id=key.call_id,
+            start_time=exchange.start_time,
+            end_time=end_time,
+        )
         records.append((key, generation, span))
     return records
 
 
-def _generation(exchange: Exchange, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool) -> Generation:
+def _generation(
+    exchange: Exchange, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool
+) -> Generation:
     return Generation(
-        key=key, model=model, prompt_ids=list(sample.prompt_ids), output_ids=list(sample.output_ids),
-        logprobs=list(sample.logprobs), weight_versions=list(sample.weight_versions),
-        finish_reason=sample.finish_reason if delivered else "aborted", start_time=exchange.start_time, end_time=end_time,
-        sampling=dict(sample.sampling), agent=exchange.scope.agent,
-    )  # fmt: skip
+        key=key,
+        model=model,
+        prompt_ids=list(sample.prompt_ids),
+        output_ids=list(sample.output_ids),
+        logprobs=list(sample.logprobs),
+        weight_versions=list(sample.weight_versions),
+        finish_reason=sample.finish_reason if delivered else "aborted",
+        start_time=exchange.start_time,
+        end_time=end_time,
+        sampling=dict(sample.sampling),
+        agent=exchange.scope.agent,
+    )
 
 
 def _common(exchange: Exchange, answer: Answer, first_piece: float | None) -> Attributes:
@@ -100,7 +122,11 @@ def _common(exchange: Exchange, answer: Answer, first_piece: float | None) -> At
     if tools := body.get("tools"):
         found[TOOL_DEFINITIONS] = json.dumps(tools)
     if answer.id is not None:
-        found[RESPONSE_ID] = ID_PREFIXES[dialect] + answer.id.removeprefix("chatcmpl-") if dialect in ID_PREFIXES else answer.id
+        found[RESPONSE_ID] = (
+            ID_PREFIXES[dialect] + answer.id.removeprefix("chatcmpl-")
+            if dialect in ID_PREFIXES
+            else answer.id
+        )
     if exchange.scope.agent:
         found[AGENT_NAME] = exchange.scope.agent
     if first_piece is not None:

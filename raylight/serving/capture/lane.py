@@ -95,7 +95,9 @@ class Lane(Generic[_T]):
                 await self._send(batch)
             except UNFIT as error:
                 self._set_apart(batch, error)
-            except Exception:  # whatever it is, and told of by `send`: what was handed over is kept until the store has it
+            except (
+                Exception
+            ):  # whatever it is, and told of by `send`: what was handed over is kept until the store has it
                 await self._rest(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue

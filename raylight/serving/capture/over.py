@@ -36,6 +36,10 @@ class Over:
 
     async def asked(self, scope: Scope) -> bool:
         """Whether an attempt is over, by the store's word. For requests that open no call, of which the store would not hear."""
-        if scope not in self and self._ask is not None and await self._ask(scope.rollout_id, scope.attempt_id):
+        if (
+            scope not in self
+            and self._ask is not None
+            and await self._ask(scope.rollout_id, scope.attempt_id)
+        ):
             self.add(scope)
         return scope in self

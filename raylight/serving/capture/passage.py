@@ -34,9 +34,13 @@ class Passage:
     """
 
     def __init__(
-        self, exchange: Exchange, known: asyncio.Future[None], send: Send, clock: Callable[[], float],
+        self,
+        exchange: Exchange,
+        known: asyncio.Future[None],
+        send: Send,
+        clock: Callable[[], float],
         conversations: Conversations | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._exchange = exchange
         self._known = known
         self._to_client = send
@@ -72,7 +76,9 @@ class Passage:
         def look(_: asyncio.Future[None]) -> None:
             if leaving.done() and self._ended:
                 self._hung_up.set()  # the client has all of it; what the application does now is its own business
-            unwanted = (leaving.done() and not self._ended) or (self._known.done() and self._known.exception() is not None)
+            unwanted = (leaving.done() and not self._ended) or (
+                self._known.done() and self._known.exception() is not None
+            )
             if (work.done() or unwanted) and not over.done():
                 over.set_result(None)
 
@@ -93,7 +99,9 @@ class Passage:
         if work.cancelled() or (error := work.exception()) is None:
             return
         if self._status >= 500:
-            logger.error("the engine's application failed", exc_info=error)  # it has answered so, as Starlette's do
+            logger.error(
+                "the engine's application failed", exc_info=error
+            )  # it has answered so, as Starlette's do
             return
         if self._hung_up.is_set():
             logger.debug("the application raised when its client had left: %r", error)
@@ -143,7 +151,9 @@ class Passage:
         if self._hung_up.is_set() and not self._began:
             return  # what the application says to nobody is no answer
         self._start, self._status = message, message["status"]
-        content_type = next((v for k, v in message.get("headers", []) if k.lower() == b"content-type"), b"").decode("latin-1")
+        content_type = next(
+            (v for k, v in message.get("headers", []) if k.lower() == b"content-type"), b""
+        ).decode("latin-1")
         self._streams = content_type.startswith("text/event-stream")
         if self._status < 400:
             self._reader = AnswerReader(content_type)
@@ -171,7 +181,9 @@ class Passage:
             sample = self._exchange.samples.get(choice.index)
             if choice.message is not None and sample is not None and sample.finish_reason != "aborted":
                 tokens = sample.prompt_ids + sample.output_ids
-                self._conversations.remember(self._exchange.scope, self._exchange.body, choice.message, tokens)
+                self._conversations.remember(
+                    self._exchange.scope, self._exchange.body, choice.message, tokens
+                )
 
     # what is left of it
 
@@ -186,4 +198,6 @@ class Passage:
         answer = self._answer or (self._reader.finish() if self._reader else Answer())
         delivered = self._answer is not None
         model = model_of(self._exchange.body, model)
-        return records_of(self._exchange, answer, model, self._end_time or self._clock(), self._first_piece, delivered)
+        return records_of(
+            self._exchange, answer, model, self._end_time or self._clock(), self._first_piece, delivered
+        )

@@ -60,7 +60,9 @@ class Recall:
         except UnknownIdError:
             return  # there is no such attempt; the store will say so of the call as well
         except Exception as error:
-            logger.warning("the conversations of attempt %s are not known, and are rendered: %s", scope.attempt_id, error)
+            logger.warning(
+                "the conversations of attempt %s are not known, and are rendered: %s", scope.attempt_id, error
+            )
             self._asked.pop((scope.rollout_id, scope.attempt_id, missing), None)
             return
         known = self._conversations

@@ -126,7 +126,9 @@ class Recorder:
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + self._patience_s
-        await self._room.until(lambda: self._closing or self._fits(keys), self._patience_s if len(keys) <= self._capacity else 0)
+        await self._room.until(
+            lambda: self._closing or self._fits(keys), self._patience_s if len(keys) <= self._capacity else 0
+        )
         if self._closing or not self._fits(keys):
             self.stats.overloaded += len(keys)
             raise Overloaded("no more calls can be recorded now; try again")
@@ -142,7 +144,9 @@ class Recorder:
     def close(self, records: Sequence[Closed]) -> None:
         """Hand over the records of calls that were opened; returns at once."""
         self.stats.closed += len(records)
-        self.stats.aborted += sum(call is not None and call.finish_reason == "aborted" for _, call, _ in records)
+        self.stats.aborted += sum(
+            call is not None and call.finish_reason == "aborted" for _, call, _ in records
+        )
         self.stats.unsent += len(records)
         self._closings.put(*records)
 
@@ -159,10 +163,16 @@ class Recorder:
             lost = self.stats.unsent
             self.stats.lost += lost
             if lost:
-                logger.error("%d announcements and records of calls never reached the store: it was gone for %g s", lost, timeout)
+                logger.error(
+                    "%d announcements and records of calls never reached the store: it was gone for %g s",
+                    lost,
+                    timeout,
+                )
             if still_open := self._used - len(self._closings.queue):
                 logger.error(
-                    "%d calls were still open %g s after the last was let in; what they sample is lost", still_open, timeout
+                    "%d calls were still open %g s after the last was let in; what they sample is lost",
+                    still_open,
+                    timeout,
                 )
         await self._closings.stop()
         for opening in await self._openings.stop():
@@ -197,7 +207,12 @@ class Recorder:
             raise
         except Exception as error:
             if not self._away:
-                logger.warning("the store cannot be reached; %d records wait: %s", self.stats.unsent, error, exc_info=error)
+                logger.warning(
+                    "the store cannot be reached; %d records wait: %s",
+                    self.stats.unsent,
+                    error,
+                    exc_info=error,
+                )
             self._away = True
             raise
         if self._away:

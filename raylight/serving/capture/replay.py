@@ -64,9 +64,13 @@ class Replay:
     """
 
     def __init__(
-        self, app: ASGIApp, clock: Callable[[], float] = time.monotonic, ttl_s: float = TTL_S, per_attempt: int = PER_ATTEMPT,
+        self,
+        app: ASGIApp,
+        clock: Callable[[], float] = time.monotonic,
+        ttl_s: float = TTL_S,
+        per_attempt: int = PER_ATTEMPT,
         max_bytes: int = MAX_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._app = app
         self._clock = clock
         self._ttl_s = ttl_s
@@ -80,13 +84,23 @@ class Replay:
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         inside = SCOPE.get()
-        if inside is None or scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+        if (
+            inside is None
+            or scope["type"] != "http"
+            or scope["method"] != "POST"
+            or scope["path"] not in PATHS
+        ):
             await self._app(scope, receive, send)
             return
         body = await read_whole(receive)
         if body is None:
             return
-        key = (inside, scope["path"], scope.get("query_string", b""), hashlib.blake2b(body, digest_size=16).digest())
+        key = (
+            inside,
+            scope["path"],
+            scope.get("query_string", b""),
+            hashlib.blake2b(body, digest_size=16).digest(),
+        )
         tries = _tries(scope)
         self._expire()
         if tries and (earlier := self._find(key, tries)) is not None:
@@ -142,7 +156,9 @@ class Replay:
 
     # making
 
-    async def _make(self, answer: _Answer, scope: AsgiScope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _make(
+        self, answer: _Answer, scope: AsgiScope, body: bytes, receive: Receive, send: Send
+    ) -> None:
         """Have a request answered, and keep the answer."""
         making = _Making(self, answer, body, receive, send)
         self._answers.setdefault(answer.key, []).append(answer)
@@ -234,14 +250,22 @@ class _Making:
             return
         try:
             await self._to_client(message)
-        except OSError:  # the client is gone, and `receive` says so too; the answer may be whole for a retry all the same
+        except (
+            OSError
+        ):  # the client is gone, and `receive` says so too; the answer may be whole for a retry all the same
             self._left = True
         else:
             answer.delivered = answer.delivered or (last and not self._left)
 
 
 def _likelihood(answer: _Answer) -> tuple[bool, bool, bool, int, float]:
-    return answer.state == "failed", not answer.delivered, answer.state == "complete", answer.tries, answer.ended
+    return (
+        answer.state == "failed",
+        not answer.delivered,
+        answer.state == "complete",
+        answer.tries,
+        answer.ended,
+    )
 
 
 def _attempt(answer: _Answer) -> tuple[str, str]:

@@ -51,20 +51,33 @@ class Tap:
     """
 
     def __init__(
-        self, app: ASGIApp, engine: Engine, recorder: Recorder, conversations: Conversations | None,
-        history: History | None = None, clock: Callable[[], float] = time.time, over: Over | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        recorder: Recorder,
+        conversations: Conversations | None,
+        history: History | None = None,
+        clock: Callable[[], float] = time.time,
+        over: Over | None = None,
+    ) -> None:
         self._app = app
         self._engine = engine
         self._recorder = recorder
         self._conversations = conversations
-        self._recall = Recall(conversations, history) if conversations is not None and history is not None else None
+        self._recall = (
+            Recall(conversations, history) if conversations is not None and history is not None else None
+        )
         self._clock = clock
         self._over = over or Over()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         inside = SCOPE.get()
-        if inside is None or scope["type"] != "http" or scope["path"] not in (CHAT, COMPLETIONS) or scope["method"] != "POST":
+        if (
+            inside is None
+            or scope["type"] != "http"
+            or scope["path"] not in (CHAT, COMPLETIONS)
+            or scope["method"] != "POST"
+        ):
             await self._app(scope, receive, send)
             return
         try:
@@ -77,7 +90,9 @@ class Tap:
                 refusal.headers["retry-after"] = str(error.retry_after)
             await refusal(scope, receive, send)
 
-    async def _record(self, inside: Scope, sent: bytes, scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def _record(
+        self, inside: Scope, sent: bytes, scope: AsgiScope, receive: Receive, send: Send
+    ) -> None:
         """Announce the calls of a request, have it answered, and close them.
 
         Raises:
@@ -92,7 +107,10 @@ class Tap:
         try:
             if scope["path"] == CHAT and (tokens := await self._prompt(exchange, headers)) is not None:
                 sent = json.dumps({**exchange.body, PROMPT: {PROMPT_IDS: tokens}}).encode()
-            given = [(b"content-length", str(len(sent)).encode()), (REQUEST_ID, exchange.keys[0].call_id.encode())]
+            given = [
+                (b"content-length", str(len(sent)).encode()),
+                (REQUEST_ID, exchange.keys[0].call_id.encode()),
+            ]
             kept = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", REQUEST_ID)]
             await passage.run(self._app, {**scope, "headers": kept + given}, sent, receive)
         except AttemptOver:
@@ -116,14 +134,22 @@ class Tap:
         if not isinstance(body, dict):
             raise RequestError("the body is not a JSON object")
         if body.get(PROMPT) is not None:
-            raise RequestError(f"{PROMPT}: prompts in tokens are made here; send messages, or use /v1/completions")
+            raise RequestError(
+                f"{PROMPT}: prompts in tokens are made here; send messages, or use /v1/completions"
+            )
         if body.get("echo"):
-            raise RequestError("echo: tokens that were not sampled cannot be recorded; put the prompt before the answer yourself")
+            raise RequestError(
+                "echo: tokens that were not sampled cannot be recorded; put the prompt before the answer yourself"
+            )
         if body.get("use_beam_search"):
-            raise RequestError("use_beam_search: beams are not sampled, and cannot be recorded token for token")
+            raise RequestError(
+                "use_beam_search: beams are not sampled, and cannot be recorded token for token"
+            )
         chat = scope["path"] == CHAT
         keys = new_keys(inside, count_choices(body, chat), _digest(body))
-        return Exchange(inside, scope.get(DIALECT) or ("chat" if chat else "completions"), body, self._clock(), keys)
+        return Exchange(
+            inside, scope.get(DIALECT) or ("chat" if chat else "completions"), body, self._clock(), keys
+        )
 
     async def _prompt(self, exchange: Exchange, headers: dict[bytes, bytes]) -> list[int] | None:
         """The prompt in tokens, where the request continues a conversation, as `exchange.prompt` then says; None: the engine is to
@@ -137,7 +163,9 @@ class Tap:
             raise RequestError(f"{TOKEN_IN.decode()} is on or off, not {wish.decode('latin-1')[:80]!r}")
         if self._conversations is None or wish == b"off":
             return None
-        if self._recall is not None and (missing := self._conversations.missing(exchange.scope, exchange.body)):
+        if self._recall is not None and (
+            missing := self._conversations.missing(exchange.scope, exchange.body)
+        ):
             await self._recall(exchange.scope, missing)
         splice = self._conversations.splice(exchange.scope, exchange.body)
         if splice is None:
@@ -153,7 +181,9 @@ def count_choices(body: dict[str, Any], chat: bool) -> int:
         RequestError: no number of choices, or more than anybody may have.
     """
     n, prompt = body.get("n"), body.get("prompt")
-    if n is not None and (type(n) is not int or n < 1):  # engines would take "3", and sample what nobody announced
+    if n is not None and (
+        type(n) is not int or n < 1
+    ):  # engines would take "3", and sample what nobody announced
         raise RequestError(f"n: a whole number of choices from 1 on, not {n!r:.50}")
     count = n or 1
     if not chat and isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):

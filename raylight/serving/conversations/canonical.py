@@ -78,7 +78,11 @@ def arguments_of(arguments: Any) -> Any:
 def _hash(before: bytes, form: Any) -> bytes:
     try:
         text = json.dumps(form, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError, RecursionError) as error:  # also half of a surrogate pair, which is no text
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # also half of a surrogate pair, which is no text
         raise NotCanonical(f"a message that is no JSON: {error}") from error
     return blake2b(before + text, digest_size=16).digest()
 
@@ -90,13 +94,21 @@ def _answer(message: Mapping[str, Any]) -> list[Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise NotCanonical("tool_calls that are no list")
-    return ["assistant", _without_thought(text_of(message.get("content"))).strip(), [_call(call) for call in calls]]
+    return [
+        "assistant",
+        _without_thought(text_of(message.get("content"))).strip(),
+        [_call(call) for call in calls],
+    ]
 
 
 def _input(message: Mapping[str, Any], calls: Mapping[Any, int]) -> list[Any]:
     """Any other message, with all its keys. A tool's result names its call by the call's place: ids are labels that some agents
     write anew."""
-    rest = {key: value for key, value in message.items() if key not in ("role", "content", "tool_call_id") and value}
+    rest = {
+        key: value
+        for key, value in message.items()
+        if key not in ("role", "content", "tool_call_id") and value
+    }
     place = calls.get(message["tool_call_id"]) if isinstance(message.get("tool_call_id"), str) else None
     return [message["role"], text_of(message.get("content")).strip(), place, rest]
 

@@ -23,9 +23,16 @@ from raylight.serving.exchange import Scope
 logger = logging.getLogger(__name__)
 
 SPECIAL = (
-    "add_special_tokens", "chat_template", "continue_final_message", "documents", "echo", "kv_transfer_params",
-    "mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens",
-)  # fmt: skip
+    "add_special_tokens",
+    "chat_template",
+    "continue_final_message",
+    "documents",
+    "echo",
+    "kv_transfer_params",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "truncate_prompt_tokens",
+)
 """Fields by which a request asks for a prompt that is not simply its messages, rendered."""
 OVERHEAD = 64
 """What a conversation takes besides its tokens, in tokens."""
@@ -97,7 +104,12 @@ class Conversations:
         template_kwargs: the engine's own defaults for `chat_template_kwargs`.
     """
 
-    def __init__(self, tokenizer: Any, capacity_tokens: int = 20_000_000, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        capacity_tokens: int = 20_000_000,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.counts = SpliceCounts()
         self._renderer = Renderer(tokenizer)
         self._capacity = capacity_tokens
@@ -126,10 +138,16 @@ class Conversations:
         """The last answer in a request, if it could be continued in tokens but is not known here: a key that stands for it and
         for all before it. Another replica may have sampled it."""
         keys = self._keys(scope, body)
-        answers = [key for key, message in zip(keys[:-1], body["messages"], strict=False) if _is_answer(message)] if keys else []
+        answers = (
+            [key for key, message in zip(keys[:-1], body["messages"], strict=False) if _is_answer(message)]
+            if keys
+            else []
+        )
         return answers[-1] if answers and not self._has(scope, answers[-1]) else None
 
-    def remember(self, scope: Scope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]) -> None:
+    def remember(
+        self, scope: Scope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]
+    ) -> None:
         """Know a conversation by the messages of a request and the answer's; of equal ones the latest counts.
 
         Args:
@@ -141,7 +159,14 @@ class Conversations:
         attempt = self._attempts.setdefault(_name(scope), _Attempt())
         self._attempts.move_to_end(_name(scope))
         all_tokens = np.array(tokens, dtype=np.uint32)
-        base = next((known for key in reversed(keys) if (known := attempt.known.get(key)) and known.begins(all_tokens)), None)
+        base = next(
+            (
+                known
+                for key in reversed(keys)
+                if (known := attempt.known.get(key)) and known.begins(all_tokens)
+            ),
+            None,
+        )
         if base is not None and base.total == len(tokens) and attempt.known.get(keys[-1]) is base:
             return
         turns = _Turns(base, all_tokens[base.total if base else 0 :].copy(), len(tokens))
@@ -170,7 +195,9 @@ class Conversations:
         for answered in reversed(range(len(keys) - 1)):
             if turns := attempt.known.get(keys[answered]):
                 messages = body["messages"]
-                tokens = self._renderer.extend(turns.tokens(), messages, answered, body.get("tools"), self._kwargs(body))
+                tokens = self._renderer.extend(
+                    turns.tokens(), messages, answered, body.get("tools"), self._kwargs(body)
+                )
                 return Splice(tokens, whole=not any(map(_is_answer, messages[answered + 1 :])))
         return None
 
@@ -191,7 +218,11 @@ class Conversations:
 
     def _kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Variables of the template, as vLLM sets them."""
-        kwargs, asked, effort = self._defaults, body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
+        kwargs, asked, effort = (
+            self._defaults,
+            body.get("chat_template_kwargs") or {},
+            body.get("reasoning_effort"),
+        )
         if effort is None:
             return kwargs | asked
         return kwargs | {"enable_thinking": effort != "none"} | asked | {"reasoning_effort": effort}
@@ -200,7 +231,10 @@ class Conversations:
         """Each reason once: it is the template's, and comes again with every turn."""
         if reason not in self._reasons and len(self._reasons) < 10:
             self._reasons.add(reason)
-            logger.warning("a conversation was rendered anew, as the chat template lets none be continued in tokens: %s", reason)
+            logger.warning(
+                "a conversation was rendered anew, as the chat template lets none be continued in tokens: %s",
+                reason,
+            )
 
 
 def _name(scope: Scope) -> tuple[str, str]:

@@ -19,10 +19,24 @@ from raylight.serving.conversations.canonical import arguments_of, text_of
 logger = logging.getLogger(__name__)
 
 RESERVED = frozenset(
-    {"conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
-     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-     "tokenizer_kwargs"}
-)  # fmt: skip
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 """Names that are no variables of a template, but arguments of the tokenizer."""
 LONGEST_ENDING = 16
 """Tokens with which a template ends a turn and begins the next, at most."""
@@ -90,7 +104,9 @@ class Renderer:
         self._tokenizer = copy.deepcopy(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = frozenset(added)
-        self._special = sorted((str(token) for token in added.values() if token.special), key=len, reverse=True)
+        self._special = sorted(
+            (str(token) for token in added.values() if token.special), key=len, reverse=True
+        )
         self._ways: dict[Hashable, _Way] = {}
         self._parts: bool | None = None
 
@@ -170,10 +186,16 @@ class Renderer:
         if self._after(way, ending, FIRST) != self._after(way, ending, SECOND):
             raise TemplateRefusal("what it shows after an answer depends on the answer")
         renamed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in ending.new]
-        if renamed != ending.new and self._after(way, replace(ending, new=renamed), FIRST) != self._after(way, ending, FIRST):
-            raise TemplateRefusal("it shows a developer's message otherwise than a system's, and engines differ in which they take")
+        if renamed != ending.new and self._after(way, replace(ending, new=renamed), FIRST) != self._after(
+            way, ending, FIRST
+        ):
+            raise TemplateRefusal(
+                "it shows a developer's message otherwise than a system's, and engines differ in which they take"
+            )
         sent = [(m, _Mark()) for m in ending.new]
-        probe = replace(ending, new=[{**m, "content": self._content(m["role"], mark.content)} for m, mark in sent])
+        probe = replace(
+            ending, new=[{**m, "content": self._content(m["role"], mark.content)} for m, mark in sent]
+        )
         text = self._after(way, probe, FIRST)
         if any(mark.word not in text for _, mark in sent):
             raise TemplateRefusal("it leaves a message out, or shows it within the answer before it")
@@ -181,7 +203,9 @@ class Renderer:
     def _after(self, way: _Way, ending: _Ending, mark: _Mark) -> str:
         """Space between an answer of text alone and the token that ends its turn is the answer's, if anyone's."""
         if not way.calls:
-            return self._tail({"role": "assistant", "content": self._content("assistant", mark.content)}, ending, mark).lstrip()
+            return self._tail(
+                {"role": "assistant", "content": self._content("assistant", mark.content)}, ending, mark
+            ).lstrip()
         parts = self._tail(self._calling(ending.answer, mark), ending, mark).split(way.end, way.passed + 1)
         if len(parts) < way.passed + 2:
             raise TemplateRefusal("a turn in which a tool is called has no end that could be found")
@@ -190,10 +214,15 @@ class Renderer:
     def _calling(self, answer: Message, mark: _Mark) -> Message:
         """The same calls with other arguments, and without the text that came first, which some templates put last."""
         arguments = {mark.content: mark.content}
-        calls = [{**call, "function": {**call["function"], "arguments": arguments}} for call in answer["tool_calls"]]
+        calls = [
+            {**call, "function": {**call["function"], "arguments": arguments}}
+            for call in answer["tool_calls"]
+        ]
         return {"role": "assistant", "content": self._content("assistant", ""), "tool_calls": calls}
 
-    def _tail(self, answer: Message, ending: _Ending, mark: _Mark, *, add_generation_prompt: bool = True) -> str:
+    def _tail(
+        self, answer: Message, ending: _Ending, mark: _Mark, *, add_generation_prompt: bool = True
+    ) -> str:
         """What follows the mark in an answer. Text must be shown once; arguments of calls may be shown several times."""
         shown = [*ending.before, answer, *ending.new]
         text = self._render(shown, ending.tools, ending.kwargs, add_generation_prompt=add_generation_prompt)
@@ -210,7 +239,13 @@ class Renderer:
         calls = shown.pop("tool_calls", None)
         if calls and message["role"] == "assistant":
             shown["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": arguments_of(call["function"].get("arguments"))}}
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": arguments_of(call["function"].get("arguments")),
+                    },
+                }
                 for call in calls
             ]
         return shown
@@ -226,7 +261,14 @@ class Renderer:
             self._parts = FIRST.word in shown and "'type'" not in shown and '"type"' not in shown
         return [{"type": "text", "text": text}] if self._parts and role != "tool" else text
 
-    def _render(self, shown: list[Message], tools: Any, kwargs: Mapping[str, Any], *, add_generation_prompt: bool = True) -> str:
+    def _render(
+        self,
+        shown: list[Message],
+        tools: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(

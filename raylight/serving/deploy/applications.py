@@ -24,10 +24,18 @@ def application(spec: ReplicaSpec, started_serve: bool) -> serve.Application:
 def _plain(spec: ReplicaSpec, env: dict[str, str]) -> serve.Application:
     """The transformers engine, or one upstream: one actor a replica."""
     config = spec.config
-    actor: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": env}}
-    deployment = serve.deployment(name="engine", ray_actor_options=actor, **common_options(spec))(EngineReplica)
+    actor: dict[str, Any] = {
+        "num_cpus": config.num_cpus,
+        "num_gpus": config.num_gpus,
+        "runtime_env": {"env_vars": env},
+    }
+    deployment = serve.deployment(name="engine", ray_actor_options=actor, **common_options(spec))(
+        EngineReplica
+    )
     if config.num_gpus:
-        deployment = deployment.options(placement_group_bundles=[{"CPU": config.num_cpus, "GPU": config.num_gpus}])
+        deployment = deployment.options(
+            placement_group_bundles=[{"CPU": config.num_cpus, "GPU": config.num_gpus}]
+        )
     return deployment.bind(spec)
 
 
@@ -41,14 +49,27 @@ def _vllm(spec: ReplicaSpec, env: dict[str, str]) -> serve.Application:
 
     config = spec.config
     args = vllm_args(
-        spec.model_path, config.args, dtype=config.dtype, max_model_len=config.max_model_len,
-        max_concurrent=config.max_concurrent, max_waiting=config.max_waiting, seed=spec.seed, gpus=config.num_gpus,
+        spec.model_path,
+        config.args,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_concurrent=config.max_concurrent,
+        max_waiting=config.max_waiting,
+        seed=spec.seed,
+        gpus=config.num_gpus,
         max_adapters=config.max_adapters,
-    )  # fmt: skip
+    )
     llm = llm_config(
-        spec.model_path, spec.model, args, server=VllmReplica, num_cpus=config.num_cpus, threads=threads_of(config),
-        gpus=config.num_gpus, env=env, options=common_options(spec),
-    )  # fmt: skip
+        spec.model_path,
+        spec.model,
+        args,
+        server=VllmReplica,
+        num_cpus=config.num_cpus,
+        threads=threads_of(config),
+        gpus=config.num_gpus,
+        env=env,
+        options=common_options(spec),
+    )
     return build_llm_deployment(llm, bind_kwargs={"spec": spec})
 
 

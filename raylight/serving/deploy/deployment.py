@@ -43,7 +43,9 @@ class Deployment:
         config = self._spec.config
         url = await asyncio.to_thread(self._deploy)
         try:
-            await asyncio.wait_for(self._spec.board.wait_for_subscribers.remote(config.replicas), config.start_timeout_s)
+            await asyncio.wait_for(
+                self._spec.board.wait_for_subscribers.remote(config.replicas), config.start_timeout_s
+            )
         except TimeoutError:
             raise EngineStartError(await asyncio.to_thread(self._why_not_up)) from None
         except RayTaskError as error:
@@ -84,18 +86,28 @@ class Deployment:
             host, port = running or ingress.start_serve(config.host, config.port)
             self._started_serve = running is None
             if self._spec.secret is None and host not in ingress.LOOPBACK:
-                raise EngineStartError(f"Ray Serve already listens on {host}, where everybody would be let in; give an API key")
+                raise EngineStartError(
+                    f"Ray Serve already listens on {host}, where everybody would be let in; give an API key"
+                )
             wanted = config.port
             if wanted not in (None, port):
-                raise PortInUseError(f"Ray Serve already runs on port {port} of this cluster; port {wanted} cannot be had")
+                raise PortInUseError(
+                    f"Ray Serve already runs on port {port} of this cluster; port {wanted} cannot be had"
+                )
             if host in ingress.LOOPBACK and len(ingress.alive_nodes()) > 1:
                 raise EngineStartError(
                     f"Ray Serve listens on {host} only, and agents on other nodes could not reach it; set engine={{'host': "
                     "'0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
                 )
-            target = serve.RunTarget(application(self._spec, self._started_serve), self._spec.app_name, route, ingress.QUIET)
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        return f"http://{ingress.head_address() if host == ingress.ANY_HOST else host}:{port}{route.rstrip('/')}"
+            target = serve.RunTarget(
+                application(self._spec, self._started_serve), self._spec.app_name, route, ingress.QUIET
+            )
+            serve.run_many(
+                [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+            )
+        return (
+            f"http://{ingress.head_address() if host == ingress.ANY_HOST else host}:{port}{route.rstrip('/')}"
+        )
 
     def _why_not_up(self) -> str:
         config = self._spec.config

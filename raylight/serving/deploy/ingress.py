@@ -61,7 +61,11 @@ def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
     """
     host = host or (ANY_HOST if len(alive_nodes()) > 1 else "127.0.0.1")
     port = choose_port(host, port)
-    env = SERVE_FLAGS | ROUTING | {flag: str(choose_port(ANY_HOST, None, usual)) for flag, usual in PROXY_PORTS.items()}
+    env = (
+        SERVE_FLAGS
+        | ROUTING
+        | {flag: str(choose_port(ANY_HOST, None, usual)) for flag, usual in PROXY_PORTS.items()}
+    )
     try:
         serve.start(
             http_options={"host": host, "port": port},
@@ -121,7 +125,9 @@ def wait_for_route(url: str) -> None:
     Raises:
         EngineStartError: it does not answer, some 30 s after the replicas were up.
     """
-    retries = urllib3.Retry(total=60, backoff_factor=0.05, backoff_max=0.5, status_forcelist=(404, 500, 502, 503, 504))
+    retries = urllib3.Retry(
+        total=60, backoff_factor=0.05, backoff_max=0.5, status_forcelist=(404, 500, 502, 503, 504)
+    )
     try:
         urllib3.PoolManager().request("GET", url, retries=retries, timeout=5)
     except urllib3.exceptions.HTTPError as error:

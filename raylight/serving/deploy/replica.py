@@ -81,12 +81,21 @@ class Shell:
         await follower.catch_up([spec.board.stay.remote()])
         self._following = asyncio.create_task(follower.follow())
         store = spec.store
-        self._recorder = Recorder(functools.partial(store.capture, recorder=self._name)) if store is not None else None
+        self._recorder = (
+            Recorder(functools.partial(store.capture, recorder=self._name)) if store is not None else None
+        )
         gateway = build_gateway(
-            await engine.app(), engine, spec.secret, self._recorder, self._add_spans if store is not None else None,
-            max_body=config.max_body_bytes, token_in=config.token_in, history=store.history if store is not None else None,
-            metrics=Metrics(extra), is_over=store.attempt_is_over if store is not None else None,
-        )  # fmt: skip
+            await engine.app(),
+            engine,
+            spec.secret,
+            self._recorder,
+            self._add_spans if store is not None else None,
+            max_body=config.max_body_bytes,
+            token_in=config.token_in,
+            history=store.history if store is not None else None,
+            metrics=Metrics(extra),
+            is_over=store.attempt_is_over if store is not None else None,
+        )
         return naming(gateway, self._name)
 
     async def check_health(self) -> None:
@@ -164,9 +173,16 @@ def _transformers(spec: ReplicaSpec) -> Engine:
     torch.set_num_threads(threads_of(config))
     gpu = config.num_gpus > 0 and bool(ray.get_gpu_ids())
     return TransformersEngine(
-        spec.model_path, spec.model, dtype=config.dtype, slots=config.max_concurrent, max_waiting=config.max_waiting,
-        max_model_len=config.max_model_len, seed=spec.seed, device="cuda" if gpu else "cpu", **config.args,
-    )  # fmt: skip
+        spec.model_path,
+        spec.model,
+        dtype=config.dtype,
+        slots=config.max_concurrent,
+        max_waiting=config.max_waiting,
+        max_model_len=config.max_model_len,
+        seed=spec.seed,
+        device="cuda" if gpu else "cpu",
+        **config.args,
+    )
 
 
 def _upstream(spec: ReplicaSpec) -> Engine:

@@ -32,7 +32,9 @@ class VllmReplica(VllmServer):
         args = self.spec.config.args
         if template := chat_template(self.spec.model_path, args.get("chat_template")):
             engine.tokenizer = copy.copy(engine.tokenizer)
-            engine.tokenizer.chat_template = template  # conversations are continued with the one that vLLM renders with
+            engine.tokenizer.chat_template = (
+                template  # conversations are continued with the one that vLLM renders with
+            )
         return await self._shell.wrap(engine, lambda: generate_latest(REGISTRY))
 
     async def __del__(self) -> None:  # Serve awaits it at the end

@@ -46,14 +46,25 @@ class Turn:
 
     def message(self) -> dict[str, Any]:
         """The turn as a message of chat, as it would be sent back."""
-        texts = {kind: "".join(b.text for b in self.blocks if b.kind == kind) for kind in ("reasoning", "text")}
+        texts = {
+            kind: "".join(b.text for b in self.blocks if b.kind == kind) for kind in ("reasoning", "text")
+        }
         calls = [
-            {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
+            {
+                "id": block.call_id,
+                "type": "function",
+                "function": {"name": block.name, "arguments": block.text},
+            }
             for block in self.blocks
             if block.kind == "call"
         ]
         return tidy_message(
-            {"role": "assistant", "content": texts["text"], "reasoning_content": texts["reasoning"], "tool_calls": calls}
+            {
+                "role": "assistant",
+                "content": texts["text"],
+                "reasoning_content": texts["reasoning"],
+                "tool_calls": calls,
+            }
         )
 
     @property
@@ -183,7 +194,9 @@ def read_turn(answer: dict[str, Any]) -> Turn:
                 turn.blocks.append(Block(kind, len(turn.blocks), text))
         for call in message.get("tool_calls", []):
             function = call["function"]
-            turn.blocks.append(Block("call", len(turn.blocks), function["arguments"], call["id"], function["name"]))
+            turn.blocks.append(
+                Block("call", len(turn.blocks), function["arguments"], call["id"], function["name"])
+            )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise _unreadable(error) from error
     return turn
@@ -204,4 +217,6 @@ def _read_end(turn: Turn, choice: dict[str, Any]) -> None:
 
 def _unreadable(error: Exception) -> RequestError:
     problem = f"{type(error).__name__}: {error}"
-    return RequestError(f"the engine's answer cannot be read as one of chat completions: {problem}", 502, "server_error")
+    return RequestError(
+        f"the engine's answer cannot be read as one of chat completions: {problem}", 502, "server_error"
+    )

@@ -71,7 +71,9 @@ def read_json(body: bytes) -> Any:
     try:
         decoded = json.loads(body)
         if b"\\ud" in body.lower():
-            json.dumps(decoded, ensure_ascii=False).encode()  # raises at half a surrogate pair, which no engine could read
+            json.dumps(
+                decoded, ensure_ascii=False
+            ).encode()  # raises at half a surrogate pair, which no engine could read
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     return decoded

@@ -10,13 +10,24 @@ from starlette.responses import JSONResponse
 from raylight.serving.engine import RequestError
 from raylight.serving.exchange import Dialect
 
-_DIALECTS: dict[str, Dialect] = {"completions": "completions", "responses": "responses", "messages": "messages"}
+_DIALECTS: dict[str, Dialect] = {
+    "completions": "completions",
+    "responses": "responses",
+    "messages": "messages",
+}
 """By the first segment of a path after `/v1/`."""
 
 _MESSAGES_KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
-}  # fmt: skip
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 def dialect_of(path: str) -> Dialect:
@@ -26,9 +37,13 @@ def dialect_of(path: str) -> Dialect:
 
 def error_body(dialect: Dialect, error: RequestError) -> dict[str, Any]:
     """The body of an answer that refuses."""
-    message = str(error).encode("utf-8", "replace").decode()  # it may quote lone surrogates, which cannot be sent
+    message = (
+        str(error).encode("utf-8", "replace").decode()
+    )  # it may quote lone surrogates, which cannot be sent
     if dialect == "messages":
-        kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        kind = _MESSAGES_KINDS.get(
+            error.status, "invalid_request_error" if error.status < 500 else "api_error"
+        )
         return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": {"message": message, "type": error.kind, "param": None, "code": None}}
 
@@ -68,5 +83,7 @@ def error_of(told: Any, status: int = 500) -> RequestError | None:
     kind = found.get("type")
     message = found.get("message")
     return RequestError(
-        message if isinstance(message, str) else json.dumps(found), status, kind if isinstance(kind, str) else "server_error"
+        message if isinstance(message, str) else json.dumps(found),
+        status,
+        kind if isinstance(kind, str) else "server_error",
     )

@@ -77,7 +77,7 @@ class ToolResultBlock(Block):
     tool_use_id: str
     content: Annotated[
         list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], BeforeValidator(_as_blocks)
-    ] = Field(default=[])  # fmt: skip
+    ] = Field(default=[])
     is_error: bool = False
 
 
@@ -149,7 +149,8 @@ class Prompt(Asked):
 
     model: str
     messages: Annotated[
-        list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]], Field(min_length=1)
+        list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]],
+        Field(min_length=1),
     ]
     system: Texts = Field(default=[])
     tools: list[Tool] = Field(default=[])
@@ -159,8 +160,15 @@ class Prompt(Asked):
 
     def to_chat(self) -> dict[str, Any]:
         """The fields of a chat request that make its prompt."""
-        system = [{"role": "system", "content": "\n".join(block.text for block in self.system)}] if self.system else []
-        chat: dict[str, Any] = {"model": self.model, "messages": system + [m for said in self.messages for m in _to_chat(said)]}
+        system = (
+            [{"role": "system", "content": "\n".join(block.text for block in self.system)}]
+            if self.system
+            else []
+        )
+        chat: dict[str, Any] = {
+            "model": self.model,
+            "messages": system + [m for said in self.messages for m in _to_chat(said)],
+        }
         if self.tools:
             chat["tools"] = [_tool(tool) for tool in self.tools]
         if self.thinking:
@@ -188,7 +196,9 @@ class MessagesRequest(Prompt):
             RequestError: 400, the conversation ends with the assistant's words.
         """
         if self.messages[-1].role == "assistant":
-            raise RequestError("messages: the last message is the assistant's; this endpoint cannot continue one")
+            raise RequestError(
+                "messages: the last message is the assistant's; this endpoint cannot continue one"
+            )
         chat = super().to_chat() | {"max_completion_tokens": self.max_tokens} | _choice(self.tool_choice)
         settings = {
             "temperature": self.temperature,
@@ -201,7 +211,10 @@ class MessagesRequest(Prompt):
         if isinstance(self.thinking, ThinkingOn):
             chat["thinking_token_budget"] = self.thinking.budget_tokens
         if wanted := self.output_config.format:
-            chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema_}}
+            chat["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "output", "schema": wanted.schema_},
+            }
         if self.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
         return chat
@@ -248,7 +261,11 @@ def _user_to_chat(message: UserMessage) -> list[dict[str, Any]]:
             shown += [part for part in parts if part["type"] != "text"]
             text = as_content([part for part in parts if part["type"] == "text"])
             results.append(
-                {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
+                {
+                    "role": "tool",
+                    "tool_call_id": block.tool_use_id,
+                    "content": f"Error: {text}" if block.is_error else text,
+                }
             )
         else:
             said.append(_part(block))
@@ -260,18 +277,26 @@ def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return text_part(block.text)
     source = block.source
-    return image_part(source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}")
+    return image_part(
+        source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+    )
 
 
 def _assistant_to_chat(message: AssistantMessage) -> dict[str, Any]:
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": _arguments(block.input)}}
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": _arguments(block.input)},
+        }
         for block in message.content
         if isinstance(block, ToolUseBlock)
     ]
     text = "".join(block.text for block in message.content if isinstance(block, TextBlock))
     thinking = "".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
-    return tidy_message({"role": "assistant", "content": text, "reasoning_content": thinking, "tool_calls": calls})
+    return tidy_message(
+        {"role": "assistant", "content": text, "reasoning_content": thinking, "tool_calls": calls}
+    )
 
 
 def _arguments(given: dict[str, Any]) -> str:

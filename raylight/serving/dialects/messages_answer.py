@@ -46,7 +46,9 @@ class CountTokens:
 
     def answer(self, counted: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(counted.get("count"), int):
-            raise RequestError("the engine's answer does not say how many tokens there are", 502, "server_error")
+            raise RequestError(
+                "the engine's answer does not say how many tokens there are", 502, "server_error"
+            )
         return {"input_tokens": counted["count"]}
 
     def stream(self) -> MessagesStream:
@@ -75,7 +77,11 @@ class MessagesStream:
         turn = self._reader.turn
         stop = _stop(turn)
         events = [_event(step) for step in self._reader.finish()]
-        return [*events, {"type": "message_delta", "delta": stop, "usage": _usage(turn)}, {"type": "message_stop"}]
+        return [
+            *events,
+            {"type": "message_delta", "delta": stop, "usage": _usage(turn)},
+            {"type": "message_stop"},
+        ]
 
     def fail(self, error: RequestError) -> list[Event]:
         """The events of an answer that breaks off."""
@@ -138,10 +144,17 @@ def _usage(turn: Turn) -> dict[str, int]:
 
 def _stop(turn: Turn) -> dict[str, Any]:
     """Why the turn ended."""
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+    reasons = {
+        "stop": "end_turn",
+        "length": "max_tokens",
+        "tool_calls": "tool_use",
+        "content_filter": "refusal",
+    }
     reason = reasons.get(turn.finish_reason or "")
     if reason is None:
-        raise RequestError(f"the engine's answer broke off (finish reason: {turn.finish_reason})", 503, "server_error")
+        raise RequestError(
+            f"the engine's answer broke off (finish reason: {turn.finish_reason})", 503, "server_error"
+        )
     if reason == "end_turn" and any(block.kind == "call" for block in turn.blocks):
         reason = "tool_use"
     if reason == "end_turn" and turn.stop_word is not None:

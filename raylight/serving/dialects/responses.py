@@ -73,7 +73,9 @@ class ResponsesRequest(Asked):
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = None
     tools: list[FunctionTool] = Field(default=[])
-    tool_choice: Annotated[FreeChoice | FunctionChoice, Field(discriminator="type"), BeforeValidator(_named)] | None = None
+    tool_choice: (
+        Annotated[FreeChoice | FunctionChoice, Field(discriminator="type"), BeforeValidator(_named)] | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
@@ -126,7 +128,11 @@ class ResponsesRequest(Asked):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "tools": [tool.model_dump() for tool in self.tools],
-            "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice.type if choice else "auto",
+            "tool_choice": choice.model_dump()
+            if isinstance(choice, FunctionChoice)
+            else choice.type
+            if choice
+            else "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
@@ -149,5 +155,8 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 def _response_format(wanted: TextFormat | SchemaFormat) -> dict[str, Any] | None:
     if isinstance(wanted, SchemaFormat):
-        return {"type": "json_schema", "json_schema": wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
+        return {
+            "type": "json_schema",
+            "json_schema": wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True),
+        }
     return None if wanted.type == "text" else {"type": wanted.type}

@@ -38,7 +38,9 @@ class Responses:
 
     def request(self, body: Any) -> dict[str, Any]:
         self._asked = asked = ResponsesRequest.read(body)
-        before = self._earlier.find(self._scope, asked.previous_response_id) if asked.previous_response_id else []
+        before = (
+            self._earlier.find(self._scope, asked.previous_response_id) if asked.previous_response_id else []
+        )
         self._messages = before + asked.messages()
         if not self._messages:
             raise RequestError("input: there is none")
@@ -62,7 +64,9 @@ class Responses:
             RequestError: 503, the turn broke off.
         """
         if turn.finish_reason not in ("stop", "tool_calls", *_CUT):
-            raise RequestError(f"the engine's answer broke off (finish reason: {turn.finish_reason})", 503, "server_error")
+            raise RequestError(
+                f"the engine's answer broke off (finish reason: {turn.finish_reason})", 503, "server_error"
+            )
         cut = _CUT.get(turn.finish_reason)
         response = self.response(turn, "incomplete" if cut else "completed") | {
             "output": [_item(turn, block, _status(turn, block)) for block in turn.blocks],
@@ -75,8 +79,18 @@ class Responses:
 
     def response(self, turn: Turn, status: str) -> dict[str, Any]:
         """A response without its output."""
-        head = {"id": f"resp_{turn.id}", "object": "response", "created_at": turn.created, "model": turn.model, "status": status}
-        return head | {"output": [], "error": None, "incomplete_details": None, "usage": None} | self._asked.echo()
+        head = {
+            "id": f"resp_{turn.id}",
+            "object": "response",
+            "created_at": turn.created,
+            "model": turn.model,
+            "status": status,
+        }
+        return (
+            head
+            | {"output": [], "error": None, "incomplete_details": None, "usage": None}
+            | self._asked.echo()
+        )
 
 
 class ResponsesStream:
@@ -111,7 +125,9 @@ class ResponsesStream:
         start = self._start()
         response = self._asked.response(self._reader.turn, "failed")
         told = self._event("error", code="server_error", message=str(error), param=None)
-        failed = self._event("response.failed", response=response | {"error": {"code": "server_error", "message": str(error)}})
+        failed = self._event(
+            "response.failed", response=response | {"error": {"code": "server_error", "message": str(error)}}
+        )
         return [*start, told, failed]
 
     def _start(self) -> list[Event]:
@@ -157,9 +173,18 @@ def _item(turn: Turn, block: Block, status: str) -> dict[str, Any]:
     """An item of the output."""
     head = {"id": item_id(_PREFIXES[block.kind], turn.id, block.index), "status": status}
     if block.kind == "call":
-        return head | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
+        return head | {
+            "type": "function_call",
+            "call_id": block.call_id,
+            "name": block.name,
+            "arguments": block.text,
+        }
     if block.kind == "reasoning":
-        return head | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": block.text}]}
+        return head | {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": block.text}],
+        }
     said = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
     return head | {"type": "message", "role": "assistant", "content": [said]}
 

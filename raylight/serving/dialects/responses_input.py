@@ -57,7 +57,9 @@ class SaidMessage(Asked):
 
     type: Literal["message"]
     role: Literal["assistant"]
-    content: Annotated[list[Annotated[InputText | OutputText, Field(discriminator="type")]], BeforeValidator(_as_parts)]
+    content: Annotated[
+        list[Annotated[InputText | OutputText, Field(discriminator="type")]], BeforeValidator(_as_parts)
+    ]
     id: str | None = None
     status: Status | None = None
 
@@ -121,7 +123,9 @@ def as_items(value: Any) -> Any:
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
         return value
-    return [{"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in value]
+    return [
+        {"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in value
+    ]
 
 
 @dataclass
@@ -149,7 +153,11 @@ class _Said:
             self.texts += [part.text for part in item.content]
         elif isinstance(item, FunctionCall):
             self.calls.append(
-                {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+                {
+                    "id": item.call_id,
+                    "type": "function",
+                    "function": {"name": item.name, "arguments": item.arguments},
+                }
             )
         else:
             self.reasoning += [part.text for part in item.content or item.summary]
@@ -157,7 +165,12 @@ class _Said:
     def message(self) -> dict[str, Any]:
         reasoning = "".join(self.reasoning)
         return tidy_message(
-            {"role": "assistant", "content": "".join(self.texts), "reasoning_content": reasoning, "tool_calls": self.calls}
+            {
+                "role": "assistant",
+                "content": "".join(self.texts),
+                "reasoning_content": reasoning,
+                "tool_calls": self.calls,
+            }
         )
 
 

@@ -122,7 +122,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _inner_scope(scope: AsgiScope, path: str, length: int) -> dict[str, Any]:
-    headers = _without(scope["headers"], b"content-length", b"content-type", b"transfer-encoding", b"accept-encoding")
+    headers = _without(
+        scope["headers"], b"content-length", b"content-type", b"transfer-encoding", b"accept-encoding"
+    )
     headers += [(b"content-length", str(length).encode()), (b"content-type", b"application/json")]
     return {**scope, "path": path, "raw_path": quote(path).encode(), "headers": headers}
 

@@ -50,14 +50,25 @@ class UpstreamEngine:
     max_model_len: int | None = None
 
     def __init__(
-        self, url: str, api_key: str | None, model: str, upstream_model: str | None = None, *, timeout_s: float = 600.0,
-        max_connections: int = 1000, transport: httpx2.AsyncBaseTransport | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        api_key: str | None,
+        model: str,
+        upstream_model: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+        max_connections: int = 1000,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ) -> None:
         self.model = model
         self._upstream_model = upstream_model or model
         self._base = _base_url(url)
         self._timeout_s = timeout_s
-        self._headers = {"content-type": "application/json", "accept-encoding": "identity", "user-agent": "raylight"}
+        self._headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            "user-agent": "raylight",
+        }
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._client = httpx2.AsyncClient(
@@ -76,7 +87,9 @@ class UpstreamEngine:
     async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
         raise WeightSyncError(NOT_TRAINED)
 
-    async def load_adapter(self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep") -> None:
+    async def load_adapter(
+        self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep"
+    ) -> None:
         raise WeightSyncError(NOT_TRAINED)
 
     async def drop_adapter(self, name: str) -> None:
@@ -131,7 +144,10 @@ class UpstreamEngine:
             logger.debug("a client left before its request was read")
 
     def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "upstream"}]}
+        return {
+            "object": "list",
+            "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "upstream"}],
+        }
 
     def _translate(self, sent: bytes) -> bytes:
         """A body with the upstream's name of the model.
@@ -178,12 +194,22 @@ class UpstreamEngine:
         url = self._url(scope["path"])
         try:
             async with self._client.stream("POST", url, content=body, headers=self._headers) as answer:
-                told = {name: value for name, value in answer.headers.items() if name in TOLD or name.startswith(TOLD_PREFIXES)}
+                told = {
+                    name: value
+                    for name, value in answer.headers.items()
+                    if name in TOLD or name.startswith(TOLD_PREFIXES)
+                }
                 if answer.status_code >= 300:
                     await answer.aread()
                     refusal = error_response("chat", _refusal(answer, scope["path"]))
                     refusal.headers.update(told | {"content-type": "application/json"})
-                    await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": refusal.status_code,
+                            "headers": refusal.raw_headers,
+                        }
+                    )
                     await send({"type": "http.response.body", "body": refusal.body})
                     return
                 headers = [(name.encode(), value.encode()) for name, value in told.items()]
@@ -191,18 +217,28 @@ class UpstreamEngine:
                 async for piece in answer.aiter_bytes():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx2.PoolTimeout:
-            raise RequestError("all connections to the upstream model are in use", 503, "overloaded_error") from None
+            raise RequestError(
+                "all connections to the upstream model are in use", 503, "overloaded_error"
+            ) from None
         except httpx2.TimeoutException:
-            raise RequestError(f"the upstream model at {self._base} did not answer in time", 504, "timeout_error") from None
+            raise RequestError(
+                f"the upstream model at {self._base} did not answer in time", 504, "timeout_error"
+            ) from None
         except httpx2.HTTPError as error:
             logger.warning("the upstream at %s failed: %r", self._base, error)
             what = "broke off its answer" if send.yes else "cannot be reached"
-            raise RequestError(f"the upstream model at {self._base} {what}: {error}", 502, "api_error") from None
+            raise RequestError(
+                f"the upstream model at {self._base} {what}: {error}", 502, "api_error"
+            ) from None
         await send({"type": "http.response.body", "body": b""})
 
     def _url(self, path: str) -> str:
         """Where the upstream has what is at `path` here; vLLM and its kin tokenize beside their `/v1`."""
-        return f"{self._base}{path.removeprefix('/v1')}" if path.startswith("/v1/") else f"{self._base.removesuffix('/v1')}{path}"
+        return (
+            f"{self._base}{path.removeprefix('/v1')}"
+            if path.startswith("/v1/")
+            else f"{self._base.removesuffix('/v1')}{path}"
+        )
 
 
 class _Started:
@@ -222,7 +258,9 @@ class _Started:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.yes = True
-            self._streams = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            self._streams = (
+                dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            )
         else:
             self._end = (self._end + message.get("body", b""))[-4:]
         await self._send(message)
@@ -232,10 +270,14 @@ def _refusal(answer: httpx2.Response, path: str) -> RequestError:
     """What an upstream's error is to the agent: the same, but for what only this server can have done wrong."""
     status = answer.status_code
     if status < 400:
-        return RequestError(f"the upstream redirects with status {status}; give its final URL", 502, "api_error")
+        return RequestError(
+            f"the upstream redirects with status {status}; give its final URL", 502, "api_error"
+        )
     if status in (401, 403):  # its words may quote the key
         return RequestError(
-            f"the upstream refused the key that this server has for it (status {status})", status, "authentication_error"
+            f"the upstream refused the key that this server has for it (status {status})",
+            status,
+            "authentication_error",
         )
     if path not in ("/v1/chat/completions", "/v1/completions") and status in (404, 405):
         return RequestError(f"the upstream has no {path}")

@@ -107,7 +107,9 @@ class FleetBoard:
         await self._changed.until(lambda: bool(self._after(after)) or replica not in self._members, timeout)
         return self._after(after)
 
-    async def acknowledge(self, replica: str, number: int, failure: str | None = None, result: Any = None) -> None:
+    async def acknowledge(
+        self, replica: str, number: int, failure: str | None = None, result: Any = None
+    ) -> None:
         """A replica has carried out an order, or failed to.
 
         Raises:
@@ -147,7 +149,9 @@ class FleetBoard:
         Raises:
             EngineStartError: one of them cannot start.
         """
-        await self._changed.until(lambda: bool(self._broken) or sum(m.number >= 0 for m in self._members.values()) >= count)
+        await self._changed.until(
+            lambda: bool(self._broken) or sum(m.number >= 0 for m in self._members.values()) >= count
+        )
         if self._broken:
             raise EngineStartError(f"an engine replica failed to start: {self._broken}")
 
@@ -159,7 +163,12 @@ class FleetBoard:
         return Versions(weights.version if weights else 0, adapters, sleep.level if sleep else None)
 
     async def publish(
-        self, version: int, box: list[Any], timeout: float, mode: UpdateMode = "keep", adapter: str | None = None
+        self,
+        version: int,
+        box: list[Any],
+        timeout: float,
+        mode: UpdateMode = "keep",
+        adapter: str | None = None,
     ) -> int:
         """Give new weights, or an adapter of this name, to all replicas; returns how many took them, once all have.
 
@@ -167,7 +176,9 @@ class FleetBoard:
             WeightSyncError: the version is not new, nobody subscribes, the replicas sleep, one failed, or time ran out.
         """
         if version <= self._version:
-            raise WeightSyncError(f"version {version} is not newer than {self._version}; versions are never reused")
+            raise WeightSyncError(
+                f"version {version} is not newer than {self._version}; versions are never reused"
+            )
         self._must_be_ready(awake_for=f"version {version} is published")
         self._version = version
         kind: Kind = "weights" if adapter is None else "adapter"
@@ -206,7 +217,9 @@ class FleetBoard:
         self._must_be_ready()
         await self._give("wake", timeout)
 
-    async def probe(self, ids: list[int], timeout: float, adapter: str | None = None) -> dict[str, list[float]]:
+    async def probe(
+        self, ids: list[int], timeout: float, adapter: str | None = None
+    ) -> dict[str, list[float]]:
         """Every replica's log-probs of `ids[1:]` at temperature 1.
 
         Raises:
@@ -214,14 +227,20 @@ class FleetBoard:
         """
         self._must_be_ready(awake_for="it is probed")
         results = await self._give("probe", timeout, ids=tuple(ids), adapter=adapter)
-        found = {replica: result for replica, result in results.items() if result is not None}  # None: it just joined
+        found = {
+            replica: result for replica, result in results.items() if result is not None
+        }  # None: it just joined
         if not found:
-            raise WeightSyncError("no engine replica answered the probe: all were replaced meanwhile; probe again")
+            raise WeightSyncError(
+                "no engine replica answered the probe: all were replaced meanwhile; probe again"
+            )
         return found
 
     def _must_be_ready(self, awake_for: str | None = None) -> None:
         if not self._joined:
-            raise WeightSyncError("no engine replica has subscribed to weights; is the serving deployment up?")
+            raise WeightSyncError(
+                "no engine replica has subscribed to weights; is the serving deployment up?"
+            )
         sleep = self._standing.get("sleep")
         if awake_for and sleep and sleep.kind == "sleep":
             raise WeightSyncError(f"the engines sleep; wake them before {awake_for}")
@@ -241,13 +260,17 @@ class FleetBoard:
             self._settled.pop(order.subject, None)
         self._changed.fire()
         try:
-            done = await self._changed.until(lambda: bool(opened.failures) or self._all_have(order), end - clock())
+            done = await self._changed.until(
+                lambda: bool(opened.failures) or self._all_have(order), end - clock()
+            )
         finally:
             self._close(opened)
         if opened.failures:
             raise WeightSyncError("; ".join(f"{replica}: {why}" for replica, why in opened.failures.items()))
         if not done:
-            late = sorted(r for r, m in self._members.items() if m.number < order.number) or ["a replica in place of the dead"]
+            late = sorted(r for r, m in self._members.items() if m.number < order.number) or [
+                "a replica in place of the dead"
+            ]
             raise WeightSyncError(f"{order} did not reach {', '.join(late)} within {timeout:g} s")
         return opened.results
 
@@ -261,11 +284,16 @@ class FleetBoard:
 
     def _member(self, replica: str) -> Member:
         if replica not in self._members:
-            raise WeightSyncError(f"replica {replica} is not subscribed: it left, or was taken for dead. It must start again")
+            raise WeightSyncError(
+                f"replica {replica} is not subscribed: it left, or was taken for dead. It must start again"
+            )
         return self._members[replica]
 
     def _after(self, number: int) -> list[Order]:
-        return sorted((order for order in self._standing.values() if order.number > number), key=lambda order: order.number)
+        return sorted(
+            (order for order in self._standing.values() if order.number > number),
+            key=lambda order: order.number,
+        )
 
     def _all_have(self, order: Order) -> bool:
         return bool(self._members) and all(member.number >= order.number for member in self._members.values())
@@ -315,4 +343,8 @@ class BoardActor(FleetBoard):
 
 def start_board(namespace: str, store: StoreClient | None = None) -> Any:
     """Start the board of an application's replicas and return its actor handle."""
-    return ray.remote(BoardActor).options(name=BOARD_NAME, namespace=namespace, num_cpus=0, max_concurrency=1000).remote(store)
+    return (
+        ray.remote(BoardActor)
+        .options(name=BOARD_NAME, namespace=namespace, num_cpus=0, max_concurrency=1000)
+        .remote(store)
+    )

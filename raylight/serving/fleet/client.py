@@ -35,7 +35,12 @@ class Fleet:
         return await self._call("versions")
 
     async def publish(
-        self, version: int, box: list[Any], timeout: float, mode: UpdateMode = "keep", adapter: str | None = None
+        self,
+        version: int,
+        box: list[Any],
+        timeout: float,
+        mode: UpdateMode = "keep",
+        adapter: str | None = None,
     ) -> int:
         return await self._call("publish", version, box, timeout, mode, adapter, within=timeout)
 
@@ -48,7 +53,9 @@ class Fleet:
     async def wake(self, timeout: float) -> None:
         await self._call("wake", timeout, within=timeout)
 
-    async def probe(self, ids: list[int], timeout: float, adapter: str | None = None) -> dict[str, list[float]]:
+    async def probe(
+        self, ids: list[int], timeout: float, adapter: str | None = None
+    ) -> dict[str, list[float]]:
         return await self._call("probe", ids, timeout, adapter, within=timeout)
 
     # the replicas' side
@@ -59,7 +66,9 @@ class Fleet:
     async def next(self, replica: str, after: int, timeout: float) -> list[Order]:
         return await self._call("next", replica, after, timeout, within=timeout)
 
-    async def acknowledge(self, replica: str, number: int, failure: str | None = None, result: Any = None) -> None:
+    async def acknowledge(
+        self, replica: str, number: int, failure: str | None = None, result: Any = None
+    ) -> None:
         await self._call("acknowledge", replica, number, failure, result)
 
     async def leave(self, replica: str) -> None:
@@ -72,10 +81,16 @@ class Fleet:
             async with asyncio.timeout(within + GRACE_S):
                 return await (target(*args) if isinstance(self._board, FleetBoard) else target.remote(*args))
         except TimeoutError:
-            raise BoardUnavailableError(f"the board did not answer `{method}` within {within + GRACE_S:g} s") from None
+            raise BoardUnavailableError(
+                f"the board did not answer `{method}` within {within + GRACE_S:g} s"
+            ) from None
         except RayTaskError as error:
             raise error.cause from None
         except ActorUnavailableError as error:
-            raise BoardUnavailableError(f"the board cannot be reached for `{method}`: {reason_of(error)}") from None
+            raise BoardUnavailableError(
+                f"the board cannot be reached for `{method}`: {reason_of(error)}"
+            ) from None
         except RayActorError as error:
-            raise BoardLostError(f"the board's actor is gone: {reason_of(error)}. Start the run again") from None
+            raise BoardLostError(
+                f"the board's actor is gone: {reason_of(error)}. Start the run again"
+            ) from None

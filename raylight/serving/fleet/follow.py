@@ -83,7 +83,9 @@ class Follower:
                 await self._insist(self._step)
         except BoardLostError:
             await self._on_orphaned()
-        except Exception as error:  # nobody awaits this task: the replica's health tells, and Serve starts another
+        except (
+            Exception
+        ) as error:  # nobody awaits this task: the replica's health tells, and Serve starts another
             if not self._closed:
                 self._broken = f"the replica no longer follows its orders: {type(error).__name__}: {error}"
                 logger.exception("%s fails: %s", self._name, self._broken)
@@ -121,7 +123,11 @@ class Follower:
             try:
                 result = await self._do(order)
             except Exception as error:  # whatever it is, the publisher must hear of it instead of waiting
-                failure = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {reason_of(error)}"
+                failure = (
+                    str(error)
+                    if isinstance(error, WeightSyncError)
+                    else f"{type(error).__name__}: {reason_of(error)}"
+                )
                 failures.append(failure)
             await self._acknowledge(order.number, failure, result)
             self._number = order.number
@@ -150,7 +156,9 @@ class Follower:
             case "adapter":
                 adapter = await self._content(order)
                 if not isinstance(adapter, Adapter):
-                    raise WeightSyncError(f"{order} is a {type(adapter).__name__}, and must be a raylight.serving.engine.Adapter")
+                    raise WeightSyncError(
+                        f"{order} is a {type(adapter).__name__}, and must be a raylight.serving.engine.Adapter"
+                    )
                 await engine.load_adapter(str(order.adapter), order.version, adapter, order.mode)
             case "drop_adapter":
                 await engine.drop_adapter(str(order.adapter))
@@ -172,4 +180,6 @@ class Follower:
                 f"{order} could not be fetched within {limit:g} s; can this node reach the one that published it?"
             ) from None
         except RayError as error:
-            raise WeightSyncError(f"{order} is lost, as its publisher is ({reason_of(error)}); publish a new one") from None
+            raise WeightSyncError(
+                f"{order} is lost, as its publisher is ({reason_of(error)}); publish a new one"
+            ) from None

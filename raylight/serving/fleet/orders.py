@@ -48,9 +48,10 @@ class Order:
 
     def __str__(self) -> str:
         names: dict[Kind, str] = {
-            "weights": f"version {self.version}", "adapter": f"version {self.version} of adapter {self.adapter!r}",
+            "weights": f"version {self.version}",
+            "adapter": f"version {self.version} of adapter {self.adapter!r}",
             "drop_adapter": f"the dropping of adapter {self.adapter!r}",
-        }  # fmt: skip
+        }
         return names.get(self.kind, f"the {self.kind}")
 
 

@@ -73,7 +73,9 @@ def compare(engine: Sequence[float], learner: Sequence[float], tolerance: float)
         MismatchError: further than allowed, or not a number; the message says what to do.
     """
     if len(engine) != len(learner) or not learner:
-        raise MismatchError(f"the engine answered the probe with {len(engine)} log-probs, and the learner with {len(learner)}")
+        raise MismatchError(
+            f"the engine answered the probe with {len(engine)} log-probs, and the learner with {len(learner)}"
+        )
     differences = [abs(a - b) for a, b in zip(engine, learner, strict=True)]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
     found = Parity(worst, statistics.fmean(differences), len(differences))
@@ -125,7 +127,9 @@ class ParityWatch:
         if anchor is None:
             self._anchor = _Anchor(version, tuple(learner), max(difference, LEAST_NOISE))
             return
-        moved = statistics.fmean(abs(a - b) for a, b in zip(learner, anchor.learner, strict=False))  # one may be shorter
+        moved = statistics.fmean(
+            abs(a - b) for a, b in zip(learner, anchor.learner, strict=False)
+        )  # one may be shorter
         if moved <= SIGNIFICANT * anchor.noise:
             return  # too little to tell; the next version is compared with the same anchor
         if difference > FOLLOWS * moved:

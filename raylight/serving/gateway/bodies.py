@@ -35,7 +35,9 @@ async def read_body(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_BOD
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":  # a web page cannot send this type to another site unasked
-        raise RequestError(f"the content type must be application/json, not {kind.decode('latin-1')[:80]!r}", 415)
+        raise RequestError(
+            f"the content type must be application/json, not {kind.decode('latin-1')[:80]!r}", 415
+        )
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise RequestError("a body with a content encoding is not understood; send it as it is", 415)
     length = headers.get(b"content-length", b"")

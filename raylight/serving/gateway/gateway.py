@@ -52,9 +52,17 @@ class Gateway:
     """
 
     def __init__(
-        self, app: ASGIApp, engine: Engine, secret: str | None, traces: ASGIApp | None, metrics: Metrics,
-        over: Over | None = None, *, attempts: bool = True, max_body: int = MAX_BODY,
-    ) -> None:  # fmt: skip
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        secret: str | None,
+        traces: ASGIApp | None,
+        metrics: Metrics,
+        over: Over | None = None,
+        *,
+        attempts: bool = True,
+        max_body: int = MAX_BODY,
+    ) -> None:
         self._app = app
         self._engine = engine
         self._secret = secret
@@ -97,7 +105,9 @@ class Gateway:
             if shaped.started:  # the server cuts the connection, so that the client knows
                 raise
             logger.exception("%s %s failed", scope["method"], path)
-            await shaped.refuse(dialect, RequestError("the server failed; its log tells why", 500, "server_error"))
+            await shaped.refuse(
+                dialect, RequestError("the server failed; its log tells why", 500, "server_error")
+            )
         finally:
             watch.end()
 
@@ -108,8 +118,12 @@ class Gateway:
             RequestError: no key of the request opens the address (401), or attempts have no addresses here (404).
         """
         if inside is not None and not self._attempts:
-            raise RequestError("this server records no rollouts, and has no addresses for them", 404, "not_found_error")
-        if self._secret is not None and not any(self._opens(key, self._secret, inside) for key in _keys(headers)):
+            raise RequestError(
+                "this server records no rollouts, and has no addresses for them", 404, "not_found_error"
+            )
+        if self._secret is not None and not any(
+            self._opens(key, self._secret, inside) for key in _keys(headers)
+        ):
             self._metrics.refused_keys.inc()
             raise RequestError("this API key does not open this address", 401, "authentication_error")
 
@@ -128,7 +142,9 @@ class Gateway:
             return key_opens(key, secret, inside.rollout_id, inside.attempt_id)
         return hmac.compare_digest(key.encode(), secret.encode())
 
-    async def _serve(self, route: Route, inside: Scope | None, scope: AsgiScope, receive: Receive, shaped: ShapedSend) -> None:
+    async def _serve(
+        self, route: Route, inside: Scope | None, scope: AsgiScope, receive: Receive, shaped: ShapedSend
+    ) -> None:
         """Answer a request that was let in.
 
         Raises:
@@ -138,7 +154,14 @@ class Gateway:
         headers = [pair for pair in scope["headers"] if pair[0] not in SECRETS]
         path = route.inner.encode()
         passed: list[bool] = []
-        inner = {**scope, "path": route.inner, "raw_path": path, "root_path": "", "headers": headers, PASSED: passed}
+        inner = {
+            **scope,
+            "path": route.inner,
+            "raw_path": path,
+            "root_path": "",
+            "headers": headers,
+            PASSED: passed,
+        }
         token = SCOPE.set(inside)
         try:
             if route.name == "health":
@@ -170,7 +193,9 @@ class Gateway:
             raise RequestError("this server takes no spans", 404, "not_found_error")
         await self._traces(inner, receive, shaped)
 
-    async def _list_models(self, model: str | None, inner: AsgiScope, receive: Receive, shaped: ShapedSend) -> None:
+    async def _list_models(
+        self, model: str | None, inner: AsgiScope, receive: Receive, shaped: ShapedSend
+    ) -> None:
         """The list of models that the engine gives, or one of it."""
         if model is None:
             await self._app(inner, receive, shaped)
@@ -196,10 +221,18 @@ class Gateway:
 
 
 def build_gateway(
-    engine_app: ASGIApp, engine: Engine, secret: str | None, recorder: Recorder | None, spans: Sink | None, *,
-    max_body: int = MAX_BODY, metrics: Metrics | None = None, token_in: bool = True, history: History | None = None,
+    engine_app: ASGIApp,
+    engine: Engine,
+    secret: str | None,
+    recorder: Recorder | None,
+    spans: Sink | None,
+    *,
+    max_body: int = MAX_BODY,
+    metrics: Metrics | None = None,
+    token_in: bool = True,
+    history: History | None = None,
     is_over: Ask | None = None,
-) -> ASGIApp:  # fmt: skip
+) -> ASGIApp:
     """The whole application of one replica, from the outermost layer to the engine's own.
 
     Args:
@@ -221,22 +254,42 @@ def build_gateway(
     if recorder is not None:
         app = Replay(app)
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
-    return Gateway(app, engine, secret, traces, metrics, over, attempts=recorder is not None, max_body=max_body)
+    return Gateway(
+        app, engine, secret, traces, metrics, over, attempts=recorder is not None, max_body=max_body
+    )
 
 
 def _show_calls(recorder: Recorder, conversations: Conversations | None, metrics: Metrics) -> None:
     """Have the metrics show what becomes of records and prompts."""
     stats = recorder.stats
-    metrics.gauge("recorder_open", "Calls that are announced and not yet over", lambda: stats.opened - stats.closed)
-    metrics.gauge("recorder_unsent", "Announcements and records that the store does not have yet", lambda: stats.unsent)
-    metrics.gauge("recorder_lost", "Announcements and records that never reached the store", lambda: stats.lost)
-    metrics.gauge("recorder_overloaded", "Calls turned away for want of room or of the store", lambda: stats.overloaded)
-    metrics.gauge("recorder_refused", "Calls turned away because their attempt was over", lambda: stats.refused)
+    metrics.gauge(
+        "recorder_open", "Calls that are announced and not yet over", lambda: stats.opened - stats.closed
+    )
+    metrics.gauge(
+        "recorder_unsent", "Announcements and records that the store does not have yet", lambda: stats.unsent
+    )
+    metrics.gauge(
+        "recorder_lost", "Announcements and records that never reached the store", lambda: stats.lost
+    )
+    metrics.gauge(
+        "recorder_overloaded", "Calls turned away for want of room or of the store", lambda: stats.overloaded
+    )
+    metrics.gauge(
+        "recorder_refused", "Calls turned away because their attempt was over", lambda: stats.refused
+    )
     if conversations is not None:
         counts = conversations.counts
-        metrics.gauge("prompts_spliced", "Prompts made of the tokens of their conversation", lambda: counts.spliced)
-        metrics.gauge("prompts_partly", "Prompts of which only the earlier turns were known in tokens", lambda: counts.partly)
-        metrics.gauge("prompts_rendered", "Prompts of attempts that the engine rendered", lambda: counts.rendered)
+        metrics.gauge(
+            "prompts_spliced", "Prompts made of the tokens of their conversation", lambda: counts.spliced
+        )
+        metrics.gauge(
+            "prompts_partly",
+            "Prompts of which only the earlier turns were known in tokens",
+            lambda: counts.partly,
+        )
+        metrics.gauge(
+            "prompts_rendered", "Prompts of attempts that the engine rendered", lambda: counts.rendered
+        )
         refused = "Prompts that the chat template did not let continue"
         metrics.gauge("prompts_refused_by_template", refused, lambda: counts.refused_by_template)
 
@@ -250,7 +303,10 @@ def _attempt_of_scope() -> tuple[str, str] | None:
 def _keys(headers: dict[bytes, bytes]) -> list[str]:
     """The keys that a request brings: as OpenAI's clients send them, and as Anthropic's do."""
     scheme, _, bearer = headers.get(b"authorization", b"").decode("latin-1").strip().partition(" ")
-    keys = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get(b"x-api-key", b"").decode("latin-1").strip()]
+    keys = [
+        bearer.strip() if scheme.lower() == "bearer" else "",
+        headers.get(b"x-api-key", b"").decode("latin-1").strip(),
+    ]
     return [key for key in keys if key]
 
 

@@ -30,20 +30,41 @@ class Metrics:
     def __init__(self, extra: Callable[[], bytes] | None = None) -> None:
         self.registry = registry = CollectorRegistry()
         self._extra = extra
-        self.requests = Counter("raylight_requests", "Requests by route and status", ["route", "status"], registry=registry)
-        self.in_flight = Gauge("raylight_requests_in_flight", "Requests that are being answered", registry=registry)
+        self.requests = Counter(
+            "raylight_requests", "Requests by route and status", ["route", "status"], registry=registry
+        )
+        self.in_flight = Gauge(
+            "raylight_requests_in_flight", "Requests that are being answered", registry=registry
+        )
         self.seconds = Histogram(
-            "raylight_request_seconds", "From a request to the end of its answer", ["route"], registry=registry, buckets=SECONDS
+            "raylight_request_seconds",
+            "From a request to the end of its answer",
+            ["route"],
+            registry=registry,
+            buckets=SECONDS,
         )
         self.first_byte = Histogram(
-            "raylight_first_byte_seconds", "From a request to the first byte of its answer", ["route"], registry=registry,
+            "raylight_first_byte_seconds",
+            "From a request to the first byte of its answer",
+            ["route"],
+            registry=registry,
             buckets=SECONDS,
-        )  # fmt: skip
-        self.prompt_tokens = Counter("raylight_prompt_tokens", "Tokens of the prompts of recorded calls", registry=registry)
-        self.output_tokens = Counter("raylight_output_tokens", "Tokens sampled in recorded calls", registry=registry)
-        self.aborted = Counter("raylight_aborted_calls", "Recorded calls that ended before they were done", registry=registry)
-        self.replays = Counter("raylight_replays", "Retries answered with what had been sampled already", registry=registry)
-        self.refused_keys = Counter("raylight_refused_keys", "Requests whose key did not fit", registry=registry)
+        )
+        self.prompt_tokens = Counter(
+            "raylight_prompt_tokens", "Tokens of the prompts of recorded calls", registry=registry
+        )
+        self.output_tokens = Counter(
+            "raylight_output_tokens", "Tokens sampled in recorded calls", registry=registry
+        )
+        self.aborted = Counter(
+            "raylight_aborted_calls", "Recorded calls that ended before they were done", registry=registry
+        )
+        self.replays = Counter(
+            "raylight_replays", "Retries answered with what had been sampled already", registry=registry
+        )
+        self.refused_keys = Counter(
+            "raylight_refused_keys", "Requests whose key did not fit", registry=registry
+        )
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Show a number that is read at each scrape."""

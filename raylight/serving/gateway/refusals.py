@@ -49,7 +49,9 @@ class ShapedSend:
             if not message.get("more_body", False):
                 await self._send_error(self._dialect or "chat", self._error)
 
-    async def refuse(self, dialect: Dialect, error: RequestError, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    async def refuse(
+        self, dialect: Dialect, error: RequestError, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
         """Answer with an error of one's own, in place of one that was held back."""
         await self._answer(error.status, error_body(dialect, error), headers or [])
 

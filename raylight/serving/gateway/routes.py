@@ -98,7 +98,9 @@ def find_route(scope: AsgiScope, path: str) -> Route:
         hint = "; give an Anthropic client the base URL without its /v1" if path.startswith("/v1/v1/") else ""
         raise RequestError(f"there is no route {_shown(path)} here{hint}", 404, "not_found_error")
     if method not in route.methods:
-        raise MethodError(f"{_shown(path)} takes {' or '.join(route.methods)}, not {method:.20}", route.methods)
+        raise MethodError(
+            f"{_shown(path)} takes {' or '.join(route.methods)}, not {method:.20}", route.methods
+        )
     return route
 
 

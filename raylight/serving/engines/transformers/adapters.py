@@ -15,8 +15,13 @@ from raylight.serving.engine import Adapter
 BASE = "__base__"
 """peft's name for a row without an adapter."""
 UNSUPPORTED = (
-    "use_dora", "modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters", "alora_invocation_tokens",
-)  # fmt: skip
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "layer_replication",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
 """Settings of an adapter that cannot be mixed with others in one batch."""
 
 
@@ -63,7 +68,9 @@ class Adapters:
             WeightSyncError: it does not fit the model, or is not newer than what was loaded before.
         """
         if version <= self._newest.get(name, -1):
-            raise WeightSyncError(f"adapter {name!r}: version {version} is not newer than {self._newest[name]}")
+            raise WeightSyncError(
+                f"adapter {name!r}: version {version} is not newer than {self._newest[name]}"
+            )
         key = f"adapter{next(self._numbers)}"
         try:
             self._add(key, adapter)
@@ -98,7 +105,11 @@ class Adapters:
     def own_state(self) -> dict[str, torch.Tensor]:
         """The model's own parameters under the names that they have without adapters."""
         state = self._module.state_dict()
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+        return {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in state.items()
+            if ".lora_" not in name
+        }
 
     def _add(self, key: str, adapter: Adapter) -> None:
         from peft import LoraConfig, PeftModel, set_peft_model_state_dict
@@ -108,7 +119,9 @@ class Adapters:
         config = LoraConfig.from_peft_type(**adapter.config)
         unsupported = [name for name in UNSUPPORTED if getattr(config, name, None)]
         if unsupported or config.bias != "none":
-            raise ValueError(f"it sets {', '.join(unsupported or ['bias'])}, which adapters of mixed batches cannot have")
+            raise ValueError(
+                f"it sets {', '.join(unsupported or ['bias'])}, which adapters of mixed batches cannot have"
+            )
         config.inference_mode, config.task_type = True, None
         if self._peft is None:
             self._peft = PeftModel(self._module, config, adapter_name=key)
@@ -147,10 +160,17 @@ def load_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], weights: Ma
     """
     missing, unknown = own.keys() - weights.keys() - set(tied), weights.keys() - own.keys()
     if missing or unknown:
-        raise WeightSyncError(f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
+        raise WeightSyncError(
+            f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
+        )
     tensors = {name: torch.as_tensor(array) for name, array in weights.items()}
-    for name, tensor in tensors.items():  # all before the first is copied, so that no model is left half loaded
+    for (
+        name,
+        tensor,
+    ) in tensors.items():  # all before the first is copied, so that no model is left half loaded
         if tensor.shape != own[name].shape:
-            raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(own[name].shape)}")
+            raise WeightSyncError(
+                f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(own[name].shape)}"
+            )
     for name, tensor in tensors.items():
         own[name].copy_(tensor)

@@ -19,7 +19,11 @@ from raylight.serving.engines.transformers.chat import begin_chat
 from raylight.serving.engines.transformers.completions import begin_completion
 from raylight.serving.engines.transformers.prompt import encode, render
 from raylight.serving.engines.transformers.reply import Reply, adapter_of, sse
-from raylight.serving.engines.transformers.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from raylight.serving.engines.transformers.requests import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
 
 if TYPE_CHECKING:
     from raylight.serving.engines.transformers.engine import TransformersEngine
@@ -48,7 +52,9 @@ class ReplyStream(StreamingResponse):
     """A reply as server-sent events. Its choices end with it, even if the client is gone before the first event."""
 
     def __init__(self, reply: Reply) -> None:
-        super().__init__(sse(reply.events()), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(
+            sse(reply.events()), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +93,12 @@ def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
         )
     adapter_of(engine, model)
     strings = engine.tokenizer.convert_ids_to_tokens(tokens) if words else None
-    return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": strings}
+    return {
+        "count": len(tokens),
+        "max_model_len": engine.max_model_len,
+        "tokens": tokens,
+        "token_strs": strings,
+    }
 
 
 def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
@@ -101,10 +112,19 @@ def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
 def _models(engine: TransformersEngine) -> Callable[[Request], Awaitable[Response]]:
     def card(name: str, parent: str | None) -> dict[str, Any]:
         length = {"max_model_len": engine.max_model_len}
-        return {"id": name, "object": "model", "created": 0, "owned_by": "raylight", "parent": parent, **length}
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "raylight",
+            "parent": parent,
+            **length,
+        }
 
     async def answer(request: Request) -> Response:
-        cards = {engine.model: card(engine.model, None)} | {name: card(name, engine.model) for name in engine.adapters}
+        cards = {engine.model: card(engine.model, None)} | {
+            name: card(name, engine.model) for name in engine.adapters
+        }
         name = request.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": list(cards.values())})

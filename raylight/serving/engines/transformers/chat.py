@@ -10,7 +10,15 @@ from raylight.serving.engine import RequestError
 from raylight.serving.engines.transformers.choices import Choices
 from raylight.serving.engines.transformers.message import THINK, MessageParser, Piece
 from raylight.serving.engines.transformers.prompt import render
-from raylight.serving.engines.transformers.reply import Grown, Head, Reader, adapter_of, finite, numbered, usage
+from raylight.serving.engines.transformers.reply import (
+    Grown,
+    Head,
+    Reader,
+    adapter_of,
+    finite,
+    numbered,
+    usage,
+)
 from raylight.serving.engines.transformers.requests import ChatRequest, NamedTool
 from raylight.serving.engines.transformers.sequence import Sequence
 from raylight.serving.engines.transformers.vocabulary import Vocabulary
@@ -47,7 +55,10 @@ def _check_tools(engine: TransformersEngine, request: ChatRequest) -> None:
         raise RequestError(
             "it is not known how this model calls tools; the engine's tool_parser can tell (hermes, qwen_xml, llama_json)"
         )
-    if isinstance(request.tool_choice, NamedTool) and request.tool_choice.function.name not in request.schemas():
+    if (
+        isinstance(request.tool_choice, NamedTool)
+        and request.tool_choice.function.name not in request.schemas()
+    ):
         raise RequestError(f"tool_choice: there is no tool {request.tool_choice.function.name!r}")
 
 
@@ -59,7 +70,9 @@ async def _grammar(engine: TransformersEngine, request: ChatRequest) -> Any:
     schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
     if tags is None:
         return await engine.grammars.schema(schema)
-    return await engine.grammars.structure({"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, tags]})
+    return await engine.grammars.structure(
+        {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, tags]}
+    )
 
 
 def _tags(engine: TransformersEngine, request: ChatRequest) -> dict[str, Any] | None:
@@ -84,7 +97,9 @@ def _tags(engine: TransformersEngine, request: ChatRequest) -> dict[str, Any] | 
     parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
     tags = engine.style.format.grammar(schemas, required=not free or schema_too, parallel=parallel)
     if tags is None:
-        raise RequestError("calls of this model's kind cannot be held to a schema: use tool_choice auto without strict tools")
+        raise RequestError(
+            "calls of this model's kind cannot be held to a schema: use tool_choice auto without strict tools"
+        )
     return tags
 
 
@@ -119,7 +134,10 @@ class _Choice:
 
     def message(self) -> dict[str, Any]:
         content, thought = self.text["content"], self.text["reasoning"]
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self.calls or thought else "")}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if self.calls or thought else ""),
+        }
         if thought:
             message["reasoning_content"] = thought
         if self.calls:
@@ -133,13 +151,23 @@ class _Choice:
 class ChatReply:
     """The answer to a chat-completions request."""
 
-    def __init__(self, engine: TransformersEngine, request: ChatRequest, prompt: list[int], choices: Choices, thinks: bool) -> None:
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        request: ChatRequest,
+        prompt: list[int],
+        choices: Choices,
+        thinks: bool,
+    ) -> None:
         self.choices, self.streams = choices, bool(request.stream)
         self._engine, self._request, self._prompt = engine, request, prompt
         self._head = Head("chatcmpl", "chat.completion", request.model)
         thinking = engine.vocabulary.text(prompt[-8:]).rstrip().endswith(THINK) if thinks else None
         format, schemas = (engine.style.format, request.schemas()) if _calls(request) else (None, {})
-        self._choices = [_Choice(Reader(s, engine.vocabulary), MessageParser(format, schemas, thinking)) for s in choices.sequences]
+        self._choices = [
+            _Choice(Reader(s, engine.vocabulary), MessageParser(format, schemas, thinking))
+            for s in choices.sequences
+        ]
         self._parallel = request.parallel_tool_calls is not False
 
     async def whole(self) -> dict[str, Any]:
@@ -157,9 +185,12 @@ class ChatReply:
         assert grown is not None
         choice.delta(grown, self._parallel)
         return {
-            "index": index, "message": choice.message(), "logprobs": self._logprobs(choice, grown),
-            **choice.end(grown), **self._ids(grown),
-        }  # fmt: skip
+            "index": index,
+            "message": choice.message(),
+            "logprobs": self._logprobs(choice, grown),
+            **choice.end(grown),
+            **self._ids(grown),
+        }
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         first = {"prompt_token_ids": self._prompt} if self._request.return_token_ids else {}
@@ -179,7 +210,12 @@ class ChatReply:
         if grown is None:
             return None
         delta = choice.delta(grown, self._parallel)
-        if not delta and grown.reason is None and not self._request.logprobs and not self._request.return_token_ids:
+        if (
+            not delta
+            and grown.reason is None
+            and not self._request.logprobs
+            and not self._request.return_token_ids
+        ):
             return None
         logprobs = self._logprobs(choice, grown)
         return {"index": index, "delta": delta, "logprobs": logprobs, **choice.end(grown), **self._ids(grown)}
@@ -190,7 +226,10 @@ class ChatReply:
     def _logprobs(self, choice: _Choice, grown: Grown) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
-        return {"content": token_logprobs(choice.reader.sequence, grown, self._engine.vocabulary), "refusal": None}
+        return {
+            "content": token_logprobs(choice.reader.sequence, grown, self._engine.vocabulary),
+            "refusal": None,
+        }
 
     def _usage(self) -> dict[str, int]:
         return usage(self.choices.sequences, [self._prompt])
@@ -206,5 +245,7 @@ def token_logprobs(sequence: Sequence, grown: Grown, vocabulary: Vocabulary) -> 
     items = []
     for place, token in enumerate(grown.ids, grown.first):
         tops = sequence.tops[place] if sequence.params.top_logprobs else []
-        items.append(item(token, sequence.sample.logprobs[place]) | {"top_logprobs": [item(*top) for top in tops]})
+        items.append(
+            item(token, sequence.sample.logprobs[place]) | {"top_logprobs": [item(*top) for top in tops]}
+        )
     return items

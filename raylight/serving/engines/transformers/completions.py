@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from raylight.serving.engines.transformers.choices import Choices
 from raylight.serving.engines.transformers.prompt import encode
-from raylight.serving.engines.transformers.reply import Grown, Head, Reader, adapter_of, finite, numbered, usage
+from raylight.serving.engines.transformers.reply import (
+    Grown,
+    Head,
+    Reader,
+    adapter_of,
+    finite,
+    numbered,
+    usage,
+)
 from raylight.serving.engines.transformers.requests import CompletionRequest
 
 if TYPE_CHECKING:
@@ -30,7 +38,9 @@ async def begin_completion(engine: TransformersEngine, body: Any) -> CompletionR
     if request.response_format is not None and request.response_format.type != "text":
         wanted = request.response_format.json_schema
         grammar = await engine.grammars.schema(wanted.schema_ if wanted else {"type": "object"})
-    params = request.params(request.max_tokens or DEFAULT_MAX_TOKENS, engine.vocab_size, request.logprobs or 0, grammar)
+    params = request.params(
+        request.max_tokens or DEFAULT_MAX_TOKENS, engine.vocab_size, request.logprobs or 0, grammar
+    )
     each = request.n or 1
     repeated = [prompt for prompt in prompts for _ in range(each)]
     choices = engine.begin(repeated, numbered(params, len(repeated)), adapter, bool(request.stream))
@@ -41,13 +51,21 @@ def _prompts(engine: TransformersEngine, request: CompletionRequest) -> list[lis
     given: list[Any] = request.prompt if isinstance(request.prompt, list) else [request.prompt]
     if isinstance(given[0], int):
         given = [given]
-    return [encode(engine, item, request.add_special_tokens) if isinstance(item, str) else item for item in given]
+    return [
+        encode(engine, item, request.add_special_tokens) if isinstance(item, str) else item for item in given
+    ]
 
 
 class CompletionReply:
     """The answer to a completions request."""
 
-    def __init__(self, engine: TransformersEngine, request: CompletionRequest, prompts: list[list[int]], choices: Choices) -> None:
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        choices: Choices,
+    ) -> None:
         self.choices, self.streams = choices, bool(request.stream)
         self._engine, self._request, self._prompts = engine, request, prompts
         self._head = Head("cmpl", "text_completion", request.model)
@@ -75,7 +93,12 @@ class CompletionReply:
         asked = self._request.return_token_ids
         if grown is None or not (grown.text or grown.reason or asked or self._request.logprobs is not None):
             return None
-        part: dict[str, Any] = {"index": index, "text": grown.text, "logprobs": self._logprobs(index, reader, grown), **grown.end}
+        part: dict[str, Any] = {
+            "index": index,
+            "text": grown.text,
+            "logprobs": self._logprobs(index, reader, grown),
+            **grown.end,
+        }
         if asked:
             part["token_ids"] = grown.ids
             part["prompt_token_ids"] = None if grown.first else reader.sequence.sample.prompt_ids
@@ -94,7 +117,9 @@ class CompletionReply:
         return {
             "tokens": words,
             "token_logprobs": [finite(sequence.sample.logprobs[place]) for place in places],
-            "top_logprobs": [{vocabulary.word(t): finite(p) for t, p in sequence.tops[place]} for place in places]
+            "top_logprobs": [
+                {vocabulary.word(t): finite(p) for t, p in sequence.tops[place]} for place in places
+            ]
             if self._request.logprobs
             else None,
             "text_offset": offsets,

@@ -21,7 +21,9 @@ class Decoder:
     """
 
     def __init__(self, path: str, dtype: str, device: str, slots: int) -> None:
-        module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
         self.module = module.to(device).eval()
         self.device = torch.device(device)
         self.slots = slots
@@ -54,16 +56,28 @@ class Decoder:
         self._cache.decode(positions)
         places = torch.arange(self._cache.window.width, device=self.device)
         mask = (places[None] <= positions[:, None])[:, None, None]
-        return self._forward(self.active, ids, positions[:, None], mask, torch.zeros(1, dtype=torch.long, device=self.device))[:, 0]
+        return self._forward(
+            self.active, ids, positions[:, None], mask, torch.zeros(1, dtype=torch.long, device=self.device)
+        )[:, 0]
 
     def _forward(
-        self, sequences: list[Sequence], ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, keep: torch.Tensor
+        self,
+        sequences: list[Sequence],
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        keep: torch.Tensor,
     ) -> torch.Tensor:
         """Logits of shape (rows, len(keep), vocabulary) at the places `keep`."""
         return self.adapters.forward(
-            [s.adapter for s in sequences], input_ids=ids, position_ids=positions, attention_mask=mask,
-            past_key_values=self._cache, use_cache=True, logits_to_keep=keep,
-        ).logits  # fmt: skip
+            [s.adapter for s in sequences],
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
 
     def logprobs(self, ids: list[int], adapter: LoadedAdapter | None) -> list[float]:
         """Log-probabilities at temperature 1 of `ids[1:]`, each given those before it."""
@@ -90,7 +104,9 @@ class Decoder:
         Raises:
             WeightSyncError: they do not fit, and the old ones stay.
         """
-        load_state(self.adapters.own_state(), getattr(self.module, "all_tied_weights_keys", None) or (), weights)
+        load_state(
+            self.adapters.own_state(), getattr(self.module, "all_tied_weights_keys", None) or (), weights
+        )
 
     def leave(self) -> None:
         """Leave the device: the parameters move to main memory, and the cache goes."""

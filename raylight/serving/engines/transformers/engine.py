@@ -49,10 +49,19 @@ class TransformersEngine:
     kind = "transformers"
 
     def __init__(
-        self, path: str, model: str, *, dtype: str = "float32", slots: int = 64, max_waiting: int = 1024, max_model_len: int = 4096,
-        seed: int = 0, device: str = "cpu", tool_parser: ToolParserName | Literal["auto"] | None = "auto",
+        self,
+        path: str,
+        model: str,
+        *,
+        dtype: str = "float32",
+        slots: int = 64,
+        max_waiting: int = 1024,
+        max_model_len: int = 4096,
+        seed: int = 0,
+        device: str = "cpu",
+        tool_parser: ToolParserName | Literal["auto"] | None = "auto",
         reasoning: bool | Literal["auto"] = "auto",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._decoder = Decoder(path, dtype, device, slots)
@@ -75,7 +84,11 @@ class TransformersEngine:
     # sampling
 
     def begin(
-        self, prompts: list[list[int]], params: list[SamplingParams], adapter: str | None = None, streams: bool = False
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        adapter: str | None = None,
+        streams: bool = False,
     ) -> Choices:
         """Begin to sample a response to each prompt. The choices must be closed (`with`); that cancels those that still run.
 
@@ -92,7 +105,9 @@ class TransformersEngine:
         for prompt in prompts:
             self._check_prompt(prompt)
         if self._in_flight + len(prompts) > self._limit:
-            raise RequestError(f"{self._max_waiting} requests are waiting already; try again later", 503, "overloaded_error")
+            raise RequestError(
+                f"{self._max_waiting} requests are waiting already; try again later", 503, "overloaded_error"
+            )
         news, exchange = asyncio.Event(), CURRENT.get()
         sequences = []
         for index, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
@@ -120,20 +135,26 @@ class TransformersEngine:
             RequestError: it is too long.
         """
         if len(text) > self._longest_text:
-            raise RequestError(f"the text has {len(text)} characters; this model takes at most {self.max_model_len - 1} tokens")
+            raise RequestError(
+                f"the text has {len(text)} characters; this model takes at most {self.max_model_len - 1} tokens"
+            )
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
             raise RequestError("the prompt is empty")
         if len(ids) >= self.max_model_len:
-            raise RequestError(f"the prompt has {len(ids)} tokens; this model takes at most {self.max_model_len - 1}")
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; this model takes at most {self.max_model_len - 1}"
+            )
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.vocab_size - 1}")
 
     def _sequence(
         self, sample: Sample, params: SamplingParams, news: asyncio.Event, adapter: str | None, streams: bool
     ) -> Sequence:
-        sequence = Sequence(sample, params, asyncio.get_running_loop(), news, streams, adapter, matcher=follow(params.grammar))
+        sequence = Sequence(
+            sample, params, asyncio.get_running_loop(), news, streams, adapter, matcher=follow(params.grammar)
+        )
         if params.seed is not None:
             sequence.generator = torch.Generator(self._decoder.device).manual_seed(params.seed)
         if params.stop:
@@ -160,7 +181,9 @@ class TransformersEngine:
         sampled from exactly the new weights.
         """
         if version <= self.version:
-            raise WeightSyncError(f"version {version} is not newer than {self.version}; versions are never reused")
+            raise WeightSyncError(
+                f"version {version} is not newer than {self.version}; versions are never reused"
+            )
 
         def load() -> None:
             self._decoder.load(weights)
@@ -171,7 +194,9 @@ class TransformersEngine:
 
         await self._update(load, mode)
 
-    async def load_adapter(self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep") -> None:
+    async def load_adapter(
+        self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep"
+    ) -> None:
         if name == self.model:
             raise WeightSyncError(f"{name!r} is the name of the model itself")
 
@@ -192,7 +217,9 @@ class TransformersEngine:
 
     async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
         if not 2 <= len(ids) <= self.max_model_len or min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise WeightSyncError(f"log-probabilities are told of 2 to {self.max_model_len} token ids below {self.vocab_size}")
+            raise WeightSyncError(
+                f"log-probabilities are told of 2 to {self.max_model_len} token ids below {self.vocab_size}"
+            )
 
         def compute() -> list[float]:
             found = self._decoder.adapters.find(adapter) if adapter is not None else None
@@ -233,7 +260,9 @@ class TransformersEngine:
 
     async def check_health(self) -> None:
         if self._worker.closed or not self._worker.thread.is_alive():
-            raise RequestError(CLOSED if self._worker.closed else "the engine's thread has died", 503, "overloaded_error")
+            raise RequestError(
+                CLOSED if self._worker.closed else "the engine's thread has died", 503, "overloaded_error"
+            )
 
     def close(self) -> None:
         self._worker.close()

@@ -45,7 +45,9 @@ class Grammars:
         Raises:
             RequestError: as for `schema`.
         """
-        return await self._compile("compile_structural_tag", json.dumps({"type": "structural_tag", "format": structure}))
+        return await self._compile(
+            "compile_structural_tag", json.dumps({"type": "structural_tag", "format": structure})
+        )
 
     async def _compile(self, method: str, text: str) -> Any:
         if not self.available:

@@ -34,7 +34,9 @@ class Style:
     thinks: bool
 
 
-def find_style(tokenizer: Any, tool_parser: ToolParserName | Literal["auto"] | None, reasoning: bool | Literal["auto"]) -> Style:
+def find_style(
+    tokenizer: Any, tool_parser: ToolParserName | Literal["auto"] | None, reasoning: bool | Literal["auto"]
+) -> Style:
     """What a tokenizer's chat template tells of it, where the arguments do not."""
     given = getattr(tokenizer, "chat_template", None)
     template = "\n".join(given.values()) if isinstance(given, dict) else given or ""

@@ -44,13 +44,21 @@ class SamplingParams:
     def adjusts(self) -> bool:
         """Whether logits are changed by what was sampled before, or by a bias."""
         return bool(
-            self.logit_bias or self.min_tokens or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+            self.logit_bias
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
         )
 
     def record(self) -> dict[str, Any]:
         """What a record shows: the temperature, and whatever else is not the default."""
         shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grammar"}
         plain = vars(SamplingParams(self.max_tokens))
-        kept = {name: value for name, value in shown.items() if name in ("temperature", "max_tokens") or value != plain[name]}
+        kept = {
+            name: value
+            for name, value in shown.items()
+            if name in ("temperature", "max_tokens") or value != plain[name]
+        }
         listed = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
         return listed | ({CONSTRAINED: True} if self.grammar is not None else {})

@@ -34,13 +34,18 @@ def render(engine: TransformersEngine, request: Prompted) -> list[int]:
     engine.check_text("".join(message["content"] for message in messages))
     try:
         text = tokenizer.apply_chat_template(
-            messages, tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
-            add_generation_prompt=request.add_generation_prompt, continue_final_message=request.continue_final_message,
-            **settings, tokenize=False,
-        )  # fmt: skip
+            messages,
+            tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **settings,
+            tokenize=False,
+        )
     except Exception as error:  # a template is a program of the model's authors and may raise anything
         raise RequestError(f"the chat template refused the messages: {error}") from error
-    return encode(engine, text, add_special_tokens=False)  # with the length of what the template and the tools add checked
+    return encode(
+        engine, text, add_special_tokens=False
+    )  # with the length of what the template and the tools add checked
 
 
 def encode(engine: TransformersEngine, text: str, add_special_tokens: bool) -> list[int]:

@@ -70,7 +70,10 @@ class Reader:
 
     def read(self) -> Grown | None:
         """What is new; None if nothing is."""
-        sample, ended = self.sequence.sample, self.sequence.ended  # first whether it ended, then how far it came
+        sample, ended = (
+            self.sequence.sample,
+            self.sequence.ended,
+        )  # first whether it ended, then how far it came
         first, count = self._seen, self.sequence.count
         if self._ended or (count == first and not ended):
             return None
@@ -86,7 +89,9 @@ class Head:
 
     def __init__(self, prefix: str, kind: str, model: str) -> None:
         exchange = CURRENT.get()
-        name = exchange.keys[0].call_id if exchange and exchange.keys else uuid.uuid4().hex  # its spans name it
+        name = (
+            exchange.keys[0].call_id if exchange and exchange.keys else uuid.uuid4().hex
+        )  # its spans name it
         self._id, self._kind, self._model, self._created = f"{prefix}-{name}", kind, model, int(time.time())
 
     def part(self, suffix: str = "") -> dict[str, Any]:
@@ -104,7 +109,9 @@ def adapter_of(engine: Any, model: str | None) -> str | None:
     if model in engine.adapters:
         return model
     served = ", ".join(repr(name) for name in [engine.model, *engine.adapters])
-    raise RequestError(f"the model {model!r} does not exist; this endpoint serves {served}", 404, "not_found_error")
+    raise RequestError(
+        f"the model {model!r} does not exist; this endpoint serves {served}", 404, "not_found_error"
+    )
 
 
 def numbered(params: SamplingParams, count: int) -> list[SamplingParams]:
@@ -128,5 +135,7 @@ async def sse(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         async for event in events:
             yield sse_bytes(event)
     except RequestError as error:
-        yield sse_bytes({"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}})
+        yield sse_bytes(
+            {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
+        )
     yield sse_bytes("[DONE]")

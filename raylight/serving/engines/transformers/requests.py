@@ -107,24 +107,37 @@ class Sampling(Body):
             raise ValueError("stream_options are for stream=true")
         return self
 
-    def params(self, max_tokens: int, vocab_size: int, top_logprobs: int, grammar: Any = None) -> SamplingParams:
+    def params(
+        self, max_tokens: int, vocab_size: int, top_logprobs: int, grammar: Any = None
+    ) -> SamplingParams:
         """How to sample the first choice.
 
         Raises:
             RequestError: settings contradict each other.
         """
         if grammar is not None and (self.ignore_eos or self.min_tokens):
-            raise RequestError("ignore_eos and min_tokens cannot be combined with an answer that keeps to a schema")
+            raise RequestError(
+                "ignore_eos and min_tokens cannot be combined with an answer that keeps to a schema"
+            )
         if (self.min_tokens or 0) > max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {max_tokens}")
         return SamplingParams(
-            max_tokens=max_tokens, temperature=_or(self.temperature, 1.0), top_p=_or(self.top_p, 1.0),
-            top_k=max(self.top_k or 0, 0), stop=self.stop_words, seed=self.seed, min_p=self.min_p or 0.0,
+            max_tokens=max_tokens,
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=max(self.top_k or 0, 0),
+            stop=self.stop_words,
+            seed=self.seed,
+            min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0, repetition_penalty=_or(self.repetition_penalty, 1.0),
-            logit_bias=_bias(self.logit_bias or {}, vocab_size), min_tokens=self.min_tokens or 0, ignore_eos=bool(self.ignore_eos),
-            top_logprobs=top_logprobs, grammar=grammar,
-        )  # fmt: skip
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias=_bias(self.logit_bias or {}, vocab_size),
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
+            top_logprobs=top_logprobs,
+            grammar=grammar,
+        )
 
 
 class TextPart(Body):
@@ -242,7 +255,9 @@ class ChatRequest(Sampling, Prompted):
 
     def schemas(self) -> Mapping[str, Any]:
         """The parameters' schema of each tool that may be called."""
-        return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()}
+        return {
+            tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()
+        }
 
 
 class CompletionRequest(Sampling):
@@ -274,7 +289,11 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    wrong = [key for key in given if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size]
+    wrong = [
+        key
+        for key in given
+        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size
+    ]
     if wrong:
         raise RequestError(f"logit_bias: keys are token ids below {vocab_size}, not {wrong[0]!r}")
     return tuple((int(key), bias) for key, bias in given.items())

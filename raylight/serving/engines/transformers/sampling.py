@@ -28,7 +28,10 @@ class Drawn:
 
 
 def sample(
-    logits: torch.Tensor, params: list[SamplingParams], generators: list[torch.Generator | None], shared: torch.Generator
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    generators: list[torch.Generator | None],
+    shared: torch.Generator,
 ) -> Drawn:
     """Next tokens and their log-probabilities.
 
@@ -44,10 +47,14 @@ def sample(
     """
     logits = logits.float()
     if any(not p.greedy and p.temperature != 1 for p in params):
-        temperatures = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=logits.device)
+        temperatures = torch.tensor(
+            [1.0 if p.greedy else p.temperature for p in params], device=logits.device
+        )
         logits = logits / temperatures[:, None]
     if any(p.min_p for p in params):
-        floor = torch.tensor([p.min_p for p in params], device=logits.device).log()  # of 0: -inf, so that all are kept
+        floor = torch.tensor(
+            [p.min_p for p in params], device=logits.device
+        ).log()  # of 0: -inf, so that all are kept
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
     if any(p.top_k or p.top_p < 1 for p in params):
         logits = truncate(logits, params)
@@ -62,11 +69,17 @@ def sample(
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
     most = min(max(p.top_logprobs for p in params), logits.shape[-1])
     tops = logprobs.topk(most) if most else None
-    rows = [] if tops is None else [list(zip(*row, strict=True)) for row in zip(tops[1].tolist(), tops[0].tolist(), strict=True)]
+    rows = (
+        []
+        if tops is None
+        else [list(zip(*row, strict=True)) for row in zip(tops[1].tolist(), tops[0].tolist(), strict=True)]
+    )
     return Drawn(tokens.tolist(), chosen.tolist(), rows)
 
 
-def adjust(logits: torch.Tensor, params: list[SamplingParams], histories: list[History], stop_ids: Iterable[int]) -> torch.Tensor:
+def adjust(
+    logits: torch.Tensor, params: list[SamplingParams], histories: list[History], stop_ids: Iterable[int]
+) -> torch.Tensor:
     """Logits after each row's bias and penalties, and without `stop_ids` where the row must not end yet."""
     logits = logits.float().clone()
     ends = list(stop_ids)

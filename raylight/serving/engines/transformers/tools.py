@@ -24,7 +24,11 @@ class ToolCall:
 
     def message(self) -> dict[str, Any]:
         """As a chat message carries it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 class ToolFormat(Protocol):
@@ -128,15 +132,21 @@ class LlamaJson:
             return None
         calls = [
             {
-                "type": "object", "required": ["name", "parameters"], "additionalProperties": False,
+                "type": "object",
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
                 "properties": {"name": {"const": name}, "parameters": schema},
             }
             for name, schema in tools.items()
-        ]  # fmt: skip
+        ]
         return {"type": "json_schema", "json_schema": {"anyOf": calls}}
 
 
-FORMATS: dict[ToolParserName, ToolFormat] = {"hermes": Hermes(), "qwen_xml": QwenXml(), "llama_json": LlamaJson()}
+FORMATS: dict[ToolParserName, ToolFormat] = {
+    "hermes": Hermes(),
+    "qwen_xml": QwenXml(),
+    "llama_json": LlamaJson(),
+}
 
 
 def find_format(template: str) -> ToolFormat | None:

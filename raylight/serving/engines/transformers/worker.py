@@ -113,9 +113,15 @@ class Worker:
                     if not self.asleep:
                         self._prefill()
                         self._decode()
-                except Exception as error:  # whatever broke, the callers that wait for this step must hear of it
+                except (
+                    Exception
+                ) as error:  # whatever broke, the callers that wait for this step must hear of it
                     logger.exception("a pass of the engine failed")
-                    self._fail_all(RequestError(f"the engine failed: {type(error).__name__}: {error}", 500, "server_error"))
+                    self._fail_all(
+                        RequestError(
+                            f"the engine failed: {type(error).__name__}: {error}", 500, "server_error"
+                        )
+                    )
                 self._release_held()
         while not self._inbox.empty():  # what came between the last look and the closing
             self._take_messages()
@@ -174,7 +180,10 @@ class Worker:
             sequence.adapter = self.decoder.adapters.find(sequence.model)
             if sequence.adapter is None:
                 self._end(
-                    [sequence], error=RequestError(f"the model {sequence.model!r} is served no longer", 404, "not_found_error")
+                    [sequence],
+                    error=RequestError(
+                        f"the model {sequence.model!r} is served no longer", 404, "not_found_error"
+                    ),
                 )
                 return False
         return True
@@ -190,13 +199,20 @@ class Worker:
         if any(s.matcher is not None for s in sequences):
             logits = allow(logits, [s.matcher for s in sequences])
         if any(p.adjusts for p in params):
-            logits = adjust(logits, params, [(s.sample.prompt_ids, s.sample.output_ids) for s in sequences], self._stop_ids)
+            logits = adjust(
+                logits,
+                params,
+                [(s.sample.prompt_ids, s.sample.output_ids) for s in sequences],
+                self._stop_ids,
+            )
         drawn = sample(logits, params, [s.generator for s in sequences], self._random)
         lost = [s for s, logprob in zip(sequences, drawn.logprobs, strict=True) if not math.isfinite(logprob)]
         for sequence in lost:
             self.decoder.remove(sequence)
             self._end([sequence], error=_hopeless(sequence))
-        for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens, drawn.logprobs, strict=True)):
+        for row, (sequence, token, logprob) in enumerate(
+            zip(sequences, drawn.tokens, drawn.logprobs, strict=True)
+        ):
             if sequence.ended:
                 continue
             if sequence.params.top_logprobs:
@@ -245,7 +261,9 @@ class Worker:
             self._held.clear()
         self._end(failed, error=error)
 
-    def _end(self, ended: list[Sequence], error: Exception | None = None, also: list[Sequence] | None = None) -> None:
+    def _end(
+        self, ended: list[Sequence], error: Exception | None = None, also: list[Sequence] | None = None
+    ) -> None:
         """Sequences have left; tell those who wait for them, and those of `also` that have grown."""
         for sequence in ended:
             sequence.error = error
@@ -259,7 +277,9 @@ def _hopeless(sequence: Sequence) -> RequestError:
     """Why no token of a sequence has a probability. A number that is none must never reach a learner."""
     if sequence.matcher is not None or sequence.params.adjusts:
         return RequestError("no token has a probability under this request's grammar, bias or penalties")
-    return RequestError("the model's log-probabilities are not finite; its weights are broken", 500, "server_error")
+    return RequestError(
+        "the model's log-probabilities are not finite; its weights are broken", 500, "server_error"
+    )
 
 
 def _run(command: Command[Any]) -> None:

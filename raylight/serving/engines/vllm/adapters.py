@@ -57,7 +57,9 @@ class Adapters:
 
     async def load(self, name: str, version: int, adapter: Adapter, mode: UpdateMode) -> None:
         if self._client.vllm_config.lora_config is None:
-            raise WeightSyncError("this engine takes no adapters; start it with enable_lora=True among its arguments")
+            raise WeightSyncError(
+                "this engine takes no adapters; start it with enable_lora=True among its arguments"
+            )
         if version <= (last := self._last_version.get(name, -1)):
             raise WeightSyncError(f"adapter {name!r} has version {last} already; {version} must be higher")
         folder = await asyncio.to_thread(write_peft, adapter)
@@ -82,7 +84,9 @@ class Adapters:
     def find(self, name: str) -> LoRARequest:
         """The adapter served as `name`."""
         if name not in self.served:
-            raise WeightSyncError(f"there is no adapter {name!r}; there are: {', '.join(self.served) or 'none'}")
+            raise WeightSyncError(
+                f"there is no adapter {name!r}; there are: {', '.join(self.served) or 'none'}"
+            )
         return self.served[name]
 
     def close(self) -> None:
@@ -98,7 +102,9 @@ class Adapters:
         if mode == "abort":
             states = self._client.output_processor.request_states.items()
             adapter = loaded.request.lora_int_id
-            ids = [id for id, state in states if state.lora_request and state.lora_request.lora_int_id == adapter]
+            ids = [
+                id for id, state in states if state.lora_request and state.lora_request.lora_int_id == adapter
+            ]
             await self._client.abort(ids, internal=True)
         if mode != "keep":
             await loaded.ended.wait()
@@ -109,7 +115,9 @@ class Adapters:
         await asyncio.to_thread(shutil.rmtree, loaded.folder)
         loaded.ended.set()
 
-    def _follow(self, *args: Any, lora_request: LoRARequest | None = None, **named: Any) -> AsyncIterator[Any]:
+    def _follow(
+        self, *args: Any, lora_request: LoRARequest | None = None, **named: Any
+    ) -> AsyncIterator[Any]:
         """In place of the client's `generate`."""
         if lora_request is None:
             return self._generate(*args, **named)
@@ -119,11 +127,15 @@ class Adapters:
         loaded = self._loaded.get(request.lora_int_id)
         if loaded is None or loaded.retired:  # replaced, or dropped, since the request's model was looked up
             if request.lora_name not in self.served:
-                raise GracefulHTTPError(f"the model `{request.lora_name}` is served no longer", HTTPStatus.NOT_FOUND)
+                raise GracefulHTTPError(
+                    f"the model `{request.lora_name}` is served no longer", HTTPStatus.NOT_FOUND
+                )
             loaded = self._loaded[self.served[request.lora_name].lora_int_id]
         loaded.in_flight += 1
         try:
-            async with contextlib.aclosing(self._generate(*args, lora_request=loaded.request, **named)) as outputs:
+            async with contextlib.aclosing(
+                self._generate(*args, lora_request=loaded.request, **named)
+            ) as outputs:
                 async for output in outputs:
                     yield output
         finally:
@@ -147,7 +159,8 @@ def write_peft(adapter: Adapter) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="raylight-adapter-"))
     (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
     save_file(
-        {name: torch.as_tensor(array).contiguous() for name, array in adapter.weights.items()}, folder / "adapter_model.safetensors"
+        {name: torch.as_tensor(array).contiguous() for name, array in adapter.weights.items()},
+        folder / "adapter_model.safetensors",
     )
     return folder
 

@@ -12,20 +12,44 @@ from raylight.serving.engines.vllm.worker import WORKER_EXTENSION
 
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution really sampled from; anything else could not be trained on."""
-FIXED: dict[str, Any] = {"logprobs_mode": LOGPROBS_MODE, "worker_extension_cls": WORKER_EXTENSION, "enable_log_outputs": False}
+FIXED: dict[str, Any] = {
+    "logprobs_mode": LOGPROBS_MODE,
+    "worker_extension_cls": WORKER_EXTENSION,
+    "enable_log_outputs": False,
+}
 """What raylight relies on; another value is an error."""
 ELSEWHERE = {
-    "model": "the model", "served_model_name": "the model's name", "dtype": "EngineConfig.dtype", "host": "EngineConfig.host",
-    "max_model_len": "EngineConfig.max_model_len", "max_num_seqs": "EngineConfig.max_concurrent", "port": "EngineConfig.port",
+    "model": "the model",
+    "served_model_name": "the model's name",
+    "dtype": "EngineConfig.dtype",
+    "host": "EngineConfig.host",
+    "max_model_len": "EngineConfig.max_model_len",
+    "max_num_seqs": "EngineConfig.max_concurrent",
+    "port": "EngineConfig.port",
     "seed": "the run's seed",
-}  # fmt: skip
+}
 """Arguments that are settings of raylight, and where they are given."""
 NOT_OURS = {
-    "api_key", "uds", "root_path", "middleware", "lora_modules", "tokens_only", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
-    "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh",
-}  # fmt: skip
+    "api_key",
+    "uds",
+    "root_path",
+    "middleware",
+    "lora_modules",
+    "tokens_only",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+    "ssl_ciphers",
+    "enable_ssl_refresh",
+}
 """Arguments of vLLM's own HTTP server, which does not run here: Ray Serve and raylight's gateway do."""
-TOOL_PARSERS = {"<function=": "qwen3_coder", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
+TOOL_PARSERS = {
+    "<function=": "qwen3_coder",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json",
+}
 """What a chat template writes around a tool call -> vLLM's parser for it; the first that fits."""
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
 
@@ -37,7 +61,9 @@ def known_args() -> frozenset[str]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-    return frozenset(field.name for cls in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(cls))
+    return frozenset(
+        field.name for cls in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(cls)
+    )
 
 
 def check_args(args: Mapping[str, Any]) -> None:
@@ -50,7 +76,9 @@ def check_args(args: Mapping[str, Any]) -> None:
         if name in ELSEWHERE:
             raise ConfigError(f"EngineConfig.args: {name!r} is given as {ELSEWHERE[name]}")
         if name in NOT_OURS:
-            raise ConfigError(f"EngineConfig.args: {name!r} is of vLLM's own HTTP server, which does not run under raylight")
+            raise ConfigError(
+                f"EngineConfig.args: {name!r} is of vLLM's own HTTP server, which does not run under raylight"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known - ELSEWHERE.keys() - NOT_OURS, n=3, cutoff=0.5)
             hint = f"; it has: {', '.join(near)}" if near else ""

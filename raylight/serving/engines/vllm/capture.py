@@ -19,11 +19,23 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from raylight.serving.exchange import CONSTRAINED, CURRENT, Exchange, Sample
 from raylight.types import FinishReason as Finish
 
-FINISH: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.REPETITION: "stop", FinishReason.LENGTH: "length"}
+FINISH: dict[FinishReason, Finish] = {
+    FinishReason.STOP: "stop",
+    FinishReason.REPETITION: "stop",
+    FinishReason.LENGTH: "length",
+}
 """All others are "aborted"."""
 DEFAULTS = SamplingParams()
 ALWAYS_TOLD = ("temperature", "top_p", "top_k", "min_p")
-TOLD_IF_SET = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "bad_words")
+TOLD_IF_SET = (
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "logit_bias",
+    "bad_words",
+)
 
 
 class Capture:
@@ -41,8 +53,14 @@ class Capture:
         """Version of each adapter that was ever loaded, by vLLM's integer id."""
         self._states: dict[str, Any] = client.output_processor.request_states
         self._queue: asyncio.Queue[Any] = client.engine_core.outputs_queue
-        self._add_request, client.output_processor.add_request = client.output_processor.add_request, self._record
-        self._next_output, client.engine_core.get_output_async = client.engine_core.get_output_async, self._follow
+        self._add_request, client.output_processor.add_request = (
+            client.output_processor.add_request,
+            self._record,
+        )
+        self._next_output, client.engine_core.get_output_async = (
+            client.engine_core.get_output_async,
+            self._follow,
+        )
         self._idle = asyncio.Event()
         self._ended = False
 
@@ -65,7 +83,9 @@ class Capture:
         self._idle.clear()
         return output
 
-    def _record(self, request: Any, prompt: str | None, parent: Any = None, index: int = 0, queue: Any = None) -> None:
+    def _record(
+        self, request: Any, prompt: str | None, parent: Any = None, index: int = 0, queue: Any = None
+    ) -> None:
         """Take up a request (one choice of it), and record it if an exchange is current."""
         exchange, params = CURRENT.get(), request.sampling_params
         if exchange is None or params is None:
@@ -73,15 +93,21 @@ class Capture:
             return
         choice = index + (parent.n if parent else 1) * prompt_index(exchange, request.external_req_id)
         if choice in exchange.samples:
-            raise VLLMValidationError("a request that samples a choice more than once, as beam search does, cannot be recorded")
-        asked = (parent.sampling_params if parent else params).num_logprobs is not None  # the choices share theirs
+            raise VLLMValidationError(
+                "a request that samples a choice more than once, as beam search does, cannot be recorded"
+            )
+        asked = (
+            parent.sampling_params if parent else params
+        ).num_logprobs is not None  # the choices share theirs
         if not asked:
             params.logprobs = 0  # of the sampled token alone
         self._add_request(request, prompt, parent, index, queue)
         sample = exchange.sample(choice, request.prompt_token_ids, sampling_of(params))
         fixed = self.adapter_versions[request.lora_request.lora_int_id] if request.lora_request else None
         state = self._states[request.request_id]
-        state.logprobs_processor = RecordingLogprobs.around(state.logprobs_processor, sample, self, fixed, asked)
+        state.logprobs_processor = RecordingLogprobs.around(
+            state.logprobs_processor, sample, self, fixed, asked
+        )
         state.make_request_output = _noting_the_end(state.make_request_output, sample)
 
 
@@ -95,7 +121,9 @@ class RecordingLogprobs(LogprobsProcessor):
     asked: bool
 
     @classmethod
-    def around(cls, own: LogprobsProcessor, sample: Sample, capture: Capture, version: int | None, asked: bool) -> Self:
+    def around(
+        cls, own: LogprobsProcessor, sample: Sample, capture: Capture, version: int | None, asked: bool
+    ) -> Self:
         self = cls(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
         self.sample, self.capture, self.fixed_version, self.asked = sample, capture, version, asked
         if not asked:
@@ -104,10 +132,15 @@ class RecordingLogprobs(LogprobsProcessor):
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         if count := len(output.new_token_ids):
-            sample, version = self.sample, self.capture.version if self.fixed_version is None else self.fixed_version
+            sample, version = (
+                self.sample,
+                self.capture.version if self.fixed_version is None else self.fixed_version,
+            )
             assert output.new_logprobs is not None, "asked for in Capture._record"
             sample.output_ids.extend(output.new_token_ids)
-            sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())  # the sampled token comes first
+            sample.logprobs.extend(
+                output.new_logprobs.logprobs[:, 0].tolist()
+            )  # the sampled token comes first
             sample.weight_versions.extend([version] * count)
         super().update_from_output(output)
 
@@ -139,4 +172,6 @@ def sampling_of(params: SamplingParams) -> Mapping[str, Any]:
     told = {name: getattr(params, name) for name in ALWAYS_TOLD}
     if params.structured_outputs is not None or params.allowed_token_ids:
         told[CONSTRAINED] = True
-    return told | {name: value for name in TOLD_IF_SET if (value := getattr(params, name)) != getattr(DEFAULTS, name)}
+    return told | {
+        name: value for name in TOLD_IF_SET if (value := getattr(params, name)) != getattr(DEFAULTS, name)
+    }

@@ -38,14 +38,18 @@ def llm_config(
 
     workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
     # The replica itself takes nothing: its bundle is that of its first worker.
-    bundles: list[dict[str, float]] = [{"CPU": num_cpus}] if gpus == 0 else [{"GPU": gpus} for _ in range(workers)]
+    bundles: list[dict[str, float]] = (
+        [{"CPU": num_cpus}] if gpus == 0 else [{"GPU": gpus} for _ in range(workers)]
+    )
     bundles[0]["CPU"] = num_cpus
     settings: dict[str, Any] = {
         "model_loading_config": {"model_id": model, "model_source": path},
         "accelerator_config": {"kind": "cpu"} if gpus == 0 else None,
         "placement_group_config": {"bundles": bundles},
         "engine_kwargs": dict(args),
-        "runtime_env": {"env_vars": environment(path, threads, gpus, args.get("enforce_eager", False)) | dict(env or {})},
+        "runtime_env": {
+            "env_vars": environment(path, threads, gpus, args.get("enforce_eager", False)) | dict(env or {})
+        },
         "deployment_config": {"ray_actor_options": {"num_cpus": 0}, **(options or {})},
         "server_cls": server,
     }

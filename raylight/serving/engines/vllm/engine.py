@@ -46,7 +46,9 @@ class VllmEngine:
 
     kind = "vllm"
 
-    def __init__(self, client: Any, build_app: Callable[[], Awaitable[FastAPI]], model: str, path: str) -> None:
+    def __init__(
+        self, client: Any, build_app: Callable[[], Awaitable[FastAPI]], model: str, path: str
+    ) -> None:
         self.model = model
         self.tokenizer = client.get_tokenizer()
         self.max_model_len: int | None = client.model_config.max_model_len
@@ -67,7 +69,9 @@ class VllmEngine:
         app = await self._build_app()
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served
-        app.user_middleware = [layer for layer in app.user_middleware if getattr(layer.cls, "__name__", "") not in NOT_NEEDED]
+        app.user_middleware = [
+            layer for layer in app.user_middleware if getattr(layer.cls, "__name__", "") not in NOT_NEEDED
+        ]
         app.middleware_stack = None  # was built already; Starlette builds it anew
 
         @app.get("/v1/models/{name:path}")
@@ -81,7 +85,14 @@ class VllmEngine:
 
         async def open_app(scope: Scope, receive: Receive, send: Send) -> None:
             if self._closed and scope["type"] == "http":
-                body = {"error": {"message": CLOSED, "type": "overloaded_error", "param": None, "code": UNAVAILABLE}}
+                body = {
+                    "error": {
+                        "message": CLOSED,
+                        "type": "overloaded_error",
+                        "param": None,
+                        "code": UNAVAILABLE,
+                    }
+                }
                 await JSONResponse(body, UNAVAILABLE)(scope, receive, send)
             else:
                 await checked(scope, receive, send)
@@ -101,7 +112,9 @@ class VllmEngine:
                     await self._load(path)
                     self._capture.version = version
 
-    async def load_adapter(self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep") -> None:
+    async def load_adapter(
+        self, name: str, version: int, adapter: Adapter, mode: UpdateMode = "keep"
+    ) -> None:
         if name == self.model:
             raise WeightSyncError(f"an adapter cannot be served as {name!r}: the model itself is")
         async with self._changing:
@@ -114,8 +127,12 @@ class VllmEngine:
 
     async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
         if not 2 <= len(ids) < (self.max_model_len or 0):
-            raise WeightSyncError(f"log-probabilities are of 2 to {(self.max_model_len or 0) - 1} tokens, not {len(ids)}")
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            raise WeightSyncError(
+                f"log-probabilities are of 2 to {(self.max_model_len or 0) - 1} tokens, not {len(ids)}"
+            )
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
         name, lora = f"logprobs-{uuid.uuid4().hex}", self._adapters.find(adapter) if adapter else None
         outputs = [o async for o in self._client.generate(tokens_input(ids), params, name, lora_request=lora)]
         found = outputs[-1].prompt_logprobs
@@ -153,7 +170,9 @@ class VllmEngine:
 
     def _check_awake(self) -> None:
         if self._closed or self._asleep:
-            raise WeightSyncError(self._broken or (CLOSED if self._closed else "the engine sleeps; wake it first"))
+            raise WeightSyncError(
+                self._broken or (CLOSED if self._closed else "the engine sleeps; wake it first")
+            )
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
@@ -171,8 +190,12 @@ class VllmEngine:
         """Have every worker load a file. Should that fail, nobody knows what they compute with: the engine closes."""
         try:
             await self._client.collective_rpc("raylight_load_weights", args=(path,))
-        except BaseException as error:  # vLLM tells of a worker's failure by a plain Exception; and the caller may have given up
-            self._broken = f"vLLM failed to load new weights, and must be started anew: {error or type(error).__name__}"
+        except (
+            BaseException
+        ) as error:  # vLLM tells of a worker's failure by a plain Exception; and the caller may have given up
+            self._broken = (
+                f"vLLM failed to load new weights, and must be started anew: {error or type(error).__name__}"
+            )
             self.close()
             if isinstance(error, Exception):
                 raise WeightSyncError(self._broken) from error

@@ -76,7 +76,9 @@ class KnownFields:
                 raise RequestError(f"{name}: at most {most} entries, not {len(entries)}")
         count = _choices(body)
         if self._most is not None and count > self._most:
-            raise RequestError(f"n: this engine takes at most {self._most} choices at a time; the request asks for {count}")
+            raise RequestError(
+                f"n: this engine takes at most {self._most} choices at a time; the request asks for {count}"
+            )
 
 
 def _choices(body: Mapping[str, Any]) -> int:

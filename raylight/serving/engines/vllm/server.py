@@ -18,7 +18,9 @@ class CapturedVLLM(VLLMEngine):
 
     def _start_async_llm_engine(self, *args: Any, **named: Any) -> Any:
         client = super()._start_async_llm_engine(*args, **named)
-        self.captured = VllmEngine(client, self.build_asgi_app, self.llm_config.model_id, client.model_config.model)
+        self.captured = VllmEngine(
+            client, self.build_asgi_app, self.llm_config.model_id, client.model_config.model
+        )
         return client
 
 

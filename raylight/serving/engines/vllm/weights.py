@@ -43,10 +43,14 @@ class Checkpoint:
                 tensors[name] = tensors[source]
         missing, unknown = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or unknown:
-            raise WeightSyncError(f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}")
+            raise WeightSyncError(
+                f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
+            )
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != self.shapes[name]:
-                raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, the engine's has {self.shapes[name]}")
+                raise WeightSyncError(
+                    f"{name} has shape {tuple(tensor.shape)}, the engine's has {self.shapes[name]}"
+                )
         return tensors
 
 
