@@ -73,7 +73,7 @@ LEARNERS = Box(
     "LearnerActor  x n",
     "verl's FSDP2 engine: policy,\nreference, critic, adapter;\nadvantages and loss\non every rank",
 )
-BOARD = Box(16, 35.5, 18, 9, "FleetBoard", "orders to engines")
+BOARD = Box(16, 35.5, 18, 9, "coordinator", "orders to engines")
 
 
 def main(also: Path | None = None) -> None:

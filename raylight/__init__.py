@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from raylight.algorithms.base import Algorithm, FastAlgorithm
     from raylight.algorithms.baseline import Baseline
     from raylight.algorithms.decorator import algo
-    from raylight.algorithms.family import (
+    from raylight.algorithms.minigrpo.algorithm import MiniGRPO
+    from raylight.algorithms.policy import GRPO, PolicyAlgorithm
+    from raylight.algorithms.policy_gradient import (
         CISPO,
         DAPO,
         GMPO,
@@ -46,12 +48,10 @@ if TYPE_CHECKING:
         ReinforcePlusPlusBaseline,
         ReMax,
     )
-    from raylight.algorithms.minigrpo.algorithm import MiniGRPO
-    from raylight.algorithms.policy import GRPO, PolicyAlgorithm
     from raylight.algorithms.verl import VERL
     from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
     from raylight.errors import RaylightError
-    from raylight.learner.custom import advantage_estimator, policy_loss
+    from raylight.experience.registry import advantage_estimator, policy_loss
     from raylight.log import setup_logging
     from raylight.store.client import StoreClient
     from raylight.store.service import StoreService
@@ -104,7 +104,7 @@ _ROOMS = {
     "algorithms.baseline": ("Baseline",),
     "algorithms.decorator": ("algo",),
     "algorithms.minigrpo.algorithm": ("MiniGRPO",),
-    "algorithms.family": (
+    "algorithms.policy_gradient": (
         "CISPO",
         "DAPO",
         "GMPO",
@@ -125,7 +125,7 @@ _ROOMS = {
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
-    "learner.custom": ("advantage_estimator", "policy_loss"),
+    "experience.registry": ("advantage_estimator", "policy_loss"),
     "log": ("setup_logging",),
     "store.client": ("StoreClient",),
     "store.service": ("StoreService",),

@@ -136,7 +136,7 @@ class RunnerConfig(Config):
     stuck_after_s: float = Field(default=45.0, gt=0)
     """A runner whose event loop does not turn for so long is killed and replaced; sooner than its leases expire."""
     start_timeout_s: float = Field(default=60.0, gt=0)
-    apart: bool = False
+    external: bool = False
     """Other processes start the runners, and join the run by its name: `Trainer(role="runner")`, `raylight runner`."""
 
 

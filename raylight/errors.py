@@ -96,11 +96,11 @@ class WeightSyncError(RaylightError):
     """New weights, or another order, did not reach every engine within the deadline, or did not fit it."""
 
 
-class BoardUnavailableError(WeightSyncError):
+class CoordinatorUnavailableError(WeightSyncError):
     """The engines' board did not answer; it may do so when asked again."""
 
 
-class BoardLostError(WeightSyncError):
+class CoordinatorLostError(WeightSyncError):
     """The engines' board died, and with it what they are to do."""
 
 

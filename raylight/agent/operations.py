@@ -15,7 +15,7 @@ from raylight.agent.nesting import Place, current_place, inside, place_of, start
 from raylight.errors import EmitError
 from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
 from raylight.traces.context import current_trace
-from raylight.types import Attributes, Event, Span, SpanCoreFields, TraceStatus
+from raylight.types import Attributes, Span, SpanCoreFields, SpanEvent, TraceStatus
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span as OtelSpan
@@ -72,7 +72,7 @@ class Recording:
             events = (
                 []
                 if raised is None
-                else [Event(name="exception", attributes=raised, timestamp=core.end_time)]
+                else [SpanEvent(name="exception", attributes=raised, timestamp=core.end_time)]
             )
             self._trace.add(
                 Span.from_attributes(

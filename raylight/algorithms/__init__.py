@@ -1,7 +1,8 @@
 """Algorithms: what turns rollouts into a better agent."""
 
 from raylight.algorithms.apo.algorithm import APO
-from raylight.algorithms.family import (
+from raylight.algorithms.policy import GRPO, PolicyAlgorithm
+from raylight.algorithms.policy_gradient import (
     CISPO,
     DAPO,
     GMPO,
@@ -18,7 +19,6 @@ from raylight.algorithms.family import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from raylight.algorithms.policy import GRPO, PolicyAlgorithm
 
 __all__ = [
     "APO",

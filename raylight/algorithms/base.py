@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Protocol
 
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import ConfigError
-from raylight.learner.batch import BatchReport
+from raylight.experience.batch import BatchReport
 from raylight.store.client import StoreClient
 from raylight.traces.adapters import TraceAdapter
 from raylight.types import FinishedRollout
 
 
-class RunSide(Protocol):
+class RunContext(Protocol):
     """What an algorithm is given of its run, beside the store."""
 
     @property
@@ -56,11 +56,11 @@ class RunSide(Protocol):
         """The run's resources, in which every open model is the given one."""
         ...
 
-    def tell(self, finished: list[FinishedRollout]) -> None:
+    def report_failures(self, finished: list[FinishedRollout]) -> None:
         """Tell of failed rollouts."""
         ...
 
-    def look(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
+    def check_scored(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
         """Tell of failed rollouts; raise when none gave a reward."""
         ...
 
@@ -109,7 +109,7 @@ class Algorithm(AnyAlgorithm):
     _adapter: TraceAdapter[Any] | None = None
     _llm_proxy: Any = None
     _initial_resources: NamedResources | None = None
-    _run_side: RunSide | None = None
+    _run_context: RunContext | None = None
 
     def run(self, train_dataset: Any = None, val_dataset: Any = None) -> Awaitable[None] | None:
         """Carry out the algorithm.
@@ -193,19 +193,19 @@ class Algorithm(AnyAlgorithm):
         """The named resources that agents begin with; None if the user gave none."""
         return self._initial_resources
 
-    def set_run_side(self, side: RunSide) -> None:
+    def set_run_context(self, side: RunContext) -> None:
         """What it may use of its run, beside the store."""
-        self._run_side = side
+        self._run_context = side
 
-    def get_run_side(self) -> RunSide:
+    def get_run_context(self) -> RunContext:
         """What this needs of its run.
 
         Raises:
             ConfigError: there is none.
         """
-        if self._run_side is None:
-            raise self._lacks("run_side")
-        return self._run_side
+        if self._run_context is None:
+            raise self._lacks("run_context")
+        return self._run_context
 
     def total_steps(self, n_train: int) -> int:
         """Steps of the whole run for a training set of `n_train` tasks; 0 where only `run` knows."""
@@ -217,7 +217,9 @@ class Algorithm(AnyAlgorithm):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the trainer and its run, which stay in their own process."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_run_side")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_run_context")
+        }
 
     @property
     def _title(self) -> str:

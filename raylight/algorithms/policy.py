@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 from raylight.algorithms.base import AnyAlgorithm
 from raylight.algorithms.run_settings import RunSettings
 from raylight.config import LearnerConfig
-from raylight.learner.batch import BatchReport, BatchRules, TrainBatch, build_batch, scored
-from raylight.learner.greedy import baselines_of
-from raylight.learner.settings import PolicySettings
-from raylight.learner.unread import unread
+from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch, scored
+from raylight.experience.remax_baseline import baselines_of
+from raylight.experience.settings import PolicySettings
+from raylight.experience.unused_settings import unread
 from raylight.types import GREEDY, FinishedRollout, RolloutConfig
 
 
@@ -80,7 +80,7 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
             raise ValueError(f"nothing reads {'; '.join(names)}")
         return self
 
-    def around(self, given: RunSettings) -> RunSettings:
+    def adjust_run_settings(self, given: RunSettings) -> RunSettings:
         """Settings of a run with this algorithm, of those that the Trainer was given."""
         return given
 
@@ -97,7 +97,7 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
     @property
     def samples_greedily(self) -> bool:
         """Whether each task is rolled out once more, with the most probable tokens, to be compared with (ReMax)."""
-        return self.compared == "baseline"
+        return self.baseline_kind == "baseline"
 
     def reward_of(self, item: FinishedRollout) -> float | None:
         """The reward that a rollout is trained with; None leaves it out."""
@@ -127,13 +127,13 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
     def _rules(self, learner: LearnerConfig, trained_agents: str | None) -> BatchRules:
         return BatchRules(
             failure_reward=self.failure_reward,
-            min_group=min(self.group_size, 2) if self.compared == "group" else 1,
+            min_group=min(self.group_size, 2) if self.baseline_kind == "group" else 1,
             trained_agents=trained_agents,
-            equal_groups=self.equal_groups,
+            zero_variance_groups=self.zero_variance_groups,
             row_limit=learner.row_limit,
             long_rows=learner.long_rows,
             turn_rewards=self.turn_rewards,
-            compared=self.compared,
+            baseline_kind=self.baseline_kind,
         )
 
 

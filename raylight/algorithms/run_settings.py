@@ -21,5 +21,5 @@ class RunSettings:
     """Folder in which a run without an `output_dir` makes one."""
     notes: tuple[str, ...] = ()
     """What a person should know before the run."""
-    without_gpus: RunSettings | None = None
+    cpu_fallback: RunSettings | None = None
     """What holds instead on a cluster without GPUs; None: the same."""

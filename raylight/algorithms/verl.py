@@ -12,7 +12,7 @@ from raylight.algorithms.run_settings import RunSettings
 from raylight.algorithms.verl_config.combine import combine
 from raylight.algorithms.verl_config.resolve import Resolution, resolve
 from raylight.errors import ConfigError
-from raylight.learner.unread import unread
+from raylight.experience.unused_settings import unread
 
 
 class VERL(PolicyAlgorithm):
@@ -41,7 +41,7 @@ class VERL(PolicyAlgorithm):
             raise ConfigError(found.in_words_of_verl(str(error), type(self).__name__)) from None
         self._found, self._strict = found, strict
 
-    def around(self, given: RunSettings) -> RunSettings:
+    def adjust_run_settings(self, given: RunSettings) -> RunSettings:
         """Engine, learners and the rest of a run, where the Trainer leaves them open.
 
         Raises:

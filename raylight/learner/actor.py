@@ -15,12 +15,12 @@ import ray
 
 from raylight.config import LearnerConfig, threads_of
 from raylight.errors import LearnerError
-from raylight.learner.batch import TrainBatch
-from raylight.learner.checkpoints import BackgroundWriter, States
+from raylight.experience.batch import TrainBatch
+from raylight.experience.checkpoints import BackgroundWriter, States
+from raylight.experience.settings import PolicySettings
 from raylight.learner.faults import fault_in_rank
-from raylight.learner.heap import keep_freed_memory
-from raylight.learner.settings import PolicySettings
-from raylight.learner.stacks import Stacks, take_stacks
+from raylight.learner.malloc import keep_freed_memory
+from raylight.learner.stack_dump import Stacks, take_stacks
 
 WATCH = "watch"
 """Concurrency group of the methods that answer while a call hangs; it has threads of its own."""

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from raylight.errors import ConfigError
+from raylight.experience.batch import TrainBatch
+from raylight.experience.registry import taken
+from raylight.experience.settings import PolicySettings
 from raylight.learner import verl_api as verl
-from raylight.learner.batch import TrainBatch
-from raylight.learner.custom import taken
-from raylight.learner.rows import Row
-from raylight.learner.settings import PolicySettings
+from raylight.learner.rows import TrainRow
 
 MEANS_OF_ROWS = ("sapo", "geo_mean")
 """Losses that take the mean of each row whatever `loss_agg_mode` says."""
@@ -65,8 +65,8 @@ class Sequences:
         rows: of the batch, all of them.
     """
 
-    def __init__(self, rows: list[Row], rollouts: int) -> None:
-        self._rows_of: list[list[Row]] = [[] for _ in range(rollouts)]
+    def __init__(self, rows: list[TrainRow], rollouts: int) -> None:
+        self._rows_of: list[list[TrainRow]] = [[] for _ in range(rollouts)]
         for row in rows:
             self._rows_of[row.rollout].append(row)
         self._sampled = {row.index: torch.nonzero(row.mask == 1)[:, 0] for row in rows}
@@ -146,7 +146,7 @@ class Estimate:
 
 
 def add_advantages(
-    batch: TrainBatch, rows: list[Row], mine: list[Row], settings: PolicySettings, kl: KlController
+    batch: TrainBatch, rows: list[TrainRow], mine: list[TrainRow], settings: PolicySettings, kl: KlController
 ) -> dict[str, float]:
     """Set the rows' `advantages`, `returns` and `share`; returns metrics, the same on all ranks. A collective.
 
@@ -165,7 +165,7 @@ def add_advantages(
     return found.metrics
 
 
-def estimate(batch: TrainBatch, rows: list[Row], settings: PolicySettings, kl: KlController) -> Estimate:
+def estimate(batch: TrainBatch, rows: list[TrainRow], settings: PolicySettings, kl: KlController) -> Estimate:
     """Advantages and returns of all rows, from what they hold.
 
     Raises:
@@ -251,7 +251,7 @@ def _check(name: str, what: str, matrix: Any, sequences: Sequences) -> None:
         )
 
 
-def _tell_all(rows: list[Row], mine: list[Row], names: list[str]) -> None:
+def _tell_all(rows: list[TrainRow], mine: list[TrainRow], names: list[str]) -> None:
     """Set fields of all rows to what their ranks have."""
     own = {row.index: {name: getattr(row, name).numpy() for name in names} for row in mine}
     boxes: list[Any] = [None] * torch.distributed.get_world_size()

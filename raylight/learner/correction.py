@@ -10,16 +10,16 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from raylight.errors import MismatchError
+from raylight.experience.settings import CorrectionSettings
+from raylight.experience.thresholds import weight_bounds
 from raylight.learner import verl_api as verl
-from raylight.learner.rows import Row
-from raylight.learner.settings import CorrectionSettings
-from raylight.learner.thresholds import weight_bounds
+from raylight.learner.rows import TrainRow
 
 BOUND = 20.0
 """Where logarithms of ratios are cut off before they are exponents, as verl does."""
 
 
-def measure(rows: list[Row], version: int, settings: CorrectionSettings) -> dict[str, float]:
+def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) -> dict[str, float]:
     """How far the engine's log-probs are from the learner's, on all ranks; returns metrics. A collective.
 
     `mismatch/logprob_abs_*` are over sampled tokens of `version`, whose weights both had; the others over all sampled tokens: the
@@ -70,7 +70,7 @@ def measure(rows: list[Row], version: int, settings: CorrectionSettings) -> dict
     }
 
 
-def correct(rows: list[Row], settings: CorrectionSettings) -> dict[str, float]:
+def correct(rows: list[TrainRow], settings: CorrectionSettings) -> dict[str, float]:
     """Give rows their importance weights, and mask what is left out; returns metrics of all ranks. A collective.
 
     Each row has the log-probs of the old policy, recomputed by the learner: they are the proximal policy of the loss, and the
@@ -119,7 +119,7 @@ def correct(rows: list[Row], settings: CorrectionSettings) -> dict[str, float]:
     return metrics
 
 
-def any_left(rows: list[Row]) -> bool:
+def any_left(rows: list[TrainRow]) -> bool:
     """Whether any rank has a token to train on among its rows. A collective."""
     return _over_ranks([sum(int(row.mask.sum()) for row in rows)])[0] > 0
 
@@ -178,14 +178,14 @@ def _mean_weight(weights: torch.Tensor, mask: torch.Tensor, settings: Correction
     return total / count
 
 
-def _log_ratio(row: Row) -> torch.Tensor:
+def _log_ratio(row: TrainRow) -> torch.Tensor:
     """Learner's less engine's log-prob of each token of the response."""
     learner = row.old_logprobs if row.seen_logprobs is None else row.seen_logprobs
     assert learner is not None
     return learner - row.engine_logprobs
 
 
-def _of_sampled(rows: list[Row], tensors: list[torch.Tensor]) -> torch.Tensor:
+def _of_sampled(rows: list[TrainRow], tensors: list[torch.Tensor]) -> torch.Tensor:
     """The entries of the rows' sampled tokens, one row after the other."""
     return torch.cat(tensors)[torch.cat([row.mask for row in rows]) == 1]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from raylight.config import LearnerConfig
+from raylight.experience.settings import CriticSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import build_critic, optimizer_config
-from raylight.learner.metrics import CRITIC_NAMES, named, of_steps, over_ranks
-from raylight.learner.rows import Row, deal, share_of_rank, to_tensordict
-from raylight.learner.settings import CriticSettings
-from raylight.learner.steps import GradientWatch
+from raylight.learner.grad_guard import GradientWatch
+from raylight.learner.metrics import CRITIC_NAMES, all_reduce_metrics, mean_over_steps, rename_metrics
+from raylight.learner.rows import TrainRow, shard_for_rank, split_minibatches, to_tensordict
 
 
 class Critic:
@@ -35,7 +35,7 @@ class Critic:
         """Whether the policy rests in this update."""
         return self.engine.lr_scheduler.last_epoch < self._settings.warmup_steps
 
-    def add_values(self, rows: list[Row]) -> None:
+    def add_values(self, rows: list[TrainRow]) -> None:
         """Set each row's `values`: one for each token of its response, of what was there before it."""
         data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
         with self.engine.eval_mode():
@@ -45,31 +45,33 @@ class Critic:
         ):
             row.values = values.float().cpu()
 
-    def update(self, rows: list[Row]) -> dict[str, float]:
+    def update(self, rows: list[TrainRow]) -> dict[str, float]:
         """Fit the values to the rows' `returns`; `rows` are all of the batch, the same on all ranks. Returns metrics.
 
         Raises:
             NonFiniteGradientError: the gradient was not finite several times in a row.
         """
         before = explained_variance(rows)
-        parts = deal(rows, self._settings.mini_batches) * self._settings.ppo_epochs
-        metrics = of_steps([self._step(part) for part in parts])
+        parts = split_minibatches(rows, self._settings.mini_batches) * self._settings.ppo_epochs
+        metrics = mean_over_steps([self._step(part) for part in parts])
         metrics["critic/lr"] = float(self.engine.lr_scheduler_step())
         return metrics | {"critic/explained_variance": before}
 
-    def _step(self, part: list[Row]) -> dict[str, float]:
+    def _step(self, part: list[TrainRow]) -> dict[str, float]:
         """Gradient and optimizer step over one mini-batch."""
-        mine = share_of_rank(part, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size())
+        mine = shard_for_rank(
+            part, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
+        )
         rollouts = len({row.rollout for row in part})
         data = to_tensordict(mine, self._config, global_rollouts=rollouts, entropy=False)
         with self.engine.train_mode():
             output = self.engine.train_batch(data, loss_function=self._loss)
-        metrics = over_ranks(output["metrics"])
+        metrics = all_reduce_metrics(output["metrics"])
         skipped = self._gradients.seen(metrics["grad_norm"])["learner/skipped_steps"]
-        return named(metrics, CRITIC_NAMES) | {"critic/skipped_steps": skipped}
+        return rename_metrics(metrics, CRITIC_NAMES) | {"critic/skipped_steps": skipped}
 
 
-def explained_variance(rows: list[Row]) -> float:
+def explained_variance(rows: list[TrainRow]) -> float:
     """How much of the variance of the sampled tokens' returns the values told: 1 is all of it, 0 as much as their mean would.
 
     It is 0 too where the returns are all equal.

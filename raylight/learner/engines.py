@@ -9,10 +9,10 @@ import torch
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
+from raylight.experience.settings import CriticSettings, OptimizerSettings, PolicySettings
 from raylight.learner import verl_api as verl
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
 from raylight.learner.rows import probe_row, to_tensordict
-from raylight.learner.settings import CriticSettings, OptimizerSettings, PolicySettings
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import CheckpointError, ConfigError
+from raylight.experience.checkpoints import States, locate
+from raylight.experience.settings import PolicySettings
 from raylight.learner import state, weights
-from raylight.learner.checkpoints import States, locate
 from raylight.learner.engines import build_policy
-from raylight.learner.settings import PolicySettings
 
 
 def export_state(source: str, output: Path, model: str | None = None) -> None:

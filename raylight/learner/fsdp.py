@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError
+from raylight.experience.micro_batches import micro_batches
 from raylight.learner import verl_api as verl
-from raylight.learner.micro_batches import micro_batches
-from raylight.learner.responses import of_responses
+from raylight.learner.response_logprobs import response_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         entropy = verl.tensordict_utils.get_non_tensor_data(
             data=micro_batch, key="calculate_entropy", default=False
         )
-        return of_responses(output, micro_batch, packed=self._learner.packed, entropy=entropy)
+        return response_logprobs(output, micro_batch, packed=self._learner.packed, entropy=entropy)
 
     def _pass(
         self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool, last: bool

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError
+from raylight.experience.batch import TrainBatch
 from raylight.learner.actor import WATCH, WATCH_THREADS, LearnerActor
-from raylight.learner.batch import TrainBatch
 from raylight.learner.faults import fault_of, is_hearsay
 
 logger = logging.getLogger(__name__)

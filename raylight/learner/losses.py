@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from raylight.errors import ConfigError
+from raylight.experience.registry import taken
+from raylight.experience.settings import PolicySettings
 from raylight.learner import verl_api as verl
-from raylight.learner.custom import taken
 from raylight.learner.engines import optimizer_config
-from raylight.learner.responses import of_responses_only
-from raylight.learner.rows import Row
-from raylight.learner.settings import PolicySettings
+from raylight.learner.response_logprobs import select_response_tokens
+from raylight.learner.rows import TrainRow
 
 
 class PolicyLoss:
@@ -29,12 +29,12 @@ class PolicyLoss:
         rows: that the engine is given, in their order.
     """
 
-    def __init__(self, settings: PolicySettings, rows: list[Row]) -> None:
+    def __init__(self, settings: PolicySettings, rows: list[TrainRow]) -> None:
         self._settings, self._config = settings, actor_config(settings)
         self._means_rows = means_rows(settings)
         self._means_micro_batches = settings.loss_mode == "geo_mean"
         if settings.own_loss is not None:
-            verl.register_policy_loss(settings.loss_mode)(of_tokens(settings.own_loss))
+            verl.register_policy_loss(settings.loss_mode)(wrap_token_loss(settings.own_loss))
         self._rows = rows
         self._shows = not settings.needs_old_logprobs and any(row.seen_logprobs is None for row in rows)
 
@@ -43,7 +43,7 @@ class PolicyLoss:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         if self._shows:
             found, lengths = (
-                of_responses_only(model_output["log_probs"].detach(), data),
+                select_response_tokens(model_output["log_probs"].detach(), data),
                 data["responses"].offsets().diff().tolist(),
             )
             if "old_log_probs" not in data:
@@ -74,11 +74,11 @@ class PolicyLoss:
         """The loss with entropy and divergence, of which the metrics tell."""
         settings = self._settings
         if "entropy" in model_output:
-            entropy = mean_of_rollouts(of_responses_only(model_output["entropy"], data), data)
+            entropy = mean_of_rollouts(select_response_tokens(model_output["entropy"], data), data)
             loss = loss - settings.entropy_coef * entropy
             metrics["actor/entropy_loss"] = verl.Metric("sum", entropy)
         if settings.kl_coef > 0:
-            logprobs: Any = of_responses_only(model_output["log_probs"], data)
+            logprobs: Any = select_response_tokens(model_output["log_probs"], data)
             divergence = mean_of_rollouts(
                 verl.kl_penalty(logprobs, data["ref_log_prob"].values(), settings.kl_type), data
             )
@@ -99,7 +99,7 @@ def mean_of_rollouts(values: torch.Tensor, data: Any) -> torch.Tensor:
     return (values.where(mask == 1, 0.0) * weights).sum() * (data["dp_size"] / data["global_batch_size"])
 
 
-def of_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_token_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """A policy loss as verl calls it, from a user's function that gives the loss of each token.
 
     Raises:

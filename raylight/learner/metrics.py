@@ -30,12 +30,12 @@ COUNTED = ("learner/skipped_steps", "critic/skipped_steps")
 """Metrics that are counts of steps."""
 
 
-def named(metrics: Mapping[str, float], names: Mapping[str, str] = NAMES) -> dict[str, float]:
+def rename_metrics(metrics: Mapping[str, float], names: Mapping[str, str] = NAMES) -> dict[str, float]:
     """verl's metrics under our names; the others are not shown."""
     return {ours: metrics[theirs] for theirs, ours in names.items() if theirs in metrics}
 
 
-def over_ranks(metrics: Mapping[str, Any]) -> dict[str, float]:
+def all_reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """verl's metrics as numbers: what a Metric says of itself, the mean of a list, averaged over ranks."""
     local = {}
     for name, value in metrics.items():
@@ -50,7 +50,7 @@ def over_ranks(metrics: Mapping[str, Any]) -> dict[str, float]:
     return dict(zip(names, (values / torch.distributed.get_world_size()).tolist(), strict=True))
 
 
-def of_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+def mean_over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
     """What several optimizer steps come to: the mean of each metric over those that have it, and the sum of what is counted. The
     gradient of a step that was skipped counts in no mean, unless all were."""
     names = {name for step in steps for name in step}

@@ -9,17 +9,24 @@ import numpy as np
 import torch
 
 from raylight.config import LearnerConfig
+from raylight.experience.batch import TrainBatch
+from raylight.experience.settings import PolicySettings
 from raylight.learner import correction, weights
 from raylight.learner import verl_api as verl
 from raylight.learner.advantages import KlController, add_advantages
-from raylight.learner.batch import TrainBatch
 from raylight.learner.critic import Critic
 from raylight.learner.engines import build_policy, build_reference
+from raylight.learner.grad_guard import GradientWatch
 from raylight.learner.losses import PolicyLoss
-from raylight.learner.metrics import named, of_steps, over_ranks
-from raylight.learner.rows import Row, deal, probe_row, rows_of, share_of_rank, to_tensordict
-from raylight.learner.settings import PolicySettings
-from raylight.learner.steps import GradientWatch
+from raylight.learner.metrics import all_reduce_metrics, mean_over_steps, rename_metrics
+from raylight.learner.rows import (
+    TrainRow,
+    probe_row,
+    rows_of,
+    shard_for_rank,
+    split_minibatches,
+    to_tensordict,
+)
 
 
 class Policy:
@@ -56,7 +63,7 @@ class Policy:
         """
         settings = self._settings
         rows = rows_of(batch)
-        parts = deal(rows, settings.mini_batches)
+        parts = split_minibatches(rows, settings.mini_batches)
         shares = [self._share(part) for part in parts]
         mine = [row for share in shares for row in share]
         trains = self.critic is None or not self.critic.warms_up
@@ -105,10 +112,12 @@ class Policy:
         """
         weights.save_model(self.engine, folder)
 
-    def _share(self, rows: list[Row]) -> list[Row]:
-        return share_of_rank(rows, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size())
+    def _share(self, rows: list[TrainRow]) -> list[TrainRow]:
+        return shard_for_rank(
+            rows, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
+        )
 
-    def _look_back(self, mine: list[Row], infers: bool) -> None:
+    def _look_back(self, mine: list[TrainRow], infers: bool) -> None:
         """What the policy (if it `infers`), its reference and the critic say of the rows, before anything changes."""
         settings = self._settings
         if settings.bypass_mode:
@@ -125,17 +134,17 @@ class Policy:
         if self.critic is not None:
             self.critic.add_values(mine)
 
-    def _set(self, rows: list[Row], name: str, values: list[torch.Tensor]) -> None:
+    def _set(self, rows: list[TrainRow], name: str, values: list[torch.Tensor]) -> None:
         for row, value in zip(rows, values, strict=True):
             setattr(row, name, value)
 
-    def _infer_reference(self, rows: list[Row]) -> list[torch.Tensor]:
+    def _infer_reference(self, rows: list[TrainRow]) -> list[torch.Tensor]:
         if self._reference is not None:
             return self._infer(self._reference, rows)
         with self.engine.disable_adapter():
             return self._infer(self.engine, rows)
 
-    def _infer(self, engine: Any, rows: list[Row]) -> list[torch.Tensor]:
+    def _infer(self, engine: Any, rows: list[TrainRow]) -> list[torch.Tensor]:
         """Log-probs of each row's response."""
         data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
         with engine.eval_mode():
@@ -145,20 +154,22 @@ class Policy:
             for logprobs in verl.response_from_nested(output, data["response_mask"]).unbind()
         ]
 
-    def _train(self, parts: list[list[Row]], shares: list[list[Row]]) -> dict[str, float]:
+    def _train(self, parts: list[list[TrainRow]], shares: list[list[TrainRow]]) -> dict[str, float]:
         """All optimizer steps over a batch; all mini-batches are compared with the same old policy."""
         steps = list(zip(parts, shares, strict=True))
         if self._settings.rollout_rs is not None:
             steps = [step for step in steps if correction.any_left(step[1])]
         steps *= self._settings.ppo_epochs
-        return of_steps([self._step(share, len({row.rollout for row in part})) for part, share in steps])
+        return mean_over_steps(
+            [self._step(share, len({row.rollout for row in part})) for part, share in steps]
+        )
 
-    def _step(self, mine: list[Row], rollouts: int) -> dict[str, float]:
+    def _step(self, mine: list[TrainRow], rollouts: int) -> dict[str, float]:
         """Gradient and optimizer step over one mini-batch."""
         settings = self._settings
         entropy = settings.calculate_entropy or settings.entropy_coef != 0
         data = to_tensordict(mine, self._config, global_rollouts=rollouts, entropy=entropy)
         with self.engine.train_mode():
             output = self.engine.train_batch(data, loss_function=PolicyLoss(settings, mine))
-        metrics = over_ranks(output["metrics"])
-        return named(metrics) | self._gradients.seen(metrics["grad_norm"])
+        metrics = all_reduce_metrics(output["metrics"])
+        return rename_metrics(metrics) | self._gradients.seen(metrics["grad_norm"])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from raylight.config import LearnerConfig
+from raylight.experience.batch import TrainBatch
 from raylight.learner import verl_api as verl
-from raylight.learner.batch import TrainBatch
 
 
 def _nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -26,7 +26,7 @@ def _nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass(eq=False)
-class Row:
+class TrainRow:
     """One trajectory as tensors, split where its first trained token is.
 
     All tensors but `prompt` have one entry per token of `response`, which also holds observations (mask 0).
@@ -72,14 +72,14 @@ TENSORS = {
 """Fields of a row -> verl's names for them. verl is given those that all rows have."""
 
 
-def rows_of(batch: TrainBatch) -> list[Row]:
+def rows_of(batch: TrainBatch) -> list[TrainRow]:
     """Tensors of every trajectory of the batch."""
     rows = []
     for index, (trajectory, owner) in enumerate(zip(batch.rows, batch.owners, strict=True)):
         cut = trajectory.prompt_length
         tokens = torch.tensor(trajectory.token_ids)
         rows.append(
-            Row(
+            TrainRow(
                 index=index,
                 rollout=owner,
                 prompt=tokens[:cut],
@@ -93,14 +93,14 @@ def rows_of(batch: TrainBatch) -> list[Row]:
     return rows
 
 
-def probe_row(ids: Sequence[int]) -> Row:
+def probe_row(ids: Sequence[int]) -> TrainRow:
     """A row whose response is all but the first token, at temperature 1."""
     tokens, length = torch.tensor(ids), len(ids) - 1
     ones, zeros = torch.ones(length, dtype=torch.long), torch.zeros(length)
-    return Row(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
+    return TrainRow(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
 
 
-def deal(rows: list[Row], parts: int) -> list[list[Row]]:
+def split_minibatches(rows: list[TrainRow], parts: int) -> list[list[TrainRow]]:
     """Mini-batches of nearly equally many rollouts, all rows of a rollout in the same; fewer when there are fewer rollouts."""
     rollouts = sorted({row.rollout for row in rows})
     parts = min(parts, len(rollouts))
@@ -108,7 +108,7 @@ def deal(rows: list[Row], parts: int) -> list[list[Row]]:
     return [[row for row in rows if part_of[row.rollout] == part] for part in range(parts)]
 
 
-def share_of_rank(rows: list[Row], rank: int, ranks: int) -> list[Row]:
+def shard_for_rank(rows: list[TrainRow], rank: int, ranks: int) -> list[TrainRow]:
     """This rank's rows, balanced by tokens. With fewer rows than ranks the missing ones are copies that train nothing."""
     padding = [replace(rows[0], mask=torch.zeros_like(rows[0].mask)) for _ in range(ranks - len(rows))]
     rows = rows + padding
@@ -118,7 +118,7 @@ def share_of_rank(rows: list[Row], rank: int, ranks: int) -> list[Row]:
     return [rows[i] for i in chosen]
 
 
-def to_tensordict(rows: list[Row], config: LearnerConfig, *, global_rollouts: int, entropy: bool) -> Any:
+def to_tensordict(rows: list[TrainRow], config: LearnerConfig, *, global_rollouts: int, entropy: bool) -> Any:
     """verl's input for `infer_batch` and `train_batch`; nested tensors of shape (rows, tokens of the row).
 
     Args:

@@ -25,7 +25,7 @@ CANCEL_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Workbench:
+class RolloutContext:
     """What a runner has to run attempts with."""
 
     agent: LitAgent
@@ -40,7 +40,7 @@ class Workbench:
 
 
 async def execute(
-    bench: Workbench, rollout: Rollout, resources: NamedResources, trace: AttemptTrace
+    bench: RolloutContext, rollout: Rollout, resources: NamedResources, trace: AttemptTrace
 ) -> Outcome:
     """Run one attempt to its end; whatever the agent or a hook does becomes an Outcome.
 
@@ -93,7 +93,7 @@ def _failed_by(error: HookError) -> Outcome:
 
 
 async def _run_agent(
-    bench: Workbench, rollout: Rollout, resources: NamedResources
+    bench: RolloutContext, rollout: Rollout, resources: NamedResources
 ) -> tuple[Outcome, list[Span]]:
     """Call the agent under its time limit; gives how that ended, and what it returned as spans."""
     attempt, limit = rollout.attempt, rollout.config.timeout_seconds
@@ -129,7 +129,7 @@ async def _run_agent(
 
 
 async def _call(
-    bench: Workbench, rollout: Rollout, resources: NamedResources
+    bench: RolloutContext, rollout: Rollout, resources: NamedResources
 ) -> tuple[Any, BaseException | None]:
     """Call the agent; gives what it returned or raised. Caught here is only what would end the event loop if it left the task."""
     agent, task = bench.agent, rollout.input

@@ -30,7 +30,7 @@ PROBE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Cargo:
+class RunnerPayload:
     """What travels to every runner."""
 
     agent: LitAgent
@@ -42,14 +42,14 @@ class Cargo:
 class RunnerActor:
     """A Runner as a Ray actor."""
 
-    def __init__(self, name: str, store: StoreClient, cargo: Cargo, config: RunnerConfig) -> None:
+    def __init__(self, name: str, store: StoreClient, payload: RunnerPayload, config: RunnerConfig) -> None:
         self._runner = Runner(
             name,
             store,
-            cargo.agent,
-            cargo.tracer,
-            HookSet(cargo.hooks),
-            cargo.secret,
+            payload.agent,
+            payload.tracer,
+            HookSet(payload.hooks),
+            payload.secret,
             config.max_concurrent,
             config.max_rollouts,
         )
@@ -69,11 +69,13 @@ class RunnerPool:
         cargo: what every runner executes.
     """
 
-    def __init__(self, namespace: str, config: RunnerConfig, store: StoreClient, cargo: Cargo) -> None:
+    def __init__(
+        self, namespace: str, config: RunnerConfig, store: StoreClient, payload: RunnerPayload
+    ) -> None:
         self._namespace = namespace
         self._config = config
         self._store = store
-        self._cargo = _shipped(cargo)
+        self._payload = _shipped(payload)
         self._actors: dict[str, Any] = {}
         self._started = 0
         self.lost = 0
@@ -153,7 +155,7 @@ class RunnerPool:
             .options(
                 name=name, namespace=self._namespace, num_cpus=config.num_cpus, scheduling_strategy="SPREAD"
             )
-            .remote(self._worker(name), self._store, self._cargo, config)
+            .remote(self._worker(name), self._store, self._payload, config)
         )
         self._actors[name] = actor
         return name
@@ -222,14 +224,14 @@ class RunnerPool:
                 await self._store.finish_attempt(rollout, "failed", failure)
 
 
-def _shipped(cargo: Cargo) -> Any:
+def _shipped(payload: RunnerPayload) -> Any:
     """What travels to the runners, in the object store.
 
     Raises:
         ConfigError: it cannot be pickled.
     """
     try:
-        return ray.put(cargo)
+        return ray.put(payload)
     except (PickleError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"the agent (or its tracer, or a hook) cannot be sent to the runners: {str(error).splitlines()[0]}. Create clients, "

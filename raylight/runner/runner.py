@@ -20,7 +20,7 @@ from raylight.agent.hooks import HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.errors import SpanError
-from raylight.runner.execute import Workbench, execute
+from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
@@ -75,7 +75,7 @@ class Runner:
         self.worker_id = worker_id
         self._store = store
         self._threads = AgentThreads()
-        self._bench = Workbench(agent, tracer, hooks, secret, self._threads, time.time, runner=self)
+        self._bench = RolloutContext(agent, tracer, hooks, secret, self._threads, time.time, runner=self)
         self._max_concurrent = max_concurrent
         self._left = max_rollouts
         self._heartbeat_s = heartbeat_s

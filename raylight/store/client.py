@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylight.errors import StoreError
-from raylight.store.channel import Channel
+from raylight.store.call_batcher import Channel
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
     attempt_of,

@@ -19,7 +19,7 @@ from raylight.semconv import (
     TOOL_DEFINITIONS,
     WEIGHT_VERSIONS,
 )
-from raylight.store.channel import Channel
+from raylight.store.call_batcher import Channel
 from raylight.store.queries import Page
 from raylight.store.rows import Row, attempt_of, generation_of, resources_of, rollout_of, span_of, worker_of
 from raylight.traces.rewards import get_rewards_from_span

@@ -21,7 +21,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 from raylight.errors import OtlpError, SpanError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
 from raylight.store.rows import MAX_NUMBER, span_row
-from raylight.types import Event, Link, OtelResource, Span, SpanContext, TraceStatus
+from raylight.types import Link, OtelResource, Span, SpanContext, SpanEvent, TraceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ def _span(span: ProtoSpan, resource: OtelResource) -> Span:
         ),
         attributes=own,
         events=[
-            Event(
+            SpanEvent(
                 name=event.name,
                 attributes=_attributes(event.attributes),
                 timestamp=_seconds(event.time_unix_nano),

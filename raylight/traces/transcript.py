@@ -15,10 +15,10 @@ from raylight.semconv import (
     OPERATION_OUTPUT,
     OUTPUT_MESSAGES,
 )
-from raylight.traces.agents import AgentFilter
 from raylight.traces.attributes import agent_of, response_id_of
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.traces.span_tree import SpanTree
+from raylight.traces.trained_agents import AgentFilter
 from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, Span
 
 SHORT = 400

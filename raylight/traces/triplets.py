@@ -20,7 +20,6 @@ from raylight.semconv import (
     WEIGHT_VERSIONS,
 )
 from raylight.traces.adapters import TraceAdapter
-from raylight.traces.agents import AgentFilter
 from raylight.traces.attributes import (
     WEAVE_INPUT,
     WEAVE_OUTPUT,
@@ -34,6 +33,7 @@ from raylight.traces.attributes import (
 from raylight.traces.messages import image_urls, read_call
 from raylight.traces.rewards import get_reward_value
 from raylight.traces.span_tree import SpanNode, SpanTree
+from raylight.traces.trained_agents import AgentFilter
 from raylight.types import Span, Triplet
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
 from raylight.config import EngineConfig, StoreConfig
 from raylight.errors import ConfigError
-from raylight.runner.pool import Cargo
+from raylight.runner.pool import RunnerPayload
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.serving.deploy.choose import choose_engine
 from raylight.trainer.blocking import run_blocking
@@ -26,7 +26,7 @@ from raylight.trainer.inputs import resolve_model
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.plan import MODEL_NAME, merge_resources, with_policy
 from raylight.trainer.plot import plot_histogram
-from raylight.trainer.report import Narrator
+from raylight.trainer.report import ProgressReporter
 from raylight.trainer.scores import Scores, Spread, measure
 from raylight.types import FinishedRollout
 
@@ -61,7 +61,7 @@ class EvalRun:
             settings = settings.model_copy(update={"adapter": find_adapter(settings.adapter)})
         self.plan = EvalPlan(
             name=f"raylight-eval-{secrets.token_hex(4)}",
-            cargo=Cargo(agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
+            payload=RunnerPayload(agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
             runner=trainer.runner,
             store=trainer.store,
             store_path=(isinstance(trainer.store, StoreConfig) and trainer.store.path)
@@ -83,7 +83,7 @@ class EvalRun:
         self._clear()
         show = self.trainer.progress
         with ray_session(address, log_to_driver) as connection, make_display(show, 0) as shown:
-            narrator = Narrator(shown)
+            narrator = ProgressReporter(shown)
             narrator.stage(
                 f"run {self.plan.name}; Ray dashboard: {connection.dashboard or 'see the cluster'}"
             )
@@ -102,7 +102,7 @@ class EvalRun:
         except OSError as error:
             raise ConfigError(f"output_dir {self.folder} cannot be written: {error.strerror}") from None
 
-    async def _work(self, narrator: Narrator, cluster_ends: bool) -> dict[str, Any]:
+    async def _work(self, narrator: ProgressReporter, cluster_ends: bool) -> dict[str, Any]:
         settings = self.plan.settings
         async with EvalSession(self.plan, narrator.stage, cluster_ends) as session:
             started = time.perf_counter()

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from raylight.agent.resources import LLM, NamedResources
 from raylight.config import Config
+from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ModelNotFoundError
-from raylight.serving.engine import Adapter
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.served_session import ServedSession
 from raylight.types import RolloutConfig
@@ -108,9 +108,9 @@ def find_adapter(folder: str) -> str:
     return path
 
 
-def read_adapter(folder: str) -> Adapter:
+def read_adapter(folder: str) -> LoraAdapter:
     """An adapter from the folder where peft saved it."""
     from safetensors.torch import load_file
 
     config, weights = (os.path.join(folder, name) for name in ADAPTER_FILES)
-    return Adapter(json.loads(Path(config).read_text()), load_file(weights))
+    return LoraAdapter(json.loads(Path(config).read_text()), load_file(weights))

@@ -8,8 +8,8 @@ from typing import Any
 
 from raylight.aio import together
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.learner.batch import group_of
-from raylight.learner.turn_rewards import emitted_before_final
+from raylight.experience.batch import group_of
+from raylight.experience.turn_rewards import emitted_before_final
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report

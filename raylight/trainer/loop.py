@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import LearnerLostError
-from raylight.learner.batch import BatchReport, TrainBatch
+from raylight.experience.batch import BatchReport, TrainBatch
+from raylight.experience.tasks import Batches
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.gather import gather
 from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.resume import describe as describe_place
-from raylight.trainer.tasks import Batches
 from raylight.types import FinishedRollout
 
 T = TypeVar("T")
@@ -59,11 +59,11 @@ class Training:
         if start.step and start.is_another:
             await self._save_state(start.step)
         if start.step == 0:
-            session.at_step(0)
-            if before := await self._surely(0, self._evaluator.before_training):
+            session.set_step(0)
+            if before := await self._with_recovery(0, self._evaluator.before_training):
                 self._report.step(0, before)
         done = await self._take_steps(start.step, session.plan.total_steps)
-        await self._surely(done + 1, self._finish)
+        await self._with_recovery(done + 1, self._finish)
 
     async def _finish(self) -> None:
         await self._session.learners.save(str(self._report.checkpoint))
@@ -96,13 +96,13 @@ class Training:
         async def attempt() -> tuple[Metrics, str | None]:
             self._evaluator.load_state_dict(evaluation)
             self._tasks.go_to(taken)
-            self._session.at_step(step)
+            self._session.set_step(step)
             metrics, learned = await self._learn(step)
             self._without_signal = 0 if learned else without_signal + 1
             metrics |= await self._evaluator.after(step, last=self._learns_no_more or step == total)
             return metrics, self._stop_reason if self._learns_no_more or step < total else None
 
-        metrics, reason = await self._surely(step, attempt)
+        metrics, reason = await self._with_recovery(step, attempt)
         self._report.step(step, metrics | {"learner/restarts": float(self._session.restarts)})
         return reason
 
@@ -166,11 +166,11 @@ class Training:
             evaluation=self._evaluator.state_dict(),
         )
         plan = session.plan
-        await self._surely(
+        await self._with_recovery(
             step + 1, lambda: session.learners.save_state(plan.state_url, step, about, plan.checkpoint.keep)
         )
 
-    async def _surely(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
+    async def _with_recovery(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         """Do work that is part of a step; when the learners are lost meanwhile, bring them to where they were before the step, and
         begin again.
 
@@ -181,20 +181,20 @@ class Training:
         while True:
             try:
                 if fault is not None:
-                    await self._bring_back(fault, step - 1)
+                    await self._replay_until(fault, step - 1)
                 return await work()
             except LearnerLostError as error:
                 self._report.note(f"the learners were lost and start anew: {error}")
                 fault = error
 
-    async def _bring_back(self, fault: LearnerLostError, done: int) -> None:
+    async def _replay_until(self, fault: LearnerLostError, done: int) -> None:
         """Learners that were lost come to the state after the step `done` again."""
         session = self._session
         place = await session.recover(fault)
         self._tasks.go_to(place.taken)
         for step in range(place.step + 1, done + 1):
             self._report.stage(f"taking step {step} again")
-            session.at_step(step)
+            session.set_step(step)
             batch, content = self._batch(await self._gather(step))
             if content.has_signal:
                 await session.update(batch)

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
-from raylight.learner.batch import COUNTED_AS, BatchReport, scored
+from raylight.experience.batch import COUNTED_AS, BatchReport, scored
 from raylight.trainer.report import Metrics
 from raylight.types import GREEDY, FinishedRollout
 

@@ -12,7 +12,7 @@ from raylight.agent.resources import LLM, NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
-from raylight.runner.pool import Cargo
+from raylight.runner.pool import RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.types import RolloutConfig
 
@@ -28,7 +28,7 @@ class RunPlan:
 
     name: str
     """Also the Ray namespace of its actors and the name of its Serve application."""
-    cargo: Cargo
+    payload: RunnerPayload
     """What the runners execute."""
     runner: RunnerConfig
     store: StoreConfig | StoreClient

@@ -16,11 +16,12 @@ from raylight.agent.resources import LLM
 from raylight.aio import together
 from raylight.config import StoreConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
-from raylight.learner.batch import TrainBatch
-from raylight.learner.checkpoints import States
+from raylight.experience.batch import TrainBatch
+from raylight.experience.checkpoints import States
+from raylight.experience.settings import PolicySettings
 from raylight.learner.group import LearnerGroup, bundles
-from raylight.learner.settings import PolicySettings
-from raylight.serving.fleet.parity import (
+from raylight.trainer.cluster import place
+from raylight.trainer.parity import (
     START_TOKENS,
     SYNC_TOKENS,
     Parity,
@@ -28,9 +29,8 @@ from raylight.serving.fleet.parity import (
     probe_ids,
     vocabulary_of,
 )
-from raylight.trainer.cluster import place
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_greedy
-from raylight.trainer.resume import Start, place_of, wait_for_store
+from raylight.trainer.resume import ResumePoint, place_of, wait_for_store
 from raylight.trainer.served_session import ServedSession
 from raylight.types import (
     FINISHED,
@@ -49,7 +49,7 @@ class PolicySession(ServedSession):
     plan: PolicyPlan
 
     def __init__(
-        self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool, start: Start
+        self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool, start: ResumePoint
     ) -> None:
         super().__init__(plan, say, cluster_ends)
         self.start = start
@@ -78,7 +78,7 @@ class PolicySession(ServedSession):
             await wait_for_store(Path(plan.store_path))
         self._start_store()
         if self._continues:
-            await self._take_back()
+            await self._cancel_undecided()
         self._start_board()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
@@ -106,7 +106,7 @@ class PolicySession(ServedSession):
         if not self.start.is_new:
             await self.learners.load_state(self.start.url, self.start.step, self.version)
 
-    async def _take_back(self) -> None:
+    async def _cancel_undecided(self) -> None:
         """Take back what the run before left undecided: its model is not the engines', until the steps since are taken again."""
         undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
         for lineage in filter(None, (self.start.lineage, self.start.before)):
@@ -123,7 +123,7 @@ class PolicySession(ServedSession):
         self._stack.callback(remove_placement_group, placement)
         return placement
 
-    def at_step(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """What is rolled out from now on is of this step, unless it says otherwise."""
         self._step = step
 
@@ -239,7 +239,7 @@ class PolicySession(ServedSession):
         }
         return [with_spans.get(item.rollout.rollout_id, item) for item in finished]
 
-    async def recover(self, fault: LearnerLostError) -> Start:
+    async def recover(self, fault: LearnerLostError) -> ResumePoint:
         """Start lost learners anew, from the last training state; returns where that is. The engines go on meanwhile.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import yaml
 
 from raylight.errors import ConfigError
-from raylight.learner.batch import BatchReport
+from raylight.experience.batch import BatchReport
 from raylight.types import FinishedRollout
 
 Metrics = dict[str, float]
@@ -38,7 +38,7 @@ class Display(Protocol):
         ...
 
 
-class Narrator:
+class ProgressReporter:
     """Tells a display what goes on, and counts what failed."""
 
     def __init__(self, display: Display) -> None:
@@ -72,7 +72,7 @@ class Narrator:
         self._lost += sum(failure.kind == "infrastructure" for failure in failed)
 
 
-class Report(Narrator):
+class Report(ProgressReporter):
     """Writes the run directory and feeds the display.
 
     Args:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.errors import ConfigError, StoreError
-from raylight.learner.checkpoints import States, locate
+from raylight.experience.checkpoints import States, locate
 
 Resume = bool | str | Path
 """False begins anew; True and "auto" continue the run in the output_dir, the latter only if there is one; or where a state is."""
@@ -46,7 +46,7 @@ STORE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run begins.
 
     Attributes:
@@ -88,11 +88,11 @@ class Start:
         return not self.is_new and not (self.own and self.before is None)
 
 
-def new_start() -> Start:
-    return Start(secrets.token_hex(4))
+def new_start() -> ResumePoint:
+    return ResumePoint(secrets.token_hex(4))
 
 
-def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> Start:
+def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> ResumePoint:
     """Where to begin.
 
     Args:
@@ -120,7 +120,7 @@ def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> S
 
 def start_after(
     url: str, step: int, about: dict[str, Any], now: dict[str, Any], highest: int, own: bool = True
-) -> Start:
+) -> ResumePoint:
     """Begin after a state.
 
     Args:
@@ -142,14 +142,14 @@ def start_after(
         )
     updates_differ = own and any(changes_updates(name, now) for name in changed)
     if own and not updates_differ:
-        return Start(about["lineage"], url, step, **place, own=True, notes=notes)
+        return ResumePoint(about["lineage"], url, step, **place, own=True, notes=notes)
     if updates_differ:
         notes.append(
             "with these, steps come out otherwise, so that what was rolled out after the state is left out"
         )
     if updates_differ and highest > place["version"]:
         place["version"] = highest + 2  # one more may have been published than was reported
-    return Start(
+    return ResumePoint(
         new_start().lineage,
         url,
         step,
@@ -160,13 +160,13 @@ def start_after(
     )
 
 
-def place_of(states: States, step: int) -> Start:
+def place_of(states: States, step: int) -> ResumePoint:
     """Where a state of this very run is."""
     about = states.about(step)
-    return Start(about["lineage"], states.url, step, **{name: about[name] for name in PLACE}, own=True)
+    return ResumePoint(about["lineage"], states.url, step, **{name: about[name] for name in PLACE}, own=True)
 
 
-def prepare_states(start: Start, url: str, config: dict[str, Any]) -> None:
+def prepare_states(start: ResumePoint, url: str, config: dict[str, Any]) -> None:
     """Leave in the folder of states what the run begins with, which is the model's own files if it begins anew."""
     states = States(url)
     states.remove_after(start.step if start.own else -1)
@@ -174,11 +174,11 @@ def prepare_states(start: Start, url: str, config: dict[str, Any]) -> None:
         states.write(0, describe(start, config, **{name: getattr(start, name) for name in PLACE}))
 
 
-def describe(start: Start, config: dict[str, Any], **place: Any) -> dict[str, Any]:
+def describe(start: ResumePoint, config: dict[str, Any], **place: Any) -> dict[str, Any]:
     """What is written with a training state, as JSON.
 
     Args:
-        place: `version`, `taken`, `without_signal` and `evaluation`, as in `Start`.
+        place: `version`, `taken`, `without_signal` and `evaluation`, as in `ResumePoint`.
     """
     return {"lineage": start.lineage, **place, "config": config}
 

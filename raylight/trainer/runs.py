@@ -20,11 +20,11 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
-from raylight.learner.checkpoints import States
-from raylight.runner.pool import Cargo
+from raylight.experience.checkpoints import States
+from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
 from raylight.serving.deploy.choose import choose_engine
-from raylight.traces.agents import AgentFilter
+from raylight.traces.trained_agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
 from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, resolve_model
@@ -47,7 +47,7 @@ from raylight.trainer.resume import (
     new_start,
     prepare_states,
 )
-from raylight.trainer.run_side import RunSide
+from raylight.trainer.run_context import TrainerRunContext
 from raylight.trainer.served_algorithm import READ, ServedAlgorithmPlan, ServedAlgorithmSession, serving_plan
 from raylight.trainer.session import Session
 
@@ -71,7 +71,7 @@ class Run:
         resources = merge_resources(inputs.agent, trainer.initial_resources)
         self._common: dict[str, Any] = {
             "name": name,
-            "cargo": Cargo(inputs.agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
+            "payload": RunnerPayload(inputs.agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
             "runner": trainer.runner,
             "store": trainer.store,
             "store_path": (isinstance(trainer.store, StoreConfig) and trainer.store.path)
@@ -99,7 +99,7 @@ class Run:
         """The step after which the run in this folder goes on; None if it begins anew."""
         return None
 
-    def settle(self) -> None:
+    def finalize_plan(self) -> None:
         """Choose what depends on the cluster, once there is a connection to it."""
 
     def resolved(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class PolicyRun(Run):
             trained_agents=_trained_agents(trainer, inputs),
         )
         self.total_steps = self.plan.total_steps
-        self._notes = trainer.surroundings.notes
+        self._notes = trainer.run_settings.notes
         self._resume: Resume = False
         self.start = new_start()
 
@@ -176,8 +176,8 @@ class PolicyRun(Run):
         """What a training state tells of its run."""
         return self.plan.resolved() | {"tasks": describe_tasks(self.train_tasks)}
 
-    def settle(self) -> None:
-        instead = self.trainer.surroundings.without_gpus
+    def finalize_plan(self) -> None:
+        instead = self.trainer.run_settings.cpu_fallback
         if instead is not None and not ray.cluster_resources().get("GPU"):
             engine = instead.engine.model_copy(update={"kind": self.plan.engine.kind})
             self.plan = replace(self.plan, engine=engine, learner=instead.learner)
@@ -266,10 +266,8 @@ class AlgorithmRun(Run):
 
     async def work(self) -> dict[str, Any]:
         report = self.report
-        served = isinstance(self.plan, ServedAlgorithmPlan)
-        async with (ServedAlgorithmSession if served else Session)(
-            self.plan, report.stage, self._cluster_ends
-        ) as session:  # type: ignore[arg-type]
+        kind: Any = ServedAlgorithmSession if isinstance(self.plan, ServedAlgorithmPlan) else Session
+        async with kind(self.plan, report.stage, self._cluster_ends) as session:
             await self._noting(session.watched(self._algorithm(session)))
             counts = await session.counts()
             summary = report.finish(counts) if self.algorithm.serves_model else report.finish_plain(counts)
@@ -282,10 +280,10 @@ class AlgorithmRun(Run):
         algorithm.set_store(session.store)
         algorithm.set_adapter(trainer.adapter or TracerTraceToTriplet())
         algorithm.set_initial_resources(session.resources)
-        algorithm.set_run_side(
-            RunSide(
+        algorithm.set_run_context(
+            TrainerRunContext(
                 self.report,
-                self.plan.cargo.secret,
+                self.plan.payload.secret,
                 session.resources,
                 self.inputs.agent.trained_agents,
                 self._continues,

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from raylight.learner.batch import scored
+from raylight.experience.batch import scored
 from raylight.types import FinishedRollout
 
 NORMAL_95 = 1.96

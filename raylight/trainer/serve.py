@@ -14,10 +14,10 @@ from raylight.serving.deploy.choose import choose_engine
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.ingress import LOOPBACK, serve_http_options
 from raylight.serving.deploy.replica import ReplicaSpec
-from raylight.serving.fleet.board import start_board
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.inputs import resolve_model
+from raylight.weight_sync.coordinator import start_coordinator
 
 
 def serve_model(
@@ -67,7 +67,7 @@ async def _serve(
 ) -> None:
     app_name = f"serve-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
-        board = start_board(app_name)
+        board = start_coordinator(app_name)
         stack.callback(ray.kill, board)
         spec = ReplicaSpec(
             app_name=app_name,

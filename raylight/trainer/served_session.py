@@ -14,11 +14,11 @@ from raylight.aio import together
 from raylight.errors import StoreLostError
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSpec
-from raylight.serving.fleet.board import start_board
-from raylight.serving.fleet.client import Fleet
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.session import Session
 from raylight.types import EnqueueRolloutRequest, RolloutMode
+from raylight.weight_sync.client import CoordinatorClient
+from raylight.weight_sync.coordinator import start_coordinator
 
 CANCEL_TIMEOUT_S = 5.0
 
@@ -27,7 +27,7 @@ class ServedSession(Session):
     """A Session with engines."""
 
     plan: ServedPlan
-    fleet: Fleet
+    fleet: CoordinatorClient
 
     def __init__(self, plan: ServedPlan, say: Callable[[str], None], cluster_ends: bool) -> None:
         super().__init__(plan, say, cluster_ends)
@@ -47,9 +47,9 @@ class ServedSession(Session):
         return MODEL_NAME
 
     def _start_board(self) -> None:
-        self._board = start_board(self.plan.name, self.store)
+        self._board = start_coordinator(self.plan.name, self.store)
         self._stack.callback(ray.kill, self._board)
-        self.fleet = Fleet(self._board)
+        self.fleet = CoordinatorClient(self._board)
 
     def _make_deployment(self) -> Deployment:
         plan = self.plan
@@ -58,7 +58,7 @@ class ServedSession(Session):
             model_path=plan.model_path,
             model=MODEL_NAME,
             config=plan.engine,
-            secret=plan.cargo.secret,
+            secret=plan.payload.secret,
             seed=plan.seed,
             store=self.store,
             board=self._board,

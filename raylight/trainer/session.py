@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.agent.resources import NamedResources
 from raylight.errors import ConfigError, reason_of
-from raylight.runner.apart import RemoteRunners
+from raylight.runner.external_runners import RemoteRunners
 from raylight.runner.pool import RunnerPool
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
@@ -77,7 +77,9 @@ class Session:
             await self.store.add_resources(self.resources)
         await self._make_pool().start()
         self._say(
-            "runners joined" if self.run.runner.apart else f"{self.run.runner.n} runner(s) wait for rollouts"
+            "runners joined"
+            if self.run.runner.external
+            else f"{self.run.runner.n} runner(s) wait for rollouts"
         )
 
     def _start_store(self) -> None:
@@ -107,18 +109,18 @@ class Session:
             self.resources = await serve_upstreams(
                 self.resources,
                 self.run.name,
-                self.run.cargo.secret,
+                self.run.payload.secret,
                 self.store,
                 self._cluster_ends,
                 self._stack,
             )
 
     def _make_pool(self) -> RunnerPool | RemoteRunners:
-        apart = self.run.runner.apart
-        if apart:
+        external = self.run.runner.external
+        if external:
             self._say(f"waiting for runners; start them by `raylight runner AGENT --run {self.run.name}`")
-        self.pool = (RemoteRunners if apart else RunnerPool)(
-            self.run.name, self.run.runner, self.store, self.run.cargo
+        self.pool = (RemoteRunners if external else RunnerPool)(
+            self.run.name, self.run.runner, self.store, self.run.payload
         )
         self._stack.push_async_callback(self.pool.stop)
         return self.pool

@@ -31,9 +31,9 @@ from raylight.trainer.display import make_display
 from raylight.trainer.eval_run import EvalRun
 from raylight.trainer.eval_session import EvalSettings
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, is_agent
+from raylight.trainer.join_run import RemoteRunnerProcess, must_be_joinable
 from raylight.trainer.report import Report
 from raylight.trainer.resume import Resume
-from raylight.trainer.runner_side import RunnerSide, must_be_joinable
 from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
 
 Trains = PolicyAlgorithm | Algorithm
@@ -122,7 +122,7 @@ class Trainer:
         )
         self.role, self.run_name = _role(role, run_name)
         if self.role == "algorithm":
-            self.runner = self.runner.model_copy(update={"apart": True})
+            self.runner = self.runner.model_copy(update={"external": True})
         self.store = _store(store)
         self.tracer: Tracer = build_component(tracer, Tracer, "tracer", default=OtelTracer)
         self.adapter: TraceAdapter[Any] | None = (
@@ -139,13 +139,15 @@ class Trainer:
             seed,
             output_dir,
         )
-        self.surroundings = (
-            self.algorithm.around(given) if isinstance(self.algorithm, PolicyAlgorithm) else given
+        self.run_settings = (
+            self.algorithm.adjust_run_settings(given)
+            if isinstance(self.algorithm, PolicyAlgorithm)
+            else given
         )
         """What the arguments and the algorithm make of engine, learners and run directory."""
-        self.engine, self.learner = self.surroundings.engine, self.surroundings.learner
-        self.checkpoint = self.surroundings.checkpoint
-        self.seed, self.output_dir = self.surroundings.seed or 0, self.surroundings.output_dir
+        self.engine, self.learner = self.run_settings.engine, self.run_settings.learner
+        self.checkpoint = self.run_settings.checkpoint
+        self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir
         self._dev = dev
         self._address = address
         self.progress = progress
@@ -204,7 +206,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """`fit` for a caller that is asynchronous itself; cancelling it stops the run and cleans up."""
         if self.role == "runner":
-            return await RunnerSide(self, agent if is_agent(agent) else None).work()
+            return await RemoteRunnerProcess(self, agent if is_agent(agent) else None).work()
         algorithm = self._chosen_algorithm()
         val = one_of("val_dataset", val_dataset, "val_data", val_data)
         with self._run(algorithm, agent, train_dataset, val, resume) as run:
@@ -264,7 +266,7 @@ class Trainer:
 
     def _runners(self, agent: Any) -> dict[str, Any]:
         try:
-            return run_blocking(RunnerSide(self, agent if is_agent(agent) else None).work())
+            return run_blocking(RemoteRunnerProcess(self, agent if is_agent(agent) else None).work())
         except RaylightError as error:
             raise error.with_traceback(None) from None
 
@@ -308,15 +310,15 @@ class Trainer:
             val_dataset if val_dataset is not None else self.val_dataset,
         )
         name = self.run_name or f"raylight-{_stamp()}"
-        folder = Path(self.output_dir or f"{self.surroundings.outputs}/{name}").expanduser().absolute()
+        folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
         kind = PolicyRun if isinstance(algorithm, PolicyAlgorithm) else AlgorithmRun
         run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
         run.resume(resume)
         display = make_display(self.progress, run.total_steps)
         with ray_session(self._address, self._log_to_driver) as ray, display as shown:
-            if self.runner.apart:
+            if self.runner.external:
                 must_be_joinable(name, ray.local)
-            run.settle()
+            run.finalize_plan()
             run.begin(Report(folder, shown, run.resolved(), started, run.after), ray.local)
             run.report.stage(f"run {name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
             yield run

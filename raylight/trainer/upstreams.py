@@ -11,8 +11,8 @@ from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.config import EngineConfig
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSpec
-from raylight.serving.fleet.board import start_board
 from raylight.store.client import StoreClient
+from raylight.weight_sync.coordinator import start_coordinator
 
 
 def is_traced_upstream(resource: Any) -> bool:
@@ -53,7 +53,7 @@ async def _serve(
     cluster_ends: bool,
     stack: contextlib.AsyncExitStack,
 ) -> LLM:
-    board = start_board(app_name, store)
+    board = start_coordinator(app_name, store)
     stack.callback(ray.kill, board)
     config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
     spec = ReplicaSpec(

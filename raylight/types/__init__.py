@@ -19,12 +19,12 @@ from raylight.types.rollouts import (
 )
 from raylight.types.spans import (
     Attributes,
-    Event,
     Link,
     OtelResource,
     Span,
     SpanContext,
     SpanCoreFields,
+    SpanEvent,
     TraceStatus,
     Triplet,
 )
@@ -59,7 +59,6 @@ __all__ = [
     "Attributes",
     "CallKey",
     "EnqueueRolloutRequest",
-    "Event",
     "Failure",
     "FailureKind",
     "FinishReason",
@@ -76,6 +75,7 @@ __all__ = [
     "Span",
     "SpanContext",
     "SpanCoreFields",
+    "SpanEvent",
     "TraceStatus",
     "Trajectory",
     "Triplet",

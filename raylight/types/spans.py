@@ -33,7 +33,7 @@ class TraceStatus(SpanPart):
     description: str | None = None
 
 
-class Event(SpanPart):
+class SpanEvent(SpanPart):
     """Something at one moment of a span."""
 
     name: str
@@ -88,7 +88,7 @@ class Span(SpanPart):
     name: str
     status: TraceStatus = Field(default_factory=TraceStatus)
     attributes: Attributes = Field(default_factory=dict)
-    events: list[Event] = Field(default_factory=list)
+    events: list[SpanEvent] = Field(default_factory=list)
     links: list[Link] = Field(default_factory=list)
     start_time: float | None = None
     end_time: float | None = None
@@ -150,7 +150,7 @@ class Span(SpanPart):
             status=TraceStatus(status_code=src.status.status_code.name, description=src.status.description),  # type: ignore[arg-type]
             attributes=plain_attributes(src.attributes),
             events=[
-                Event(
+                SpanEvent(
                     name=event.name,
                     attributes=plain_attributes(event.attributes),
                     timestamp=seconds(event.timestamp),

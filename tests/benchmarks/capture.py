@@ -86,7 +86,7 @@ class MockEngine:
         from starlette.responses import JSONResponse
         from starlette.routing import Route
 
-        from raylight.serving.exchange import CURRENT
+        from raylight.engines.capture_context import CURRENT
 
         async def chat(request: Request) -> JSONResponse:
             body = await request.json()

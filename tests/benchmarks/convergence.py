@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
-from raylight.learner.settings import PolicySettings
+from raylight.experience.settings import PolicySettings
+from raylight.experience.tasks import Batches
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 from raylight.trainer.gather import gather
-from raylight.trainer.tasks import Batches
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
 FAMILY = sorted(

@@ -61,8 +61,8 @@ async def transformers_engine(
 ) -> AsyncIterator[tuple[Any, dict[str, Callable[[int], Awaitable[Any]]]]]:
     import torch
 
-    from raylight.serving.engines.transformers.engine import TransformersEngine
-    from raylight.serving.engines.transformers.params import SamplingParams
+    from raylight.engines.transformers.engine import TransformersEngine
+    from raylight.engines.transformers.params import SamplingParams
 
     torch.set_num_threads(1)
     engine = TransformersEngine(STARTER_MODEL, "policy", slots=concurrent)
@@ -92,8 +92,8 @@ async def vllm_engine(
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from raylight.serving.engines.vllm.args import vllm_args
-    from raylight.serving.engines.vllm.engine import VllmEngine
+    from raylight.engines.vllm.args import vllm_args
+    from raylight.engines.vllm.engine import VllmEngine
 
     given = vllm_args(
         STARTER_MODEL,

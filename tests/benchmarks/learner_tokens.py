@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from raylight.config import LearnerConfig
-from raylight.learner.batch import TrainBatch
-from raylight.learner.settings import PolicySettings
+from raylight.experience.batch import TrainBatch
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 

@@ -10,7 +10,7 @@ from page_tables import Table, code, tables
 
 from raylight import algorithms
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.learner.settings import CriticSettings, PolicySettings
+from raylight.experience.settings import CriticSettings, PolicySettings
 
 PAGES = sorted((DOCS / "algorithms").glob("*.md"))
 INDEX = DOCS / "algorithms" / "README.md"
@@ -104,8 +104,8 @@ def figures(title: str) -> dict[str, list[float]]:
 
 def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[float]:
     """Of the two groups of four rollouts, each of one row, whose tokens must all have the same."""
+    from raylight.experience.batch import TrainBatch
     from raylight.learner.advantages import KlController, estimate
-    from raylight.learner.batch import TrainBatch
     from raylight.learner.rows import rows_of
     from raylight.types import Trajectory
 
@@ -179,7 +179,7 @@ def test_how_far_one_token_is_pushed() -> None:
 def test_how_losses_are_averaged() -> None:
     from typing import get_args
 
-    from raylight.learner.settings import LossAggregation
+    from raylight.experience.settings import LossAggregation
 
     (table,) = (table for table in tables(INDEX) if table.header[0] == "`loss_agg_mode`")
     assert {code(row[0]) for row in table.rows} == {*get_args(LossAggregation)}

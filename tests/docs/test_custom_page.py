@@ -13,9 +13,9 @@ from page_tables import code, tables
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.learner.batch import TrainBatch
-from raylight.learner.custom import GIVEN_TO_ESTIMATORS, GIVEN_TO_LOSSES
-from raylight.learner.settings import PolicySettings
+from raylight.experience.batch import TrainBatch
+from raylight.experience.registry import GIVEN_TO_ESTIMATORS, GIVEN_TO_LOSSES
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 

@@ -80,9 +80,9 @@ def test_packages_that_the_architecture_names_are_there(monkeypatch: pytest.Monk
     named = [code for row in steps.rows for code in re.findall(r"`([\w./]+)`", row[2])]
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "raylight" / name).exists()] == []
-    house = load(ROOT / "tests" / "test_house.py", monkeypatch)
+    structure = load(ROOT / "tests" / "test_structure.py", monkeypatch)
     shown = {int(row[0]): {*re.findall(r"`(\w+)`", row[1])} for row in floors.rows}
-    assert shown == dict(enumerate(house.FLOORS))
+    assert shown == dict(enumerate(structure.FLOORS))
     assert "architecture.svg" in text
     assert (DOCS / "architecture.svg").read_text().startswith("<?xml")
 

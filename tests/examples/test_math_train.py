@@ -22,7 +22,7 @@ from examples.math_agent.agent import math_agent
 from examples.math_agent.config import DATA, MathSettings, shortened, verl_config
 from examples.math_agent.starter import make_starter
 from raylight.quickstart import STARTER_MODEL
-from raylight.traces.agents import agents_of_generations
+from raylight.traces.trained_agents import agents_of_generations
 from raylight.trainer.data_files import read_tasks
 
 README = ROOT / "examples" / "math_agent" / "README.md"

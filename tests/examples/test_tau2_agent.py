@@ -16,7 +16,7 @@ from tau2_helpers import OF_OPENING, TASKS, Refused, ScriptedServer, facts_told,
 import raylight as rl
 from examples.tau2_agent.agent import ASSISTANT, USER, CustomerService
 from examples.tau2_agent.tasks import as_row
-from raylight.traces.agents import filter_generations
+from raylight.traces.trained_agents import filter_generations
 from raylight.types import TRAINABLE_AGENTS, FinishedRollout
 
 ROOT = Path(__file__).parents[2]

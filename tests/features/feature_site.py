@@ -14,8 +14,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from raylight.config import StoreConfig
+from raylight.engines.protocol import Engine
 from raylight.serving.capture.recorder import Recorder
-from raylight.serving.engine import Engine
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -110,7 +110,7 @@ class Site:
             return small_engine(path)
         if self.kind == "vllm":
             return vllm_engine(path)
-        from raylight.serving.engines.upstream import UpstreamEngine
+        from raylight.engines.upstream import UpstreamEngine
 
         behind = small_engine(path)
         self._stack.callback(behind.close)
@@ -133,7 +133,7 @@ class Site:
 
 
 def small_engine(path: str) -> Engine:
-    from raylight.serving.engines.transformers.engine import TransformersEngine
+    from raylight.engines.transformers.engine import TransformersEngine
 
     return TransformersEngine(path, MODEL, slots=16, max_model_len=MAX_MODEL_LEN)
 
@@ -146,8 +146,8 @@ def vllm_engine(path: str) -> Engine:
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from raylight.serving.engines.vllm.args import vllm_args
-    from raylight.serving.engines.vllm.engine import VllmEngine
+    from raylight.engines.vllm.args import vllm_args
+    from raylight.engines.vllm.engine import VllmEngine
 
     given = vllm_args(
         path,

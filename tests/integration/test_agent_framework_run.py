@@ -18,7 +18,7 @@ from starlette.routing import Route
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
-from raylight.traces.agents import agents_of_generations
+from raylight.traces.trained_agents import agents_of_generations
 from raylight.types import FinishedRollout
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ async def workflow(task: dict[str, int], llm: rl.LLM, fixed: rl.LLM, rollout: rl
 
     from raylight.quickstart.additions import is_right, question
 
-    class Start(Executor):
+    class ResumePoint(Executor):
         @handler
         async def begin(self, text: str, ctx: WorkflowContext[str]) -> None:
             await ctx.send_message(text)
@@ -101,7 +101,7 @@ async def workflow(task: dict[str, int], llm: rl.LLM, fixed: rl.LLM, rollout: rl
         policy = OpenAIChatCompletionClient(model=llm.model, async_client=here)
         other = OpenAIChatCompletionClient(model=fixed.model, async_client=there)
         sampling: Any = {"temperature": 1.0, "max_tokens": 8}
-        start, join = Start(id="start"), Join(id="join")
+        start, join = ResumePoint(id="start"), Join(id="join")
         both = [
             AgentExecutor(Agent(client=policy, default_options=sampling), id=name)
             for name in ("solver", "critic")

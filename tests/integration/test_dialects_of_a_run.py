@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import raylight as rl
+from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.semconv import INPUT_MESSAGES, PROMPT_SOURCE
-from raylight.traces.trajectory import build_trajectories
 
 TRAIN, _ = additions(0)
 TURNS = 4

@@ -149,7 +149,7 @@ def test_nothing_that_learns_is_started(cluster: Cluster, data: Path, tmp_path: 
         assert first["text"] == second["text"]  # temperature 0 reached the engine
     with ray.init(address=cluster.address, log_to_driver=False):
         started = {actor.class_name for actor in list_actors(limit=1000)}  # those that have ended too
-    assert {"RunnerActor", "BoardActor"} <= started
+    assert {"RunnerActor", "CoordinatorActor"} <= started
     assert not {name for name in started if "earner" in name}
     cluster.assert_clean(allowed=("SERVE", "haproxy"))
 

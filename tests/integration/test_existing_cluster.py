@@ -17,7 +17,7 @@ import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.serving.fleet.board import BOARD_NAME
+from raylight.weight_sync.coordinator import COORDINATOR_NAME
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN, VAL = additions(0)
@@ -93,7 +93,7 @@ def test_actors_are_named_while_a_run_goes_on_and_gone_after(cluster: Cluster, t
         threading.Thread(target=look_and_interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             running.fit(adder, TRAIN)
-        assert {"store", BOARD_NAME, "learner-0", "learner-1", "runner-0", "runner-1"} <= seen["names"]
+        assert {"store", COORDINATOR_NAME, "learner-0", "learner-1", "runner-0", "runner-1"} <= seen["names"]
         (namespace,) = seen["namespaces"]
         assert any(f"{namespace}#engine#" in name for name in seen["names"])
         assert namespace.startswith("raylight-")

@@ -15,10 +15,10 @@ import pytest
 
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError, LearnerMemoryError, PlacementError
+from raylight.experience.batch import TrainBatch
+from raylight.experience.settings import PolicySettings
 from raylight.learner.actor import LearnerActor
-from raylight.learner.batch import TrainBatch
 from raylight.learner.group import LearnerGroup, bundles
-from raylight.learner.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster import place
 from raylight.types import Trajectory

@@ -23,10 +23,10 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import PROMPT_SOURCE
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSpec
-from raylight.serving.fleet.board import start_board
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.types import EnqueueRolloutRequest, Rollout
+from raylight.weight_sync.coordinator import start_coordinator
 
 SECRET = "the run's secret"
 NAME = "replicas-test"
@@ -61,7 +61,7 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
     """A store, a board and the engine's replicas, without runners and learners."""
     actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_seconds=600))
     store = StoreClient(actor)
-    board = start_board(NAME, store)
+    board = start_coordinator(NAME, store)
     spec = ReplicaSpec(
         app_name=NAME,
         model_path=STARTER_MODEL,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import raylight as rl
+from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
-from raylight.traces.trajectory import build_trajectories
 
 pytestmark = pytest.mark.slow
 

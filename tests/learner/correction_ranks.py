@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import MismatchError
-from raylight.learner.settings import CorrectionSettings
+from raylight.experience.settings import CorrectionSettings
 
 APART = [
     [0.0, math.log(2), 9.0],  # learner less engine, of each token; the third is an observation
@@ -44,12 +44,12 @@ CASES = {
 
 
 def make_rows():
-    from raylight.learner.rows import Row
+    from raylight.learner.rows import TrainRow
 
     rows = []
     for index, (apart, mask, versions) in enumerate(zip(APART, MASKS, VERSIONS, strict=True)):
         ids, engine = torch.arange(len(apart)), -torch.ones(len(apart))
-        row = Row(index, index, ids[:1], ids, torch.tensor(mask), engine, torch.tensor(versions), 1.0)
+        row = TrainRow(index, index, ids[:1], ids, torch.tensor(mask), engine, torch.tensor(versions), 1.0)
         row.old_logprobs = engine + torch.tensor(apart)
         rows.append(row)
     return rows

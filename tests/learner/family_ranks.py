@@ -10,7 +10,7 @@ from ranks import make_batch, plain_logprobs
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
-from raylight.learner.settings import PolicySettings
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 CASES = {"PPO": {"kl_reward_coef": 0.1, "kl_target": 0.5}, "GMPO": {"mini_batches": 2}}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
-from raylight.learner.checkpoints import States
-from raylight.learner.settings import PolicySettings
+from raylight.experience.checkpoints import States
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 WATCHED = (

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import MismatchError
-from raylight.learner.settings import CorrectionSettings, PolicySettings
-from raylight.learner.thresholds import REJECTIONS
+from raylight.experience.settings import CorrectionSettings, PolicySettings
+from raylight.experience.thresholds import REJECTIONS
 from raylight.quickstart import STARTER_MODEL
 
 RATIOS = [

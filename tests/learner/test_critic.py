@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ranks import ANSWERS, PROMPTS, make_batch
 
 from raylight.config import LearnerConfig
-from raylight.learner.settings import CriticSettings
+from raylight.experience.settings import CriticSettings
 from raylight.quickstart import STARTER_MODEL
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.learner.settings import PolicySettings
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 ADAPTER_PARAMETERS = 14_592

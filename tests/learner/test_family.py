@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.learner.batch import TrainBatch
-from raylight.learner.custom import advantage_estimator, policy_loss
-from raylight.learner.settings import PolicySettings
+from raylight.experience.batch import TrainBatch
+from raylight.experience.registry import advantage_estimator, policy_loss
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 FAMILY = sorted(

@@ -21,7 +21,7 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.tracer import DummyTracer
 from raylight.trainer.report import Report
-from raylight.trainer.run_side import RunSide
+from raylight.trainer.run_context import TrainerRunContext
 
 
 class Quiet:
@@ -59,7 +59,7 @@ async def train(folder: Path, val: list[Any], **settings: Any) -> tuple[Report, 
     algorithm, store, display = rl.MiniGRPO(**plain | settings), StoreClient(StoreService()), Quiet()
     report = Report(folder, display, algorithm.resolved())
     algorithm.set_store(store)
-    algorithm.set_run_side(RunSide(report, "secret", {}, None))
+    algorithm.set_run_context(TrainerRunContext(report, "secret", {}, None))
     running = asyncio.create_task(Runner("w", store, adder, DummyTracer(), HookSet(()), "secret", 32).serve())
     try:
         async with asyncio.timeout(120):

@@ -18,9 +18,9 @@ from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.algorithms.minigrpo.setup import build
 from raylight.algorithms.minigrpo.tuner import Tuner, logprobs_of, trainable
 from raylight.config import LoraConfig
+from raylight.engines.transformers.params import SamplingParams
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
 from raylight.quickstart import STARTER_MODEL
-from raylight.serving.engines.transformers.params import SamplingParams
 
 QWEN_05B = {
     "vocab_size": 151936,

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import MismatchError, NonFiniteGradientError
-from raylight.learner.batch import TrainBatch
-from raylight.learner.settings import PolicySettings
+from raylight.experience.batch import TrainBatch
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 

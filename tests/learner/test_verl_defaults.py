@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from raylight.algorithms.verl_config.convert import GROUPED, KL
 from raylight.algorithms.verl_config.defaults import verl_defaults
 from raylight.algorithms.verl_config.keys import AGENT_LIGHTNING, KEYS
+from raylight.experience.settings import LossAggregation
 from raylight.learner import verl_api
-from raylight.learner.settings import LossAggregation
 
 ABSENT = object()
 

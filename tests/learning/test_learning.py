@@ -11,10 +11,10 @@ import pytest
 from quotes import buyer, quotes, teach_buyer
 
 import raylight as rl
+from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.traces.trajectory import build_trajectories
 from raylight.types import FinishedRollout
 
 TRAIN, VAL = additions(0)

@@ -65,7 +65,7 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def make_engine(tied_model: str) -> Iterator[Callable[..., Any]]:
     """Start engines that are closed when the test ends."""
-    from raylight.serving.engines.transformers.engine import TransformersEngine
+    from raylight.engines.transformers.engine import TransformersEngine
 
     started = []
 

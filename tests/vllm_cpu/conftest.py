@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from raylight.serving.exchange import CURRENT, Exchange, Scope, new_keys
+from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureContext, new_keys
 
 HERE = Path(__file__).parent
 os.environ |= {
@@ -93,7 +93,7 @@ class Bench:
 
     def __init__(self, engine: Any, app: Any, path: str) -> None:
         self.engine, self.path = engine, path
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[CaptureContext] = []
         self._app = app
         self.versions = itertools.count(1)
         self.http = httpx.AsyncClient(
@@ -105,9 +105,9 @@ class Bench:
 
     async def captured(self, scope: Any, receive: Any, send: Any) -> None:
         """The application, each request in an exchange of its own."""
-        attempt = Scope("ro-1", "at-1")
+        attempt = AttemptScope("ro-1", "at-1")
         dialect = "completions" if scope["path"] == "/v1/completions" else "chat"
-        exchange = Exchange(attempt, dialect, {}, 0.0, new_keys(attempt, 1))
+        exchange = CaptureContext(attempt, dialect, {}, 0.0, new_keys(attempt, 1))
         self.exchanges.append(exchange)
         CURRENT.set(exchange)
         await self._app(scope, receive, send)
@@ -116,7 +116,7 @@ class Bench:
         await self._app(scope, receive, send)
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> CaptureContext:
         return self.exchanges[-1]
 
     @property
@@ -146,8 +146,8 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from raylight.serving.engines.vllm.args import vllm_args
-    from raylight.serving.engines.vllm.engine import VllmEngine
+    from raylight.engines.vllm.args import vllm_args
+    from raylight.engines.vllm.engine import VllmEngine
 
     given = vllm_args(
         model_path,

@@ -13,8 +13,8 @@ import pytest_asyncio
 import torch
 from vllm_helpers import HI, TOLERANCE, ask, difference, expected_logprobs, in_flight, until, within
 
+from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
-from raylight.serving.engine import Adapter
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
@@ -27,7 +27,7 @@ async def no_adapter_is_left(bench: Any) -> AsyncIterator[None]:
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 
-def make_adapter(bench: Any, folder: Path, seed: int, rank: int = 4) -> tuple[Adapter, Any]:
+def make_adapter(bench: Any, folder: Path, seed: int, rank: int = 4) -> tuple[LoraAdapter, Any]:
     """An adapter with random weights, and the model with it."""
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
@@ -41,7 +41,7 @@ def make_adapter(bench: Any, folder: Path, seed: int, rank: int = 4) -> tuple[Ad
                 parameter.normal_(std=0.3)
     model.save_pretrained(folder)
     settings = json.loads((folder / "adapter_config.json").read_text())
-    return Adapter(settings, load_file(folder / "adapter_model.safetensors")), model
+    return LoraAdapter(settings, load_file(folder / "adapter_model.safetensors")), model
 
 
 async def test_two_adapters_and_the_model_itself_at_once(bench: Any, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ async def test_an_adapter_that_does_not_fit_is_refused(bench: Any, tmp_path: Pat
         await bench.engine.load_adapter("learner", 31, wide)
     with pytest.raises(WeightSyncError, match="does not take"):
         await bench.engine.load_adapter(
-            "learner", 31, Adapter(adapter.config | {"use_dora": True}, adapter.weights)
+            "learner", 31, LoraAdapter(adapter.config | {"use_dora": True}, adapter.weights)
         )
     with pytest.raises(WeightSyncError, match="the model itself"):
         await bench.engine.load_adapter("policy", 31, adapter)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from raylight.engines.vllm.args import chat_template, tool_parser, vllm_args
+from raylight.engines.vllm.deployment import llm_config
 from raylight.errors import ConfigError
-from raylight.serving.engines.vllm.args import chat_template, tool_parser, vllm_args
-from raylight.serving.engines.vllm.deployment import llm_config
 
 
 def args_of(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_what_follows_from_the_model_and_the_settings(model_path: str) -> None:
 def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_path: Path) -> None:
     from vllm.tool_parsers import ToolParserManager
 
-    from raylight.serving.engines.vllm.args import TOOL_PARSERS
+    from raylight.engines.vllm.args import TOOL_PARSERS
 
     assert set(TOOL_PARSERS.values()) <= set(ToolParserManager.list_registered())
     assert tool_parser(chat_template(model_path)) == "hermes"

@@ -10,7 +10,7 @@ import pytest
 from vllm_helpers import within
 
 if TYPE_CHECKING:
-    from raylight.serving.engines.vllm.capture import Capture
+    from raylight.engines.vllm.capture import Capture
 
 
 class Core:
@@ -27,7 +27,7 @@ class Core:
 
 
 def make_capture() -> tuple[Core, Capture]:
-    from raylight.serving.engines.vllm.capture import Capture
+    from raylight.engines.vllm.capture import Capture
 
     core = Core()
     processor = SimpleNamespace(request_states={}, add_request=None)

@@ -29,7 +29,7 @@ async def test_the_tied_output_layer_is_sent(
     bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it vLLM on a CPU goes on with the old one, and nothing tells."""
-    from raylight.serving.engines.vllm import engine as module
+    from raylight.engines.vllm import engine as module
 
     state = change(learner, 2)
     assert "lm_head.weight" not in state

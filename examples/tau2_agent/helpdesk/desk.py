@@ -10,7 +10,7 @@ from typing import Any
 
 from examples.tau2_agent.domain import Person, Transcript
 from examples.tau2_agent.helpdesk.grading import changes, share_told
-from examples.tau2_agent.helpdesk.tools import Desk
+from examples.tau2_agent.helpdesk.tools import Rendezvous
 
 FOLDER = Path(__file__).parent
 
@@ -25,7 +25,7 @@ class DeskCase:
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._before = json.loads(read_file("db.json"))
-        self._desk = Desk(copy.deepcopy(self._before))
+        self._desk = Rendezvous(copy.deepcopy(self._before))
         self._expected = task["expected"]
         script = task["script"]
         answers = tuple((answer["heard"], answer["say"]) for answer in script["answers"])

@@ -65,7 +65,7 @@ class GiveCredit(Arguments):
     amount: int = Field(ge=1, le=MOST_CREDIT, description="Whole euros.")
 
 
-class Desk:
+class Rendezvous:
     """The booking system during one conversation.
 
     Args:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.beam import BeamSearch
-from raylight.algorithms.apo.critic import Critic, on_this_loop
-from raylight.algorithms.apo.evaluator import Evaluator
+from raylight.algorithms.apo.critic import PromptCritic, on_this_loop
+from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History
 from raylight.algorithms.apo.report import show
 from raylight.algorithms.apo.settings import ApoSettings
@@ -178,24 +178,24 @@ class APO(Algorithm):
             seed.placeholders()
         except PromptError as error:
             raise PromptError(f"resource {name!r}: {error}") from None
-        side = self._run_side
+        side = self._run_context
         folder = None if side is None else side.folder
         history = self._begin(seed, name, _digest(val), None if side is None else side.continues)
         self.history = history
         console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
         datasets: dict[RolloutMode, Sequence[Any]] = {"train": train, "val": val}
-        evaluator = Evaluator(
+        evaluator = PromptEvaluator(
             self.get_store(),
             self.get_initial_resources() or {},
             name,
             datasets,
             self.settings.rollout_batch_timeout,
             self.get_adapter(),
-            tell=(lambda finished: None) if side is None else side.tell,
+            tell=(lambda finished: None) if side is None else side.report_failures,
             works=history.has_scores,
         )
         async with on_this_loop(self.client) as client:
-            critic = Critic(client, self.settings)
+            critic = PromptCritic(client, self.settings)
             search = BeamSearch(
                 self.settings,
                 history,
@@ -225,7 +225,7 @@ class APO(Algorithm):
         return history.model_copy(update={"settings": self.resolved()})
 
     async def _search(self, search: BeamSearch, folder: Path | None) -> None:
-        history, side = search.history, self._run_side
+        history, side = search.history, self._run_context
         was_scored = history.candidates[0].val_score is not None
         await search.begin()
         await asyncio.to_thread(_draw, history, folder)

@@ -35,7 +35,7 @@ async def on_this_loop(client: AsyncOpenAI) -> AsyncIterator[AsyncOpenAI]:
         yield client.copy(http_client=connections)
 
 
-class Critic:
+class PromptCritic:
     """Asks the two models. Transient errors are retried by the client itself, as often as its `max_retries` says."""
 
     def __init__(self, client: AsyncOpenAI, settings: ApoSettings) -> None:

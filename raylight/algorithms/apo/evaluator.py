@@ -22,7 +22,7 @@ SHOWN_ATTRIBUTES = 500
 """Characters of a span's."""
 
 
-class Evaluator:
+class PromptEvaluator:
     """Implements `raylight.algorithms.apo.beam.Evaluate`.
 
     Args:

@@ -64,7 +64,7 @@ class MiniGRPO(Algorithm):
             from raylight.algorithms.minigrpo.trl_backend import train
         else:
             from raylight.algorithms.minigrpo.loop import train
-        await train(self.settings, self.get_store(), self.get_run_side(), tasks, val_tasks)
+        await train(self.settings, self.get_store(), self.get_run_context(), tasks, val_tasks)
 
 
 def _listed(dataset: Any) -> list[Any]:

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import uvicorn
 
+from raylight.engines.protocol import Engine
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.capture.recorder import Recorder
-from raylight.serving.engine import Engine
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.store.client import StoreClient
 from raylight.types import Span

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from raylight.serving.engines.transformers.choices import Choices
-from raylight.serving.engines.transformers.engine import TransformersEngine
-from raylight.serving.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.choices import Choices
+from raylight.engines.transformers.engine import TransformersEngine
+from raylight.engines.transformers.params import SamplingParams
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from raylight.agent.resources import LLM
-from raylight.algorithms.base import RunSide
+from raylight.algorithms.base import RunContext
 from raylight.algorithms.minigrpo.algorithm import batches
 from raylight.algorithms.minigrpo.endpoint import Endpoint
 from raylight.algorithms.minigrpo.engine import TrainableEngine
@@ -18,7 +18,7 @@ from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.algorithms.minigrpo.setup import MODEL_NAME, build
 from raylight.algorithms.minigrpo.tuner import Tuner
 from raylight.errors import StoreLostError
-from raylight.learner.batch import BatchRules, build_batch, scored
+from raylight.experience.batch import BatchRules, build_batch, scored
 from raylight.store.client import StoreClient
 from raylight.types import TRAINABLE_AGENTS, EnqueueRolloutRequest, FinishedRollout, RolloutMode
 
@@ -27,7 +27,7 @@ Metrics = dict[str, float]
 
 
 async def train(
-    settings: MiniSettings, store: StoreClient, side: RunSide, tasks: list[Any], val_tasks: list[Any]
+    settings: MiniSettings, store: StoreClient, side: RunContext, tasks: list[Any], val_tasks: list[Any]
 ) -> None:
     """Bring the model up, serve it to the agents, and train it for the planned number of steps."""
     side.stage("loading the model")
@@ -50,7 +50,7 @@ class Loop:
         self,
         settings: MiniSettings,
         store: StoreClient,
-        side: RunSide,
+        side: RunContext,
         engine: TrainableEngine,
         tuner: Tuner,
         endpoint: Endpoint,
@@ -142,7 +142,7 @@ class Loop:
                 await asyncio.wait_for(self._store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)
             raise
         finished = await self._collect(ids)
-        self._side.look(finished, self._settings.failure_reward)
+        self._side.check_scored(finished, self._settings.failure_reward)
         return finished
 
     async def _collect(self, ids: list[str]) -> list[FinishedRollout]:

@@ -16,8 +16,8 @@ from raylight.algorithms.minigrpo.loss import clipped_loss
 from raylight.algorithms.minigrpo.rows import Tokens
 from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.algorithms.minigrpo.tuner import add_adapter, logprobs_of, trainable
-from raylight.serving.engines.transformers.slot_cache import GROWTH
-from raylight.serving.engines.transformers.worker import PREFILL_TOKENS
+from raylight.engines.transformers.slot_cache import GROWTH
+from raylight.engines.transformers.worker import PREFILL_TOKENS
 
 ATTENTION = "accounted"
 """Name under which transformers finds the attention that is only counted."""

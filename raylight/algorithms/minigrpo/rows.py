@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raylight.learner.batch import TrainBatch
+from raylight.experience.batch import TrainBatch
 from raylight.types import Trajectory
 
 

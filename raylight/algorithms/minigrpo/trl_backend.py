@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from raylight.algorithms.base import RunSide
+from raylight.algorithms.base import RunContext
 from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.errors import ConfigError, RewardError
 from raylight.store.client import StoreClient
@@ -38,7 +38,7 @@ def check_installed() -> None:
 
 
 async def train(
-    settings: MiniSettings, store: StoreClient, side: RunSide, tasks: list[Any], val_tasks: list[Any]
+    settings: MiniSettings, store: StoreClient, side: RunContext, tasks: list[Any], val_tasks: list[Any]
 ) -> None:
     """Train in a thread of its own; a run that is cancelled ends after the step that TRL is at.
 
@@ -63,7 +63,7 @@ class TrlRun:
         stopped: set to have it end after the current step.
     """
 
-    def __init__(self, settings: MiniSettings, side: RunSide, tell: Callable[[int, Metrics], Any]) -> None:
+    def __init__(self, settings: MiniSettings, side: RunContext, tell: Callable[[int, Metrics], Any]) -> None:
         self._settings = settings
         self._side = side
         self._tell = tell

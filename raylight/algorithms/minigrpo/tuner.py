@@ -15,7 +15,7 @@ from raylight.algorithms.minigrpo.rows import MiniRow, Tokens, micro_batches, ro
 from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
-from raylight.learner.batch import TrainBatch
+from raylight.experience.batch import TrainBatch
 
 MAX_BAD_STEPS = 3
 """Updates in a row whose gradient may be not finite."""

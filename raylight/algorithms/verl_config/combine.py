@@ -56,7 +56,7 @@ def combine(resolution: Resolution, given: RunSettings, strict: bool) -> RunSett
         engine=_over(resolution, "engine", EngineConfig, engine, given.engine),
         learner=_over(resolution, "learner", LearnerConfig, learner, given.learner),
         notes=(*common.notes, gpu_note),
-        without_gpus=None if resolution.get("run.device") == "cuda" else on_cpus,
+        cpu_fallback=None if resolution.get("run.device") == "cuda" else on_cpus,
     )
 
 

@@ -79,7 +79,7 @@ def group_size(value: int, read: Values) -> int:
     return value
 
 
-def equal_groups(value: bool, read: Values) -> str:
+def zero_variance_groups(value: bool, read: Values) -> str:
     return "drop" if value else "keep"
 
 

@@ -8,7 +8,7 @@ key is not given, verl's default holds, except in rows with `own`.
 from __future__ import annotations
 
 from raylight.algorithms.verl_config import convert as c
-from raylight.algorithms.verl_config.rows import Row, absolute, any_of, part, same, to
+from raylight.algorithms.verl_config.rows import KeyRule, absolute, any_of, part, same, to
 
 ACTOR, ROLLOUT, MODEL, REF = c.ACTOR, c.ROLLOUT, c.MODEL, c.REF
 FORWARD = "memory only: forward passes have the budget of training, learner.max_tokens_per_micro_batch"
@@ -44,7 +44,7 @@ _ALGORITHM = (
     ),
     to("rollout_correction.bypass_mode", "algorithm.bypass_mode"),
     same("rollout_correction.loss_type", "ppo_clip", why="the loss is that of actor.policy_loss.loss_mode"),
-    to("filter_groups.enable", "algorithm.equal_groups", c.equal_groups),
+    to("filter_groups.enable", "algorithm.zero_variance_groups", c.zero_variance_groups),
     to(
         "filter_groups.max_num_gen_batches",
         "algorithm.max_rounds",
@@ -340,7 +340,7 @@ SECTIONS = {
     "trainer": _TRAINER,
     "agentlightning": (any_of("port", "the store is an actor, and needs no port"),),
 }
-KEYS: dict[str, Row] = absolute(SECTIONS)
+KEYS: dict[str, KeyRule] = absolute(SECTIONS)
 AGENT_LIGHTNING = (
     "agentlightning.port",
     *(key for key in KEYS if ".trace_aggregator." in key),

@@ -11,7 +11,7 @@ from raylight.algorithms.verl_config.convert import MODEL, ROLLOUT, has_critic
 from raylight.algorithms.verl_config.defaults import verl_defaults
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.read import Merged, flatten
-from raylight.algorithms.verl_config.rows import NOTHING, NotHonouredError, Row
+from raylight.algorithms.verl_config.rows import NOTHING, KeyRule, NotHonouredError
 from raylight.errors import ConfigError
 
 WHOLE = {f"{ROLLOUT}.engine_kwargs.vllm"}
@@ -112,7 +112,7 @@ def resolve(config: Any, *, strict: bool) -> Resolution:
     return resolution
 
 
-def _honour(row: Row, values: Merged, resolution: Resolution) -> None:
+def _honour(row: KeyRule, values: Merged, resolution: Resolution) -> None:
     """Place the setting that a row makes."""
     asked = values.given(row.key)
     given = asked or any(values.given(key) for key in row.reads)
@@ -139,7 +139,7 @@ def _honour(row: Row, values: Merged, resolution: Resolution) -> None:
         resolution.place(f"engine.args.{name}", Found(argument, row.key, given, asked))
 
 
-def _disagrees(row: Row, value: Any) -> list[str]:
+def _disagrees(row: KeyRule, value: Any) -> list[str]:
     """What is wrong with a value of which only some are what raylight does."""
     from omegaconf import OmegaConf
 

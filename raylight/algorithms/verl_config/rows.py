@@ -34,7 +34,7 @@ Convert = Callable[[Any, Values], Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRule:
     """How one key is honoured: it becomes a setting, it helps another key to become one, or it says what raylight does anyway."""
 
     key: str
@@ -56,27 +56,27 @@ class Row:
 
 def to(
     key: str, target: str, convert: Convert | None = None, *, own: bool = False, reads: tuple[str, ...] = ()
-) -> Row:
+) -> KeyRule:
     """A key that becomes a setting."""
-    return Row(key, target, convert, own=own, reads=reads)
+    return KeyRule(key, target, convert, own=own, reads=reads)
 
 
-def part(key: str, of: str) -> Row:
+def part(key: str, of: str) -> KeyRule:
     """A key that the row of another reads."""
-    return Row(key, part_of=of)
+    return KeyRule(key, part_of=of)
 
 
-def same(key: str, *values: Any, why: str) -> Row:
+def same(key: str, *values: Any, why: str) -> KeyRule:
     """A key of which only some values are what raylight does."""
-    return Row(key, agrees=values, why=why)
+    return KeyRule(key, agrees=values, why=why)
 
 
-def any_of(key: str, why: str) -> Row:
+def any_of(key: str, why: str) -> KeyRule:
     """A key that changes nothing here, whatever it says."""
-    return Row(key, why=why)
+    return KeyRule(key, why=why)
 
 
-def absolute(sections: dict[str, tuple[Row, ...]]) -> dict[str, Row]:
+def absolute(sections: dict[str, tuple[KeyRule, ...]]) -> dict[str, KeyRule]:
     """Rows by their whole keys, with a key of `reads` and `part_of` that begins with a dot in the row's own section."""
     rows = {}
     for section, own_rows in sections.items():

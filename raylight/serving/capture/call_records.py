@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from raylight.engines.capture_context import CaptureContext, Sample
+from raylight.http.errors import DialectName
 from raylight.semconv import (
     AGENT_NAME,
     CALL_ID,
@@ -26,16 +28,15 @@ from raylight.semconv import (
 )
 from raylight.serving.capture.recorder import Closed
 from raylight.serving.dialects.answers import Answer, Choice
-from raylight.serving.exchange import Dialect, Exchange, Sample
 from raylight.types import Attributes, CallKey, Generation, Span
 
-SPAN_NAMES: dict[Dialect, str] = {
+SPAN_NAMES: dict[DialectName, str] = {
     "chat": CHAT_SPAN,
     "completions": COMPLETION_SPAN,
     "responses": RESPONSES_SPAN,
     "messages": MESSAGES_SPAN,
 }
-ID_PREFIXES: dict[Dialect, str] = {"responses": "resp_", "messages": "msg_"}
+ID_PREFIXES: dict[DialectName, str] = {"responses": "resp_", "messages": "msg_"}
 """Dialects whose answers have ids of their own, made of the chat answer's."""
 APART = frozenset({"messages", "prompt", "tools"})
 """Fields of a request that its span has attributes for."""
@@ -47,7 +48,7 @@ def model_of(body: Mapping[str, Any], default: str) -> str:
 
 
 def records_of(
-    exchange: Exchange,
+    exchange: CaptureContext,
     answer: Answer,
     model: str,
     end_time: float,
@@ -91,7 +92,7 @@ def records_of(
 
 
 def _generation(
-    exchange: Exchange, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool
+    exchange: CaptureContext, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool
 ) -> Generation:
     return Generation(
         key=key,
@@ -108,7 +109,7 @@ def _generation(
     )
 
 
-def _common(exchange: Exchange, answer: Answer, first_piece: float | None) -> Attributes:
+def _common(exchange: CaptureContext, answer: Answer, first_piece: float | None) -> Attributes:
     """What the spans of all choices say."""
     body, dialect = exchange.body, exchange.dialect
     messages = body["messages"] if "messages" in body else [{"role": "user", "content": body.get("prompt")}]

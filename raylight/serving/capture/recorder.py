@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from raylight.aio import Signal
-from raylight.serving.capture.lane import UNFIT, Lane
-from raylight.serving.engine import RequestError
+from raylight.http.errors import RequestError
+from raylight.serving.capture.retry_queue import UNFIT, RetryQueue
 from raylight.types import CallKey, Generation, Span
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,10 @@ class Recorder:
         self._empty = Signal()
         self._unknown: set[CallKey] = set()
         """Calls of which the store may not have heard; what they sampled waits."""
-        self._openings: Lane[_Opening] = Lane(self._send_openings, self._lose_opening, lambda _: True, 0)
-        self._closings: Lane[Closed] = Lane(
+        self._openings: RetryQueue[_Opening] = RetryQueue(
+            self._send_openings, self._lose_opening, lambda _: True, 0
+        )
+        self._closings: RetryQueue[Closed] = RetryQueue(
             self._send_closings, self._lose_closing, lambda record: record[0] not in self._unknown, LINGER_S
         )
         self._away = False

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raylight.engines.capture_context import AttemptScope
 from raylight.serving.conversations.canonical import NotCanonical, message_keys, root_key
 from raylight.serving.conversations.rendering import Renderer, TemplateRefusal
-from raylight.serving.exchange import Scope
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Conversations:
         self._size = 0
         self._reasons: set[str] = set()
 
-    def splice(self, scope: Scope, body: Mapping[str, Any]) -> Splice | None:
+    def splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> Splice | None:
         """The prompt of a chat request that continues a conversation of its attempt; None: let the engine render it."""
         try:
             prompt = self._spliced(scope, body)
@@ -134,7 +134,7 @@ class Conversations:
             self.counts.partly += 1
         return prompt
 
-    def missing(self, scope: Scope, body: Mapping[str, Any]) -> bytes | None:
+    def missing(self, scope: AttemptScope, body: Mapping[str, Any]) -> bytes | None:
         """The last answer in a request, if it could be continued in tokens but is not known here: a key that stands for it and
         for all before it. Another replica may have sampled it."""
         keys = self._keys(scope, body)
@@ -146,7 +146,7 @@ class Conversations:
         return answers[-1] if answers and not self._has(scope, answers[-1]) else None
 
     def remember(
-        self, scope: Scope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]
+        self, scope: AttemptScope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]
     ) -> None:
         """Know a conversation by the messages of a request and the answer's; of equal ones the latest counts.
 
@@ -176,17 +176,17 @@ class Conversations:
         while self._size > self._capacity:
             self._size -= self._attempts.popitem(last=False)[1].size
 
-    def forget(self, scope: Scope) -> None:
+    def forget(self, scope: AttemptScope) -> None:
         """Forget all conversations of the attempt, whichever agent's."""
         attempt = self._attempts.pop(_name(scope), None)
         self._size -= attempt.size if attempt else 0
 
-    def knows(self, scope: Scope, body: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    def knows(self, scope: AttemptScope, body: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
         """Whether the conversation is known that the messages of a request and the answer's make."""
         keys = self._keys(scope, body, message)
         return bool(keys) and self._has(scope, keys[-1])
 
-    def _spliced(self, scope: Scope, body: Mapping[str, Any]) -> Splice | None:
+    def _spliced(self, scope: AttemptScope, body: Mapping[str, Any]) -> Splice | None:
         attempt = self._attempts.get(_name(scope))
         if attempt is None:
             return None
@@ -201,11 +201,11 @@ class Conversations:
                 return Splice(tokens, whole=not any(map(_is_answer, messages[answered + 1 :])))
         return None
 
-    def _has(self, scope: Scope, key: bytes) -> bool:
+    def _has(self, scope: AttemptScope, key: bytes) -> bool:
         attempt = self._attempts.get(_name(scope))
         return attempt is not None and key in attempt.known
 
-    def _keys(self, scope: Scope, body: Mapping[str, Any], *answer: Mapping[str, Any]) -> list[bytes]:
+    def _keys(self, scope: AttemptScope, body: Mapping[str, Any], *answer: Mapping[str, Any]) -> list[bytes]:
         """Of the messages of a request, and the answer's; none where they cannot be told, or are not all there is to the prompt."""
         if _is_special(body):
             return []
@@ -237,7 +237,7 @@ class Conversations:
             )
 
 
-def _name(scope: Scope) -> tuple[str, str]:
+def _name(scope: AttemptScope) -> tuple[str, str]:
     return scope.rollout_id, scope.attempt_id
 
 

@@ -43,9 +43,9 @@ def _vllm(spec: ReplicaSpec, env: dict[str, str]) -> serve.Application:
     """vLLM as `ray.serve.llm` deploys it: the replica, and a worker for each GPU."""
     from ray.serve.llm import build_llm_deployment
 
+    from raylight.engines.vllm.args import vllm_args
+    from raylight.engines.vllm.deployment import llm_config
     from raylight.serving.deploy.vllm_replica import VllmReplica
-    from raylight.serving.engines.vllm.args import vllm_args
-    from raylight.serving.engines.vllm.deployment import llm_config
 
     config = spec.config
     args = vllm_args(

@@ -14,13 +14,13 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.config import EngineConfig, threads_of
+from raylight.engines.protocol import Engine
 from raylight.serving.capture.recorder import Recorder
-from raylight.serving.engine import Engine
-from raylight.serving.fleet.follow import Follower
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.store.client import StoreClient
 from raylight.types import Span
+from raylight.weight_sync.follower import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class ReplicaSpec:
         return self.route or f"/{self.app_name}"
 
 
-class Shell:
+class ReplicaRuntime:
     """What surrounds an engine in its replica: it follows the board's orders, records calls, and answers HTTP.
 
     It removes its own application when the run's actors are gone.
@@ -141,7 +141,7 @@ class EngineReplica:
     """The transformers engine, or one upstream, behind HTTP."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        self._shell = Shell(spec)
+        self._shell = ReplicaRuntime(spec)
         self._spec = spec
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -167,7 +167,7 @@ def build_engine(spec: ReplicaSpec) -> Engine:
 def _transformers(spec: ReplicaSpec) -> Engine:
     import torch
 
-    from raylight.serving.engines.transformers.engine import TransformersEngine
+    from raylight.engines.transformers.engine import TransformersEngine
 
     config = spec.config
     torch.set_num_threads(threads_of(config))
@@ -186,7 +186,7 @@ def _transformers(spec: ReplicaSpec) -> Engine:
 
 
 def _upstream(spec: ReplicaSpec) -> Engine:
-    from raylight.serving.engines.upstream import UpstreamEngine
+    from raylight.engines.upstream import UpstreamEngine
 
     config = spec.config
     assert config.url is not None

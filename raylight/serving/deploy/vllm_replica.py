@@ -8,10 +8,10 @@ from typing import Any
 from ray import serve
 from starlette.types import ASGIApp
 
-from raylight.serving.deploy.replica import ReplicaSpec, Shell
-from raylight.serving.engines.vllm.args import chat_template
-from raylight.serving.engines.vllm.engine import VllmEngine
-from raylight.serving.engines.vllm.server import VllmServer
+from raylight.engines.vllm.args import chat_template
+from raylight.engines.vllm.engine import VllmEngine
+from raylight.engines.vllm.server import VllmServer
+from raylight.serving.deploy.replica import ReplicaRuntime, ReplicaSpec
 
 
 @serve.ingress()
@@ -19,7 +19,7 @@ class VllmReplica(VllmServer):
     """vLLM behind HTTP."""
 
     async def __init__(self, llm_config: Any, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._shell = Shell(spec)
+        self._shell = ReplicaRuntime(spec)
         try:
             await super().__init__(llm_config, spec)
         except Exception as error:

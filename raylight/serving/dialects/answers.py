@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from raylight.serving.dialects.sse import SseReader
+from raylight.http.sse import SseReader
 
 DONE = "[DONE]"
 """The data of the last event of a stream."""

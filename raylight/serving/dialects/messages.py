@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from raylight.http.body import Asked, as_content, image_part, text_part
+from raylight.http.errors import RequestError
 from raylight.serving.dialects.answers import tidy_message
-from raylight.serving.dialects.body import Asked, as_content, image_part, text_part
-from raylight.serving.engine import RequestError
 
 INVALID_JSON = "INVALID_JSON"
 """Key under which a call's input holds what the model wrote for arguments where that is no JSON object. It is Anthropic's own."""

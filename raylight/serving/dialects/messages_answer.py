@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raylight.serving.dialects.blocks import Block, BlockReader, Step, Turn, read_turn
-from raylight.serving.dialects.errors import error_body
+from raylight.http.errors import RequestError, error_body
 from raylight.serving.dialects.messages import INVALID_JSON, MessagesRequest, Prompt
-from raylight.serving.engine import RequestError
+from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
 
 Event = dict[str, Any]
 """The data of an event, whose name is its `type`."""

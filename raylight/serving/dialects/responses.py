@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from raylight.serving.dialects.body import Asked
+from raylight.http.body import Asked
 from raylight.serving.dialects.responses_input import InputItem, as_items, to_messages
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from raylight.serving.dialects.blocks import Block, BlockReader, Step, Turn, read_turn
-from raylight.serving.dialects.earlier import EarlierResponses
+from raylight.engines.capture_context import AttemptScope
+from raylight.http.errors import RequestError
+from raylight.serving.dialects.response_history import EarlierResponses
 from raylight.serving.dialects.responses import ResponsesRequest
 from raylight.serving.dialects.responses_input import item_id
-from raylight.serving.engine import RequestError
-from raylight.serving.exchange import Scope
+from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
 
 Event = dict[str, Any]
 """The data of an event, whose name is its `type`."""
@@ -30,7 +30,7 @@ class Responses:
 
     path = "/v1/chat/completions"
 
-    def __init__(self, earlier: EarlierResponses, scope: Scope | None) -> None:
+    def __init__(self, earlier: EarlierResponses, scope: AttemptScope | None) -> None:
         self._earlier = earlier
         self._scope = scope
         self._asked = ResponsesRequest(model="")

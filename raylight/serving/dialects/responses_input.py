@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from raylight.http.body import Asked, as_content, image_part, text_part
 from raylight.serving.dialects.answers import tidy_message
-from raylight.serving.dialects.body import Asked, as_content, image_part, text_part
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -10,15 +10,22 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from raylight.engines.capture_context import SCOPE
+from raylight.http.body import read_json
+from raylight.http.errors import (
+    DialectName,
+    RequestError,
+    dialect_of,
+    error_body,
+    error_of,
+    error_response,
+    read_error,
+)
+from raylight.http.sse import SseReader, sse_bytes
 from raylight.serving.dialects.answers import DONE
-from raylight.serving.dialects.body import read_json
-from raylight.serving.dialects.earlier import EarlierResponses
-from raylight.serving.dialects.errors import dialect_of, error_body, error_of, error_response, read_error
 from raylight.serving.dialects.messages_answer import CountTokens, Messages
+from raylight.serving.dialects.response_history import EarlierResponses
 from raylight.serving.dialects.responses_answer import Responses
-from raylight.serving.dialects.sse import SseReader, sse_bytes
-from raylight.serving.engine import RequestError
-from raylight.serving.exchange import SCOPE, Dialect
 
 DIALECT = "raylight.dialect"
 """Key of the ASGI scope under which inner layers find what the agent spoke, where it was translated."""
@@ -136,7 +143,7 @@ def _without(headers: Any, *names: bytes) -> Headers:
 class _AnswerSender:
     """A `send` that translates what the engine's application answers."""
 
-    def __init__(self, dialect: Dialect, translator: Translator, send: Send) -> None:
+    def __init__(self, dialect: DialectName, translator: Translator, send: Send) -> None:
         self._dialect = dialect
         self._translator = translator
         self._send = send

@@ -12,19 +12,19 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.agent.keys import key_opens
-from raylight.serving.capture.over import Ask, Over
-from raylight.serving.capture.recall import History
+from raylight.engines.capture_context import SCOPE, AttemptScope
+from raylight.engines.protocol import Engine
+from raylight.http.errors import RequestError, dialect_of
+from raylight.http.request import MAX_BODY, ReadBody, check_json, read_body
+from raylight.serving.capture.conversation_loader import History
+from raylight.serving.capture.finished_attempts import Ask, FinishedAttempts
+from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
-from raylight.serving.capture.replay import RETRY_COUNT, Replay
-from raylight.serving.capture.tap import Tap
+from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
-from raylight.serving.dialects.errors import dialect_of
 from raylight.serving.dialects.translate import Translate
-from raylight.serving.engine import Engine, RequestError
-from raylight.serving.exchange import SCOPE, Scope
-from raylight.serving.gateway.bodies import MAX_BODY, ReadBody, check_json, read_body
+from raylight.serving.gateway.error_shaping import ShapedSend, refuse_websocket
 from raylight.serving.gateway.metrics import CONTENT_TYPE, PASSED, Metrics, Watch
-from raylight.serving.gateway.refusals import ShapedSend, refuse_websocket
 from raylight.serving.gateway.routes import MethodError, Route, below_root, find_attempt, find_route
 from raylight.traces.otlp import Sink, traces_route
 
@@ -58,7 +58,7 @@ class Gateway:
         secret: str | None,
         traces: ASGIApp | None,
         metrics: Metrics,
-        over: Over | None = None,
+        over: FinishedAttempts | None = None,
         *,
         attempts: bool = True,
         max_body: int = MAX_BODY,
@@ -68,7 +68,7 @@ class Gateway:
         self._secret = secret
         self._traces = traces
         self._metrics = metrics
-        self._over = over or Over()
+        self._over = over or FinishedAttempts()
         self._attempts = attempts and secret is not None
         self._max_body = max_body
 
@@ -111,7 +111,7 @@ class Gateway:
         finally:
             watch.end()
 
-    def _check_key(self, headers: dict[bytes, bytes], inside: Scope | None) -> None:
+    def _check_key(self, headers: dict[bytes, bytes], inside: AttemptScope | None) -> None:
         """See that a request may have what its address names.
 
         Raises:
@@ -127,7 +127,7 @@ class Gateway:
             self._metrics.refused_keys.inc()
             raise RequestError("this API key does not open this address", 401, "authentication_error")
 
-    async def _check_alive(self, inside: Scope, route: Route, headers: dict[bytes, bytes]) -> None:
+    async def _check_alive(self, inside: AttemptScope, route: Route, headers: dict[bytes, bytes]) -> None:
         """See that an attempt is not over. Calls that are sampled are told so by the store when they are announced; others ask.
 
         Raises:
@@ -137,13 +137,18 @@ class Gateway:
         if inside in self._over or (not announced and await self._over.asked(inside)):
             raise AttemptOver
 
-    def _opens(self, key: str, secret: str, inside: Scope | None) -> bool:
+    def _opens(self, key: str, secret: str, inside: AttemptScope | None) -> bool:
         if inside is not None:
             return key_opens(key, secret, inside.rollout_id, inside.attempt_id)
         return hmac.compare_digest(key.encode(), secret.encode())
 
     async def _serve(
-        self, route: Route, inside: Scope | None, scope: AsgiScope, receive: Receive, shaped: ShapedSend
+        self,
+        route: Route,
+        inside: AttemptScope | None,
+        scope: AsgiScope,
+        receive: Receive,
+        shaped: ShapedSend,
     ) -> None:
         """Answer a request that was let in.
 
@@ -244,15 +249,15 @@ def build_gateway(
         history: brings back the conversations of an attempt that another replica served until now; normally `StoreClient.history`.
     """
     metrics = metrics or Metrics()
-    over = Over(is_over)
+    over = FinishedAttempts(is_over)
     app = metrics.counting_samples(engine_app)
     if recorder is not None:
         conversations = Conversations(engine.tokenizer) if token_in and engine.tokenizer is not None else None
         _show_calls(recorder, conversations, metrics)
-        app = Tap(app, engine, recorder, conversations, history, over=over)
+        app = CaptureMiddleware(app, engine, recorder, conversations, history, over=over)
     app = metrics.marking_passed(Translate(app))
     if recorder is not None:
-        app = Replay(app)
+        app = RetryCache(app)
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
     return Gateway(
         app, engine, secret, traces, metrics, over, attempts=recorder is not None, max_body=max_body

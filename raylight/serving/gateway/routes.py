@@ -8,8 +8,8 @@ from urllib.parse import quote, unquote
 
 from starlette.types import Scope as AsgiScope
 
-from raylight.serving.engine import RequestError
-from raylight.serving.exchange import Scope
+from raylight.engines.capture_context import AttemptScope
+from raylight.http.errors import RequestError
 
 ATTEMPT = re.compile(r"(/rollout/([^/]+)/attempt/([^/]+)(?:/agent/([^/]+))?)(/v1/.*|/tokenize|/detokenize)$")
 """The end of a path as it was sent: ids are percent-encoded, so that each is one segment, whatever characters it has."""
@@ -64,13 +64,13 @@ def sent_path(scope: AsgiScope) -> str:
     return sent.partition(b"?")[0].decode("latin-1")
 
 
-def find_attempt(scope: AsgiScope) -> tuple[Scope, str] | None:
+def find_attempt(scope: AsgiScope) -> tuple[AttemptScope, str] | None:
     """The attempt that a request's path names, and the path without it; None if it names none."""
     found = ATTEMPT.search(sent_path(scope))
     if found is None:
         return None
     rollout, attempt, agent = (part and unquote(part) for part in found.groups()[1:4])
-    return Scope(rollout, attempt, agent), scope["path"].removesuffix(unquote(found[0])) + found[5]
+    return AttemptScope(rollout, attempt, agent), scope["path"].removesuffix(unquote(found[0])) + found[5]
 
 
 def below_root(path: str, root: str) -> str:

@@ -1,0 +1,176 @@
+"""LoRA adapters on the engine's model: several at once, in versions that stay until their last sequence has ended."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raylight.engines.protocol import LoraAdapter
+from raylight.errors import WeightSyncError
+
+BASE = "__base__"
+"""peft's name for a row without an adapter."""
+UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "layer_replication",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
+"""Settings of an adapter that cannot be mixed with others in one batch."""
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """One version of an adapter.
+
+    Attributes:
+        key: its name within the model.
+    """
+
+    name: str
+    version: int
+    key: str
+
+
+class Adapters:
+    """The adapters of a module. peft wraps the module when the first one comes.
+
+    Args:
+        module: the model; its layers are replaced in place.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._peft: Any = None
+        self._current: dict[str, LoadedAdapter] = {}
+        self._stale: list[LoadedAdapter] = []
+        self._newest: dict[str, int] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._current)
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        """The version of an adapter that is served now."""
+        return self._current.get(name)
+
+    def load(self, name: str, version: int, adapter: LoraAdapter) -> None:
+        """Serve a version from now on, in place of an older one.
+
+        Raises:
+            WeightSyncError: it does not fit the model, or is not newer than what was loaded before.
+        """
+        if version <= self._newest.get(name, -1):
+            raise WeightSyncError(
+                f"adapter {name!r}: version {version} is not newer than {self._newest[name]}"
+            )
+        key = f"adapter{next(self._numbers)}"
+        try:
+            self._add(key, adapter)
+        except Exception as error:  # peft and torch raise what they like at a bad configuration or shape
+            self._delete(key)
+            raise WeightSyncError(f"adapter {name!r} does not fit the model: {error}") from error
+        self.drop(name)
+        self._current[name] = LoadedAdapter(name, version, key)
+        self._newest[name] = version
+
+    def drop(self, name: str) -> None:
+        """Serve an adapter no longer; `unload` frees it when nobody uses it."""
+        if name in self._current:
+            self._stale.append(self._current.pop(name))
+
+    def unload(self, used: Iterable[LoadedAdapter | None]) -> None:
+        """Free old versions, except those that are used."""
+        if not self._stale:
+            return
+        kept = set(used)
+        for adapter in self._stale:
+            if adapter not in kept:
+                self._delete(adapter.key)
+        self._stale = [adapter for adapter in self._stale if adapter in kept]
+
+    def forward(self, adapters: list[LoadedAdapter | None], **inputs: Any) -> Any:
+        """A pass of the model, each row with its own adapter."""
+        if self._peft is None:
+            return self._module(**inputs)
+        return self._peft(**inputs, adapter_names=[adapter.key if adapter else BASE for adapter in adapters])
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """The model's own parameters under the names that they have without adapters."""
+        state = self._module.state_dict()
+        return {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in state.items()
+            if ".lora_" not in name
+        }
+
+    def _add(self, key: str, adapter: LoraAdapter) -> None:
+        from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+
+        if adapter.config.get("peft_type") != "LORA":
+            raise ValueError(f"it is of type {adapter.config.get('peft_type')}, not LORA")
+        config = LoraConfig.from_peft_type(**adapter.config)
+        unsupported = [name for name in UNSUPPORTED if getattr(config, name, None)]
+        if unsupported or config.bias != "none":
+            raise ValueError(
+                f"it sets {', '.join(unsupported or ['bias'])}, which adapters of mixed batches cannot have"
+            )
+        config.inference_mode, config.task_type = True, None
+        if self._peft is None:
+            self._peft = PeftModel(self._module, config, adapter_name=key)
+        else:
+            self._peft.add_adapter(key, config)
+        self._peft.eval()
+        weights = {name: torch.as_tensor(array) for name, array in adapter.weights.items()}
+        result: Any = set_peft_model_state_dict(self._peft, weights, adapter_name=key)
+        missing = [name for name in result.missing_keys if f".{key}." in name]
+        if missing or result.unexpected_keys:
+            raise ValueError(f"missing {missing[:3]}, unknown {list(result.unexpected_keys)[:3]}")
+
+    def _delete(self, key: str) -> None:
+        """Free an adapter; peft goes with the last one, because it cannot do without."""
+        if self._peft is None or key not in self._peft.peft_config:
+            return
+        others = [other for other in self._peft.peft_config if other != key]
+        if others:
+            self._peft.set_adapter(others[0])
+            self._peft.delete_adapter(key)
+        else:
+            self._peft.unload()
+            vars(self._module).pop("peft_config", None)
+            self._peft = None
+
+
+def load_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], weights: Mapping[str, Any]) -> None:
+    """Copy named arrays into a model's parameters, in its own dtype and on its own device.
+
+    Args:
+        own: the parameters by name.
+        tied: names that may be missing, because another parameter is the same tensor.
+
+    Raises:
+        WeightSyncError: a parameter is missing, unknown, or of another shape.
+    """
+    missing, unknown = own.keys() - weights.keys() - set(tied), weights.keys() - own.keys()
+    if missing or unknown:
+        raise WeightSyncError(
+            f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
+        )
+    tensors = {name: torch.as_tensor(array) for name, array in weights.items()}
+    for (
+        name,
+        tensor,
+    ) in tensors.items():  # all before the first is copied, so that no model is left half loaded
+        if tensor.shape != own[name].shape:
+            raise WeightSyncError(
+                f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(own[name].shape)}"
+            )
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)

@@ -1,0 +1,160 @@
+"""The engine's HTTP routes, in OpenAI's dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from raylight.engines.transformers.chat import begin_chat
+from raylight.engines.transformers.completions import begin_completion
+from raylight.engines.transformers.prompt import encode, render
+from raylight.engines.transformers.reply import Reply, adapter_of, sse
+from raylight.engines.transformers.requests import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from raylight.http.errors import RequestError, error_response
+
+if TYPE_CHECKING:
+    from raylight.engines.transformers.engine import TransformersEngine
+
+Begin = Callable[["TransformersEngine", Any], Awaitable[Reply]]
+
+
+def build_app(engine: TransformersEngine) -> Starlette:
+    """The application of an engine."""
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", _sampling(engine, begin_chat), methods=["POST"]),
+            Route("/v1/completions", _sampling(engine, begin_completion), methods=["POST"]),
+            Route("/tokenize", _plain(engine, _tokenize), methods=["POST"]),
+            Route("/detokenize", _plain(engine, _detokenize), methods=["POST"]),
+            Route("/v1/models", _models(engine)),
+            Route("/v1/models/{name:path}", _models(engine)),
+        ],
+        exception_handlers={RequestError: _refuse},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class ReplyStream(StreamingResponse):
+    """A reply as server-sent events. Its choices end with it, even if the client is gone before the first event."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(
+            sse(reply.events()), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._reply.choices:
+            await super().__call__(scope, receive, send)
+
+
+def _sampling(engine: TransformersEngine, begin: Begin) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        reply = await begin(engine, await _body(request))
+        if reply.streams:
+            return ReplyStream(reply)
+        with reply.choices:
+            return JSONResponse(await _unless_disconnected(request, reply.whole()))
+
+    return answer
+
+
+def _plain(engine: TransformersEngine, compute: Callable[[TransformersEngine, Any], dict[str, Any]]) -> Any:
+    async def answer(request: Request) -> Response:
+        return JSONResponse(compute(engine, await _body(request)))
+
+    return answer
+
+
+def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+    if isinstance(body, dict) and "messages" in body:
+        chat = TokenizeChatRequest.read(body)
+        tokens, model, words = render(engine, chat), chat.model, chat.return_token_strs
+    else:
+        plain = TokenizeRequest.read(body)
+        tokens, model, words = (
+            encode(engine, plain.prompt, plain.add_special_tokens),
+            plain.model,
+            plain.return_token_strs,
+        )
+    adapter_of(engine, model)
+    strings = engine.tokenizer.convert_ids_to_tokens(tokens) if words else None
+    return {
+        "count": len(tokens),
+        "max_model_len": engine.max_model_len,
+        "tokens": tokens,
+        "token_strs": strings,
+    }
+
+
+def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+    request = DetokenizeRequest.read(body)
+    adapter_of(engine, request.model)
+    if any(not 0 <= token < engine.vocab_size for token in request.tokens):
+        raise RequestError(f"tokens: ids must be between 0 and {engine.vocab_size - 1}")
+    return {"prompt": engine.tokenizer.decode(request.tokens)}
+
+
+def _models(engine: TransformersEngine) -> Callable[[Request], Awaitable[Response]]:
+    def card(name: str, parent: str | None) -> dict[str, Any]:
+        length = {"max_model_len": engine.max_model_len}
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "raylight",
+            "parent": parent,
+            **length,
+        }
+
+    async def answer(request: Request) -> Response:
+        cards = {engine.model: card(engine.model, None)} | {
+            name: card(name, engine.model) for name in engine.adapters
+        }
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": list(cards.values())})
+        adapter_of(engine, name)
+        return JSONResponse(cards[name])
+
+    return answer
+
+
+async def _body(request: Request) -> Any:
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response("chat", error)
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """Await `work`, but cancel it when the client goes away, so that nobody samples for a caller that is gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError("the client closed the connection", 499, "client_disconnected")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()  # no effect on one that is done
+        await asyncio.wait([task, gone])

@@ -1,0 +1,90 @@
+"""Output that keeps to a JSON schema, by masking the logits. Needs xgrammar, which comes with vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from raylight.http.errors import RequestError
+
+MISSING = "this engine holds answers to a schema only where xgrammar is installed (pip install xgrammar)"
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer.
+
+    Args:
+        vocab_size: width of the logits.
+        stop_ids: tokens that end a response.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int]) -> None:
+        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
+        self._compiler: Any = None
+
+    @property
+    def available(self) -> bool:
+        return importlib.util.find_spec("xgrammar") is not None
+
+    async def schema(self, schema: dict[str, Any]) -> Any:
+        """A grammar of the JSON that fits a schema.
+
+        Raises:
+            RequestError: the schema cannot be compiled, or xgrammar is not installed.
+        """
+        return await self._compile("compile_json_schema", json.dumps(schema))
+
+    async def structure(self, structure: dict[str, Any]) -> Any:
+        """A grammar of text with tags in it (xgrammar's structural tag).
+
+        Raises:
+            RequestError: as for `schema`.
+        """
+        return await self._compile(
+            "compile_structural_tag", json.dumps({"type": "structural_tag", "format": structure})
+        )
+
+    async def _compile(self, method: str, text: str) -> Any:
+        if not self.available:
+            raise RequestError(MISSING)
+        try:
+            return await asyncio.to_thread(lambda: getattr(self._ready_compiler(), method)(text))
+        except Exception as error:  # xgrammar raises what it likes at a bad schema
+            raise RequestError(f"the schema cannot be used: {error}") from error
+
+    def _ready_compiler(self) -> Any:
+        if self._compiler is None:
+            import xgrammar
+
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._stop_ids
+            )
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        return self._compiler
+
+
+def follow(grammar: Any) -> Any:
+    """A matcher that follows one response through a grammar; None without one."""
+    if grammar is None:
+        return None
+    import xgrammar
+
+    return xgrammar.GrammarMatcher(grammar)
+
+
+def allow(logits: torch.Tensor, matchers: list[Any]) -> torch.Tensor:
+    """Logits with minus infinity where a row's grammar does not allow the token; None for a row without one."""
+    import xgrammar
+
+    logits = logits.float().clone()
+    rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+    mask = xgrammar.allocate_token_bitmask(len(matchers), logits.shape[-1])
+    for row in rows:
+        matchers[row].fill_next_token_bitmask(mask, row)
+    xgrammar.apply_token_bitmask_inplace(logits, mask.to(logits.device), indices=rows)
+    return logits

@@ -1,0 +1,299 @@
+"""What may be asked of the engine's routes. A field that is not named here is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from raylight.engines.transformers.params import SamplingParams
+from raylight.http.body import problems
+from raylight.http.errors import RequestError
+
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1_000
+MAX_STOP_WORDS = 64
+StopWord = Annotated[str, Field(min_length=1, max_length=1_000)]
+StopWords = Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
+"""Each is looked for after each token, on the thread that samples."""
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63 - 4096)]
+"""Room for each choice's own seed."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
+BodyType = TypeVar("BodyType", bound="Body")
+
+
+class Body(BaseModel):
+    """A request's body."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def read(cls: type[BodyType], body: Any) -> BodyType:
+        """Check a decoded JSON body.
+
+        Raises:
+            RequestError: with the fields that do not fit.
+        """
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise RequestError(f"this engine does not support the request: {problems(error)}") from None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class JsonSchema(Body):
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        return self
+
+
+class Sampling(Body):
+    """What chat and completions have in common."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    logit_bias: dict[str, Bias] | None = None
+    stop: StopWord | StopWords | None = None
+    seed: Seed | None = None
+    n: int | None = Field(default=None, ge=1, le=128)
+    min_tokens: int | None = Field(default=None, ge=0)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    """It and `user` tell of the caller, and nothing of the answer."""
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for stream=true")
+        return self
+
+    def params(
+        self, max_tokens: int, vocab_size: int, top_logprobs: int, grammar: Any = None
+    ) -> SamplingParams:
+        """How to sample the first choice.
+
+        Raises:
+            RequestError: settings contradict each other.
+        """
+        if grammar is not None and (self.ignore_eos or self.min_tokens):
+            raise RequestError(
+                "ignore_eos and min_tokens cannot be combined with an answer that keeps to a schema"
+            )
+        if (self.min_tokens or 0) > max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {max_tokens}")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=max(self.top_k or 0, 0),
+            stop=self.stop_words,
+            seed=self.seed,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias=_bias(self.logit_bias or {}, vocab_size),
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
+            top_logprobs=top_logprobs,
+            grammar=grammar,
+        )
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class HistoryCall(BaseModel):
+    """A tool call in an earlier message."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    """A message of text; whatever else a template may use of it is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: list[HistoryCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    audio: None = None
+    function_call: None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_of_text(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+                raise ValueError(f"this model takes text only, no {kind!r:.50}")
+        return content
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content is missing")
+        return self
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Prompted(Body):
+    """How messages become a prompt."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Prompted:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
+        return self
+
+
+class GivenPrompt(Body):
+    prompt_token_ids: TokenIds
+
+
+class ChatRequest(Sampling, Prompted):
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    kv_transfer_params: GivenPrompt | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
+
+    @property
+    def given_ids(self) -> list[int] | None:
+        """The prompt in tokens, where the messages need not be rendered."""
+        return self.kv_transfer_params.prompt_token_ids if self.kv_transfer_params else None
+
+    def schemas(self) -> Mapping[str, Any]:
+        """The parameters' schema of each tool that may be called."""
+        return {
+            tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()
+        }
+
+
+class CompletionRequest(Sampling):
+    prompt: str | TokenIds | Texts | TokenLists
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(Prompted):
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    wrong = [
+        key
+        for key in given
+        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size
+    ]
+    if wrong:
+        raise RequestError(f"logit_bias: keys are token ids below {vocab_size}, not {wrong[0]!r}")
+    return tuple((int(key), bias) for key, bias in given.items())

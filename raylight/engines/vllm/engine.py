@@ -1,0 +1,202 @@
+"""The `Engine` on vLLM: its own OpenAI application and its own asynchronous client, with our capture, weights and adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.exceptions import GracefulHTTPError
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from raylight.engines.protocol import LoraAdapter, UpdateMode
+from raylight.engines.vllm.adapters import Adapters
+from raylight.engines.vllm.capture import Capture
+from raylight.engines.vllm.fields import KnownFields
+from raylight.engines.vllm.weights import Checkpoint, shared_file
+from raylight.errors import WeightSyncError
+
+CLOSED = "the engine is shutting down"
+NOT_NEEDED = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
+"""Layers of vLLM's application that raylight's gateway stands in for; the second looks through all routes for each request."""
+UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+CLOSE_S = 1.0
+"""How long vLLM's processes have to end by themselves."""
+
+
+class VllmEngine:
+    """Implements `Engine` around an `AsyncLLM`.
+
+    New weights go through a file in memory that each worker loads, on a CPU and on a GPU alike (there the worker copies the
+    tensors to its device; not yet run on one). The workers must therefore be on this machine.
+
+    Args:
+        client: the `AsyncLLM`, just made: its event loop has not turned since.
+        build_app: makes vLLM's native application around the client.
+        model: the name under which it is served.
+        path: of the model, of which the tensors' names and shapes are read.
+    """
+
+    kind = "vllm"
+
+    def __init__(
+        self, client: Any, build_app: Callable[[], Awaitable[FastAPI]], model: str, path: str
+    ) -> None:
+        self.model = model
+        self.tokenizer = client.get_tokenizer()
+        self.max_model_len: int | None = client.model_config.max_model_len
+        self._client, self._build_app, self._path = client, build_app, path
+        self._capture = Capture(client)
+        self._adapters = Adapters(client, self._capture)
+        self._checkpoint: Checkpoint | None = None
+        self._changing = asyncio.Lock()
+        self._asleep = self._closed = False
+        self._broken: str | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        return self._capture.version
+
+    async def app(self) -> ASGIApp:
+        app = await self._build_app()
+        models = app.state.openai_serving_models
+        models.lora_requests = self._adapters.served
+        app.user_middleware = [
+            layer for layer in app.user_middleware if getattr(layer.cls, "__name__", "") not in NOT_NEEDED
+        ]
+        app.middleware_stack = None  # was built already; Starlette builds it anew
+
+        @app.get("/v1/models/{name:path}")
+        async def retrieve_model(name: str) -> Any:
+            for card in (await models.show_available_models()).data:
+                if card.id == name:
+                    return card
+            raise HTTPException(404, f"there is no model {name!r}")
+
+        checked = KnownFields(app, self._client.vllm_config.scheduler_config.max_num_queued_reqs)
+
+        async def open_app(scope: Scope, receive: Receive, send: Send) -> None:
+            if self._closed and scope["type"] == "http":
+                body = {
+                    "error": {
+                        "message": CLOSED,
+                        "type": "overloaded_error",
+                        "param": None,
+                        "code": UNAVAILABLE,
+                    }
+                }
+                await JSONResponse(body, UNAVAILABLE)(scope, receive, send)
+            else:
+                await checked(scope, receive, send)
+
+        return open_app
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
+        async with self._changing:
+            self._check_awake()
+            if self._checkpoint is None:
+                trust = bool(self._client.model_config.trust_remote_code)
+                self._checkpoint = await asyncio.to_thread(Checkpoint, self._path, trust)
+            tensors = self._checkpoint.complete(weights)
+            with contextlib.ExitStack() as files:
+                path = await asyncio.to_thread(files.enter_context, shared_file(tensors))
+                async with self._paused(mode):
+                    await self._load(path)
+                    self._capture.version = version
+
+    async def load_adapter(
+        self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
+    ) -> None:
+        if name == self.model:
+            raise WeightSyncError(f"an adapter cannot be served as {name!r}: the model itself is")
+        async with self._changing:
+            self._check_awake()
+            await self._adapters.load(name, version, adapter, mode)
+
+    async def drop_adapter(self, name: str) -> None:
+        async with self._changing:
+            await self._adapters.drop(name)
+
+    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+        if not 2 <= len(ids) < (self.max_model_len or 0):
+            raise WeightSyncError(
+                f"log-probabilities are of 2 to {(self.max_model_len or 0) - 1} tokens, not {len(ids)}"
+            )
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        name, lora = f"logprobs-{uuid.uuid4().hex}", self._adapters.find(adapter) if adapter else None
+        outputs = [o async for o in self._client.generate(tokens_input(ids), params, name, lora_request=lora)]
+        found = outputs[-1].prompt_logprobs
+        return [entry[token].logprob for token, entry in zip(ids[1:], found[1:], strict=True)]
+
+    async def sleep(self, level: int = 1) -> str | None:
+        config = self._client.vllm_config
+        if config.device_config.device_type == "cpu":
+            return "vLLM on a CPU has no device memory to free"
+        if not config.model_config.enable_sleep_mode:
+            return "vLLM was started without enable_sleep_mode=True among its arguments"
+        async with self._changing:
+            await self._client.engine_core.sleep_async(level, "keep")
+            self._asleep = True
+        return None
+
+    async def wake(self) -> None:
+        async with self._changing:
+            if self._asleep:
+                await self._client.engine_core.wake_up_async(None)
+                self._asleep = False
+
+    async def check_health(self) -> None:
+        if self._broken:
+            raise WeightSyncError(self._broken)
+        await self._client.check_health()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for state in self._client.output_processor.request_states.values():
+                state.queue.put(GracefulHTTPError(CLOSED, UNAVAILABLE))
+            self._client.shutdown(CLOSE_S)
+            self._adapters.close()
+
+    def _check_awake(self) -> None:
+        if self._closed or self._asleep:
+            raise WeightSyncError(
+                self._broken or (CLOSED if self._closed else "the engine sleeps; wake it first")
+            )
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
+        """Nothing is scheduled meanwhile; requests in flight fare as `mode` says. What was cached is computed anew after."""
+        core = self._client.engine_core  # the client's own method adds a pause of 20 ms
+        try:
+            await core.pause_scheduler_async(mode, True)
+            await self._capture.caught_up()
+            yield
+        finally:
+            if not self._closed:
+                await core.resume_scheduler_async()
+
+    async def _load(self, path: str) -> None:
+        """Have every worker load a file. Should that fail, nobody knows what they compute with: the engine closes."""
+        try:
+            await self._client.collective_rpc("raylight_load_weights", args=(path,))
+        except (
+            BaseException
+        ) as error:  # vLLM tells of a worker's failure by a plain Exception; and the caller may have given up
+            self._broken = (
+                f"vLLM failed to load new weights, and must be started anew: {error or type(error).__name__}"
+            )
+            self.close()
+            if isinstance(error, Exception):
+                raise WeightSyncError(self._broken) from error
+            raise

@@ -1,0 +1,1 @@
+"""From recorded rollouts to training batches, without torch."""

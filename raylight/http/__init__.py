@@ -1,0 +1,1 @@
+"""HTTP pieces that engines and serving share: requests, server-sent events, error bodies."""

@@ -1,1 +1,0 @@
-"""The engines behind one protocol (`raylight.serving.engine`): transformers, vLLM, and any OpenAI-compatible URL."""

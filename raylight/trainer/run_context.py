@@ -1,0 +1,66 @@
+"""What a run hands to an algorithm that brings its own loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from raylight.agent.resources import LLM, NamedResources
+from raylight.experience.batch import BatchReport
+from raylight.trainer.inputs import resolve_model
+from raylight.trainer.outcome import describe, raise_if_hopeless
+from raylight.trainer.plan import with_policy
+from raylight.trainer.report import Metrics, Report
+from raylight.types import FinishedRollout
+
+
+@dataclass(frozen=True)
+class TrainerRunContext:
+    """Implements `raylight.algorithms.base.RunContext`.
+
+    Attributes:
+        secret: of the run, from which the keys of attempts derive.
+        resources: those of the run, without the model that the algorithm is to serve.
+        trained_agents: regular expression for the agents whose calls are trained; None for all.
+        continues: the algorithm's file from which it goes on; None if it begins anew.
+    """
+
+    report: Report
+    secret: str
+    resources: NamedResources
+    trained_agents: str | None
+    continues: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.report.folder
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.report.checkpoint
+
+    def model_path(self, model: str) -> str:
+        return resolve_model(model)
+
+    def with_model(self, llm: LLM) -> NamedResources:
+        return with_policy(self.resources, llm)
+
+    def report_failures(self, finished: list[FinishedRollout]) -> None:
+        self.report.failures(finished)
+
+    def check_scored(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
+        self.report_failures(finished)
+        raise_if_hopeless(finished, failure_reward)
+
+    def describe(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
+        self.report.drift(content)
+        return describe(finished, content, seconds)
+
+    def stage(self, text: str) -> None:
+        self.report.stage(text)
+
+    def note(self, text: str) -> None:
+        self.report.note(text)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self.report.step(step, metrics)

@@ -1,0 +1,309 @@
+"""What the algorithms of the family are: their settings, their rewards, and the rollouts that a step gathers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from unit_helpers import make_finished, make_generation
+
+import raylight as rl
+from raylight import algorithms
+from raylight.config import LearnerConfig
+from raylight.errors import ConfigError, RolloutsFailedError
+from raylight.trainer.gather import gather, groups_that_differ
+from raylight.types import GREEDY, Failure, FinishedRollout
+
+FAMILY = sorted(
+    name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm)
+)
+FAMILY.remove("PolicyAlgorithm")
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_algorithm_is_offered_with_its_paper_and_needs_a_model_only(name: str) -> None:
+    cls = getattr(rl, name)
+    assert cls is getattr(algorithms, name)
+    assert "https://arxiv.org/abs/" in cls.__doc__
+    algorithm = cls(model="m")
+    assert cls(**algorithm.model_dump()) == algorithm
+    with pytest.raises(ConfigError, match=f"{name} has no setting 'group_sise'; it has: group_size"):
+        cls(model="m", group_sise=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        (
+            "GRPO",
+            {
+                "adv_estimator": "grpo",
+                "loss_mode": "vanilla",
+                "loss_agg_mode": "token-mean",
+                "norm_adv_by_std": True,
+            },
+        ),
+        (
+            "DrGRPO",
+            {"adv_estimator": "grpo", "norm_adv_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm"},
+        ),
+        (
+            "DAPO",
+            {
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.28,
+                "loss_agg_mode": "token-mean",
+                "zero_variance_groups": "drop",
+            },
+        ),
+        ("RLOO", {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"}),
+        (
+            "ReinforcePlusPlus",
+            {"adv_estimator": "reinforce_plus_plus", "group_size": 1, "baseline_kind": "batch"},
+        ),
+        (
+            "ReinforcePlusPlusBaseline",
+            {"adv_estimator": "reinforce_plus_plus_baseline", "kl_type": "k2", "baseline_kind": "group"},
+        ),
+        ("ReMax", {"adv_estimator": "remax", "samples_greedily": True, "group_size": 1}),
+        ("OPO", {"adv_estimator": "opo", "samples_greedily": False}),
+        ("GPG", {"adv_estimator": "gpg", "loss_mode": "gpg"}),
+        (
+            "GSPO",
+            {
+                "loss_mode": "gspo",
+                "clip_ratio_low": 3e-4,
+                "clip_ratio_high": 4e-4,
+                "loss_agg_mode": "seq-mean-token-mean",
+            },
+        ),
+        ("CISPO", {"loss_mode": "cispo", "clip_ratio_low": 10.0, "clip_ratio_high": 0.2}),
+        (
+            "SAPO",
+            {"loss_mode": "sapo", "tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": "seq-mean-token-mean"},
+        ),
+        ("GMPO", {"loss_mode": "geo_mean", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
+        (
+            "ClipCov",
+            {"loss_mode": "clip_cov", "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
+        ),
+        ("KLCov", {"loss_mode": "kl_cov", "kl_cov_ratio": 2e-3, "ppo_kl_coef": 1.0}),
+        (
+            "PPO",
+            {"adv_estimator": "gae", "gamma": 1.0, "lam": 0.95, "group_size": 1, "baseline_kind": "nothing"},
+        ),
+    ],
+)
+def test_an_algorithm_has_the_settings_of_its_paper(name: str, settings: dict[str, Any]) -> None:
+    algorithm = getattr(algorithms, name)(model="m")
+    assert {key: getattr(algorithm, key) for key in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "unread"),
+    [
+        ("RLOO", {"gamma": 0.9}, "gamma"),
+        ("GRPO", {"lam": 0.9}, "lam"),
+        ("RLOO", {"norm_adv_by_std": False}, "norm_adv_by_std"),
+        ("SAPO", {"clip_ratio_high": 0.3}, "clip_ratio_high"),
+        ("KLCov", {"clip_ratio_low": 0.1}, "clip_ratio_low"),
+        ("GSPO", {"clip_ratio_c": 5.0}, "clip_ratio_c"),
+        ("GRPO", {"tau_neg": 1.2}, "tau_neg"),
+        ("GRPO", {"clip_cov_ratio": 0.1}, "clip_cov_ratio"),
+        ("ClipCov", {"kl_cov_ratio": 0.1}, "kl_cov_ratio"),
+        ("GRPO", {"kl_type": "k1"}, "kl_type"),
+        ("PPO", {"kl_reward_type": "k3"}, "kl_reward_type"),
+        ("PPO", {"kl_reward_coef": 0.1, "kl_horizon": 5}, "kl_horizon"),
+        ("GRPO", {"loss_scale_factor": 8}, "loss_scale_factor"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(name: str, settings: dict[str, Any], unread: str) -> None:
+    with pytest.raises(ConfigError, match=rf"nothing reads {unread} \(read with "):
+        getattr(algorithms, name)(model="m", **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("PPO", {"gamma": 0.9, "lam": 0.9}),
+        ("ReinforcePlusPlus", {"gamma": 0.9}),
+        ("GRPO", {"clip_ratio_c": 5.0, "clip_ratio_high": 0.3, "norm_adv_by_std": False}),
+        ("DrGRPO", {"loss_scale_factor": 8}),
+        ("GRPO", {"kl_coef": 0.1, "kl_type": "k1"}),
+    ],
+)
+def test_a_setting_that_is_read_is_taken(name: str, settings: dict[str, Any]) -> None:
+    algorithm = getattr(algorithms, name)(model="m", **settings)
+    assert {key: getattr(algorithm, key) for key in settings} == settings
+
+
+def test_a_function_of_the_user_may_read_any_setting() -> None:
+    @rl.policy_loss("own_that_reads")
+    def own_that_reads(log_prob: Any, advantages: Any, config: Any) -> Any:
+        return -log_prob * advantages * config.tau_pos
+
+    @rl.advantage_estimator("own_with_lam")
+    def own_with_lam(token_level_rewards: Any, lam: float) -> Any:
+        return token_level_rewards * lam
+
+    rl.GRPO(model="m", loss_mode="own_that_reads", tau_pos=2.0)
+    from raylight.algorithms.policy import PolicyAlgorithm
+
+    PolicyAlgorithm(model="m", adv_estimator="own_with_lam", lam=0.5)
+
+
+def test_ppo_has_a_critic() -> None:
+    assert rl.PPO(model="m").critic is not None
+    with pytest.raises(ConfigError, match="a critic need each other"):
+        rl.PPO(model="m", critic=None)
+
+
+# the length of DAPO's rollouts
+
+
+def long_rollout(tokens: int) -> FinishedRollout:
+    calls = [make_generation([1], [2] * 5), make_generation([1], [2] * (tokens - 5))]
+    return dataclasses.replace(make_finished(1.0), generations=calls)
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(10, 1.0), (80, 1.0), (90, 0.75), (100, 0.5), (150, 0.5)])
+def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float) -> None:
+    dapo = rl.DAPO(model="m", max_response_tokens=100, overlong_buffer=20, overlong_factor=0.5)
+    assert dapo.reward_of(long_rollout(tokens)) == pytest.approx(reward)
+    assert rl.DAPO(model="m").reward_of(long_rollout(tokens)) == 1.0
+    batch, _ = dapo.batch_of([long_rollout(tokens), long_rollout(10), make_finished(0.0)], LearnerConfig())
+    assert batch.rewards == pytest.approx([reward, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"overlong_factor": 0.5}, "nothing reads overlong_factor without max_response_tokens"),
+        ({"max_response_tokens": 100}, "overlong_buffer=4096"),
+    ],
+)
+def test_settings_of_length_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rl.DAPO(model="m", **given)
+
+
+# batches
+
+
+def test_an_algorithm_without_groups_learns_from_single_rollouts() -> None:
+    single = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
+    assert not rl.GRPO(model="m").batch_of(single, LearnerConfig())[1].has_signal
+    for algorithm in (rl.PPO(model="m"), rl.ReinforcePlusPlus(model="m")):
+        batch, told = algorithm.batch_of(single, LearnerConfig())
+        assert (batch.rewards, told.has_signal) == ([1.0, 0.0], True)
+
+
+def test_a_batch_follows_the_learners_limit() -> None:
+    long = [
+        dataclasses.replace(make_finished(r), generations=[make_generation([1], [2] * 9)]) for r in (0.0, 1.0)
+    ]
+    learner = LearnerConfig(max_row_tokens=4, long_rows="truncate")
+    assert [len(row.token_ids) for row in rl.GRPO(model="m").batch_of(long, learner)[0].rows] == [4, 4]
+
+
+def greedy(reward: float, group: str) -> FinishedRollout:
+    item = make_finished(reward, group=group)
+    rollout = item.rollout.model_copy(update={"metadata": {GREEDY: True}})
+    return dataclasses.replace(
+        item, rollout=rollout, generations=[make_generation([1], [2], temperature=0.0)]
+    )
+
+
+def test_the_greedy_rollouts_of_remax_are_compared_with_and_not_trained() -> None:
+    finished = [
+        make_finished(1.0, group="a"),
+        make_finished(0.0, group="b"),
+        greedy(0.5, "a"),
+        greedy(0.25, "b"),
+    ]
+    batch, told = rl.ReMax(model="m").batch_of(finished, LearnerConfig())
+    assert (batch.rewards, batch.baselines, len(batch.rows), told.trained) == ([1.0, 0.0], [0.5, 0.25], 2, 2)
+
+
+# gathering
+
+
+class Session:
+    """Rolls out tasks that are lists of rewards."""
+
+    def __init__(self) -> None:
+        self.rolled: list[tuple[Any, ...]] = []
+
+    async def rollout(
+        self,
+        tasks: list[Any],
+        mode: str,
+        samples: int,
+        progress: Callable[[int, int], None],
+        step: int,
+        part: int,
+    ) -> list[FinishedRollout]:
+        self.rolled.append(("sampled", mode, samples, step, part))
+        return [
+            make_finished(
+                None if reward is None else float(reward),
+                group=f"{part}-{i}",
+                failure=Failure(kind="agent", error="E: e") if reward is None else None,
+            )
+            for i, task in enumerate(tasks)
+            for reward in task
+        ]
+
+    async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
+        self.rolled.append(("greedy", len(tasks), step, part))
+        return [greedy(0.5, f"{part}-{i}") for i in range(len(tasks))]
+
+
+class Silent:
+    def rolling(self, mode: str) -> Callable[[int, int], None]:
+        return lambda done, total: None
+
+
+def gathered(algorithm: Any, *batches: list[Any]) -> tuple[list[FinishedRollout], list[tuple[Any, ...]], int]:
+    """What was gathered, how, and how many batches of tasks were left."""
+    session, tasks = Session(), iter(batches)
+    finished = asyncio.run(gather(session, algorithm, tasks, 3, Silent()))  # type: ignore[arg-type]
+    return finished, session.rolled, len(list(tasks))
+
+
+SAME, OTHER = [1, 1], [0, 1]
+
+
+def test_a_step_rolls_out_one_batch_of_tasks() -> None:
+    finished, rolled, left = gathered(rl.GRPO(model="m", group_size=2), [SAME, SAME], [OTHER])
+    assert (len(finished), rolled, left) == (4, [("sampled", "train", 2, 3, 0)], 1)
+
+
+def test_groups_without_a_difference_are_made_up_for_by_new_tasks() -> None:
+    dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2)
+    finished, rolled, left = gathered(dapo, [SAME, OTHER], [SAME, SAME], [OTHER, OTHER], [OTHER, OTHER])
+    assert [part for *_, part in rolled] == [0, 1, 2]
+    assert (len(finished), left, groups_that_differ(finished, dapo)) == (12, 1, 3)
+    batch, told = dapo.batch_of(finished, LearnerConfig())
+    assert (len(batch.rewards), told.groups, told.groups_without_signal, told.equal) == (6, 6, 3, 6)
+
+
+def test_new_tasks_are_taken_a_limited_number_of_times() -> None:
+    dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2, max_rounds=2)
+    finished, _, left = gathered(dapo, [SAME, SAME], [SAME, SAME], [OTHER, OTHER])
+    assert (len(finished), left, groups_that_differ(finished, dapo)) == (8, 1, 0)
+
+
+def test_an_agent_that_always_fails_is_not_given_more_tasks() -> None:
+    with pytest.raises(RolloutsFailedError, match="E: e"):
+        gathered(rl.DAPO(model="m", group_size=2), [[None, None]], [OTHER])
+
+
+def test_remax_rolls_each_task_out_once_more() -> None:
+    finished, rolled, _ = gathered(rl.ReMax(model="m"), [[1], [0]])
+    assert sorted(rolled) == [("greedy", 2, 3, 0), ("sampled", "train", 1, 3, 0)]
+    batch, told = rl.ReMax(model="m").batch_of(finished, LearnerConfig())
+    assert (batch.rewards, batch.baselines, told.alone) == ([1.0, 0.0], [0.5, 0.5], 0)

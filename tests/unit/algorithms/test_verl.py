@@ -1,0 +1,504 @@
+"""VERL(config): what users of verl and agent-lightning have, as settings of raylight."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from unit_helpers import ReachedRay
+from verl_configs import BASE, MATH, OPEN, TAU2, changed, settings_of
+
+import raylight
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.verl import VERL
+from raylight.algorithms.verl_config import combine
+from raylight.algorithms.verl_config.resolve import nearest
+from raylight.config import LearnerConfig
+from raylight.errors import ConfigError
+from raylight.trainer.trainer import Trainer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combine, "has_vllm", lambda: True)
+
+
+SHARED = {
+    "algorithm.model": "models/tiny",
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.norm_adv_by_std": True,
+    "algorithm.loss_mode": "vanilla",
+    "algorithm.loss_agg_mode": "token-mean",
+    "algorithm.lr": 1e-6,
+    "algorithm.lr_schedule": "constant",
+    "algorithm.lr_warmup_steps": 0,
+    "algorithm.weight_decay": 0.01,
+    "algorithm.betas": (0.9, 0.999),
+    "algorithm.grad_clip": 1.0,
+    "algorithm.clip_ratio_low": 0.2,
+    "algorithm.clip_ratio_high": 0.3,
+    "algorithm.clip_ratio_c": 3.0,
+    "algorithm.kl_coef": 0.0,
+    "algorithm.kl_reward_coef": 0.0,
+    "algorithm.entropy_coef": 0.0,
+    "algorithm.mini_batches": 1,
+    "algorithm.ppo_epochs": 1,
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.rollout_is": None,
+    "algorithm.rollout_rs": None,
+    "algorithm.bypass_mode": False,
+    "algorithm.zero_variance_groups": "keep",
+    "algorithm.n_steps": None,
+    "algorithm.val_before_train": True,
+    "algorithm.val_samples": 1,
+    "algorithm.sampling_parameters": {"temperature": 1.0},
+    "engine.kind": "vllm",
+    "engine.replicas": 1,
+    "engine.num_gpus": 0.4,
+    "engine.dtype": "bfloat16",
+    "engine.max_concurrent": 256,
+    "engine.sleep_while_learning": True,
+    "engine.args.tensor_parallel_size": 1,
+    "engine.args.tool_call_parser": "hermes",
+    "engine.args.enable_auto_tool_choice": True,
+    "engine.args.enable_sleep_mode": True,
+    "learner.n": 1,
+    "learner.num_gpus": 0.6,
+    "learner.dtype": "bf16",
+    "learner.lora": None,
+    "learner.packed": True,
+    "learner.gradient_checkpointing": True,
+    "learner.param_offload": True,
+    "learner.optimizer_offload": True,
+    "learner.torch_compile": False,
+    "learner.ulysses": 1,
+    "run.output_dir": None,
+    "run.seed": None,
+    "run.cpu_fallback": True,
+}
+"""What both examples resolve to."""
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        (
+            MATH,
+            {
+                "algorithm.tasks_per_step": 32,
+                "algorithm.group_size": 4,
+                "algorithm.n_epochs": 2,
+                "algorithm.val_every": 32,
+                "checkpoint.every": 64,
+                "engine.max_model_len": 6144,
+                "engine.args.gpu_memory_utilization": 0.6,
+                "learner.max_tokens_per_micro_batch": 4 * 6144,
+                "run.outputs": "outputs/AgentLightning/calc_x",
+            },
+        ),
+        (
+            TAU2,
+            {
+                "algorithm.tasks_per_step": 8,
+                "algorithm.group_size": 8,
+                "algorithm.n_epochs": 8,
+                "algorithm.val_every": 4,
+                "checkpoint.every": 0,
+                "engine.max_model_len": 10240,
+                "engine.args.gpu_memory_utilization": 0.8,
+                "learner.max_tokens_per_micro_batch": 4 * 10240,
+                "run.outputs": "outputs/agent-framework-lab-lightning/tau2_agent",
+            },
+        ),
+    ],
+    ids=["math", "tau2"],
+)
+def test_the_examples_are_taken_unchanged(config: dict[str, Any], own: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings = settings_of(config)
+    expected = SHARED | own
+    assert {name: settings[name] for name in expected} == expected
+    assert "critic.lr" not in settings
+
+
+def test_a_logger_that_raylight_has_not_is_told() -> None:
+    notes = VERL(MATH).adjust_run_settings(OPEN).notes
+    assert any("trainer.logger: wandb gets nothing; metrics are in metrics.jsonl" in note for note in notes)
+    assert not any(
+        "logger" in note
+        for note in VERL(BASE | {"trainer.logger": ["console"]}).adjust_run_settings(OPEN).notes
+    )
+
+
+def test_verls_own_defaults_fill_what_is_not_given() -> None:
+    algorithm = VERL(
+        {
+            "actor_rollout_ref": {"model": {"path": "m"}, "rollout": {"name": "vllm"}},
+            "trainer": {"n_gpus_per_node": 2},
+        }
+    )
+    assert (
+        algorithm.tasks_per_step,
+        algorithm.mini_batches,
+        algorithm.n_epochs,
+        algorithm.adv_estimator,
+    ) == (1024, 4, 30, "gae")
+    assert algorithm.critic is not None
+    assert (algorithm.critic.lr, algorithm.critic.mini_batches, algorithm.lr) == (1e-5, 4, 1e-6)
+    around = algorithm.adjust_run_settings(OPEN)
+    assert (around.learner.n, around.engine.replicas, around.engine.args["tensor_parallel_size"]) == (2, 1, 2)
+    assert (around.engine.max_model_len, around.learner.max_tokens_per_micro_batch) == (1024, 16384)
+
+
+def test_dotted_keys_and_an_omegaconf_say_the_same_as_nested_ones() -> None:
+    dotted = {
+        "algorithm.adv_estimator": "grpo",
+        "data": {"train_batch_size": 8},
+        "actor_rollout_ref.model": {"path": "models/tiny"},
+        "actor_rollout_ref": {
+            ROLLOUT.rpartition(".")[2]: {"name": "vllm"},
+            "rollout.n": 4,
+            "rollout.tensor_model_parallel_size": 1,
+        },
+        "trainer.n_gpus_per_node": 1,
+    }
+    assert settings_of(dotted) == settings_of(BASE)
+    assert settings_of(OmegaConf.create(MATH)) == settings_of(MATH)
+    other = OmegaConf.create(MATH | {"trainer": MATH["trainer"] | {"save_freq": "${trainer.test_freq}"}})
+    assert settings_of(other) == settings_of(changed(MATH, {"trainer.save_freq": 32}))
+
+
+def test_a_whole_configuration_of_verl_is_taken_too() -> None:
+    """As hydra composes it: every key of verl's, those that raylight does not honour at their defaults."""
+    from raylight.algorithms.verl_config.defaults import verl_defaults
+
+    # what would be an adapter of Megatron, or a parser chosen without a look, is given by such a configuration
+    whole = OmegaConf.merge(verl_defaults(), changed(MATH, {}))
+    settings, plain = settings_of(whole), settings_of(MATH)
+    same = {name for name in plain if settings.get(name) == plain[name]}
+    assert {name for name in plain if name.startswith(("algorithm.", "checkpoint."))} - same == {
+        "algorithm.calculate_entropy"
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
+        ("algorithm.adv_estimater", "algorithm.adv_estimator"),
+        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("data.batch_size", "data.train_batch_size"),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        ),
+        ("trainer.total_epoch", "trainer.total_epochs"),
+        ("rollout.n", "actor_rollout_ref.rollout.n"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, near: str) -> None:
+    assert near in nearest(key)
+    with pytest.raises(ConfigError, match=rf"does not honour {key}; it does: .*\b{near}\b"):
+        VERL(BASE | {key: 1})
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        VERL(BASE | {"trainer.no_such": 1, "data.shuffle": False, f"{ROLLOUT}.name": "sglang"})
+    for part in (
+        "does not honour trainer.no_such",
+        "data.shuffle=False is not what",
+        "'sglang' must be one of vllm, hf",
+    ):
+        assert part in str(error.value)
+
+
+def test_without_strict_each_is_one_warning_and_left_out() -> None:
+    config = BASE | {"trainer.no_such": 1, "data.shuffle": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        algorithm = VERL(config, strict=False)
+    assert [str(item.message).split(";")[0] for item in told] == [
+        "left out: raylight does not honour trainer.no_such",
+        "left out: data.shuffle=False is not what raylight does: each pass over the tasks is shuffled anew",
+    ]
+    assert told[0].filename == __file__
+    assert algorithm.model_dump() == VERL(BASE).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("dotted", "message"),
+    [
+        (
+            {"actor_rollout_ref.actor.ppo_mini_batch_size": 3},
+            "ppo_mini_batch_size=3 must divide data.train_batch_size=8",
+        ),
+        (
+            {"actor_rollout_ref.actor.ppo_mini_batch_size": 16},
+            "ppo_mini_batch_size=16 must divide data.train_batch_size=8",
+        ),
+        ({f"{ROLLOUT}.n": 1}, "grpo compares the rollouts of a task with one another"),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, "1 GPUs .* cannot be divided into engines"),
+        (
+            {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
+            "give lr_warmup_steps, or trainer.total_training_steps",
+        ),
+        (
+            {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1000},
+            "must hold the longest row, which has 1024 tokens",
+        ),
+        (
+            {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "full"},
+            "must be one of kl, k1",
+        ),
+        ({"algorithm.filter_groups.enable": True}, "say how often tasks are rolled out for it at most"),
+        (
+            {"actor_rollout_ref.actor.grad_clip": 0.5, "actor_rollout_ref.actor.optim.clip_grad": 1.0},
+            "mean the same",
+        ),
+        (
+            {"actor_rollout_ref.actor.optim.lr": "fast"},
+            r"actor_rollout_ref.actor.optim.lr \(lr\): Input should be",
+        ),
+        ({"data.train_batch_size": "many"}, "data.train_batch_size"),
+        ({"data": {"train_batch_size": 4}}, "data.train_batch_size is given twice, as 8 and as 4"),
+        (
+            {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.gpu_memory_utilization": 0.5},
+            "is for vLLM, and .*name is 'hf'",
+        ),
+        ({"critic.enable": True}, "critic need each other"),
+        ({"data.truncation": "left"}, "prompts are never cut"),
+        ({f"{ROLLOUT}.temperature": "hot"}, "temperature='hot' must be a number above 0"),
+        ({f"{ROLLOUT}.temperature": 0.0}, "temperature=0.0 must be a number above 0"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm": "fast"}, "engine_kwargs.vllm='fast' must be a mapping"),
+        (
+            {"trainer.total_epochs": "${no.such}"},
+            "trainer.total_epochs: Interpolation key 'no.such' not found",
+        ),
+        (
+            {"actor_rollout_ref.actor.optim.betas.first": 0.9},
+            "does not honour actor_rollout_ref.actor.optim.betas.first",
+        ),
+        ({"actor_rollout_ref.actor.optim.betas": [2.0, 0.9]}, "less than 1"),
+        (
+            {"actor_rollout_ref.actor.optim.lr": float("inf")},
+            r"optim.lr \(lr\): Input should be a finite number",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_the_key(dotted: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VERL(BASE | dotted)
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", f"{ROLLOUT}.name"])
+def test_what_verl_asks_for_is_asked_for_here(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        VERL({name: value for name, value in BASE.items() if name != key})
+
+
+@pytest.mark.parametrize("config", [None, "grpo", ["algorithm"], {1: 2}, {"algorithm": {"gamma": object()}}])
+def test_what_is_no_configuration(config: Any) -> None:
+    with pytest.raises(ConfigError):
+        VERL(config if not isinstance(config, dict) else BASE | config)
+
+
+def test_the_transformers_engine_by_its_name() -> None:
+    settings = settings_of(BASE | {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.multi_turn.format": "llama3_json"})
+    assert settings["engine.kind"] == "transformers"
+    assert {name: value for name, value in settings.items() if name.startswith("engine.args.")} == {
+        "engine.args.tool_parser": "llama_json"
+    }
+    assert not settings["engine.sleep_while_learning"]
+
+
+def test_remax_has_its_greedy_rollouts() -> None:
+    assert VERL(BASE | {"algorithm.adv_estimator": "remax"}).samples_greedily
+    assert not VERL(BASE).samples_greedily
+
+
+# beside the Trainer's own arguments
+
+
+def test_it_is_an_algorithm_like_any_other() -> None:
+    assert raylight.VERL is VERL
+    trainer = Trainer(algorithm=VERL(TAU2), n_runners=3)
+    assert isinstance(trainer.algorithm, PolicyAlgorithm)
+    assert (trainer.runner.n, trainer.learner.n, trainer.engine.kind, trainer.checkpoint.every) == (
+        3,
+        1,
+        "vllm",
+        0,
+    )
+    described = Trainer(algorithm={"type": "raylight.VERL", "config": TAU2})
+    assert described.algorithm == trainer.algorithm
+
+
+def test_what_the_trainer_says_is_combined() -> None:
+    trainer = Trainer(
+        algorithm=VERL(MATH),
+        learner={"num_cpus": 2, "n": 1},
+        engine={"port": 9123, "args": {"swap_space": 1}},
+        seed=5,
+        output_dir="here",
+    )
+    assert (trainer.learner.num_cpus, trainer.learner.param_offload, trainer.engine.port) == (2, True, 9123)
+    assert trainer.engine.args["swap_space"] == 1
+    assert trainer.engine.args["gpu_memory_utilization"] == 0.6
+    assert (trainer.seed, trainer.output_dir) == (5, "here")
+
+
+def test_the_trainer_counts_where_the_configuration_says_nothing() -> None:
+    trainer = Trainer(
+        algorithm=VERL(MATH), learner={"dtype": "fp32", "num_gpus": 0}, engine={"dtype": "float32"}
+    )
+    assert (trainer.learner.dtype, trainer.engine.dtype, trainer.learner.num_gpus) == ("fp32", "float32", 0)
+    assert Trainer(algorithm=VERL(BASE), num_epochs=3).algorithm.n_epochs == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"n_learners": 2},
+            r"Trainer says learner.n=2, and trainer.n_gpus_per_node in the configuration 1; give it once",
+        ),
+        (
+            {"engine": {"kind": "transformers"}},
+            "engine.kind='transformers', and actor_rollout_ref.rollout.name .*'vllm'",
+        ),
+        (
+            {"engine": {"args": {"gpu_memory_utilization": 0.1}}},
+            "engine.args.gpu_memory_utilization=0.1, and .* 0.6",
+        ),
+        (
+            {"learner": {"param_offload": False}},
+            "learner.param_offload=False, and .*fsdp_config.param_offload",
+        ),
+        ({"num_epochs": 5}, "num_epochs=5, and trainer.total_epochs is 2"),
+    ],
+)
+def test_a_contradiction_is_an_error(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(algorithm=VERL(MATH), **arguments)
+
+
+def test_seed_and_folder_may_contradict_too() -> None:
+    config = BASE | {"data.seed": 3, "trainer.default_local_dir": "there"}
+    assert Trainer(algorithm=VERL(config)).seed == 3
+    assert Trainer(algorithm=VERL(config)).output_dir == "there"
+    with pytest.raises(ConfigError, match=r"seed=4, and data\.seed"):
+        Trainer(algorithm=VERL(config), seed=4)
+    with pytest.raises(ConfigError, match=r"output_dir=.*here.*, and trainer.default_local_dir"):
+        Trainer(algorithm=VERL(config), output_dir=Path("here"))
+
+
+# without GPUs, and without vLLM
+
+
+def test_on_a_cluster_without_gpus_as_many_ranks_compute_on_cpus() -> None:
+    config = BASE | {
+        "trainer.n_gpus_per_node": 4,
+        f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        f"{ROLLOUT}.gpu_memory_utilization": 0.6,
+        f"{ROLLOUT}.multi_turn.format": "hermes",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2,
+    }
+    on_gpus = VERL(config).adjust_run_settings(OPEN)
+    assert (
+        on_gpus.learner.n,
+        on_gpus.learner.num_gpus,
+        on_gpus.learner.ulysses,
+        on_gpus.engine.replicas,
+    ) == (4, 0.6, 2, 2)
+    on_cpus = on_gpus.cpu_fallback
+    assert on_cpus is not None
+    assert (on_cpus.learner.n, on_cpus.learner.num_gpus, on_cpus.learner.ulysses) == (4, 0, 1)
+    assert (on_cpus.engine.num_gpus, on_cpus.engine.replicas, on_cpus.engine.sleep_while_learning) == (
+        0,
+        1,
+        False,
+    )
+    assert on_cpus.engine.args == {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
+    assert "= 4 learner ranks compute on CPUs" in on_cpus.notes[-1]
+    assert VERL(config | {"trainer.device": "cpu"}).adjust_run_settings(OPEN) == on_cpus
+    assert VERL(config | {"trainer.device": "cuda"}).adjust_run_settings(OPEN).cpu_fallback is None
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_a_run_settles_on_what_the_cluster_has(
+    gpus: int, planned_runs: list[Any], hollow_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = BASE | {
+        "actor_rollout_ref.model.path": hollow_model,
+        f"{ROLLOUT}.name": "hf",
+        "trainer.project_name": "p",
+    }
+    trainer = Trainer(algorithm=VERL(config), num_epochs=3)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ReachedRay):
+        trainer.fit(lambda task, llm: 1.0, [1, 2, 3])
+    (run,) = planned_runs
+    assert run.total_steps == 2
+    assert run.folder.parent == tmp_path / "outputs" / "p"
+    assert (run.plan.algorithm.sampling_parameters, run.plan.algorithm.max_logprob_mismatch) == (
+        {"temperature": 1.0},
+        0.5,
+    )
+    monkeypatch.setattr(
+        "raylight.trainer.runs.ray.cluster_resources",
+        lambda: {"CPU": 2.0, "GPU": gpus} if gpus else {"CPU": 2.0},
+    )
+    run.finalize_plan()
+    assert (run.plan.learner.num_gpus, run.plan.engine.num_gpus) == ((0.6, 0.4) if gpus else (0, 0))
+    assert run.plan.engine.kind == "transformers"
+    assert ("no GPU: " in run._notes[-1]) == (not gpus)
+    assert run.resolved()["algorithm"]["name"] == "VERL"
+
+
+def test_what_the_trainer_says_of_gpus_holds_on_either() -> None:
+    given = OPEN.__class__(OPEN.engine, LearnerConfig(num_gpus=1), OPEN.checkpoint)
+    around = VERL(BASE).adjust_run_settings(given)
+    assert around.cpu_fallback is not None
+    assert (around.learner.num_gpus, around.cpu_fallback.learner.num_gpus) == (1, 1)
+
+
+def test_vllm_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combine, "has_vllm", lambda: False)
+    with pytest.raises(ConfigError, match=r"name is vllm, which is not installed: .*; or say hf there"):
+        Trainer(algorithm=VERL(MATH))
+    trainer = Trainer(algorithm=VERL(MATH, strict=False))
+    assert (trainer.engine.kind, trainer.engine.args, trainer.engine.sleep_while_learning) == (
+        "auto",
+        {},
+        False,
+    )
+    assert any(
+        "vLLM is not installed, so that the transformers engine serves" in note
+        for note in trainer.run_settings.notes
+    )
+
+
+def test_the_documentation_has_every_key() -> None:
+    from raylight.algorithms.verl_config.keys import KEYS, SECTIONS
+
+    text = (Path(__file__).parents[3] / "docs" / "verl.md").read_text()
+    for section, rows in SECTIONS.items():
+        part = text.partition(f"### `{section}`\n")[2].partition("\n###")[0]
+        for row in rows:
+            assert f"| `{row.key}` |" in part, f"{section}.{row.key} is not in docs/verl.md"
+    assert len([line for line in text.splitlines() if line.startswith("| `")]) == len(KEYS)
+
+
+def test_a_reference_that_an_omegaconf_cannot_resolve_is_an_error() -> None:
+    from omegaconf import OmegaConf
+
+    with pytest.raises(ConfigError, match=r"cannot be resolved: Interpolation key 'no.such' not found"):
+        VERL(OmegaConf.create({"trainer": {"total_epochs": "${no.such}"}}))

@@ -1,0 +1,244 @@
+"""Tool calls, thoughts and JSON schemas through the engine's chat route, asked by the real OpenAI SDK."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from transformers_helpers import HERMES, THINKING, MakeEngine, open_exchange, restyle, script
+
+from raylight.engines.transformers.grammar import Grammars
+from unit.engines.transformers.test_app import ask, ask_stream, text_of
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+SUB = {"type": "function", "function": {**ADD["function"], "name": "sub"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"enum": ["a", "b"]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+AS_JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+needs_xgrammar = pytest.mark.skipif(not Grammars(None, 0, []).available, reason="xgrammar is not installed")
+
+
+def make_caller(make_engine: MakeEngine, template: str = HERMES, **how: Any) -> Any:
+    engine = make_engine(**how)
+    restyle(engine, template)
+    return engine
+
+
+async def test_parallel_tool_calls(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine)
+    script(engine, f"I add.\n{CALL}\n{CALL.replace('1', '2')}")
+    choice = (await ask(engine, tools=[ADD], max_tokens=300)).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I add.", "tool_calls")
+    assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
+        ("add", '{"a": 1}'),
+        ("add", '{"a": 2}'),
+    ]
+    assert len({c.id for c in choice.message.tool_calls}) == 2
+    only = (await ask(engine, tools=[ADD], max_tokens=300, parallel_tool_calls=False)).choices[0]
+    assert len(only.message.tool_calls) == 1
+
+
+async def test_streamed_tool_calls_come_whole_after_the_text(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine)
+    script(engine, f"I add.\n{CALL}\n{CALL.replace('1', '2')}")
+    chunks = await ask_stream(engine, tools=[ADD], max_tokens=300)
+    assert text_of(chunks) == "I add."
+    calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+    assert [(c.index, c.function.arguments) for c in calls] == [(0, '{"a": 1}'), (1, '{"a": 2}')]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert len([c for c in chunks if c.choices[0].delta.content]) > 3  # the text came as it was sampled
+
+
+async def test_the_sdks_stream_helper_understands_it(make_engine: MakeEngine) -> None:
+    from transformers_helpers import client_of
+
+    engine = make_caller(make_engine)
+    script(engine, CALL)
+    client = await client_of(engine)
+    async with client.chat.completions.stream(
+        model="policy", messages=[{"role": "user", "content": "hi"}], tools=[ADD], max_tokens=300
+    ) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    assert message.content is None or message.content == ""
+    assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1}
+
+
+@pytest.mark.parametrize("how", [{"tools": [ADD], "tool_choice": "none"}, {}])
+async def test_without_leave_to_call_the_text_stays(make_engine: MakeEngine, how: dict[str, Any]) -> None:
+    engine = make_caller(make_engine)
+    script(engine, CALL)
+    choice = (await ask(engine, max_tokens=300, **how)).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
+
+
+async def test_malformed_calls_stay_content(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine)
+    script(engine, "<tool_call>add</tool_call>")
+    choice = (await ask(engine, tools=[ADD], max_tokens=300)).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("<tool_call>add</tool_call>", "stop")
+    assert text_of(await ask_stream(engine, tools=[ADD], max_tokens=300)) == "<tool_call>add</tool_call>"
+
+
+async def test_thoughts_are_told_apart(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine, THINKING)
+    script(engine, f"<think>\nhm\n</think>\n\nfour\n{CALL}")
+    message = (await ask(engine, tools=[ADD], max_tokens=300)).choices[0].message
+    assert (message.reasoning_content, message.content, len(message.tool_calls)) == ("hm", "four", 1)
+    chunks = await ask_stream(engine, tools=[ADD], max_tokens=300)
+    assert "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks) == "hm"
+
+
+async def test_a_prompt_may_begin_the_thought(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine, THINKING + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    script(engine, "hm</think>four")
+    message = (await ask(engine)).choices[0].message
+    assert (message.reasoning_content, message.content) == ("hm", "four")
+
+
+# held to a schema
+
+
+@needs_xgrammar
+async def test_json_that_fits_a_schema_and_the_logprobs_of_what_was_allowed(make_engine: MakeEngine) -> None:
+    engine, exchange = make_engine(), open_exchange()
+    for seed in range(5):
+        choice = (
+            await ask(
+                engine, response_format=AS_JSON, max_tokens=500, seed=seed, logprobs=True, top_logprobs=5
+            )
+        ).choices[0]
+        assert json.loads(choice.message.content)["x"] in ("a", "b")
+        assert choice.finish_reason == "stop"
+        assert choice.logprobs.content[0].token == "{"
+        assert choice.logprobs.content[0].logprob == pytest.approx(0)  # nothing else was allowed
+        assert choice.logprobs.content[0].top_logprobs[1].logprob == -9999
+        assert exchange.samples[0].logprobs[0] == pytest.approx(0)
+        json.dumps(exchange.samples[0].sampling)
+    text = (
+        (await ask(engine, response_format={"type": "json_object"}, max_tokens=20)).choices[0].message.content
+    )
+    assert text.startswith("{")
+
+
+@needs_xgrammar
+async def test_a_batch_mixes_free_answers_and_held_ones(make_engine: MakeEngine) -> None:
+    import asyncio
+
+    engine = make_engine()
+    free = [(await ask(engine, seed=i)).choices[0].message.content for i in range(3)]
+    held = [ask(engine, response_format=AS_JSON, max_tokens=500) for _ in range(3)]
+    answers = await asyncio.gather(*held, *(ask(engine, seed=i) for i in range(3)))
+    assert [a.choices[0].message.content for a in answers[3:]] == free
+    assert all(json.loads(a.choices[0].message.content) for a in answers[:3])
+
+
+@needs_xgrammar
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "sub"}}], ids=["required", "named"]
+)
+async def test_a_call_can_be_required(make_engine: MakeEngine, choice: Any) -> None:
+    engine = make_caller(make_engine)
+    how = {
+        "tools": [ADD, SUB],
+        "tool_choice": choice,
+        "max_tokens": 900,
+        "parallel_tool_calls": False,
+        "seed": 1,
+    }
+    answer = (await ask(engine, **how)).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls"
+    assert call.function.name in (("add", "sub") if choice == "required" else ("sub",))
+    assert json.loads(call.function.arguments)["a"] in (1, 2)
+
+
+@needs_xgrammar
+async def test_strict_tools_are_held_to_their_schema(make_engine: MakeEngine) -> None:
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    engine = make_caller(make_engine)
+    script(engine, '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>')  # 7 is not allowed
+    answer = (await ask(engine, tools=[strict], max_tokens=300)).choices[0]
+    assert json.loads(answer.message.tool_calls[0].function.arguments)["a"] in (1, 2)
+
+
+@needs_xgrammar
+async def test_a_schema_and_tools_together_allow_either(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine)
+    for text, called in ((CALL, True), ('{"x": "a"}', False)):
+        script(engine, text)
+        message = (await ask(engine, tools=[ADD], response_format=AS_JSON, max_tokens=300)).choices[0].message
+        assert bool(message.tool_calls) == called
+        assert called or json.loads(message.content) == {"x": "a"}
+        engine = make_caller(make_engine)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"response_format": AS_JSON},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [ADD], "tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]},
+    ],
+)
+async def test_without_xgrammar_a_schema_is_refused(
+    make_engine: MakeEngine, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grammars, "available", False)
+    with pytest.raises(openai.BadRequestError, match="xgrammar"):
+        await ask(make_caller(make_engine), **how)
+
+
+@needs_xgrammar
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"properties": 3}])
+async def test_a_bad_schema_is_refused(make_engine: MakeEngine, schema: dict[str, Any]) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "bad", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        await ask(make_engine(), response_format=wanted)
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "nowhere"}}}, "nowhere"),
+        pytest.param(
+            {"tool_choice": "required", "extra_body": {"ignore_eos": True}},
+            "ignore_eos",
+            marks=needs_xgrammar,
+        ),
+    ],
+)
+async def test_impossible_choices_are_refused(
+    make_engine: MakeEngine, how: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=named):
+        await ask(make_caller(make_engine), tools=[ADD], **how)
+
+
+async def test_tools_that_the_template_or_the_parser_does_not_know_are_refused(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(tool_parser="hermes")
+    with pytest.raises(openai.BadRequestError, match="template knows no tools"):
+        await ask(engine, tools=[ADD])
+    restyle(engine, HERMES, tool_parser=None)
+    with pytest.raises(openai.BadRequestError, match="tool_parser"):
+        await ask(engine, tools=[ADD])

@@ -1,0 +1,215 @@
+"""What a batch leaves out, cuts off and adds: equal groups, long rows, rewards of turns, baselines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from unit_helpers import make_finished, make_generation, make_key
+
+from raylight.algorithms import DAPO
+from raylight.errors import GreedyError, RowTooLongError
+from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
+from raylight.experience.remax_baseline import baselines_of
+from raylight.experience.turn_rewards import TurnReward
+from raylight.semconv import ANNOTATION, reward_attributes
+from raylight.trainer.gather import groups_that_differ
+from raylight.trainer.outcome import describe
+from raylight.types import GREEDY, Failure, FinishedRollout, Span
+
+
+def build(finished: list[FinishedRollout], **rules: Any) -> tuple[TrainBatch, BatchReport]:
+    return build_batch(finished, BatchRules(**rules))
+
+
+def rewards(*values: float, group: str = "g") -> list[FinishedRollout]:
+    return [make_finished(value, group=group) for value in values]
+
+
+def with_calls(
+    reward: float,
+    calls: list[tuple[list[int], list[int], float]],
+    emitted: list[tuple[float, float]] = (),
+    **more: Any,
+):
+    """A rollout with calls (prompt, output, start; each takes a second) and emitted rewards (value, time)."""
+    item = make_finished(reward, **more)
+    generations = [
+        make_generation(prompt, output, key=make_key(item.rollout.rollout_id), start=start)
+        for prompt, output, start in calls
+    ]
+    spans = [
+        Span.from_attributes(
+            name=ANNOTATION,
+            attributes=dict(reward_attributes({"primary": value})),
+            start_time=at,
+            end_time=at,
+        )
+        for value, at in emitted
+    ]
+    return dataclasses.replace(item, generations=generations, spans=spans)
+
+
+# groups whose rewards are all equal
+
+
+def test_groups_without_a_difference_are_kept_or_dropped_and_counted() -> None:
+    finished = rewards(1.0, 1.0, group="a") + rewards(1.0, 0.0, group="b")
+    kept, told = build(finished)
+    assert (kept.rewards, told.groups_without_signal, told.equal) == ([1.0, 1.0, 1.0, 0.0], 1, 0)
+    dropped, told = build(finished, zero_variance_groups="drop")
+    assert (dropped.rewards, dropped.groups, dropped.owners) == ([1.0, 0.0], ["b", "b"], [0, 1])
+    assert (told.groups, told.groups_without_signal, told.equal, told.trained, told.calls) == (2, 1, 2, 2, 2)
+    assert describe(finished, told, 1.0)["train/equal"] == 2
+    assert build(rewards(1.0, 1.0), zero_variance_groups="drop")[1].has_signal is False
+
+
+@pytest.mark.parametrize(
+    ("compared", "values", "expected"),
+    [
+        ("group", (1.0, 1.0), False),
+        ("group", (1.0, 0.0), True),
+        ("batch", (1.0, 1.0), False),
+        ("batch", (1.0, 0.0), True),
+        ("nothing", (1.0, 1.0), True),
+        ("nothing", (), False),
+    ],
+)
+def test_there_is_a_signal_where_a_rollout_differs_from_what_it_is_compared_with(
+    compared: Any, values: tuple[float, ...], expected: bool
+) -> None:
+    assert build(rewards(*values), baseline_kind=compared)[1].has_signal is expected
+
+
+def test_rollouts_of_different_tasks_are_compared_where_the_batch_is() -> None:
+    finished = rewards(1.0, group="a") + rewards(0.0, group="b")
+    assert build(finished, baseline_kind="batch")[1].has_signal
+    assert not build(finished, baseline_kind="group")[1].has_signal
+
+
+# rows that are too long
+
+
+def long_and_short() -> list[FinishedRollout]:
+    """The first has a row of six tokens, and one of three; the second one of three."""
+    long = with_calls(1.0, [([1, 2], [3, 4, 5, 6], 0.0), ([7, 8], [9], 2.0)])
+    return [long, with_calls(0.0, [([1, 2], [3], 0.0)])]
+
+
+def test_a_row_that_is_too_long_is_an_error_that_names_the_settings() -> None:
+    with pytest.raises(RowTooLongError, match=r"6 tokens.*takes 5.*max_row_tokens.*max_model_len.*long_rows"):
+        build(long_and_short(), row_limit=5)
+    assert len(build(long_and_short(), row_limit=6)[0].rows) == 3
+
+
+def test_a_row_that_is_too_long_is_dropped_but_its_rollout_still_counts() -> None:
+    batch, told = build(long_and_short(), row_limit=5, long_rows="drop")
+    assert ([len(row.token_ids) for row in batch.rows], batch.owners, batch.rewards) == (
+        [3, 3],
+        [0, 1],
+        [1.0, 0.0],
+    )
+    assert (told.rows_dropped, told.rows_truncated, told.trained) == (1, 0, 2)
+    metrics = describe(long_and_short(), told, 1.0)
+    assert (metrics["trace/rows_dropped"], metrics["trace/rows_truncated"]) == (1, 0)
+    assert not build(long_and_short(), row_limit=2, long_rows="drop")[1].has_signal  # nothing is left
+
+
+def test_a_row_that_is_too_long_is_cut_off() -> None:
+    batch, told = build(long_and_short(), row_limit=4, long_rows="truncate")
+    row = batch.rows[0]
+    assert (row.token_ids, row.mask, row.weight_versions) == ([1, 2, 3, 4], [0, 0, 1, 1], [-1, -1, 0, 0])
+    assert len(row.logprobs) == 4
+    assert (told.rows_dropped, told.rows_truncated) == (0, 1)
+    assert (
+        build(long_and_short(), row_limit=2, long_rows="truncate")[1].rows_dropped == 3
+    )  # only prompts are left
+
+
+# rewards of turns
+
+
+def conversation(*emitted: tuple[float, float], reward: float = 9.0, **more: Any) -> FinishedRollout:
+    """Calls that end at 1, 4 and 7: the second goes on with the first, the third does not."""
+    calls = [([1, 2], [3], 0.0), ([1, 2, 3, 4], [5, 6], 3.0), ([7], [8], 6.0)]
+    return with_calls(reward, calls, list(emitted), **more)
+
+
+def test_a_reward_is_for_the_last_call_that_ended_before_it() -> None:
+    finished = [conversation((0.5, 0.0), (1.0, 1.0), (2.0, 5.0), (3.0, 7.5), (9.0, 8.0))]
+    assert build(finished)[0].turn_rewards == []
+    batch, _ = build([*rewards(0.0), *finished], turn_rewards=True)
+    assert batch.rewards == [0.0, 9.0]
+    assert batch.turn_rewards == [
+        TurnReward(0.5, 1, 1, 2),
+        TurnReward(1.0, 1, 1, 2),
+        TurnReward(2.0, 1, 1, 5),
+        TurnReward(3.0, 1, 2, 1),
+    ]
+    assert [batch.rows[turn.row].mask[turn.token] for turn in batch.turn_rewards] == [1, 1, 1, 1]
+
+
+def test_the_reward_of_a_call_that_was_left_out_goes_to_no_row() -> None:
+    batch, _ = build([conversation((2.0, 5.0), (9.0, 8.0))], turn_rewards=True, row_limit=3, long_rows="drop")
+    assert batch.turn_rewards == [TurnReward(2.0, 0, None, 5)]
+
+
+def test_of_a_failed_rollout_all_rewards_are_before_the_final_one() -> None:
+    failure = Failure(kind="agent", error="E: e")
+    item = conversation((2.0, 5.0), failure=failure)
+    assert [turn.value for turn in build([item], failure_reward=-1.0, turn_rewards=True)[0].turn_rewards] == [
+        2.0
+    ]
+
+
+def test_groups_differ_by_the_rewards_of_their_turns_too() -> None:
+    same = [conversation((1.0, 2.0), (9.0, 8.0)), conversation((1.0, 5.0), (9.0, 8.0))]
+    other = [conversation((2.0, 2.0), (9.0, 8.0)), conversation((1.0, 5.0), (9.0, 8.0))]
+    assert not build(same, turn_rewards=True)[1].has_signal
+    assert build(other, turn_rewards=True)[1].has_signal
+    assert not build(other)[1].has_signal
+
+
+def test_groups_differ_by_the_rewards_of_their_turns_where_these_are_trained() -> None:
+    def emitted(*values: float) -> FinishedRollout:
+        return with_calls(
+            values[-1], [([1], [2], 0.0)], [(value, float(i)) for i, value in enumerate(values)], group="g"
+        )
+
+    one, other, same = emitted(0.1, 0.2, 0.7), emitted(0.3, 0.7), emitted(0.2, 0.1, 0.7)
+    for trained, pair, differ in (
+        (True, [one, emitted(0.7)], 1),
+        (True, [one, other], 0),
+        (True, [one, same], 0),
+    ):
+        assert groups_that_differ(pair, DAPO(model="m", turn_rewards=trained)) == differ
+    assert groups_that_differ([one, emitted(0.7)], DAPO(model="m")) == 0
+
+
+# baselines
+
+
+def greedy(reward: float | None, group: str, temperature: float = 0.0) -> FinishedRollout:
+    item = make_finished(reward, group=group)
+    rollout = item.rollout.model_copy(update={"metadata": {GREEDY: True}})
+    return dataclasses.replace(
+        item, rollout=rollout, generations=[make_generation([1], [2], temperature=temperature)]
+    )
+
+
+def test_rollouts_are_compared_with_the_greedy_one_of_their_group() -> None:
+    finished = [*rewards(1.0, group="a"), greedy(0.25, "a"), greedy(0.5, "b"), greedy(None, "c")]
+    assert baselines_of(finished, lambda item: item.reward, False) == {"a": 0.25, "b": 0.5}
+
+
+def test_a_rollout_that_should_have_been_greedy_and_was_not_is_an_error() -> None:
+    with pytest.raises(GreedyError, match=r"temperature 0.7.*llm\.sampling_parameters"):
+        baselines_of([greedy(1.0, "a", temperature=0.7)], lambda item: item.reward, False)
+
+
+def test_a_group_without_its_baseline_is_left_out() -> None:
+    finished = rewards(1.0, group="a") + rewards(0.0, group="b")
+    batch, told = build_batch(finished, BatchRules(baseline_kind="baseline"), baselines={"a": 1.0})
+    assert (batch.rewards, batch.baselines, told.alone, told.has_signal) == ([1.0], [1.0], 1, False)
+    assert build_batch(finished, BatchRules(baseline_kind="baseline"), baselines={"a": 0.5})[1].has_signal

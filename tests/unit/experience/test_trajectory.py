@@ -1,0 +1,421 @@
+"""Law 1: what is trained is exactly what was sampled, each response once. Checked on random trees of conversations."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit_helpers import make_generation
+
+from raylight.experience.trajectory import LONGEST_HEADER, Relation, Trajectories, build_trajectories
+from raylight.types import Generation, Trajectory
+
+TOKENS = st.integers(0, 3)
+"""Few different tokens, so that prefixes coincide by chance as well."""
+
+
+def relations(*calls: tuple[list[int], list[int]]) -> list[Relation]:
+    return build_trajectories([make_generation(prompt, output) for prompt, output in calls]).relations
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Generation]:
+    """Calls that each start afresh, repeat a context, continue an earlier call, or fork from it."""
+    calls: list[Generation] = []
+    for number in range(draw(st.integers(0, 10))):
+        kind = (
+            draw(st.sampled_from(["fresh", "continue", "continue", "parallel", "drift"]))
+            if calls
+            else "fresh"
+        )
+        if kind == "fresh":
+            prompt = draw(st.lists(TOKENS, min_size=1, max_size=4))
+        elif kind == "drift":  # an earlier conversation, but one token of it is another
+            earlier = draw(st.sampled_from(calls))
+            prompt = earlier.prompt_ids + earlier.output_ids
+            prompt[draw(st.integers(0, len(prompt) - 1))] = draw(TOKENS)
+        elif kind == "parallel":
+            prompt = list(draw(st.sampled_from(calls)).prompt_ids)
+        else:
+            earlier = draw(st.sampled_from(calls))
+            prompt = earlier.prompt_ids + earlier.output_ids + draw(st.lists(TOKENS, max_size=3))
+        output = draw(st.lists(TOKENS, max_size=4))
+        # values that tell which token of which call they belong to
+        logprobs = [-(number + place / 100) - 0.001 for place in range(len(output))]
+        versions = [100 * number + place for place in range(len(output))]
+        temperature = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
+        calls.append(
+            make_generation(prompt, output, temperature=temperature, logprobs=logprobs, versions=versions)
+        )
+    return calls
+
+
+@given(conversations(), st.data())
+def test_calls_that_were_cut_off_change_nothing(calls: list[Generation], data: st.DataObject) -> None:
+    """The others become what they would have become without them."""
+    cut = [data.draw(st.booleans()) for _ in calls]
+    with_cut = [
+        replace(call, finish_reason="aborted") if c else call for call, c in zip(calls, cut, strict=True)
+    ]
+    without = [call for call, c in zip(calls, cut, strict=True) if not c]
+    assert build_trajectories(with_cut) == build_trajectories(without)
+
+
+def trained_of(trajectory: Trajectory) -> list[tuple[int, float, int]]:
+    columns = zip(
+        trajectory.token_ids, trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True
+    )
+    return [(token, logprob, version) for token, mask, logprob, version in columns if mask]
+
+
+def sampled_in(calls: list[Generation]) -> list[tuple[int, float, int]]:
+    return [
+        triple
+        for call in calls
+        for triple in zip(call.output_ids, call.logprobs, call.weight_versions, strict=True)
+    ]
+
+
+def owner(calls: list[Generation], trajectory: Trajectory, last: bool) -> Generation:
+    """The call of a trajectory's last (or first) trained token; versions are unique."""
+    version = trained_of(trajectory)[-1 if last else 0][2]
+    return next(call for call in calls if version in call.weight_versions)
+
+
+@given(conversations())
+def test_every_sampled_response_is_trained_exactly_once(calls: list[Generation]) -> None:
+    trained = [triple for trajectory in build_trajectories(calls).rows for triple in trained_of(trajectory)]
+    assert sorted(trained) == sorted(sampled_in(calls))
+
+
+@given(conversations())
+def test_the_tokens_are_those_of_the_last_call(calls: list[Generation]) -> None:
+    for trajectory in build_trajectories(calls).rows:
+        last = owner(calls, trajectory, last=True)
+        assert trajectory.token_ids == last.prompt_ids + last.output_ids
+
+
+@given(conversations())
+def test_each_response_lies_where_it_was_sampled_and_in_one_piece(calls: list[Generation]) -> None:
+    for trajectory in build_trajectories(calls).rows:
+        for call in calls:
+            if call.output_ids and call.weight_versions[0] in trajectory.weight_versions:
+                start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.output_ids)
+                assert trajectory.weight_versions[start:end] == call.weight_versions
+                assert trajectory.logprobs[start:end] == call.logprobs
+                assert trajectory.mask[start:end] == [1] * len(call.output_ids)
+                assert trajectory.token_ids[:end] == call.prompt_ids + call.output_ids
+
+
+@given(conversations())
+def test_what_was_not_sampled_has_no_mask_no_logprob_no_version(calls: list[Generation]) -> None:
+    for trajectory in build_trajectories(calls).rows:
+        assert trajectory.mask[0] == 0
+        assert set(trajectory.mask) == {0, 1}
+        for mask, logprob, version in zip(
+            trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True
+        ):
+            assert mask or (logprob, version) == (0.0, -1)
+
+
+@given(conversations())
+def test_responses_keep_the_order_in_which_they_were_sampled(calls: list[Generation]) -> None:
+    for trajectory in build_trajectories(calls).rows:
+        versions = [version for _, _, version in trained_of(trajectory)]
+        assert versions == sorted(versions)
+
+
+@given(conversations())
+def test_a_trajectory_has_one_temperature(calls: list[Generation]) -> None:
+    for trajectory in build_trajectories(calls).rows:
+        inside = [c for c in calls if c.output_ids and c.weight_versions[0] in trajectory.weight_versions]
+        assert {call.temperature for call in inside} == {trajectory.temperature}
+
+
+@given(conversations())
+@settings(max_examples=30)
+def test_building_leaves_the_generations_alone(calls: list[Generation]) -> None:
+    before = [
+        (list(c.prompt_ids), list(c.output_ids), list(c.logprobs), list(c.weight_versions)) for c in calls
+    ]
+    build_trajectories(calls)
+    assert before == [(c.prompt_ids, c.output_ids, c.logprobs, c.weight_versions) for c in calls]
+
+
+def test_a_conversation_of_many_turns_is_one_row() -> None:
+    calls = [
+        make_generation([1], [2]),
+        make_generation([1, 2, 9], [3]),
+        make_generation([1, 2, 9, 3], [4, 5]),
+    ]
+    (row,) = build_trajectories(calls).rows
+    assert row.token_ids == [1, 2, 9, 3, 4, 5]
+    assert row.mask == [0, 1, 0, 1, 1, 1]
+
+
+def test_of_two_calls_that_continue_the_same_turn_the_second_has_the_past_as_context() -> None:
+    calls = [make_generation([1], [2]), make_generation([1, 2, 7], [3]), make_generation([1, 2, 8], [4])]
+    rows = build_trajectories(calls).rows
+    assert [row.mask for row in rows] == [[0, 1, 0, 1], [0, 0, 0, 1]]
+
+
+def test_parallel_calls_are_rows_of_their_own() -> None:
+    calls = [make_generation([1, 2], [3]), make_generation([1, 2], [3]), make_generation([1, 2], [4])]
+    rows = build_trajectories(calls).rows
+    assert [row.token_ids for row in rows] == [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
+
+
+def test_a_call_continues_the_longest_conversation_that_fits() -> None:
+    calls = [make_generation([1], [2]), make_generation([1], [2, 3]), make_generation([1, 2, 3, 9], [4])]
+    assert [row.token_ids for row in build_trajectories(calls).rows] == [[1, 2], [1, 2, 3, 9, 4]]
+
+
+def test_another_temperature_begins_a_row_of_its_own() -> None:
+    rows = build_trajectories(
+        [make_generation([1], [2]), make_generation([1, 2, 9], [3], temperature=0.5)]
+    ).rows
+    assert [(row.temperature, row.mask) for row in rows] == [(1.0, [0, 1]), (0.5, [0, 0, 0, 1])]
+
+
+def test_calls_that_sampled_nothing_are_left_out() -> None:
+    assert build_trajectories([]) == Trajectories([], [])
+    assert build_trajectories([make_generation([1], [])]) == Trajectories([], [])
+
+
+@given(conversations())
+def test_every_call_has_a_relation_and_those_that_extend_make_no_row(calls: list[Generation]) -> None:
+    made = build_trajectories(calls)
+    assert len(made.relations) == sum(bool(call.output_ids) for call in calls)
+    assert len(made.rows) == len(made.relations) - made.relations.count("extension")
+    assert [place for place, relation in enumerate(made.relations) if relation == "start"] == [0][
+        : len(made.relations)
+    ]
+
+
+@given(conversations())
+def test_calls_that_share_no_token_restart(calls: list[Generation]) -> None:
+    made = build_trajectories(calls)
+    sampled = [call for call in calls if call.output_ids]
+    for place, (call, relation) in enumerate(zip(sampled, made.relations, strict=True)):
+        earlier = [(other.prompt_ids + other.output_ids)[0] for other in sampled[:place]]
+        if earlier and call.prompt_ids[0] not in earlier:
+            assert relation in (
+                "restart",
+                "drift_header",
+            )  # the first tokens of so short a prompt may pass for a header
+
+
+@given(conversations())
+def test_the_common_prefixes_are_those_that_a_plain_comparison_finds(calls: list[Generation]) -> None:
+    """A call that shares all tokens of an earlier one is never said to have left it, and the other way round."""
+    sampled = [call for call in calls if call.output_ids]
+    for place, relation in enumerate(build_trajectories(calls).relations):
+        prompt = sampled[place].prompt_ids
+        totals = [call.prompt_ids + call.output_ids for call in sampled[:place]]
+        whole = any(prompt[: len(total)] == total for total in totals)
+        if relation == "extension":
+            assert whole
+        if relation == "restart":
+            assert not whole
+            assert prompt not in [call.prompt_ids for call in sampled[:place]]
+
+
+@given(conversations(), st.randoms(use_true_random=False))
+def test_the_laws_hold_in_any_order_of_the_calls(calls: list[Generation], random: object) -> None:
+    random.shuffle(calls)  # type: ignore[attr-defined]
+    rows = build_trajectories(calls).rows
+    assert sorted(triple for row in rows for triple in trained_of(row)) == sorted(sampled_in(calls))
+    for row in rows:
+        last = owner(calls, row, last=True)
+        assert row.token_ids == last.prompt_ids + last.output_ids
+
+
+@dataclass
+class Known:
+    """A tree of conversations in which all tokens differ, so that each call's relation is known."""
+
+    calls: list[Generation]
+    relations: list[Relation]
+
+
+@st.composite
+def known_trees(draw: st.DrawFn) -> Known:
+    fresh = itertools.count(1000)
+    system = [next(fresh) for _ in range(LONGEST_HEADER + 4)]
+    calls: list[Generation] = []
+    known: list[Relation] = []
+    open_: list[Generation] = []
+
+    def some(least: int, most: int) -> list[int]:
+        return [next(fresh) for _ in range(draw(st.integers(least, most)))]
+
+    kinds: list[Relation] = ["extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"]
+    for _ in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(kinds)) if calls else "start"
+        past = draw(st.sampled_from(calls)) if calls else None
+        if kind == "extension" and past not in open_:
+            kind = "fork"
+        elif kind == "fork" and past in open_:
+            kind = "extension"
+        prompt = system + some(LONGEST_HEADER, LONGEST_HEADER + 4)
+        if past is not None and kind in ("extension", "fork"):
+            prompt = past.prompt_ids + past.output_ids + some(5, 8)
+        elif past is not None and kind == "drift_ending":
+            prompt = past.prompt_ids + past.output_ids[:-1] + some(5, 8)
+        elif past is not None and kind == "drift_response":
+            kept = draw(st.integers(0, len(past.output_ids) - 2))
+            prompt = past.prompt_ids + past.output_ids[:kept] + some(5, 8)
+        elif past is not None and kind == "drift_header":
+            skipped = draw(st.integers(0, len(past.output_ids) - 2))
+            prompt = past.prompt_ids[: -draw(st.integers(1, 4))] + past.output_ids[skipped:] + some(5, 8)
+        call = make_generation(prompt, some(3, 6))
+        if kind == "extension":
+            open_.remove(past)
+        open_.append(call)
+        calls.append(call)
+        known.append(kind)
+    return Known(calls, known)
+
+
+@given(known_trees())
+@settings(max_examples=300)
+def test_the_relations_of_a_known_tree_are_found(tree: Known) -> None:
+    assert build_trajectories(tree.calls).relations == tree.relations
+
+
+def test_of_parallel_samples_all_but_the_first_are_forks() -> None:
+    assert relations(([1, 2], [3, 9]), ([1, 2], [3, 9]), ([1, 2], [4, 9])) == ["start", "fork", "fork"]
+
+
+def test_a_retry_of_an_earlier_turn_is_a_fork() -> None:
+    assert relations(([1], [2, 9]), ([1, 2, 9, 3], [4, 9]), ([1], [5, 9])) == ["start", "extension", "fork"]
+
+
+def test_a_response_that_was_cut_off_and_asked_for_again_is_a_fork() -> None:
+    assert relations(([1], [2, 3, 4, 9]), ([1, 2, 3], [5, 9])) == ["start", "fork"]
+
+
+def test_another_question_after_the_same_turn_is_a_fork_though_its_first_tokens_are_those_of_the_other() -> (
+    None
+):
+    assert relations(([1], [2, 9]), ([1, 2, 9, 50, 51], [4, 9]), ([1, 2, 9, 50, 52], [5, 9])) == [
+        "start",
+        "extension",
+        "fork",
+    ]
+
+
+def test_the_same_prompt_at_another_temperature_is_a_fork() -> None:
+    calls = [make_generation([1], [2]), make_generation([1, 2, 3], [4], temperature=0.5)]
+    assert build_trajectories(calls).relations == ["start", "fork"]
+
+
+@pytest.mark.parametrize(
+    ("rendered", "relation"),
+    [
+        (
+            [30, 31, 32, 9, 50],
+            "extension",
+        ),  # the end token belongs to the response, as most templates have it
+        ([30, 31, 32, 50], "drift_ending"),  # the end token is not rendered
+        ([30, 31, 32, 8, 50], "drift_ending"),  # another end token
+        ([30, 33, 9, 50], "drift_response"),  # tokenised otherwise
+        ([31, 32, 9, 50], "drift_response"),  # without its beginning, such as its reasoning
+        ([50], "drift_response"),  # not rendered at all
+    ],
+)
+def test_how_a_response_is_rendered_in_the_next_prompt(rendered: list[int], relation: Relation) -> None:
+    assert relations(([1, 2], [30, 31, 32, 9]), ([1, 2, *rendered], [60, 9])) == ["start", relation]
+
+
+@pytest.mark.parametrize("output", [[30, 9], [30]])
+def test_a_response_of_which_nothing_is_rendered_is_no_mere_ending(output: list[int]) -> None:
+    assert relations(([1, 2], output), ([1, 2, 40, 9, 50], [60, 9])) == ["start", "drift_response"]
+
+
+@pytest.mark.parametrize("rendered", [[30, 31, 32, 9, 50], [32, 9, 50], [30, 31, 32, 50]])
+def test_a_header_that_is_only_rendered_before_new_responses_is_drift(rendered: list[int]) -> None:
+    """Such as an empty thought of a model that is asked not to think; where it thinks, the reasoning is left out as well."""
+    think = [70, 71, 72]
+    assert relations(([1, 2, *think], [30, 31, 32, 9]), ([1, 2, *rendered, *think], [60, 9])) == [
+        "start",
+        "drift_header",
+    ]
+
+
+def test_another_message_of_the_user_is_no_drift_of_the_header_even_if_it_is_what_was_answered() -> None:
+    """The end token of the message lies between, so that it was not a header that the prompt left."""
+    header = [9, 70]
+    assert relations(([1, 2, *header], [30, 9]), ([1, 30, *header], [31, 9])) == ["start", "restart"]
+
+
+def test_a_summarised_history_restarts_even_in_the_middle() -> None:
+    calls = [([1, 2], [3, 9]), ([1, 2, 3, 9, 4], [5, 9]), ([1, 6], [7, 9]), ([1, 6, 7, 9, 8], [5, 9])]
+    assert relations(*calls) == ["start", "extension", "restart", "extension"]
+
+
+def test_a_drift_is_context_in_a_row_of_its_own() -> None:
+    made = build_trajectories([make_generation([1], [2, 9]), make_generation([1, 2, 50], [4, 9])])
+    assert [(row.token_ids, row.mask) for row in made.rows] == [
+        ([1, 2, 9], [0, 1, 1]),
+        ([1, 2, 50, 4, 9], [0, 0, 0, 1, 1]),
+    ]
+
+
+def test_a_second_question_after_a_drift_is_drift_again() -> None:
+    """It shares most with the first question after it, but its past is rendered differently just as well."""
+    calls = [([1, 2], [30, 31, 32, 9]), ([1, 2, 32, 9, 50], [60, 9]), ([1, 2, 32, 9, 51], [61, 9])]
+    assert relations(*calls) == ["start", "drift_response", "drift_response"]
+
+
+def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
+    """Rows by comparing lists: a call extends the longest conversation that its prompt begins with."""
+    rows: list[list[Generation]] = []
+    for call in (call for call in calls if call.output_ids):
+        lengths = {}
+        for place, row in enumerate(rows):
+            tokens = row[-1].prompt_ids + row[-1].output_ids
+            if call.prompt_ids[: len(tokens)] == tokens and call.temperature == row[-1].temperature:
+                lengths[place] = len(tokens)
+        if lengths:
+            rows[max(lengths, key=lambda place: lengths[place])].append(call)
+        else:
+            rows.append([call])
+    return rows
+
+
+@given(conversations())
+@settings(max_examples=300)
+def test_rows_are_those_that_a_plain_comparison_finds(calls: list[Generation]) -> None:
+    expected = [row[-1].prompt_ids + row[-1].output_ids for row in plain_rows(calls)]
+    made = build_trajectories(calls).rows
+    assert sorted(row.token_ids for row in made) == sorted(expected)
+
+
+def test_a_conversation_of_many_long_calls_is_one_row() -> None:
+    """Longer than the steps in which tokens are compared."""
+    calls, context = [], list(range(1, 700))
+    for turn in range(20):
+        output = [10_000 * turn + token for token in range(1000, 1300)]
+        calls.append(make_generation(list(context), output))
+        context += [*output, turn]
+    made = build_trajectories(calls)
+    assert made.relations == ["start"] + ["extension"] * 19
+    assert [len(row.token_ids) for row in made.rows] == [len(context) - 1]
+    changed = make_generation([*context[:5000], -5, *context[5001:]], [7])
+    assert build_trajectories([*calls, changed]).relations[-1] == "drift_response"
+
+
+@given(conversations())
+def test_each_call_ends_where_its_place_says(calls: list[Generation]) -> None:
+    built = build_trajectories(calls)
+    kept = [call for call in calls if call.output_ids and call.finish_reason != "aborted"]
+    assert len(built.places) == len(built.relations) == len(kept)
+    for call, place in zip(kept, built.places, strict=True):
+        row = built.rows[place.row]
+        assert row.token_ids[: place.last + 1] == call.prompt_ids + call.output_ids
+        assert row.mask[place.last] == 1
+        assert place.end_time == call.end_time

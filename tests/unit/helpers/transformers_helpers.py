@@ -1,0 +1,131 @@
+"""What the tests of the transformers engine share: a brake, a script, a client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from unit_helpers import within
+
+from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureContext, Sample
+from raylight.engines.transformers.engine import TransformersEngine
+from raylight.engines.transformers.message import find_style
+from raylight.engines.transformers.params import SamplingParams
+
+MakeEngine = Callable[..., TransformersEngine]
+GREEDY = SamplingParams(12, temperature=0.0)
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = HERMES + "{# <think> #}"
+
+
+@torch.inference_mode()
+def logprobs_of(module: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
+    logits = module(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
+async def generate_all(
+    engine: TransformersEngine, requests: list[tuple[list[int], SamplingParams]]
+) -> list[Sample]:
+    async with within(30):
+        return await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in requests))
+
+
+async def check_greedy(
+    engine: TransformersEngine, module: Any, prompt: list[int], adapter: str | None = None
+) -> None:
+    """The engine's most probable tokens are those of a plain module, with its log-probabilities."""
+    async with within(30):
+        sampled = await engine.generate(prompt, GREEDY, adapter)
+    assert sampled.logprobs == pytest.approx(logprobs_of(module, prompt, sampled.output_ids), abs=1e-4)
+    with torch.inference_mode():
+        best = (
+            module(torch.tensor([prompt + sampled.output_ids]))
+            .logits[0, len(prompt) - 1 : -1]
+            .argmax(-1)
+            .tolist()
+        )
+    assert sampled.output_ids == best
+
+
+def other_weights(path: str, seed: int = 9) -> tuple[dict[str, Any], Any]:
+    """Weights unlike the model's, and a plain module that has them."""
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return {name: tensor.numpy() for name, tensor in module.state_dict().items()}, module
+
+
+class Brake:
+    """Holds the engine's thread in its nth forward pass until it is let go."""
+
+    def __init__(self, engine: TransformersEngine, at: int) -> None:
+        self.passes, self._at = 0, at
+        self._loop, self.reached, self._go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        engine._decoder.module.register_forward_hook(self._count)
+
+    def _count(self, *args: Any) -> None:
+        self.passes += 1
+        if self.passes == self._at:
+            self._loop.call_soon_threadsafe(self.reached.set)
+            self._go.wait(10)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+def script(engine: TransformersEngine, *texts: str) -> None:
+    """Make the engine's model say the texts, one for each choice (the last for all others), whatever it is asked."""
+    tokenizer, decoder = engine.tokenizer, engine._decoder
+    answers = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+
+    def saying(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def said(*given: Any) -> torch.Tensor:
+            logits = compute(*given)
+            for row, sequence in enumerate(given[0] if given else decoder.active):
+                answer = answers[min(sequence.sample.index, len(answers) - 1)]
+                logits[row] = -10.0
+                logits[row, answer[min(len(sequence.sample.output_ids), len(answer) - 1)]] = 20.0
+            return logits
+
+        return said
+
+    decoder.prefill = saying(decoder.prefill)  # type: ignore[method-assign]
+    decoder.decode = saying(decoder.decode)  # type: ignore[method-assign]
+
+
+def restyle(engine: TransformersEngine, template: str, **how: Any) -> None:
+    """Give the engine another chat template."""
+    engine.tokenizer.chat_template = template
+    engine.style = find_style(engine.tokenizer, how.get("tool_parser", "auto"), how.get("reasoning", "auto"))
+
+
+async def client_of(engine: TransformersEngine) -> openai.AsyncOpenAI:
+    """The real SDK, straight to the engine's application."""
+    transport = httpx.ASGITransport(await engine.app())
+    return openai.AsyncOpenAI(
+        base_url="http://engine/v1",
+        api_key="key",
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=transport),
+    )
+
+
+def open_exchange() -> CaptureContext:
+    """An exchange that the running test's requests belong to."""
+    exchange = CaptureContext(AttemptScope("ro-1", "at-1"), "chat", {}, 0.0, [])
+    CURRENT.set(exchange)
+    return exchange

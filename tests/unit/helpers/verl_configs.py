@@ -1,0 +1,139 @@
+"""Configurations as users of agent-lightning write them, and what VERL makes of one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from raylight.algorithms.run_settings import RunSettings
+from raylight.algorithms.verl import VERL
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
+
+MATH: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "data": {"train_batch_size": 32, "max_prompt_length": 4096, "max_response_length": 2048},
+    "actor_rollout_ref": {
+        "rollout": {
+            "tensor_model_parallel_size": 1,
+            "n": 4,
+            "log_prob_micro_batch_size_per_gpu": 4,
+            "multi_turn": {"format": "hermes"},
+            "name": "vllm",
+            "gpu_memory_utilization": 0.6,
+        },
+        "actor": {
+            "ppo_mini_batch_size": 32,
+            "ppo_micro_batch_size_per_gpu": 4,
+            "optim": {"lr": 1e-6},
+            "use_kl_loss": False,
+            "kl_loss_coef": 0.0,
+            "entropy_coeff": 0,
+            "clip_ratio_low": 0.2,
+            "clip_ratio_high": 0.3,
+            "fsdp_config": {"param_offload": True, "optimizer_offload": True},
+        },
+        "ref": {"log_prob_micro_batch_size_per_gpu": 8, "fsdp_config": {"param_offload": True}},
+        "model": {"path": "models/tiny", "use_remove_padding": True, "enable_gradient_checkpointing": True},
+    },
+    "trainer": {
+        "n_gpus_per_node": 1,
+        "val_before_train": True,
+        "critic_warmup": 0,
+        "logger": ["console", "wandb"],
+        "project_name": "AgentLightning",
+        "experiment_name": "calc_x",
+        "nnodes": 1,
+        "save_freq": 64,
+        "test_freq": 32,
+        "total_epochs": 2,
+    },
+}
+"""The keys and values of agent-lightning's examples/calc_x, but for the model."""
+TAU2: dict[str, Any] = {
+    "agentlightning": {"port": 9999},
+    "algorithm": {"adv_estimator": "grpo"},
+    "data": {"train_batch_size": 8, "max_prompt_length": 8192, "max_response_length": 2048},
+    "actor_rollout_ref": {
+        "rollout": {
+            "tensor_model_parallel_size": 1,
+            "n": 8,
+            "log_prob_micro_batch_size_per_gpu": 4,
+            "multi_turn": {"format": "hermes"},
+            "name": "vllm",
+            "gpu_memory_utilization": 0.8,
+        },
+        "actor": {
+            "ppo_mini_batch_size": 8,
+            "ppo_micro_batch_size_per_gpu": 4,
+            "optim": {"lr": 1e-6},
+            "use_kl_loss": False,
+            "clip_ratio_low": 0.2,
+            "clip_ratio_high": 0.3,
+            "fsdp_config": {"param_offload": True, "optimizer_offload": True},
+        },
+        "ref": {"log_prob_micro_batch_size_per_gpu": 8, "fsdp_config": {"param_offload": True}},
+        "model": {"path": "models/tiny", "use_remove_padding": True, "enable_gradient_checkpointing": True},
+    },
+    "trainer": {
+        "n_gpus_per_node": 1,
+        "val_before_train": True,
+        "logger": ["console", "wandb"],
+        "project_name": "agent-framework-lab-lightning",
+        "experiment_name": "tau2_agent",
+        "nnodes": 1,
+        "test_freq": 4,
+        "total_epochs": 8,
+    },
+}
+"""Those of the tau2 example of agent-framework's lab, but for the model."""
+BASE: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_batch_size": 8,
+    "actor_rollout_ref.model.path": "models/tiny",
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "trainer.n_gpus_per_node": 1,
+}
+"""The least that trains, in dotted keys."""
+OPEN = RunSettings(EngineConfig(), LearnerConfig(), CheckpointConfig())
+"""What a Trainer without arguments says."""
+
+
+def changed(config: dict[str, Any], dotted: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a nested configuration with other values."""
+    config = copy.deepcopy(config)
+    for key, value in dotted.items():
+        *path, last = key.split(".")
+        node = config
+        for name in path:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return config
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Every setting of a run, by target."""
+    algorithm = VERL(config)
+    around = algorithm.adjust_run_settings(OPEN)
+    settings = {"run.seed": around.seed, "run.output_dir": around.output_dir, "run.outputs": around.outputs}
+    settings["run.cpu_fallback"] = around.cpu_fallback is not None
+    sections = {
+        "algorithm": algorithm,
+        "engine": around.engine,
+        "learner": around.learner,
+        "checkpoint": around.checkpoint,
+    }
+    if algorithm.critic is not None:
+        sections["critic"] = algorithm.critic
+    for section, values in sections.items():
+        settings |= {f"{section}.{name}": getattr(values, name) for name in type(values).model_fields}
+    settings |= {f"engine.args.{name}": value for name, value in settings.pop("engine.args").items()}
+    settings.pop("algorithm.critic")
+    return settings
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `after` that are not those of `before`."""
+    assert before.keys() <= after.keys()
+    return {name: value for name, value in after.items() if name not in before or before[name] != value}

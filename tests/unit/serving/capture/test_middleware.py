@@ -1,0 +1,816 @@
+"""The tap: what the engine samples for an attempt reaches the store token for token, and nobody samples for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from capture_helpers import ASKED, ENGINE, INSIDE, Call, FakeApp, Sink, send_event, settle
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
+from template_helpers import make_tokenizer, template
+from unit_helpers import within
+
+from raylight.engines.capture_context import CURRENT, AttemptScope
+from raylight.errors import StoreLostError
+from raylight.experience.trajectory import build_trajectories
+from raylight.http.errors import RequestError
+from raylight.semconv import (
+    AGENT_NAME,
+    CALL_ID,
+    DIALECT,
+    FINISH_REASONS,
+    INPUT_MESSAGES,
+    OUTPUT_MESSAGES,
+    PROMPT_SOURCE,
+    REQUEST_MODEL,
+    REQUEST_PARAMETERS,
+    RESPONSE_ID,
+    RESPONSE_TOKEN_IDS,
+    TIME_TO_FIRST_TOKEN,
+    TOOL_DEFINITIONS,
+)
+from raylight.serving.capture import captured_request, conversation_loader, retry_queue
+from raylight.serving.capture.conversation_loader import REMEMBERED, ConversationLoader
+from raylight.serving.capture.middleware import MAX_CHOICES, CaptureMiddleware, count_choices
+from raylight.serving.capture.recorder import Recorder
+from raylight.serving.conversations.conversations import Conversations, Splice
+from raylight.store.client import StoreClient
+from raylight.store.reading import Turn
+from raylight.store.service import StoreService
+from raylight.traces.attributes import call_key_of
+from raylight.traces.messages import read_call
+
+STREAMED = ASKED | {"stream": True}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+class Known:
+    """Conversations that note what they are asked, and splice what they are told to."""
+
+    def __init__(self, spliced: list[int] | None = None) -> None:
+        self.spliced = spliced
+        self.whole = True
+        self.remembered: list[tuple[AttemptScope, Any, Any, list[int]]] = []
+        self.forgotten: list[AttemptScope] = []
+
+    def splice(self, scope: AttemptScope, body: Any) -> Splice | None:
+        return Splice(self.spliced, self.whole) if self.spliced else None
+
+    def missing(self, scope: AttemptScope, body: Any) -> bytes | None:
+        """Answers are told apart by their text alone."""
+        answers = [m["content"] for m in body["messages"] if m["role"] == "assistant"]
+        return (
+            answers[-1].encode()
+            if answers and not self.knows(scope, body, {"content": answers[-1]})
+            else None
+        )
+
+    def remember(self, scope: AttemptScope, body: Any, message: Any, tokens: list[int]) -> None:
+        self.remembered.append((scope, body, message, tokens))
+
+    def forget(self, scope: AttemptScope) -> None:
+        self.forgotten.append(scope)
+
+    def knows(self, scope: AttemptScope, body: Any, message: Any) -> bool:
+        return any(
+            known == scope and said["content"] == message["content"] for known, _, said, _ in self.remembered
+        )
+
+
+class Bench:
+    """A tap between a fake engine and a sink."""
+
+    def __init__(
+        self, conversations: Any = None, history: Any = None, patience_s: float = 5.0, capacity: int = 100
+    ) -> None:
+        self.sink, self.app, self.times = Sink(), FakeApp(), iter(range(10, 10_000))
+        self.recorder = Recorder(self.sink, capacity, patience_s)
+        self.tap = CaptureMiddleware(
+            self.app, ENGINE, self.recorder, conversations, history, clock=lambda: float(next(self.times))
+        )
+
+    def call(self, body: Any = ASKED, *args: Any, **kwargs: Any) -> Call:
+        return Call(self.tap, body, *args, **kwargs)
+
+    async def record(self, body: Any = ASKED, *args: Any, **kwargs: Any) -> tuple[Call, Any, Any]:
+        """A call, its generation and its span."""
+        call = await self.call(body, *args, **kwargs).answered()
+        await self.sink.has(1, 1)
+        ((_, generation, span),) = self.sink.closed
+        return call, generation, span
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_call_ends_before_its_client_has_the_answer(bench: Bench, streamed: bool) -> None:
+    call = bench.call(STREAMED if streamed else ASKED)
+    received: list[float] = []
+    sent = call.sent
+
+    class Watched(list):
+        def append(self, message: Any) -> None:
+            received.append(float(next(bench.times)))
+            sent.append(message)
+
+    call.sent = Watched()
+    await call.answered()
+    await bench.sink.has(1, 1)
+    ((_, generation, span),) = bench.sink.closed
+    assert generation.end_time == span.end_time < received[-1]  # a reward that comes at once is for this call
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) -> None:
+    call, generation, span = await bench.record(
+        STREAMED if streamed else ASKED, inside=AttemptScope("ro-1", "at-1", "planner")
+    )
+    assert call.status == 200
+    key = generation.key
+    assert bench.sink.opened == [(key, 10.0)]
+    assert (key.rollout_id, key.attempt_id) == ("ro-1", "at-1")
+    assert generation.prompt_ids == [ord("h"), ord("i")]
+    assert generation.output_ids == [ord(letter) for letter in "hello"]
+    assert (generation.logprobs, generation.weight_versions) == ([-0.5] * 5, [3] * 5)
+    assert (generation.model, generation.finish_reason, generation.agent) == ("policy", "stop", "planner")
+    assert (generation.temperature, generation.start_time) == (0.5, 10.0)
+    assert (span.name, span.span_id, span.trace_id) == (
+        "openai.chat.completion",
+        key.call_id[:16],
+        key.call_id,
+    )
+    assert (span.rollout_id, span.attempt_id, span.start_time, span.end_time) == (
+        "ro-1",
+        "at-1",
+        10.0,
+        generation.end_time,
+    )
+    told = dict(span.attributes)
+    assert json.loads(told.pop(INPUT_MESSAGES)) == ASKED["messages"]
+    assert json.loads(told.pop(OUTPUT_MESSAGES)) == [{"role": "assistant", "content": "hello"}]
+    assert json.loads(told.pop(REQUEST_PARAMETERS)) == {"model": "policy"} | (
+        {"stream": True} if streamed else {}
+    )
+    assert told.pop(TIME_TO_FIRST_TOKEN, None) == (1.0 if streamed else None)
+    assert told == {
+        CALL_ID: key.call_id,
+        AGENT_NAME: "planner",
+        REQUEST_MODEL: "policy",
+        RESPONSE_ID: f"chatcmpl-{key.call_id}",
+        DIALECT: "chat",
+        PROMPT_SOURCE: "rendered",
+        FINISH_REASONS: ["stop"],
+    }
+
+
+async def test_the_answer_is_named_after_its_call_so_that_the_agents_own_spans_are_found(
+    bench: Bench,
+) -> None:
+    call, generation, span = await bench.record(x_request_id="the agent's own")
+    assert call.json["id"] == f"chatcmpl-{generation.key.call_id}"
+    assert call_key_of(span.attributes) == call.json["id"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "prefix", "name"),
+    [("messages", "msg_", "anthropic.message"), ("responses", "resp_", "openai.response")],
+)
+async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
+    bench: Bench, dialect: str, prefix: str, name: str
+) -> None:
+    async def translated(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        await bench.tap({**scope, "raylight.dialect": dialect}, receive, send)
+
+    await Call(translated, ASKED | {"tools": TOOLS}).answered()
+    await bench.sink.has(1, 1)
+    span = bench.sink.closed[0][2]
+    assert (span.name, span.attributes[DIALECT]) == (name, dialect)
+    assert span.attributes[RESPONSE_ID] == prefix + span.attributes[CALL_ID]
+    assert json.loads(span.attributes[TOOL_DEFINITIONS]) == TOOLS
+    assert read_call(span.attributes).told == (True, True)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_every_choice_is_a_call(bench: Bench, streamed: bool) -> None:
+    await bench.call(ASKED | {"n": 3, "stream": streamed}).answered()
+    await bench.sink.has(3, 3)
+    assert [key for key, _ in bench.sink.opened] == [key for key, _, _ in bench.sink.closed]
+    assert len({key.call_id for key, _, _ in bench.sink.closed}) == 3
+    for key, generation, span in bench.sink.closed:
+        assert generation.key == key
+        assert span.attributes[CALL_ID] == key.call_id
+    keys = {call_key_of(span.attributes) for _, _, span in bench.sink.closed}
+    assert len(keys) == 3
+
+
+async def test_completions_are_recorded_too(bench: Bench) -> None:
+    _, generation, span = await bench.record({"model": "policy", "prompt": "once"}, "/v1/completions")
+    assert generation.output_ids == [ord(letter) for letter in "hello"]
+    assert (span.name, span.attributes[DIALECT]) == ("openai.completion", "completions")
+    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "hello"}]
+    assert json.loads(span.attributes[INPUT_MESSAGES]) == [{"role": "user", "content": "once"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "chat", "expected"),
+    [
+        ({}, True, 1),
+        ({"n": 4}, True, 4),
+        ({"n": 1}, True, 1),
+        ({"n": None}, True, 1),
+        ({"prompt": "a", "n": 2}, False, 2),
+        ({"prompt": ["a", "b"], "n": 2}, False, 4),
+        ({"prompt": [1, 2, 3]}, False, 1),
+        ({"prompt": [[1], [2, 3], [4]]}, False, 3),
+        ({"prompt": []}, False, 1),
+        ({"prompt": ["a", "b"]}, True, 1),
+    ],
+)
+def test_how_many_calls_a_request_is(body: dict[str, Any], chat: bool, expected: int) -> None:
+    assert count_choices(body, chat) == expected
+
+
+async def test_outside_an_attempt_nothing_is_recorded_or_changed(bench: Bench) -> None:
+    call = await bench.call(
+        ASKED | {"kv_transfer_params": {"a": 1}}, inside=None, x_request_id="mine"
+    ).answered()
+    assert call.status == 200
+    assert bench.app.requests == [ASKED | {"kv_transfer_params": {"a": 1}}]
+    assert bench.app.headers[0][b"x-request-id"] == b"mine"
+    await bench.call(ASKED, "/tokenize").answered()
+    await settle()
+    assert bench.app.exchanges == [None, None]
+    assert bench.sink.tries == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"{", "not JSON"),
+        (b'{"a": "\xff"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "not a JSON object"),
+        (ASKED | {"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params"),
+        (ASKED | {"n": 10**9}, "at most"),
+        (ASKED | {"n": MAX_CHOICES + 1}, "at most"),
+        (ASKED | {"use_beam_search": True}, "use_beam_search"),
+    ],
+)
+async def test_what_cannot_be_recorded_is_refused(bench: Bench, body: Any, why: str) -> None:
+    call = await bench.call(body).answered()
+    assert call.status == 400
+    assert why in call.json["error"]["message"]
+    await settle()
+    assert (bench.app.requests, bench.sink.tries) == ([], 0)
+
+
+# what the store must know
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_no_byte_leaves_before_the_store_knows_but_sampling_does_not_wait(
+    bench: Bench, streamed: bool
+) -> None:
+    bench.sink.gate.clear()
+    call = bench.call(STREAMED if streamed else ASKED)
+    async with within():
+        await bench.app.sampling.wait()
+        await settle()
+        assert call.sent == []
+        bench.sink.gate.set()
+        await call.answered()
+    assert call.status == 200
+
+
+async def test_a_call_is_announced_while_it_is_still_sampled(bench: Bench) -> None:
+    bench.app.gate.clear()
+    call = bench.call()
+    await bench.sink.has(1, 0)
+    assert bench.sink.closed == []
+    bench.app.gate.set()
+    await call.answered()
+    await bench.sink.has(1, 1)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+async def test_the_key_of_a_decided_attempt_opens_nothing_any_more(listens: bool) -> None:
+    known = Known()
+    bench = Bench(known)
+    bench.sink.over.add("at-1")
+    bench.app.listens = listens
+    bench.app.gate.clear()
+    call = await bench.call().answered()
+    assert (call.status, call.json["error"]["type"]) == (401, "authentication_error")
+    assert "its key opens nothing any more" in call.json["error"]["message"]
+    assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0)), (
+        "nobody samples on"
+    )
+    await bench.sink.has(1, 1)
+    assert (await bench.call().answered()).status == 401
+    assert len(bench.app.requests) == 1, "the next one is refused at once"
+    assert known.forgotten == [INSIDE]
+    bench.app.gate.set()
+    assert (await bench.call(inside=AttemptScope("ro-1", "at-2")).answered()).status == 200
+
+
+async def test_a_store_that_is_away_pushes_back_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_queue, "FIRST_PAUSE_S", 0.001)
+    bench = Bench(patience_s=0.02)
+    bench.sink.error = StoreLostError("gone")
+    call = await bench.call().answered()
+    assert (call.status, call.headers[b"retry-after"]) == (503, b"1")
+    assert "try again" in call.json["error"]["message"]
+    bench.sink.error = None
+    await bench.sink.has(1, 1)
+    assert bench.sink.closed[0][1].finish_reason == "aborted", "nobody got the answer"
+    assert bench.sink.closed[0][1].output_ids == [ord(letter) for letter in "hello"]
+    assert (await bench.call().answered()).status == 200
+    await bench.sink.has(2, 2)
+
+
+async def test_a_full_buffer_turns_calls_away() -> None:
+    bench = Bench(patience_s=0.01, capacity=1)
+    bench.app.gate.clear()
+    first = bench.call()
+    await bench.app.sampling.wait()
+    assert (await bench.call().answered()).status == 503
+    assert len(bench.app.requests) == 1
+    bench.app.gate.set()
+    assert (await first.answered()).status == 200
+
+
+async def test_a_hundred_calls_at_once(bench: Bench) -> None:
+    bench.app.gate.clear()
+    calls = [bench.call({"messages": [{"role": "user", "content": str(i)}]}) for i in range(100)]
+    await bench.sink.has(100, 0)
+    bench.app.gate.set()
+    async with within():
+        await asyncio.gather(*(call.task for call in calls))
+        await bench.sink.has(100, 100)
+    assert {call.status for call in calls} == {200}
+    by_id = {generation.key.call_id: generation for _, generation, _ in bench.sink.closed}
+    for number, call in enumerate(calls):
+        assert by_id[call.json["id"].removeprefix("chatcmpl-")].prompt_ids == [ord(c) for c in str(number)]
+
+
+# what goes wrong
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("listens", [False, True])
+async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_recorded_as_aborted(
+    bench: Bench, streamed: bool, listens: bool
+) -> None:
+    bench.app.gate.clear()
+    bench.app.listens = listens
+    call = bench.call(STREAMED if streamed else ASKED)
+    async with within():
+        await bench.app.sampling.wait()
+        call.left.set()
+        await call.answered()
+        await bench.sink.has(1, 1)
+    assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0))
+    _, generation, span = bench.sink.closed[0]
+    assert (generation.finish_reason, generation.output_ids, generation.logprobs) == (
+        "aborted",
+        [ord("h")],
+        [-0.5],
+    )
+    assert span.attributes[FINISH_REASONS] == ["aborted"]
+
+
+async def test_an_application_that_listens_but_does_not_end_is_cancelled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_request, "GRACE_S", 0.01)
+
+    async def deaf(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        await receive()
+        assert (await receive())["type"] == "http.disconnect"
+        await asyncio.Event().wait()
+
+    call = Call(CaptureMiddleware(deaf, ENGINE, bench.recorder, None), ASKED)
+    await settle()
+    call.left.set()
+    await call.answered()
+    await bench.sink.has(1, 1)
+    assert bench.sink.closed[0][1:] == (None, None)
+
+
+async def test_a_server_that_gives_the_request_up_ends_it_too(bench: Bench) -> None:
+    bench.app.gate.clear()
+    call = bench.call()
+    await bench.app.sampling.wait()
+    call.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call.answered()
+    await bench.sink.has(1, 1)
+    assert bench.app.cancelled == 1
+    assert bench.sink.closed[0][1].finish_reason == "aborted"
+
+
+async def test_a_client_that_leaves_after_the_end_changes_nothing(bench: Bench) -> None:
+    """Servers tell of the client's leaving as soon as the answer is out; the application may have something to do still."""
+    done = []
+
+    async def tidy(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        await bench.app(scope, receive, send)
+        await settle()
+        done.append(True)
+
+    call = Call(CaptureMiddleware(tidy, ENGINE, bench.recorder, None), ASKED)
+    await call.answered()
+    await bench.sink.has(1, 1)
+    assert done == [True]
+    assert bench.sink.closed[0][1].finish_reason == "stop"
+
+
+async def test_an_error_of_the_engine_closes_its_calls_without_a_record(bench: Bench) -> None:
+    bench.app.status = 400
+    call = await bench.call(ASKED | {"n": 2}).answered()
+    assert (call.status, call.json["error"]["message"]) == (400, "no")
+    await bench.sink.has(2, 2)
+    assert [record[1:] for record in bench.sink.closed] == [(None, None)] * 2
+
+
+async def test_an_engine_that_raises_closes_its_calls_and_the_error_passes(bench: Bench) -> None:
+    bench.app.breaks_at = 2
+    with pytest.raises(RuntimeError, match="the engine died"):
+        await bench.call().answered()
+    await bench.sink.has(1, 1)
+    assert bench.sink.closed[0][1:] == (None, None)
+
+
+async def test_an_engine_that_fails_in_mid_stream_leaves_an_aborted_call(bench: Bench) -> None:
+    bench.app.breaks_at = 2
+    with pytest.raises(RuntimeError, match="the engine died"):
+        await bench.call(STREAMED).answered()
+    await bench.sink.has(1, 1)
+    _, generation, span = bench.sink.closed[0]
+    assert (generation.finish_reason, generation.output_ids) == ("aborted", [ord("h"), ord("e")])
+    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "he"}]
+
+
+async def test_a_choice_that_was_cut_off_is_aborted_and_the_other_is_not(bench: Bench) -> None:
+    """An engine may end requests early, when new weights come."""
+
+    async def cut(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        exchange = CURRENT.get()
+        assert exchange is not None
+        for index, reason in enumerate(["stop", "aborted"]):
+            sample = exchange.sample(index, [1], {"temperature": 1.0})
+            sample.output_ids, sample.logprobs, sample.weight_versions, sample.finish_reason = (
+                [2],
+                [-1.0],
+                [0],
+                reason,
+            )
+        choices = [
+            {"index": i, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
+            for i in range(2)
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(
+            {"type": "http.response.body", "body": json.dumps({"id": "x", "choices": choices}).encode()}
+        )
+
+    known = Known()
+    await Call(CaptureMiddleware(cut, ENGINE, bench.recorder, known), ASKED | {"n": 2}).answered()
+    await bench.sink.has(2, 2)
+    assert [generation.finish_reason for _, generation, _ in bench.sink.closed] == ["stop", "aborted"]
+    assert len(known.remembered) == 1
+
+
+async def test_a_model_that_runs_elsewhere_leaves_a_span_without_tokens(bench: Bench) -> None:
+    bench.app.samples = False
+    call, generation, span = await bench.record()
+    assert (call.status, generation) == (200, None)
+    assert call_key_of(span.attributes) == call.json["id"]
+    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "hello"}]
+    assert span.attributes[FINISH_REASONS] == ["stop"]
+
+
+# conversations
+
+
+async def test_a_conversation_that_is_known_goes_to_the_engine_as_tokens() -> None:
+    known = Known([7, 8, 9])
+    bench = Bench(known)
+    _, generation, span = await bench.record()
+    assert bench.app.requests == [ASKED | {"kv_transfer_params": {"prompt_token_ids": [7, 8, 9]}}]
+    assert int(bench.app.headers[0][b"content-length"]) == len(json.dumps(bench.app.requests[0]))
+    assert (generation.prompt_ids, span.attributes[PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
+    assert bench.app.exchanges[0].body == ASKED
+    ((scope, body, message, tokens),) = known.remembered
+    assert (scope, body, message) == (INSIDE, ASKED, {"role": "assistant", "content": "hello"})
+    assert tokens == [7, 8, 9] + [ord(letter) for letter in "hello"]
+
+
+async def test_it_can_be_switched_off_by_request() -> None:
+    bench = Bench(Known([7]))
+    _, _, span = await bench.record(x_raylight_token_in="off")
+    assert bench.app.requests == [ASKED]
+    assert span.attributes[PROMPT_SOURCE] == "rendered"
+    assert (await bench.call(x_raylight_token_in="perhaps").answered()).status == 400
+
+
+async def test_a_conversation_of_which_only_the_beginning_is_known_says_so() -> None:
+    known = Known([7])
+    known.whole = False
+    _, _, span = await Bench(known).record()
+    assert span.attributes[PROMPT_SOURCE] == "partly"
+
+
+async def test_completions_are_never_spliced() -> None:
+    known = Known([7])
+    bench = Bench(known)
+    await bench.record({"prompt": "x"}, "/v1/completions")
+    assert bench.app.requests == [{"prompt": "x"}]
+    assert known.remembered == []
+
+
+async def test_an_answer_is_remembered_before_its_last_byte_leaves() -> None:
+    known = Known()
+    bench = Bench(known)
+    for number, body in enumerate((ASKED, STREAMED)):
+        seen: list[tuple[bytes, int]] = []
+        await _watched(bench.tap, body, seen, known)
+        assert [count for piece, count in seen if (b"[DONE]" in piece if body is STREAMED else piece)] == [
+            number + 1
+        ]
+
+
+async def _watched(tap: CaptureMiddleware, body: Any, seen: list[tuple[bytes, int]], known: Known) -> None:
+    async def watched(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        async def look(message: Any) -> None:
+            seen.append((message.get("body", b""), len(known.remembered)))
+            await send(message)
+
+        await tap(scope, receive, look)
+
+    await Call(watched, body).answered()
+
+
+async def test_what_was_cut_off_is_not_remembered() -> None:
+    known = Known()
+    bench = Bench(known)
+    bench.app.gate.clear()
+    call = bench.call(STREAMED)
+    await bench.app.sampling.wait()
+    call.left.set()
+    await call.answered()
+    assert known.remembered == []
+
+
+PAST = ASKED | {
+    "messages": [
+        *ASKED["messages"],
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "on"},
+    ]
+}
+
+
+async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> None:
+    known, asked = Known(), []
+    gate = asyncio.Event()
+
+    async def history(rollout_id: str, attempt_id: str) -> list[Turn]:
+        asked.append((rollout_id, attempt_id))
+        await gate.wait()
+        return [Turn("planner", ASKED, {"role": "assistant", "content": "hello"}, [1, 2, 3])]
+
+    bench = Bench(known, history)
+    await bench.call().answered()
+    assert asked == [], "it has no past"
+    known.remembered.clear()
+    calls = [bench.call(PAST) for _ in range(3)]
+    await settle()
+    assert not any(call.task.done() for call in calls)
+    gate.set()
+    for call in calls:
+        await call.answered()
+    assert asked == [("ro-1", "at-1")]
+    assert known.remembered[0] == (
+        AttemptScope("ro-1", "at-1", "planner"),
+        ASKED,
+        {"role": "assistant", "content": "hello"},
+        [1, 2, 3],
+    )
+    known.remembered.clear()
+    await bench.call(PAST).answered()
+    assert len(asked) == 1
+
+
+async def test_a_history_that_cannot_be_had_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    known, asked = Known(), []
+
+    async def history(rollout_id: str, attempt_id: str) -> list[Turn]:
+        asked.append(attempt_id)
+        raise StoreLostError("gone")
+
+    bench = Bench(known, history)
+    for _ in range(2):
+        known.remembered.clear()
+        assert (await bench.call(PAST).answered()).status == 200
+    assert len(asked) == 2
+    assert "are not known, and are rendered: gone" in caplog.text
+
+
+async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, asked = Known(), 0
+
+    async def history(rollout_id: str, attempt_id: str) -> list[Turn]:
+        nonlocal asked
+        asked += 1
+        return [Turn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1])]
+
+    recall: Any = ConversationLoader(known, history)  # type: ignore[arg-type]
+    for _ in range(3):
+        await recall(INSIDE, b"edited")
+    assert (asked, len(known.remembered)) == (1, 1)
+    await recall(INSIDE, b"edited further")
+    assert (asked, len(known.remembered)) == (2, 1), "what is known is not remembered again"
+    await recall(AttemptScope("ro-1", "at-2"), b"edited")
+    assert asked == 3
+    monkeypatch.setattr(conversation_loader, "REMEMBERED", 3)
+    await recall(INSIDE, b"edited")
+    await recall(INSIDE, b"one more")
+    assert len(recall._asked) == 3 < REMEMBERED
+    await recall(INSIDE, b"edited")
+    assert asked == 4, "the one that was not asked for longest is forgotten first"
+
+
+# with the store
+
+
+class Replicas:
+    """Replicas of one policy with a store behind them, and an agent that talks with one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.store, self.asked = StoreClient(StoreService()), 0
+        tokenizer = make_tokenizer(template("chatml"))
+        self.conversations = [Conversations(tokenizer) for _ in range(count)]
+        self.apps = [FakeApp() for _ in range(count)]
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+
+    async def history(self, rollout_id: str, attempt_id: str) -> list[Turn]:
+        self.asked += 1
+        return await self.store.history(rollout_id, attempt_id)
+
+    async def talk(self, inside: AttemptScope, *order: int, edit: str = "") -> None:
+        """Each answer is told to the store before the agent goes on; what an app samples is the letters' numbers."""
+        for turn, replica in enumerate(order):
+            self.apps[replica].answer = f"answer {len(self.messages)}"
+            recorder = Recorder(self.store.capture)
+            now = float(len(self.messages))
+            tap = CaptureMiddleware(
+                self.apps[replica],
+                ENGINE,
+                recorder,
+                self.conversations[replica],
+                self.history,
+                clock=lambda now=now: now,
+            )
+            call = await Call(tap, ASKED | {"messages": self.messages}, inside=inside).answered()
+            assert await recorder.aclose() == 0
+            answer = call.json["choices"][0]["message"]
+            shown = answer if turn + 1 < len(order) or not edit else {**answer, "content": edit}
+            self.messages = [*self.messages, shown, {"role": "user", "content": f"more {turn}"}]
+
+    async def sources(self) -> list[str]:
+        spans = sorted(await self.store.query_spans("ro-1"), key=lambda span: span.start_time)
+        return [span.attributes[PROMPT_SOURCE] for span in spans]
+
+    async def trajectories(self) -> int:
+        (left,) = await self.store.collect(["ro-1"])
+        return len(build_trajectories(left.generations).rows)
+
+
+async def started(replicas: Replicas) -> AttemptScope:
+    rollout = await replicas.store.start_rollout("task", rollout_id="ro-1")
+    return AttemptScope("ro-1", rollout.attempt.attempt_id)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1, 0, 2, 0)])
+async def test_a_conversation_that_changes_replicas_stays_exact(order: tuple[int, ...]) -> None:
+    replicas = Replicas(max(order) + 1)
+    await replicas.talk(await started(replicas), *order)
+    assert await replicas.sources() == ["rendered"] + ["spliced"] * (len(order) - 1)
+    assert await replicas.trajectories() == 1
+    assert replicas.asked == sum(before != after for before, after in pairwise(order))
+
+
+async def test_an_answer_that_the_agent_edited_is_rendered_after_what_is_exact() -> None:
+    replicas = Replicas(2)
+    inside = await started(replicas)
+    await replicas.talk(inside, 0, 1, edit="what it never said")
+    await replicas.talk(inside, 1, 1)
+    assert await replicas.sources() == ["rendered", "spliced", "partly", "spliced"]
+    assert replicas.asked == 2, "for what the other one said, and in vain for the edited answer"
+    assert await replicas.trajectories() == 2
+
+
+async def test_an_answer_that_comes_late_to_the_store_is_found_by_the_next_call_that_needs_it() -> None:
+    replicas = Replicas(2)
+    inside = await started(replicas)
+    await replicas.talk(inside, 0)
+    late, replicas.history = replicas.history, nothing  # type: ignore[method-assign]
+    await replicas.talk(inside, 1)
+    replicas.history = late  # type: ignore[method-assign]
+    await replicas.talk(inside, 0, 1)
+    assert await replicas.sources() == ["rendered", "rendered", "spliced", "spliced"]
+
+
+async def nothing(rollout_id: str, attempt_id: str) -> list[Turn]:
+    return []
+
+
+async def test_another_replica_gets_from_the_store_what_the_first_one_remembered() -> None:
+    store = StoreClient(StoreService())
+    rollout = await store.start_rollout("task", rollout_id="ro-1")
+    inside = AttemptScope("ro-1", rollout.attempt.attempt_id, "planner")
+    first, second = Known(), Known()
+    body = ASKED | {"tools": TOOLS, "chat_template_kwargs": {"a": 1}, "n": 2}
+    recorder = Recorder(store.capture)
+    app = FakeApp()
+    tap = CaptureMiddleware(app, ENGINE, recorder, first, store.history)
+    await Call(tap, body, inside=inside).answered()
+    await Call(tap, {"prompt": "x"}, "/v1/completions", inside=inside).answered()
+    app.gate.clear()
+    leaving = Call(tap, ASKED, inside=inside)
+    app.sampling.clear()
+    await app.sampling.wait()
+    leaving.left.set()
+    await leaving.answered()
+    app.gate.set()
+    assert await recorder.aclose() == 0
+    other = Recorder(store.capture)
+    await Call(CaptureMiddleware(app, ENGINE, other, second, store.history), PAST, inside=inside).answered()
+    assert await other.aclose() == 0
+    assert len(first.remembered) == 2
+    assert second.remembered[:2] == first.remembered
+    spans = await store.query_spans("ro-1")
+    assert sum(RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, (
+        "what was cut off is shown without its tokens"
+    )
+    assert (await store.statistics())["generations"] == 5
+
+
+async def test_a_rollout_that_is_decided_meanwhile_ends_its_calls() -> None:
+    store = StoreClient(StoreService())
+    rollout = await store.start_rollout("task", rollout_id="ro-1")
+    inside = AttemptScope("ro-1", rollout.attempt.attempt_id)
+    recorder = Recorder(store.capture)
+    tap = CaptureMiddleware(FakeApp(), ENGINE, recorder, None)
+    assert (await Call(tap, ASKED, inside=inside).answered()).status == 200
+    await store.finish_attempt(rollout, "succeeded")
+    assert (await Call(tap, ASKED, inside=inside).answered()).status == 401
+    assert (await Call(tap, ASKED, inside=AttemptScope("ro-1", "at-unknown")).answered()).status == 401
+    await recorder.aclose()
+    assert (await store.statistics())["generations"] == 1
+    assert (await store.statistics())["calls_late"] == 2
+
+
+async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
+    """The end counts only when all is sampled."""
+    known = Known()
+    bench = Bench(known)
+
+    async def odd(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        exchange = CURRENT.get()
+        assert exchange is not None
+        sample = exchange.sample(0, [1], {"temperature": 1.0})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream")],
+            }
+        )
+        for text in ("data: [DONE]", " more"):
+            await send_event(
+                send, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": text}}]}
+            )
+            sample.output_ids.append(1)
+            sample.logprobs.append(-1.0)
+            sample.weight_versions.append(0)
+        sample.finish_reason = "stop"
+        await send_event(send, "[DONE]")
+        await send({"type": "http.response.body", "body": b""})
+
+    await Call(CaptureMiddleware(odd, ENGINE, bench.recorder, known), STREAMED).answered()
+    assert known.remembered[0][2]["content"] == "data: [DONE] more"
+
+
+@pytest.mark.parametrize("n", ["2", 2.0, True, 0, -3, [2]])
+def test_a_number_of_choices_that_is_none_is_refused(n: Any) -> None:
+    with pytest.raises(RequestError, match="n: a whole number"):
+        count_choices({"n": n}, True)

@@ -1,0 +1,533 @@
+"""The recorder: nothing lost, nothing doubled, in order, one message of a kind at a time; bounded, and pushing back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+from capture_helpers import Sink, settle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit_helpers import make_generation, make_key, until, within
+
+from raylight.errors import SpanError, StoreLostError
+from raylight.serving.capture import recorder as module
+from raylight.serving.capture import retry_queue
+from raylight.serving.capture.recorder import AttemptOver, Closed, Opened, Overloaded, Recorder
+from raylight.types import CallKey, Span
+
+SPAN = Span.from_attributes(name="s", attributes={})
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_queue, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(retry_queue, "LONGEST_PAUSE_S", 0.002)
+    monkeypatch.setattr(module, "LINGER_S", 0.0)
+
+
+async def opened(recorder: Recorder, *keys: CallKey) -> None:
+    await (await recorder.open(keys, 1.0))
+
+
+async def test_a_call_is_known_when_the_store_has_it() -> None:
+    sink = Sink()
+    sink.gate.clear()
+    recorder, key = Recorder(sink), make_key()
+    async with within():
+        known = await recorder.open([key], 1.0)
+        await settle()
+        assert not known.done()
+        assert recorder.stats.unsent == 1
+        sink.gate.set()
+        await known
+    assert sink.opened == [(key, 1.0)]
+    assert (recorder.stats.opened, recorder.stats.unsent) == (1, 0)
+
+
+async def test_closing_never_waits_for_the_store() -> None:
+    sink = Sink()
+    recorder, key = Recorder(sink), make_key()
+    async with within():
+        await opened(recorder, key)
+        sink.gate.clear()
+        recorder.close([(key, None, None)])  # not even awaitable
+        await settle()
+        assert sink.closed == []
+        sink.gate.set()
+        await sink.has(1, 1)
+
+
+async def test_records_are_sent_in_order_in_batches_one_at_a_time() -> None:
+    sink = Sink()
+    recorder = Recorder(sink)
+    keys = [make_key() for _ in range(20)]
+    closed: list[Closed] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
+    async with within():
+        known = [await recorder.open([key], float(start)) for start, key in enumerate(keys)]
+        for record in closed:
+            recorder.close([record])
+        await asyncio.gather(*known)
+        await sink.has(20, 20)
+    assert sink.opened == [(key, float(start)) for start, key in enumerate(keys)]
+    assert sink.closed == closed
+    assert (sink.most_at_once, sink.tries) == (1, 2), "one message of announcements, then one of closings"
+
+
+class Lanes(Sink):
+    """A store that can be slow or away for one kind of message only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opens, self.closes = asyncio.Event(), asyncio.Event()
+        self.opens.set()
+        self.closes.set()
+        self.opens_error: Exception | None = None
+        self.messages: list[tuple[int, int]] = []
+
+    async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+        self.messages.append((len(opened), len(closed)))
+        await (self.opens if opened else self.closes).wait()
+        if opened and self.opens_error:
+            raise self.opens_error
+        return await super().__call__(opened, closed)
+
+
+async def test_an_announcement_is_not_held_up_by_a_slow_message_of_closings() -> None:
+    sink = Lanes()
+    sink.closes.clear()
+    recorder, keys = Recorder(sink), [make_key() for _ in range(4)]
+    async with within():
+        await opened(recorder, keys[0])
+        recorder.close([(keys[0], None, SPAN)])
+        await until(lambda: sink.messages == [(1, 0), (0, 1)])
+        await opened(recorder, keys[1])
+        recorder.close([(keys[1], None, SPAN)])
+        await opened(recorder, keys[2], keys[3])
+        assert sink.closed == []
+        assert sink.messages == [(1, 0), (0, 1), (1, 0), (2, 0)]
+        recorder.close([(keys[2], None, SPAN), (keys[3], None, SPAN)])
+        sink.closes.set()
+        await sink.has(4, 4)
+    assert sink.messages[4:] == [(0, 3)], "what came while closings were under way goes together"
+    assert [key for key, _, _ in sink.closed] == keys
+
+
+async def test_announcements_go_one_message_at_a_time_and_those_that_come_meanwhile_together() -> None:
+    sink = Lanes()
+    sink.opens.clear()
+    recorder = Recorder(sink)
+    async with within():
+        known = [await recorder.open([make_key()], 1.0)]
+        await settle()
+        for _ in range(3):
+            known.append(await recorder.open([make_key()], 1.0))
+            await settle()
+        assert sink.messages == [(1, 0)]
+        sink.opens.set()
+        await asyncio.gather(*known)
+    assert sink.messages == [(1, 0), (3, 0)]
+
+
+async def test_closings_linger_for_others_and_let_announcements_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 60.0)
+    sink = Lanes()
+    recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
+    async with within():
+        for key in keys:
+            await opened(recorder, key)
+            recorder.close([(key, None, SPAN)])
+            await settle()
+        assert sink.messages == [(1, 0)] * 3
+        assert await recorder.aclose() == 0
+    assert sink.messages[3:] == [(0, 3)]
+
+
+async def test_closings_do_not_linger_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 0.01)
+    sink, key = Lanes(), make_key()
+    recorder = Recorder(sink)
+    async with within():
+        await opened(recorder, key)
+        recorder.close([(key, None, SPAN)])
+        await sink.has(1, 1)
+
+
+async def test_a_full_batch_of_closings_does_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 60.0)
+    monkeypatch.setattr(retry_queue, "MAX_BATCH", 2)
+    sink = Lanes()
+    recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
+    async with within():
+        await opened(recorder, *keys)
+        recorder.close([(keys[0], None, SPAN)])
+        await settle()
+        assert sink.closed == []
+        recorder.close([(keys[1], None, SPAN)])
+        await sink.has(3, 2)
+        recorder.close([(keys[2], None, SPAN)])
+        assert await recorder.aclose() == 0
+    assert sink.messages == [(3, 0), (0, 2), (0, 1)]
+
+
+@pytest.mark.parametrize("away", [None, ConnectionError("gone")], ids=["slow", "away"])
+async def test_a_closing_never_overtakes_its_own_opening(away: Exception | None) -> None:
+    sink = Lanes()
+    recorder, first, second = Recorder(sink), make_key(), make_key()
+    async with within():
+        await opened(recorder, first)
+        sink.opens_error = away
+        if away is None:
+            sink.opens.clear()
+        known = await recorder.open([second], 1.0)
+        recorder.close([(first, None, SPAN), (second, None, SPAN)])
+        await sink.has(1, 1)  # that of the first does not wait
+        if away:
+            await until(lambda: sink.messages.count((1, 0)) >= 4)
+        await settle()
+        assert [key for key, _, _ in sink.closed] == [first]
+        assert not known.done()
+        sink.opens_error = None
+        sink.opens.set()
+        await sink.has(2, 2)
+    assert known.done()
+    assert sink.messages.count((0, 1)) == 2
+
+
+async def test_the_closing_of_a_refused_call_is_sent_as_well() -> None:
+    sink = Sink()
+    sink.over = {"at-1"}
+    recorder, key = Recorder(sink, capacity=1), make_key()
+    async with within():
+        with pytest.raises(AttemptOver):
+            await opened(recorder, key)
+        recorder.close([(key, None, SPAN)])
+        assert await recorder.aclose() == 0
+    assert sink.closed == [(key, None, SPAN)]
+
+
+async def test_an_outage_is_told_of_once_for_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink()
+    recorder, first = Recorder(sink), make_key()
+    async with within():
+        await opened(recorder, first)
+        sink.error = ConnectionError("gone")
+        recorder.close([(first, None, None)])
+        known = await recorder.open([make_key()], 1.0)
+        tries = sink.tries
+        await until(lambda: sink.tries >= tries + 6)
+        sink.error = None
+        await known
+        await sink.has(2, 1)
+    assert sink.most_at_once <= 2
+    messages = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert messages == ["the store cannot be reached; 2 records wait: gone", "the store is there again"]
+
+
+async def test_a_call_of_an_attempt_that_is_over_is_refused_and_the_others_are_not() -> None:
+    sink = Sink()
+    sink.over = {"at-9"}
+    recorder, keys = Recorder(sink), [make_key(), make_key(attempt_id="at-9"), make_key()]
+    async with within():
+        known = [await recorder.open([key], 1.0) for key in keys]
+        await known[0]
+        with pytest.raises(
+            AttemptOver, match="this attempt is over; its key opens nothing any more"
+        ) as refused:
+            await known[1]
+        await known[2]
+    assert (refused.value.status, refused.value.kind) == (401, "authentication_error")
+    assert recorder.stats.refused == 1
+
+
+async def test_a_full_buffer_makes_new_calls_wait_until_there_is_room() -> None:
+    sink = Sink()
+    recorder, keys = Recorder(sink, capacity=2), [make_key() for _ in range(3)]
+    async with within():
+        await opened(recorder, *keys[:2])
+        third = asyncio.create_task(recorder.open(keys[2:], 2.0))
+        await settle()
+        assert not third.done()
+        recorder.close([(keys[0], None, None)])
+        await (await third)
+    assert sink.opened == [(keys[0], 1.0), (keys[1], 1.0), (keys[2], 2.0)]
+
+
+async def test_a_record_that_is_not_sent_yet_takes_room() -> None:
+    sink = Sink()
+    recorder, first, second = Recorder(sink, capacity=1), make_key(), make_key()
+    async with within():
+        await opened(recorder, first)
+        sink.error = ConnectionError("gone")
+        recorder.close([(first, make_generation([1], [2], key=first), None)])
+        waiting = asyncio.create_task(recorder.open([second], 2.0))
+        await settle()
+        assert not waiting.done()
+        sink.error = None
+        await (await waiting)
+    assert [key for key, _, _ in sink.closed] == [first]
+
+
+async def test_who_finds_no_room_in_time_is_turned_away() -> None:
+    recorder, key = Recorder(Sink(), capacity=1, patience_s=0.01), make_key()
+    async with within():
+        await opened(recorder, key)
+        with pytest.raises(Overloaded, match="try again") as away:
+            await recorder.open([make_key()], 2.0)
+        assert (away.value.status, away.value.retry_after) == (503, 1)
+        with pytest.raises(Overloaded):
+            await recorder.open([make_key(), make_key()], 2.0)  # there never is room for two
+        recorder.close([(key, None, None)])
+        await settle()
+        await opened(recorder, make_key())
+    assert recorder.stats.overloaded == 3
+
+
+@pytest.mark.parametrize(
+    "error", [StoreLostError("gone"), ConnectionResetError(), OSError("no route"), RuntimeError("?")]
+)
+async def test_what_could_not_be_sent_is_kept_and_sent_when_the_store_is_back(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Sink()
+    sink.error = error
+    recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
+    records: list[Closed] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
+    async with within():
+        known = [await recorder.open([key], 1.0) for key in keys]
+        recorder.close(records)
+        await until(lambda: sink.tries >= 5)
+        assert recorder.stats.unsent == 6
+        assert not any(future.done() for future in known)
+        sink.error = None
+        await asyncio.gather(*known)
+        await sink.has(3, 3)
+    assert (sink.opened, sink.closed) == ([(key, 1.0) for key in keys], records)
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 2, "an outage is told of once, and its end"
+
+
+async def test_who_waits_too_long_for_the_store_is_turned_away_but_his_record_is_kept() -> None:
+    sink = Sink()
+    sink.gate.clear()
+    recorder, key = Recorder(sink, patience_s=0.01), make_key()
+    async with within():
+        known = await recorder.open([key], 1.0)
+        with pytest.raises(Overloaded, match="the store was not reached within"):
+            await known
+        recorder.close([(key, make_generation([1], [2], key=key), None)])
+        sink.gate.set()
+        await sink.has(1, 1)
+    assert recorder.stats.overloaded == 1
+
+
+async def test_a_record_that_cannot_be_stored_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    bad = make_key()
+
+    class Picky(Sink):
+        async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+            if any(key == bad and span is not None for key, _, span in closed):
+                raise SpanError("not JSON")
+            return await super().__call__(opened, closed)
+
+    sink = Picky()
+    recorder, keys = Recorder(sink), [make_key(), bad, make_key()]
+    async with within():
+        await opened(recorder, *keys)
+        recorder.close([(key, make_generation([1], [2], key=key), SPAN) for key in keys])
+        await sink.has(3, 3)
+    assert [(key, span is None) for key, _, span in sink.closed] == [
+        (keys[0], False),
+        (bad, True),
+        (keys[2], False),
+    ]
+    assert recorder.stats.lost == 0
+    assert "not JSON" in caplog.text
+
+
+async def test_a_record_that_can_be_stored_in_no_way_is_lost_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    bad = make_key()
+
+    class Picky(Sink):
+        async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+            if any(key == bad for key, *_ in [*opened, *closed]):
+                raise OverflowError("too large")
+            return await super().__call__(opened, closed)
+
+    sink = Picky()
+    recorder, good = Recorder(sink, capacity=2), make_key()
+    async with within():
+        known = [await recorder.open([key], 1.0) for key in (bad, good)]
+        with pytest.raises(Exception, match="too large"):
+            await known[0]
+        await known[1]
+        recorder.close([(bad, None, SPAN), (good, None, SPAN)])
+        await sink.has(1, 1)
+        await opened(recorder, make_key(), make_key())  # there is room again for two
+    assert recorder.stats.lost == 2
+    assert caplog.text.count("cannot hold the record") == 3
+
+
+async def test_closing_the_recorder_sends_what_there_is() -> None:
+    sink = Sink()
+    sink.error = ConnectionError("for a moment")
+    recorder, key = Recorder(sink), make_key()
+    async with within():
+        await recorder.open([key], 1.0)
+        recorder.close([(key, None, None)])
+        await settle()
+        closing = asyncio.create_task(recorder.aclose())
+        await settle()
+        assert not closing.done()
+        sink.error = None
+        assert await closing == 0, "both kinds are waited for"
+        assert (len(sink.opened), len(sink.closed)) == (1, 1)
+        with pytest.raises(Overloaded):
+            await recorder.open([make_key()], 2.0)
+
+
+async def test_closing_says_how_much_was_lost(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink()
+    sink.error = ConnectionError("for good")
+    recorder, keys = Recorder(sink), [make_key(), make_key()]
+    async with within():
+        known = await recorder.open(keys, 1.0)
+        recorder.close([(keys[0], None, None)])
+        assert await recorder.aclose(timeout=0.01) == 3
+        with pytest.raises(Overloaded):
+            await known
+    assert "3 announcements and records of calls never reached the store" in caplog.text
+
+
+async def test_closing_ends_those_who_wait_for_room(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(Sink(), capacity=1)
+    async with within():
+        await opened(recorder, make_key())
+        waiting = asyncio.create_task(recorder.open([make_key()], 1.0))
+        await settle()
+        closing = asyncio.create_task(recorder.aclose(timeout=0.01))
+        with pytest.raises(Overloaded):
+            await waiting
+        await closing
+    assert "1 calls were still open" in caplog.text
+
+
+async def test_closing_waits_for_the_calls_that_are_open() -> None:
+    sink, key = Sink(), make_key()
+    recorder = Recorder(sink)
+    async with within():
+        await opened(recorder, key)
+        closing = asyncio.create_task(recorder.aclose(timeout=60))
+        await settle()
+        assert not closing.done()
+        recorder.close([(key, None, None)])
+        assert await closing == 0
+    assert len(sink.closed) == 1
+
+
+async def test_aborted_calls_are_counted() -> None:
+    recorder, key = Recorder(Sink()), make_key()
+    cut = make_generation([1], [2], key=key)
+    object.__setattr__(cut, "finish_reason", "aborted")
+    async with within():
+        await opened(recorder, key)
+    recorder.close([(key, cut, None)])
+    assert (recorder.stats.closed, recorder.stats.aborted) == (1, 1)
+
+
+STEPS = st.lists(
+    st.sampled_from(
+        [
+            "open",
+            "open two",
+            "close",
+            "fail",
+            "fail to open",
+            "fail to close",
+            "recover",
+            "lose answer",
+            "rest",
+        ]
+    ),
+    max_size=40,
+)
+
+DOWN: dict[str, set[str]] = {
+    "fail": {"open", "close"},
+    "fail to open": {"open"},
+    "fail to close": {"close"},
+    "recover": set(),
+}
+
+
+class Flaky:
+    """A store that is idempotent, as the real one is, and of which messages and answers get lost."""
+
+    def __init__(self) -> None:
+        self.opened: dict[CallKey, float] = {}
+        self.closed: dict[CallKey, bool] = {}
+        self.order: list[CallKey] = []
+        self.down: set[str] = set()
+        self.loses_answers = False
+        self.under_way: set[str] = set()
+
+    async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+        assert bool(opened) != bool(closed), "each kind has its own messages"
+        kind = "open" if opened else "close"
+        assert kind not in self.under_way, "one message of a kind at a time"
+        self.under_way.add(kind)
+        await asyncio.sleep(0)
+        self.under_way.remove(kind)
+        if kind in self.down:
+            raise ConnectionError("down")
+        for key, start in opened:
+            self.opened.setdefault(key, start)
+        for key, _, _ in closed:
+            assert key in self.opened, "closed before it was opened"
+            if key not in self.closed:
+                self.order.append(key)
+            self.closed[key] = True
+        if self.loses_answers:
+            self.loses_answers = False
+            raise StoreLostError("the answer was lost")
+        return []
+
+
+@settings(deadline=None, max_examples=60)
+@given(STEPS)
+def test_nothing_is_lost_doubled_or_disordered_whatever_fails(steps: list[str]) -> None:
+    async def run() -> None:
+        sink, known = Flaky(), []
+        keys: list[CallKey] = []
+        closed: list[CallKey] = []
+        recorder = Recorder(sink, capacity=1000)
+        for step in steps:
+            match step:
+                case "open" | "open two":
+                    new = [make_key() for _ in range(1 if step == "open" else 2)]
+                    keys += new
+                    known.append(await recorder.open(new, float(len(keys))))
+                case "close" if len(closed) < len(keys):
+                    key = keys[len(closed)]
+                    closed.append(key)
+                    recorder.close([(key, None, None)])
+                case "fail" | "fail to open" | "fail to close" | "recover":
+                    sink.down = DOWN[step]
+                case "lose answer":
+                    sink.loses_answers = True
+                case _:
+                    await settle()
+        sink.down, sink.loses_answers = set(), False
+        for key in keys[len(closed) :]:
+            closed.append(key)
+            recorder.close([(key, None, None)])
+        assert await recorder.aclose() == 0
+        assert list(sink.opened) == keys
+        assert sink.order == closed
+        assert all(future.done() and future.exception() is None for future in known)
+        assert recorder.stats.unsent == 0
+        assert recorder._used == 0
+
+    asyncio.run(run())

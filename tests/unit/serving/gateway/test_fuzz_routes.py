@@ -1,0 +1,450 @@
+"""Nonsense on every route of a whole replica with a real engine: a fault of the client, in its dialect's words, and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_helpers import CHAT, KEY, MINE, POSTED, is_refusal, within
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import raylight
+from raylight.serving.capture.recorder import Recorder
+from raylight.serving.gateway.gateway import build_gateway
+from raylight.types import CallKey
+
+MODEL = Path(raylight.__file__).parent / "quickstart" / "model"
+DEADLINE_S = 30.0
+"""Of one request; 64 tokens of this model take well under a second."""
+HIDDEN_FAILURES = ('"server_error"', '"api_error"', '"code": 500')
+"""What an event of a stream would say if the server had failed in its midst."""
+
+
+class Site:
+    """A replica with the transformers engine, whose store takes everything. All requests are answered in one event loop."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from raylight.engines.transformers.engine import TransformersEngine
+
+        torch.set_num_threads(1)
+        self.engine = TransformersEngine(str(MODEL), "policy", slots=16, max_waiting=1000, max_model_len=64)
+        self.runner = asyncio.Runner()
+        self.opened: list[CallKey] = []
+        self.closed: list[CallKey] = []
+        self.app = self.runner.run(self._build())
+
+    async def _build(self) -> Any:
+        return build_gateway(await self.engine.app(), self.engine, "run-secret", Recorder(self._store), None)
+
+    async def _store(self, opened: list[Any], closed: list[Any]) -> list[CallKey]:
+        self.opened += [key for key, _ in opened]
+        self.closed += [key for key, _, _ in closed]
+        return []
+
+    def ask(self, path: str, content: bytes, method: str = "POST", **headers: str) -> httpx.Response:
+        return self.runner.run(self._ask(path, content, method, headers))
+
+    async def _ask(self, path: str, content: bytes, method: str, headers: dict[str, str]) -> httpx.Response:
+        given = {"authorization": f"Bearer {KEY}", "content-type": "application/json"} | headers
+        transport = httpx.ASGITransport(app=self.app)
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://replica") as client,
+            within(DEADLINE_S),
+        ):
+            return await client.request(method, MINE + path, content=content, headers=given)
+
+    def check(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Ask, and see that the answer is no failure of the server's."""
+        answer = self.ask(path, json.dumps(body).encode(), **headers)
+        told = f"{answer.status_code} {answer.text[:1000]} to {json.dumps(body)[:1000]}"
+        assert answer.status_code < 500, told
+        assert answer.status_code == 200 or is_refusal(answer, path), told
+        assert not any(failure in answer.text for failure in HIDDEN_FAILURES), told
+        return answer
+
+    def close(self) -> None:
+        self.runner.close()
+        self.engine.close()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
+CALLED = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+BODIES: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {
+            "model": "policy",
+            "messages": HI,
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "seed": 1,
+            "n": 2,
+            "stop": ["x"],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "user": "u",
+            "presence_penalty": 0.1,
+            "logit_bias": {"5": 1.0},
+        },
+        {
+            "model": "policy",
+            "messages": HI,
+            "max_completion_tokens": 3,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+        },
+        {
+            "model": "policy",
+            "max_tokens": 3,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": None, "tool_calls": CALLED},
+                {"role": "tool", "tool_call_id": "c1", "content": "1"},
+            ],
+        },
+    ],
+    "/v1/completions": [
+        {
+            "model": "policy",
+            "prompt": "hi",
+            "max_tokens": 3,
+            "n": 2,
+            "temperature": 0,
+            "logprobs": 2,
+            "echo": False,
+            "seed": 1,
+        },
+        {"model": "policy", "prompt": ["a", "b"], "max_tokens": 3, "stream": True, "stop": "x"},
+        {"model": "policy", "prompt": [[1, 2], [3]], "max_tokens": 3},
+    ],
+    "/v1/responses": [
+        {
+            "model": "policy",
+            "input": "hi",
+            "max_output_tokens": 3,
+            "temperature": 0.5,
+            "store": False,
+            "instructions": "i",
+        },
+        {
+            "model": "policy",
+            "stream": True,
+            "max_output_tokens": 3,
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": "auto",
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": "low"},
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+                {"type": "function_call_output", "call_id": "c1", "output": "1"},
+            ],
+        },
+    ],
+    "/v1/messages": [
+        {
+            "model": "policy",
+            "messages": HI,
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "system": "s",
+            "stop_sequences": ["x"],
+            "metadata": {"user_id": "u"},
+            "top_k": 5,
+        },
+        {
+            "model": "policy",
+            "max_tokens": 3,
+            "stream": True,
+            "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+            "system": [{"type": "text", "text": "s"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]},
+            ],
+        },
+    ],
+    "/v1/messages/count_tokens": [{"model": "policy", "messages": HI, "system": "s"}],
+    "/tokenize": [
+        {"model": "policy", "prompt": "hi", "add_special_tokens": True},
+        {"model": "policy", "messages": HI},
+    ],
+    "/detokenize": [{"model": "policy", "tokens": [1, 2, 3]}],
+}
+BODIES |= {f"/v1{path}": BODIES[path] for path in ("/tokenize", "/detokenize")}
+
+DEEP: Any = []
+for _ in range(180):
+    DEEP = [DEEP]
+SMALL = st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=6)
+JUNK = st.one_of(
+    SMALL,
+    st.sampled_from([
+        -1, 0, 1, 10**9, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1e308, -1e308, 1e-300, float("nan"), float("inf"), "",
+        "\x00", "\ud800", "x" * 20_000, "😀" * 100, DEEP, {"a": DEEP}, [[]], {}, [{}], [None], "auto", "policy", [HI], [10**9],
+        [-1], "{{", "[",
+    ]),
+    st.recursive(SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+                 max_leaves=5),
+).map(copy.deepcopy)  # fmt: skip  # what is drawn may be spoiled further
+NAMES = sorted(
+    {name for bodies in BODIES.values() for body in bodies for name in body}
+    | {"kv_transfer_params", "", "\ud800"}
+)
+
+
+def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to everything within a value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield (*here, name)
+        yield from places(inner, (*here, name))
+
+
+@st.composite
+def spoiled(draw: st.DrawFn, path: str) -> Any:
+    """A sound body in which some things were replaced, removed or added."""
+    body = copy.deepcopy(draw(st.sampled_from(BODIES[path])))
+    for _ in range(draw(st.integers(1, 3))):
+        ways = list(places(body))
+        how = draw(st.sampled_from(["replace", "replace", "remove", "add"]))
+        if how == "add" or not ways:
+            body[draw(st.sampled_from(NAMES))] = draw(JUNK)
+            continue
+        *way, last = draw(st.sampled_from(ways))
+        holder = body
+        for name in way:
+            holder = holder[name]
+        if how == "remove":
+            del holder[last]
+        else:
+            holder[last] = draw(JUNK)
+    return body
+
+
+def schema(given: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": given}}}
+
+
+FUZZ = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
+)
+
+
+@pytest.mark.parametrize("path", POSTED)
+def test_the_bodies_that_are_spoiled_are_sound(site: Site, path: str) -> None:
+    """Else the rest would test only the first check. What the engine says it cannot do is allowed."""
+    assert 200 in {site.check(path, body).status_code for body in BODIES[path]}
+
+
+@pytest.mark.parametrize("path", POSTED)
+def test_no_spoiled_body_is_a_failure_of_the_server(site: Site, path: str) -> None:
+    @given(spoiled(path))
+    @FUZZ
+    def ask(body: Any) -> None:
+        site.check(path, body)
+
+    ask()
+
+
+@pytest.mark.parametrize("path", POSTED)
+def test_no_json_at_all_is_a_failure_of_the_server(site: Site, path: str) -> None:
+    @given(JUNK | st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=4))
+    @settings(FUZZ, max_examples=60)
+    def ask(body: Any) -> None:
+        site.check(path, body)
+
+    ask()
+
+
+ABSURD: list[dict[str, Any]] = [
+    {"max_tokens": -1},
+    {"max_tokens": 0},
+    {"max_tokens": 2**63},
+    {"max_tokens": 1.5},
+    {"max_tokens": "3"},
+    {"max_tokens": 10**9},
+    {"max_output_tokens": -1},
+    {"n": 10**9},
+    {"n": 0},
+    {"n": -1},
+    {"n": 1.5},
+    {"n": 2**63},
+    {"temperature": -1},
+    {"temperature": 1e308},
+    {"temperature": 1e-308},
+    {"temperature": "hot"},
+    {"temperature": float("nan")},
+    {"top_p": 0},
+    {"top_p": 2},
+    {"top_k": -5},
+    {"top_k": 2**62},
+    {"seed": 2**63 - 1},
+    {"seed": -(2**63)},
+    {"seed": 1.5},
+    {"stop": ""},
+    {"stop": [""]},
+    {"stop": ["x"] * 10_000},
+    {"stop": "\x00"},
+    {"logprobs": 10**6},
+    {"top_logprobs": 10**6, "logprobs": True},
+    {"best_of": 10**9},
+    {"messages": []},
+    {"messages": "hi"},
+    {"messages": [{}]},
+    {"messages": HI * 10_000},
+    {"messages": [{"role": "user", "content": "x" * 10**6}]},
+    {"messages": [{"role": "\x00", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": [10**9]},
+    {"prompt": [-1]},
+    {"prompt": ["x"] * 10_000},
+    {"prompt": "x" * 10**6},
+    {"prompt": [1, "a"]},
+    {"prompt": [[1], "a"]},
+    {"tokens": [10**9]},
+    {"tokens": [-1]},
+    {"tokens": []},
+    {"tokens": [2**63]},
+    {"model": "other"},
+    {"model": ""},
+    {"model": "../../etc/passwd"},
+    {"model": 7},
+    {"stream": "yes"},
+    {"stream": True, "n": 3},
+    {"logit_bias": {"x": 1}},
+    {"logit_bias": {"999999": 1}},
+    {"logit_bias": {"-1": 1}},
+    {"logit_bias": {"5": 1e300}},
+    schema({"type": "odd"}),
+    schema({"$ref": "#"}),
+    schema({"$ref": "http://example.com/x"}),
+    schema({"pattern": "(((("}),
+    schema({"maxProperties": -1}),
+    {
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "f", "parameters": {"type": "object", "maxProperties": -1}},
+            }
+        ]
+    },
+    {"tools": [{"type": "odd"}]},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+    {"kv_transfer_params": {"prompt_token_ids": [1, 2]}},
+    {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
+    {"chat_template_kwargs": {"x": DEEP}},
+    {"add_generation_prompt": "x"},
+    {"use_beam_search": True},
+    {"input": []},
+    {"input": [{}]},
+    {"input": {"a": DEEP}},
+    {"previous_response_id": "resp_1"},
+    {"previous_response_id": "\x00"},
+    {"background": True},
+    {"thinking": {"type": "enabled", "budget_tokens": -1}},
+    {"stop_sequences": [""]},
+    {"system": DEEP},
+    {"truncation": "odd"},
+    {"min_tokens": 10**9},
+    {"ignore_eos": True, "max_tokens": None},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 10},
+    {"min_p": 5},
+    {"frequency_penalty": 2, "presence_penalty": -2},
+]
+
+
+@pytest.mark.parametrize("more", ABSURD, ids=lambda more: json.dumps(more)[:40])
+def test_absurd_parameters_are_no_failure_of_the_server(site: Site, more: dict[str, Any]) -> None:
+    for path in POSTED[:-2]:
+        site.check(path, BODIES[path][0] | more)
+    if more.keys() & {"messages", "stream", "tools", "response_format"}:
+        for path in (CHAT, "/v1/responses", "/v1/messages"):
+            site.check(path, BODIES[path][1] | more)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-raylight-token-in": "perhaps"},
+        {"x-stainless-retry-count": "-1"},
+        {"x-stainless-retry-count": "9" * 500},
+        {"x-stainless-retry-count": "1"},
+        {"x-request-id": "x" * 5000},
+        {"x-request-id": ""},
+        {"accept": "text/html"},
+        {"accept-encoding": "odd"},
+        {"anthropic-version": "1900-01-01"},
+        {"content-length": "0"},
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_odd_headers_are_no_failure_of_the_server(site: Site, path: str, headers: dict[str, str]) -> None:
+    for body in BODIES[path]:
+        site.check(path, body, **headers)
+
+
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "odd"]),
+    path=st.text(max_size=20),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_address_is_a_failure_of_the_server(site: Site, method: str, path: str) -> None:
+    try:
+        url = httpx.URL(f"http://replica/v1/{path}").raw_path.decode()
+    except httpx.InvalidURL:
+        return
+    assert site.ask(url, b"{}", method).status_code in (400, 401, 404, 405)
+
+
+def test_every_call_that_was_opened_is_closed(site: Site) -> None:
+    """The last test: whatever went wrong before, the store has not been left waiting."""
+    site.check(CHAT, BODIES[CHAT][0])
+
+    async def until_closed() -> None:
+        async with within():
+            while len(site.closed) < len(site.opened):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    site.runner.run(until_closed())
+    assert sorted(map(str, site.opened)) == sorted(map(str, site.closed))

@@ -1,0 +1,138 @@
+"""What a replica counts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from gateway_helpers import BODY, CHAT, KEY, MINE, SECRET, Site, within
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from raylight.engines.capture_context import CURRENT, CaptureContext
+from raylight.engines.capture_context import AttemptScope as Attempt
+from raylight.serving.gateway.metrics import Metrics
+
+
+async def test_requests_are_counted_by_route_and_status() -> None:
+    site = Site()
+    await site.post()
+    await site.post(content=b"{")
+    await site.post("/v1/messages", SECRET)
+    await site.post(key="wrong")
+    await site.get("/v1/nowhere")
+    assert site.value("requests_total", route="chat", status="200") == 1
+    assert site.value("requests_total", route="chat", status="400") == 1
+    assert site.value("requests_total", route="messages", status="200") == 1
+    assert site.value("requests_total", route="unknown", status="401") == 1
+    assert site.value("requests_total", route="unknown", status="404") == 1
+    assert site.value("refused_keys_total") == 1
+    assert site.value("request_seconds_count", route="chat") == 2
+    assert site.value("first_byte_seconds_count", route="messages") == 1
+    assert site.value("requests_in_flight") == 0
+
+
+async def test_what_runs_is_in_flight() -> None:
+    site, called, go_on = Site(), asyncio.Event(), asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        called.set()
+        await go_on.wait()
+        await JSONResponse({})(scope, receive, send)
+
+    site.inner.app = wait
+    asking = asyncio.create_task(site.post())
+    async with within():
+        await called.wait()
+        assert site.value("requests_in_flight") == 1
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert site.value("requests_in_flight") == 0
+    assert site.value("requests_total", route="chat", status="499") == 1
+
+
+async def test_the_page_is_prometheus_text_and_not_for_attempts() -> None:
+    site = Site()
+    site.metrics.gauge("backlog", "What waits", lambda: 7.0)
+    await site.post()
+    answer = await site.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert {
+        "raylight_requests",
+        "raylight_backlog",
+        "raylight_first_byte_seconds",
+        "raylight_output_tokens",
+    } <= set(families)
+    assert families["raylight_backlog"].samples[0].value == 7
+    assert (await site.get("/metrics", KEY)).status_code == 401
+    assert (await site.get(MINE + "/metrics", KEY)).status_code == 401
+    assert (await site.get(MINE + "/v1/metrics", KEY)).status_code == 404
+
+
+def test_an_engines_own_metrics_come_after() -> None:
+    assert Metrics(lambda: b"vllm_x 1.0\n").page().endswith(b"vllm_x 1.0\n")
+
+
+async def test_routes_that_are_made_up_add_no_labels() -> None:
+    site = Site()
+    for number in range(5):
+        await site.get(f"/made-up-{number}")
+        await site.get(f"/v1/models/made-up-{number}")
+    page = (await site.get("/metrics")).text
+    assert "made-up" not in page
+
+
+def exchange_of(*samples: tuple[list[int], list[int], str]) -> CaptureContext:
+    exchange = CaptureContext(Attempt("ro-1", "at-1"), "chat", {}, 0.0, [])
+    for index, (prompt, output, reason) in enumerate(samples):
+        sample = exchange.sample(index, prompt, {"temperature": 1.0})
+        sample.output_ids, sample.finish_reason = output, reason  # type: ignore[assignment]
+    return exchange
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_tokens_are_counted_where_an_exchange_tells(fails: bool) -> None:
+    metrics = Metrics()
+
+    async def engine(scope: Scope, receive: Receive, send: Send) -> None:
+        if fails:
+            raise ValueError
+
+    token = CURRENT.set(exchange_of(([1, 2, 3], [4, 5], "stop"), ([1, 2, 3], [6], "aborted")))
+    app = metrics.counting_samples(engine)
+    try:
+        await app({}, None, None)  # type: ignore[arg-type]
+    except ValueError:
+        assert fails
+    CURRENT.reset(token)
+    await metrics.counting_samples(JSONResponse({}))({"type": "http"}, None, _drop)  # type: ignore[arg-type]  # of no attempt
+    read = metrics.registry.get_sample_value
+    assert read("raylight_prompt_tokens_total") == 6
+    assert read("raylight_output_tokens_total") == 3
+    assert read("raylight_aborted_calls_total") == 1
+
+
+async def _drop(message: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("count", "passes", "replays"), [("1", False, 1), ("1", True, 0), ("0", False, 0), (None, False, 0)]
+)
+async def test_a_retry_that_is_not_sampled_anew_is_a_replay(
+    count: str | None, passes: bool, replays: int
+) -> None:
+    site = Site()
+    site.inner.app = site.metrics.marking_passed(JSONResponse({})) if passes else JSONResponse({})
+    headers = {"authorization": f"Bearer {KEY}"} | (
+        {} if count is None else {"x-stainless-retry-count": count}
+    )
+    async with (
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=site.app), base_url="http://replica") as client,
+        within(),
+    ):
+        await client.post(MINE + CHAT, headers=headers, json=BODY)
+    assert site.value("replays_total") == replays

@@ -1,0 +1,187 @@
+"""All layers together, called by the real SDKs: dialects are answered, calls are recorded once, upstream models are traced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+from capture_helpers import ENGINE, FakeApp, Sink
+from gateway_helpers import BODY, CHAT, KEY, MINE, SECRET, is_refusal, within
+
+from raylight.engines.upstream import UpstreamEngine
+from raylight.http.sse import sse_bytes
+from raylight.semconv import DIALECT, OUTPUT_MESSAGES
+from raylight.serving.capture.recorder import Recorder
+from raylight.serving.gateway.gateway import build_gateway
+from raylight.serving.gateway.metrics import Metrics
+
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+class Stack:
+    """A replica's whole application around a fake engine, and what its store was told."""
+
+    def __init__(
+        self, engine: Any = ENGINE, engine_app: Any = None, secret: str | None = SECRET, records: bool = True
+    ) -> None:
+        self.engine_app = engine_app or FakeApp()
+        self.sink, self.metrics = Sink(), Metrics()
+        self.recorder = Recorder(self.sink) if records else None
+        self.app = build_gateway(self.engine_app, engine, secret, self.recorder, None, metrics=self.metrics)
+        self.transport = httpx2.ASGITransport(app=self.app)
+
+    def openai(self) -> openai.AsyncOpenAI:
+        http_client = openai.DefaultAsyncHttpxClient(transport=self.transport)
+        return openai.AsyncOpenAI(
+            base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0
+        )
+
+    def anthropic(self) -> anthropic.AsyncAnthropic:
+        http_client = anthropic.DefaultAsyncHttpxClient(transport=self.transport)
+        return anthropic.AsyncAnthropic(
+            base_url=f"http://replica{MINE}", api_key=KEY, http_client=http_client, max_retries=0
+        )
+
+    async def post(self, path: str, key: str = KEY, body: Any = BODY, **headers: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client, within():
+            return await client.post(path, headers={"authorization": f"Bearer {key}"} | headers, json=body)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"raylight_{name}", labels)
+
+
+@pytest.fixture
+def stack() -> Stack:
+    return Stack()
+
+
+async def test_every_dialect_is_answered_and_recorded(stack: Stack) -> None:
+    async with within(), stack.openai() as client, stack.anthropic() as other:
+        chat = await client.chat.completions.create(model="policy", messages=MESSAGES)
+        completion = await client.completions.create(model="policy", prompt="hi")
+        response = await client.responses.create(model="policy", input="hi")
+        message = await other.messages.create(model="policy", messages=MESSAGES, max_tokens=5)
+    assert chat.choices[0].message.content == completion.choices[0].text == response.output_text == "hello"
+    assert message.content[0].text == "hello"  # type: ignore[union-attr]
+    await stack.sink.has(4, 4)
+    spans = [dict(span.attributes)[DIALECT] for _, _, span in stack.sink.closed if span is not None]
+    assert spans == ["chat", "completions", "responses", "messages"]
+    assert {tuple(generation.output_ids) for _, generation, _ in stack.sink.closed if generation} == {
+        tuple(map(ord, "hello"))
+    }
+    assert stack.value("output_tokens_total") == 20
+
+
+async def test_a_retry_is_given_what_was_sampled(stack: Stack) -> None:
+    first = await stack.post(MINE + CHAT)
+    again = await stack.post(MINE + CHAT, **{"x-stainless-retry-count": "1"})
+    assert again.json() == first.json()
+    await stack.sink.has(1, 1)
+    assert len(stack.engine_app.requests) == 1
+    assert (stack.value("replays_total"), stack.value("output_tokens_total")) == (1, 5)
+
+
+async def test_the_runs_secret_records_nothing(stack: Stack) -> None:
+    assert (await stack.post(CHAT, SECRET)).status_code == 200
+    assert (await stack.post("/v1/messages", SECRET, BODY | {"max_tokens": 5})).status_code == 200
+    assert (stack.sink.opened, stack.engine_app.exchanges) == ([], [None, None])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+async def test_an_attempt_that_is_over_is_refused_in_the_dialect(stack: Stack, path: str) -> None:
+    stack.sink.over.add("at-1")
+    answer = await stack.post(
+        MINE + path, body=BODY | {"max_tokens": 5, "input": "x", "prompt": "x"} if path != CHAT else BODY
+    )
+    assert is_refusal(answer, path)
+    assert answer.status_code in (400, 401)
+
+
+async def test_the_recorders_backlog_is_shown(stack: Stack) -> None:
+    stack.sink.gate.clear()
+    asking = asyncio.create_task(stack.post(MINE + CHAT))
+    async with within():
+        await stack.engine_app.sampling.wait()
+        assert (stack.value("recorder_open"), stack.value("recorder_unsent")) == (1, 1)
+        stack.sink.gate.set()
+        await asking
+        await stack.sink.has(1, 1)
+    assert stack.value("recorder_open") == 0
+
+
+async def test_a_server_of_its_own_needs_no_store() -> None:
+    stack = Stack(secret=None, records=False)
+    assert (await stack.post(CHAT, "")).status_code == 200
+    assert (await stack.post("/v1/messages", "", BODY | {"max_tokens": 5})).json()["content"][0][
+        "text"
+    ] == "hello"
+    assert (await stack.post("/v1/traces", "")).status_code == 404
+    assert (await stack.post(MINE + CHAT)).status_code == 404
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_upstream_model_is_traced_and_has_no_tokens(streams: bool) -> None:
+    """Not even where it tells them, as vLLM does for `return_token_ids`."""
+    seen: list[httpx2.Request] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        seen.append(request)
+        said = {"role": "assistant", "content": "hello"}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": [1, 2],
+            "delta" if streams else "message": said,
+        }
+        body = {
+            "id": "x",
+            "object": "x",
+            "created": 1,
+            "model": "m",
+            "prompt_token_ids": [3],
+            "choices": [choice],
+        }
+        if not streams:
+            return httpx2.Response(200, json=body)
+        content = sse_bytes(body) + sse_bytes("[DONE]")
+        return httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
+
+    upstream = UpstreamEngine(
+        "http://up/v1", "up-key", "policy", "up-model", transport=httpx2.MockTransport(answer)
+    )
+    stack = Stack(upstream, await upstream.app())
+    async with within(), stack.openai() as client:
+        asked: Any = {"model": "policy", "messages": MESSAGES, "extra_body": {"return_token_ids": True}}
+        if streams:
+            pieces = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+            assert [piece.choices[0].delta.content for piece in pieces] == ["hello"]
+        else:
+            assert (await client.chat.completions.create(**asked)).choices[0].message.content == "hello"
+    await stack.sink.has(1, 1)
+    ((_, generation, span),) = stack.sink.closed
+    assert generation is None
+    assert span is not None
+    assert '"hello"' in str(dict(span.attributes)[OUTPUT_MESSAGES])
+    assert json.loads(seen[0].content)["model"] == "up-model"
+    assert seen[0].headers["authorization"] == "Bearer up-key"
+
+
+async def test_an_upstream_speaks_every_dialect() -> None:
+    behind = FakeApp()
+    behind.samples = False  # it is in this process, and would find the exchange
+    upstream = UpstreamEngine("http://up/v1", None, "policy", transport=httpx2.ASGITransport(app=behind))
+    stack = Stack(upstream, await upstream.app())
+    async with within(), stack.openai() as client, stack.anthropic() as other:
+        assert (await client.responses.create(model="policy", input="hi")).output_text == "hello"
+        message = await other.messages.create(model="policy", messages=MESSAGES, max_tokens=5)
+        assert message.content[0].text == "hello"  # type: ignore[union-attr]
+        with pytest.raises(anthropic.NotFoundError):
+            await other.messages.create(model="other", messages=MESSAGES, max_tokens=5)
+    await stack.sink.has(3, 3)

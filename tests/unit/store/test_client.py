@@ -1,0 +1,251 @@
+"""The store's client: calls travel together, fail alone, and are carried out once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import pickle
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from store_helpers import BROKEN, LOST, Box, begun, ids_of, open_box, span_of
+
+from raylight.errors import InvalidTransitionError, RaylightError, StoreError, UnknownIdError
+from raylight.store.call_batcher import MAX_BATCH, Channel
+from raylight.store.client import UNSET, StoreClient
+from raylight.types import EnqueueRolloutRequest
+
+
+@pytest.fixture
+async def box() -> AsyncIterator[Box]:
+    async with open_box() as box:
+        yield box
+
+
+# together
+
+
+class Counted(StoreClient):
+    """Counts its messages."""
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(target)
+        self.messages: list[int] = []
+        send = self._channel.send
+
+        async def counting(method: str, *args: Any) -> Any:
+            if method == "call":
+                self.messages.append(len(args[0]))
+            return await send(method, *args)
+
+        self._channel.send = counting  # type: ignore[method-assign]
+
+
+async def test_calls_of_one_turn_travel_in_one_message_and_one_transaction(box: Box) -> None:
+    store = Counted(box.service)
+    rollout = await box.take()
+    statements: list[str] = []
+    box.service._journal.db.set_trace_callback(statements.append)
+    await asyncio.gather(*[store.add_span(span_of(rollout)) for _ in range(20)], store.update_worker("w"))
+    assert store.messages == [21]
+    assert statements.count("COMMIT") == 1
+    assert [span.sequence_id for span in await store.query_spans(rollout.rollout_id)] == list(range(1, 21))
+
+
+async def test_a_message_is_bounded(box: Box) -> None:
+    store = Counted(box.service)
+    await asyncio.gather(*[store.update_worker(f"w{i}") for i in range(MAX_BATCH + 5)])
+    assert store.messages == [MAX_BATCH, 5]
+
+
+async def test_calls_of_one_client_take_effect_in_their_order(box: Box) -> None:
+    (rollout_id,) = await box.enqueue()
+    calls = [box.store.update_rollout(rollout_id, metadata={"i": i}) for i in range(700)]
+    found = await asyncio.gather(*calls)
+    assert [rollout.metadata["i"] for rollout in found] == list(range(700))
+    assert (await box.store.get_rollout_by_id(rollout_id)).metadata == {"i": 699}
+
+
+async def test_a_caller_that_gives_up_does_not_disturb_the_others(box: Box) -> None:
+    (rollout_id,) = await box.enqueue()
+    gone = asyncio.create_task(box.store.update_rollout(rollout_id, mode="val"))
+    other = asyncio.create_task(box.store.update_rollout(rollout_id, metadata={"a": 1}))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert (await other).metadata == {"a": 1}
+
+
+def test_a_client_leaves_nothing_of_an_event_loop_that_is_over() -> None:
+    class Target:
+        async def call(self, calls: list[Any], lane: str, number: int) -> list[Any]:
+            return [(True, None)] * len(calls)
+
+    channel = Channel(Target())
+    channel.send = lambda method, *args: getattr(channel.target, method)(*args)  # type: ignore[method-assign]
+
+    async def once() -> weakref.ref[Any]:
+        await channel.call("update_worker")
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(once())
+    gc.collect()
+    assert loop() is None
+    assert len(channel._lanes) == 0
+
+
+# alone
+
+
+async def test_a_call_that_fails_undoes_only_itself(box: Box) -> None:
+    good, other = await box.take(), await box.take()
+    results = await asyncio.gather(
+        box.store.add_span(span_of(good)),
+        box.store.add_many_spans([span_of(good), span_of(good).model_copy(update={"rollout_id": "ro-none"})]),
+        box.store.update_rollout(other.rollout_id, mode="val", status="queuing"),
+        box.store.cancel_rollouts([good.rollout_id, "ro-none"]),
+        box.store.finish_attempt(other, "succeeded", None, [span_of(other)]),
+        box.store.add_span(span_of(good)),
+        return_exceptions=True,
+    )
+    assert [type(result).__name__ for result in results] == [
+        "Span",
+        "UnknownIdError",
+        "InvalidTransitionError",
+        "UnknownIdError",
+        "Rollout",
+        "Span",
+    ]
+    assert [results[0].sequence_id, results[5].sequence_id] == [1, 2]
+    assert (await box.store.get_rollout_by_id(other.rollout_id)).mode is None
+    assert await box.status(good) == ("running", "running")
+    assert await box.count("total_spans") == 3
+
+
+ODD_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "not Unicode": ("update_worker", ("w\ud800", None, None)),
+    "too large a number": ("update_worker", (2**70, None, None)),
+    "not a value": ("update_worker", (object(), None, None)),
+    "null": ("update_worker", (None, None, None)),
+    "no such method": ("drop_tables", ()),
+    "too few arguments": ("update_worker", ()),
+    "a wrong type": ("cancel", (5,)),
+    "no such column": ("update_rollout", ("ro", {"no_such_column": 1})),
+    "broken config": ("update_rollout", ("ro", {"config": "{"})),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_CALLS)
+async def test_no_call_harms_those_that_travel_with_it(
+    box: Box, odd: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    await box.store.enqueue_rollout(1, rollout_id="ro")
+    first, wrong, last = await asyncio.gather(
+        box.store.update_worker("a"),
+        box.store._channel.call(*_spread(ODD_CALLS[odd])),
+        box.store.update_worker("b"),
+        return_exceptions=True,
+    )
+    assert isinstance(wrong, StoreError)
+    assert [first.worker_id, last.worker_id] == ["a", "b"]
+    assert [worker.worker_id for worker in await box.store.query_workers()] == ["a", "b"]
+    assert pickle.loads(pickle.dumps(wrong)).args == wrong.args
+
+
+def _spread(call: tuple[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    return call[0], *call[1]
+
+
+@pytest.mark.parametrize("fields", [{"rollout_id": "\ud800"}, {"rollout_id": "a\0b"}, {"group_id": "\udfff"}])
+async def test_ids_that_are_not_text_are_refused(box: Box, fields: dict[str, Any]) -> None:
+    with pytest.raises(StoreError):
+        await box.store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=1, **fields)]
+        )
+    assert await box.store.statistics() == {}
+    assert len(await box.enqueue()) == 1
+
+
+@pytest.mark.parametrize("what", ["input", "metadata", "resources", "attempt"])
+async def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do(box: Box, what: str) -> None:
+    rollout, lock = await box.take(), {"lock": threading.Lock()}
+    work = {
+        "input": lambda: box.store.enqueue_rollout(lock),
+        "metadata": lambda: box.store.update_rollout(rollout.rollout_id, metadata=lock),
+        "resources": lambda: box.store.add_resources(lock),
+        "attempt": lambda: box.store.update_attempt(*ids_of(rollout), metadata=lock),
+    }[what]
+    with pytest.raises(StoreError, match=r"cannot be pickled.*Give plain data"):
+        await work()
+
+
+async def test_functions_and_classes_of_a_script_travel_by_value(box: Box) -> None:
+    base = 40
+    rollout = await box.store.enqueue_rollout(lambda x: base + x)
+    assert (await box.store.get_rollout_by_id(rollout.rollout_id)).input(2) == 42
+
+
+# errors and small things
+
+
+async def test_errors_are_typed_all_the_way(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.finish_attempt(rollout, "failed", BROKEN)
+    for work, error in (
+        (box.store.get_rollout_by_id("ro-none"), UnknownIdError),
+        (box.store.update_rollout(rollout.rollout_id, status="running"), InvalidTransitionError),
+        (box.store.update_worker("\ud800"), StoreError),
+    ):
+        with pytest.raises(error) as raised:
+            await work
+        assert isinstance(raised.value, RaylightError)
+        assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_unset_says_what_it_is() -> None:
+    assert repr(UNSET) == "UNSET"
+
+
+async def test_a_client_of_another_process_is_the_same_client() -> None:
+    copy = pickle.loads(pickle.dumps(StoreClient("handle")))
+    assert copy._channel.target == "handle"
+
+
+async def test_many_callers_at_once(box: Box) -> None:
+    """Producers, workers and watchers together; every rollout is done exactly once."""
+
+    async def work(name: str) -> int:
+        done = 0
+        while rollouts := await box.store.dequeue_many_rollouts(limit=3, worker_id=name, timeout=0.2):
+            for rollout in rollouts:
+                await box.store.add_span(span_of(rollout))
+                lost = rollout.attempt.sequence_id == 1 and rollout.input % 5 == 0
+                await box.store.finish_attempt(
+                    rollout, "failed" if lost else "succeeded", LOST if lost else None
+                )
+                done += 1
+        return done
+
+    working = [await begun(work(f"w{i}")) for i in range(6)]
+    produced = await asyncio.gather(
+        *[
+            box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(20)])
+            for _ in range(5)
+        ]
+    )
+    ids = [rollout.rollout_id for rollouts in produced for rollout in rollouts]
+    found = await box.store.wait_for_rollouts(rollout_ids=ids, timeout=10)
+    assert [rollout.status for rollout in found] == ["succeeded"] * 100
+    assert sum(await asyncio.gather(*working)) == 120
+    assert await box.store.statistics() == {
+        "total_rollouts": 100,
+        "rollouts_succeeded": 100,
+        "total_attempts": 120,
+        "total_spans": 120,
+        "total_workers": 6,
+        "attempts_failed_infrastructure": 20,
+    }

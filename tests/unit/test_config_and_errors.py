@@ -1,0 +1,188 @@
+"""Typed settings refuse what they do not know; typed errors survive their way through Ray."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from raylight import errors
+from raylight.algorithms.policy import GRPO
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.errors import ConfigError, RaylightError
+from raylight.http.errors import RequestError
+from raylight.serving.deploy import choose
+
+ALL_ERRORS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, RaylightError)]
+
+
+@pytest.mark.parametrize(
+    ("cls", "typo", "meant"),
+    [
+        (EngineConfig, "replica", "replicas"),
+        (RunnerConfig, "max_concurent", "max_concurrent"),
+        (LearnerConfig, "num_gpu", "num_gpus"),
+        (StoreConfig, "lease_second", "lease_seconds"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest_one(cls: type, typo: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{cls.__name__} has no setting '{typo}'.*{meant}"):
+        cls(**{typo: 1})
+
+
+def test_an_unknown_key_without_a_near_one_lists_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunnerConfig(zzzzzz=1)
+    assert all(name in str(caught.value) for name in RunnerConfig.model_fields)
+
+
+def test_every_wrong_key_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"replicas.*dtype.*no setting 'slots'"):
+        EngineConfig(replicas=0, dtype="int4", slots=3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"replicas": "many"}, {"port": 0}, {"port": 70000}, {"start_timeout_s": 0}, {"dtype": None}]
+)
+def test_a_value_that_does_not_fit_is_an_error_that_shows_it(wrong: dict) -> None:
+    (name, value) = next(iter(wrong.items()))
+    with pytest.raises(ConfigError, match=name) as caught:
+        EngineConfig(**wrong)
+    assert repr(value) in str(caught.value)
+
+
+def test_settings_come_from_nothing_a_dict_or_an_instance() -> None:
+    assert RunnerConfig.parse(None) == RunnerConfig()
+    assert RunnerConfig.parse({"n": 4}).n == 4
+    assert RunnerConfig.parse(RunnerConfig(n=5)) == RunnerConfig(n=5)
+
+
+@pytest.mark.parametrize(
+    "given", [None, {}, {"max_restarts": 1}, RunnerConfig(max_restarts=1), {"n": None, "max_restarts": 1}]
+)
+def test_what_is_given_beside_settings_joins_them(given: object) -> None:
+    parsed = RunnerConfig.parse(given, n=7)
+    assert (parsed.n, parsed.max_restarts) == (7, 1 if given else 3)
+
+
+@pytest.mark.parametrize("given", [{"n": 4}, RunnerConfig(n=4)])
+def test_what_is_given_beside_settings_says_the_same(given: object) -> None:
+    assert RunnerConfig.parse(given, n=4).n == RunnerConfig.parse(given, n=None).n == 4
+    for other in (7, 1):
+        with pytest.raises(
+            ConfigError, match=f"RunnerConfig.n is 4 in the settings and {other} beside them; give it once"
+        ):
+            RunnerConfig.parse(given, n=other)
+
+
+def test_parsing_leaves_the_given_dict_alone() -> None:
+    given = {"n": 4}
+    RunnerConfig.parse(given, max_restarts=7)
+    assert given == {"n": 4}
+
+
+@pytest.mark.parametrize("given", [3, "n=4", ["n"], EngineConfig()])
+def test_settings_of_another_type_are_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="takes a dict or a RunnerConfig"):
+        RunnerConfig.parse(given)
+
+
+def test_an_override_is_checked_like_any_value() -> None:
+    with pytest.raises(ConfigError, match="n"):
+        RunnerConfig.parse(RunnerConfig(), n=0)
+
+
+def test_settings_do_not_change_after_creation() -> None:
+    with pytest.raises(ValidationError):
+        RunnerConfig().n = 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"group_size": 1}, "group_size"),
+        ({"grup_size": 4}, "group_size"),
+        ({"n_steps": -1}, "n_steps"),
+        ({"lr": 0}, "lr"),
+        ({"rollout": {"max_attempts": 0}}, "RolloutConfig.max_attempts"),
+        ({"rollout": {"retry": 1}}, "retry"),
+    ],
+)
+def test_an_algorithm_refuses_what_it_cannot_mean(wrong: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        GRPO(model="m", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "per_step", "epochs", "expected"),
+    [(16, 16, 1, 1), (17, 16, 1, 2), (10, 4, 2, 5), (1, 16, 3, 1)],
+)
+def test_steps_cover_every_epoch(tasks: int, per_step: int, epochs: int, expected: int) -> None:
+    assert GRPO(model="m", tasks_per_step=per_step, n_epochs=epochs).steps(tasks) == expected
+
+
+def test_a_stated_number_of_steps_wins_even_if_it_is_zero() -> None:
+    assert GRPO(model="m", n_steps=0, n_epochs=3).steps(100) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "installed", "expected"),
+    [
+        ({}, True, "transformers"),
+        ({}, False, "transformers"),
+        ({"num_gpus": 1}, True, "vllm"),
+        ({"num_gpus": 1}, False, "transformers"),
+        ({"url": "http://model/v1"}, True, "upstream"),
+        ({"kind": "transformers", "num_gpus": 1}, True, "transformers"),
+        ({"kind": "vllm"}, True, "vllm"),
+    ],
+)
+def test_auto_picks_by_what_is_there(
+    settings: dict[str, Any], installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "has_vllm", lambda: installed)
+    assert choose.choose_engine(EngineConfig(**settings)) == expected
+
+
+def test_vllm_that_is_not_installed_is_an_error_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "has_vllm", lambda: False)
+    with pytest.raises(ConfigError, match="pip install"):
+        choose.choose_engine(EngineConfig(kind="vllm"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kind": "sglang"}, "transformers"),
+        ({"kind": "upstream"}, "url"),
+        ({"kind": "vllm", "url": "http://model/v1"}, "upstream"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas"),
+    ],
+)
+def test_engine_settings_that_do_not_fit(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        EngineConfig(**settings)
+
+
+def test_there_are_errors_to_check() -> None:
+    assert len(ALL_ERRORS) > 15
+
+
+@pytest.mark.parametrize("cls", ALL_ERRORS, ids=lambda cls: cls.__name__)
+def test_every_error_survives_pickling(cls: type[RaylightError]) -> None:
+    copy = pickle.loads(pickle.dumps(cls("what happened; what to do next")))
+    assert type(copy) is cls
+    assert str(copy) == "what happened; what to do next"
+
+
+def test_an_otlp_error_survives_pickling_with_its_status() -> None:
+    copy = pickle.loads(pickle.dumps(errors.OtlpError("too large", 413)))
+    assert (str(copy), copy.status) == ("too large", 413)
+
+
+def test_a_request_error_survives_pickling_with_its_status() -> None:
+    copy = pickle.loads(pickle.dumps(RequestError("too many", 503, "overloaded_error")))
+    assert (str(copy), copy.status, copy.kind) == ("too many", 503, "overloaded_error")

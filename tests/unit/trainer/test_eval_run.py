@@ -1,0 +1,313 @@
+"""A run that only scores, as far as it goes without a cluster: what it is given, what it writes, and that it holds no learner."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit_helpers import make_finished, make_generation
+
+import raylight
+from raylight.agent.decorators import rollout
+from raylight.agent.resources import LLM
+from raylight.algorithms.policy import GRPO
+from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
+from raylight.semconv import OUTPUT_MESSAGES
+from raylight.trainer import eval_run
+from raylight.trainer.data_files import read_tasks
+from raylight.trainer.display import print_scores
+from raylight.trainer.eval_run import EvalRun, ignored_sampling, line_of, rewards_by_name
+from raylight.trainer.eval_session import EvalSession, EvalSettings, find_adapter, read_adapter
+from raylight.trainer.scores import measure
+from raylight.trainer.trainer import Trainer
+from raylight.types import Failure, FinishedRollout, Span
+
+BROKEN = Failure(kind="agent", error="ValueError: no tool")
+
+
+@rollout
+def plain(task: int, llm: LLM) -> float:
+    return 1.0
+
+
+class ReachedRay(Exception):
+    pass
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[EvalRun]:
+    """Evaluations that passed all checks; where they would connect to Ray, ReachedRay is raised."""
+    runs: list[EvalRun] = []
+
+    def noting(self: EvalRun, *args: Any, original: Any = EvalRun.__init__) -> None:
+        original(self, *args)
+        runs.append(self)
+
+    def refuse(*args: Any) -> None:
+        raise ReachedRay
+
+    monkeypatch.setattr(EvalRun, "__init__", noting)
+    monkeypatch.setattr(eval_run, "ray_session", refuse)
+    return runs
+
+
+# it cannot train
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_a_run_that_scores_knows_nothing_that_learns() -> None:
+    """Of the learners it takes only what a rollout counts with."""
+    folder = Path(raylight.__file__).parent / "trainer"
+    seen: set[str] = set()
+    waiting = ["eval_run", "eval_session"]
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        modules = {module for module in imports_of(folder / f"{name}.py") if module.startswith("raylight.")}
+        learning = {module for module in modules if module.startswith("raylight.learner")}
+        assert learning <= {"raylight.experience.batch"}, name
+        ours = {m.removeprefix("raylight.trainer.") for m in modules if m.startswith("raylight.trainer.")}
+        waiting += [
+            other for other in ours - seen - {"trainer"} if other not in waiting
+        ]  # the Trainer is for annotations
+    assert {"served_session", "session", "plan"} <= seen
+    assert not {"policy_session", "runs", "loop"} & seen
+    assert not {"learners", "update", "publish_weights"} & set(dir(EvalSession))
+
+
+# what it is given
+
+
+def test_a_plan_has_what_was_given(hollow_model: str, planned: list[EvalRun], tmp_path: Path) -> None:
+    trainer = Trainer(
+        algorithm=GRPO(model=hollow_model),
+        engine={"replicas": 2},
+        n_runners=3,
+        seed=5,
+        output_dir=tmp_path / "out",
+    )
+    with pytest.raises(ReachedRay):
+        trainer.evaluate(
+            plain, [1, 2], samples=4, sampling={"temperature": 0.5}, rollout={"timeout_seconds": 7}
+        )
+    plan = planned[0].plan
+    assert (plan.model_path, plan.engine.replicas, plan.engine.kind, plan.runner.n, plan.seed) == (
+        hollow_model,
+        2,
+        "transformers",
+        3,
+        5,
+    )
+    assert (plan.settings.samples, plan.rollout.timeout_seconds, plan.n_tasks) == (4, 7, 2)
+    assert json.loads(json.dumps(plan.resolved()))["sampling"] == {"temperature": 0.5}
+    assert plan.store_path == str(tmp_path / "out" / "eval.db")
+
+
+def test_other_files_of_the_folder_are_left_alone(
+    hollow_model: str, planned: list[EvalRun], tmp_path: Path
+) -> None:
+    """It may be the run directory of the very model that is scored."""
+    run = tmp_path / "run"
+    for name in (
+        "checkpoint/weights",
+        "best/best.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "store.db",
+        "eval.json",
+    ):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("kept")
+    with pytest.raises(ReachedRay):
+        Trainer(output_dir=run).evaluate(plain, [1], model=hollow_model)
+    there = {path.relative_to(run).as_posix(): path.read_text() for path in run.rglob("*") if path.is_file()}
+    assert there.pop("eval.jsonl") == ""
+    assert set(there) == {"checkpoint/weights", "best/best.json", "config.yaml", "metrics.jsonl", "store.db"}
+    assert set(there.values()) == {"kept"}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"model": None}, ConfigError, "no model to score"),
+        ({"model": "/no/such"}, ModelNotFoundError, "/no/such"),
+        ({"adapter": "/no/such"}, ModelNotFoundError, "no adapter folder /no/such"),
+        ({"dataset": []}, DatasetError, "empty"),
+        ({"dataset": None}, DatasetError, "missing"),
+        ({"agent": lambda: 1.0}, AgentSignatureError, "task"),
+        ({"agent": "nowhere:agent"}, ConfigError, "nowhere"),
+        ({"agent": rollout(lambda task, tools: 1.0)}, AgentSignatureError, "tools"),
+        ({"samples": 0}, ConfigError, "samples"),
+        ({"no_such": 1}, ConfigError, "no_such"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_ray(
+    given: dict[str, Any],
+    error: type[Exception],
+    says: str,
+    hollow_model: str,
+    planned: list[EvalRun],
+    tmp_path: Path,
+) -> None:
+    settings = {"agent": plain, "dataset": [1], "model": hollow_model} | given
+    with pytest.raises(error, match=says):
+        Trainer(output_dir=tmp_path / "out").evaluate(**settings)
+    assert planned == []
+
+
+def test_an_upstream_model_is_scored_too_but_takes_no_adapter(planned: list[EvalRun], tmp_path: Path) -> None:
+    trainer = Trainer(engine={"url": "http://127.0.0.1:1/v1"}, output_dir=tmp_path)
+    with pytest.raises(ReachedRay):
+        trainer.evaluate(plain, [1], model="gpt-9")
+    assert (planned[0].plan.model_path, planned[0].plan.engine.upstream_model) == ("", "gpt-9")
+    assert planned[0].plan.resolved()["model"] == "gpt-9"
+    with pytest.raises(ConfigError, match="no adapter"):
+        trainer.evaluate(plain, [1], model="gpt-9", adapter=str(tmp_path))
+
+
+def test_every_served_model_gets_the_sampling_that_was_asked_for(
+    hollow_model: str, planned: list[EvalRun], tmp_path: Path
+) -> None:
+    slots = {
+        "solver": LLM(sampling_parameters={"top_p": 0.9, "temperature": 1.0}),
+        "judge": LLM(endpoint="http://else", model="j"),
+    }
+    agent = rollout(lambda task, solver: 1.0)
+    with pytest.raises(ReachedRay):
+        Trainer(output_dir=tmp_path / "out", resources=slots).evaluate(
+            agent, [1], model=hollow_model, sampling={"temperature": 0.0}
+        )
+    session = EvalSession(planned[0].plan, print, cluster_ends=True)
+    session.resources = planned[0].plan.resources
+    offered = session._resources_with(LLM(endpoint="http://here", model="policy", traced=True))
+    assert offered["solver"].sampling_parameters == {"top_p": 0.9, "temperature": 0.0}
+    assert (offered["solver"].endpoint, offered["judge"].sampling_parameters) == ("http://here", {})
+
+
+def test_an_adapter_is_read_as_peft_saved_it(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
+    with pytest.raises(ModelNotFoundError, match=r"adapter_model\.safetensors is missing"):
+        find_adapter(str(tmp_path))
+    save_file(
+        {"a.lora_A.weight": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "adapter_model.safetensors"
+    )
+    adapter = read_adapter(find_adapter(str(tmp_path)))
+    assert adapter.config == {"r": 2}
+    assert adapter.weights["a.lora_A.weight"].shape == (2, 3)
+
+
+# tasks from files
+
+
+def test_tasks_are_read_from_files(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    tasks = [{"a": 1, "b": "x"}, {"a": 2, "b": "é"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, tasks)) + "\n\n")
+    (tmp_path / "a.json").write_text(json.dumps(tasks))
+    parquet.write_table(pyarrow.Table.from_pylist(tasks), tmp_path / "a.parquet")
+    for kind in ("jsonl", "json", "parquet"):
+        assert read_tasks(tmp_path / f"a.{kind}") == tasks
+        assert read_tasks(tmp_path / f"a.{kind}", limit=1) == tasks[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{oops\n', "line 2"),
+        ("a.jsonl", b"\n\n", "holds no task"),
+        ("a.json", b'{"a": 1}', "holds a dict"),
+        ("a.json", b"[", r"a\.json"),
+        ("a.csv", b"a\n1", r"is no \.jsonl"),
+        ("a.parquet", b"junk", "is no Parquet"),
+        ("a.jsonl", b"\xff\xfe\n", "cannot be read"),
+    ],
+)
+def test_a_file_that_holds_no_tasks_is_an_error(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=says):
+        read_tasks(tmp_path / name)
+
+
+# what it writes
+
+
+def said(text: Any, reward: float = 1.0, temperature: float = 1.0) -> FinishedRollout:
+    """A rollout with one call that answered `text`."""
+    made = make_finished(reward)
+    span = Span.from_attributes(
+        name="chat", attributes={OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": text}])}
+    )
+    call = make_generation([1], [2, 3], temperature=temperature)
+    return FinishedRollout(made.rollout, reward, [call], [span], {"right": reward, "short": 0.5})
+
+
+def test_a_line_has_what_a_reader_wants_to_know() -> None:
+    line = line_of(said("4"), 7, 1)
+    wanted = {
+        "task_index": 7,
+        "sample": 1,
+        "status": "succeeded",
+        "reward": 1.0,
+        "calls": 1,
+        "tokens": 2,
+        "text": "4",
+        "error": None,
+    }
+    assert wanted.items() <= line.items()
+    assert line["rewards"] == {"right": 1.0, "short": 0.5}
+    assert line_of(said([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), 0, 0)["text"] == "ab"
+    assert line_of(said(None), 0, 0)["text"] is None
+    failed = line_of(make_finished(failure=BROKEN, calls=0), 0, 0)
+    assert (failed["status"], failed["error"], failed["reward"], failed["text"]) == (
+        "failed",
+        BROKEN.error,
+        None,
+        None,
+    )
+
+
+def test_sampling_that_the_agent_did_not_pass_on_is_told() -> None:
+    finished = [said("a", temperature=1.0), said("b", temperature=0.0)]
+    note = ignored_sampling(finished, {"temperature": 0.0})
+    assert note is not None
+    assert "1 of 2 calls were sampled at temperature 1, not 0" in note
+    assert ignored_sampling(finished[1:], {"temperature": 0.0}) is None
+    assert ignored_sampling(finished, {"max_tokens": 3}) is None
+
+
+def test_the_table_names_rewards_errors_and_pass_at_k(
+    capsys: pytest.CaptureFixture[str], hollow_model: str, planned: list[EvalRun], tmp_path: Path
+) -> None:
+    with pytest.raises(ReachedRay):
+        Trainer(output_dir=tmp_path / "out").evaluate(plain, [1, 2], model=hollow_model, samples=2)
+    finished = [said("4", reward) for reward in (1.0, 0.0, 1.0, 1.0)] + [make_finished(failure=BROKEN)]
+    figures = planned[0]._figures(measure(finished, 2, None, 1.0), finished, 2.0, None)
+    assert json.loads(json.dumps(figures)) == figures
+    print_scores(figures, "/the/folder")
+    text = capsys.readouterr().out
+    for part in ("right", "0.7500", "short", "pass@1: ", "best of 2: ", "1 failed", "/the/folder/eval.jsonl"):
+        assert part in text
+    assert figures["failures"] == {BROKEN.error: 1}
+    assert rewards_by_name(finished) == {"right": [1.0, 0.0, 1.0, 1.0], "short": [0.5] * 4}
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="sample"):
+        EvalSettings(model="m", sample=3)

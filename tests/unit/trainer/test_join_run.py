@@ -1,0 +1,63 @@
+"""Roles of a process, and what of them is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import raylight as rl
+from raylight.errors import ConfigError
+from raylight.trainer.join_run import must_be_joinable
+
+
+def test_the_role_is_from_the_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (rl.Trainer().role, rl.Trainer().run_name, rl.Trainer().runner.external) == ("both", None, False)
+    monkeypatch.setenv("RAYLIGHT_RUN", "a")
+    assert rl.Trainer().run_name is None, "a run of one process has no use for it"
+    monkeypatch.setenv("RAYLIGHT_ROLE", "algorithm")
+    trainer = rl.Trainer(n_runners=3)
+    assert (trainer.role, trainer.run_name, trainer.runner.external, trainer.runner.n) == (
+        "algorithm",
+        "a",
+        True,
+        3,
+    )
+    trainer = rl.Trainer(role="runner", run_name="b")
+    assert (trainer.role, trainer.run_name, trainer.runner.external) == ("runner", "b", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"role": "driver"}, "both, algorithm, runner"),
+        ({"run_name": "x"}, "give a role"),
+        ({"role": "both", "run_name": "x"}, "role"),
+    ],
+)
+def test_wrong_roles(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rl.Trainer(**arguments)
+
+
+def test_a_runner_needs_a_name_and_an_agent() -> None:
+    with pytest.raises(ConfigError, match="RAYLIGHT_RUN"):
+        rl.Trainer(role="runner").fit("raylight.quickstart.agent:adder")
+    with pytest.raises(ConfigError, match="agent must be"):
+        rl.Trainer(role="runner", run_name="x").fit([1, 2, 3])
+
+
+def test_a_cluster_of_its_own_cannot_be_joined() -> None:
+    with pytest.raises(ConfigError, match="ray start --head"):
+        must_be_joinable("x", local=True)
+
+
+def test_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from typer.testing import CliRunner
+
+    from raylight.cli import app
+
+    shown = CliRunner().invoke(app, ["runner", "--help"]).output
+    assert "--run" in shown
+    assert json.dumps("AGENT")[1:-1] in shown

@@ -1,0 +1,348 @@
+"""The training loop over a real store, with learners and engines made up, killed at any moment: what comes out is the same."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit_helpers import within
+
+import raylight as rl
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.errors import LearnerError, LearnerLostError, StoreError
+from raylight.experience.checkpoints import States
+from raylight.quickstart import STARTER_MODEL
+from raylight.semconv import reward_attributes
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.trainer.loop import Training
+from raylight.trainer.parity import Parity
+from raylight.trainer.plan import PolicyPlan
+from raylight.trainer.policy_session import PolicySession
+from raylight.trainer.report import Report
+from raylight.trainer.resume import describe_tasks, find_start, highest_version, prepare_states
+from raylight.types import CallKey, Generation, Span
+
+STEPS, TASKS, GROUP = 9, 4, 2
+START = "start"
+
+
+def mixed(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+class World:
+    """What outlives a driver, and notes what happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.trained: list[tuple[str, tuple[str, ...]]] = []
+        """Weights and the rollouts that they were trained on, of each update."""
+        self.sampled: Counter[str] = Counter()
+        """How often a rollout was finished."""
+        self.published: dict[int, str] = {}
+        self.faults: dict[int, int] = {}
+        """Updates, counted from 0, that fail so often."""
+        self.faulty_saves: set[int] = set()
+        """Versions of weights of which a state is lost once while it is saved, with the learners."""
+        self.lives = 0
+        self.reward: float | None = None
+        """Of every rollout; None is by chance."""
+
+
+class Learners:
+    """Weights are a digest of all that they were trained on."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.weights, self.version, self.lost = world, START, 0, False
+
+    async def update(self, batch: Any) -> dict[str, float]:
+        assert not self.lost
+        assert {v for row in batch.rows for v in row.weight_versions} == {-1, self.version}
+        world = self.world
+        if world.faults.get(self.version, 0):
+            world.faults[self.version] -= 1
+            self.lost = True
+            raise LearnerLostError("a rank died")
+        names = tuple(sorted(row.rollout_id for row in batch.rows))
+        world.trained.append((self.weights, names))
+        parts = [
+            (row.rollout_id.partition("-")[2], batch.rewards[owner])
+            for row, owner in zip(batch.rows, batch.owners, strict=True)
+        ]
+        self.weights, self.version = mixed(self.weights, sorted(parts)), self.version + 1
+        return {"learner/pg_loss": 0.0}
+
+    async def export(self) -> tuple[int, list[Any]]:
+        return self.version, [self.weights]
+
+    async def restart(self) -> None:
+        self.weights, self.version, self.lost = START, 0, False
+
+    async def save(self, folder: str) -> None:
+        States(folder).write(0, {"weights": self.weights})
+
+    async def save_state(self, url: str, step: int, about: dict, keep: int) -> None:
+        if self.version in self.world.faulty_saves:
+            self.world.faulty_saves.remove(self.version)
+            raise LearnerLostError("a rank died while it saved")
+        States(url).write(
+            step, about, lambda file: file.write(json.dumps([self.weights, self.version]).encode())
+        )
+        States(url).prune(keep)
+
+    async def finish_saving(self) -> None: ...
+
+    async def load_state(self, url: str, step: int, version: int) -> None:
+        if step:
+            with States(url).open(step) as file:
+                self.weights, self.version = json.loads(file.read())
+        self.version = version
+
+
+class Engines:
+    """The fleet: what agents sample from."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.weights, self.version = world, START, 0
+
+    async def publish(self, version: int, box: list[Any], timeout: float, mode: str) -> None:
+        assert version > self.version
+        assert self.world.published.setdefault(version, box[0]) == box[0], (
+            "a version means the same weights for ever"
+        )
+        self.weights, self.version = box[0], version
+
+
+class Session(PolicySession):
+    """Learners, engines and a runner in this process."""
+
+    def __init__(self, plan: PolicyPlan, start: Any, world: World, die_after: int | None) -> None:
+        super().__init__(plan, lambda text: None, True, start)
+        self.world, self.die_after = world, die_after
+        self.learners: Any = Learners(world)
+        self.fleet: Any = Engines(world)
+
+    async def _start(self) -> None:
+        self.service = StoreService(self.plan.store_path, StoreConfig())
+        self._stack.push_async_callback(self.service.close)
+        self.store = StoreClient(self.service)
+        if self._continues:
+            await self._cancel_undecided()
+        await self.store.add_resources({"engine": self.world.lives})
+        if not self.start.is_new:
+            await self.learners.load_state(self.start.url, self.start.step, self.version)
+        self.pool: Any = self
+
+    async def watch(self) -> None:
+        """As a pool of runners."""
+        await self._run_agents()
+
+    async def _run_agents(self) -> None:
+        while True:
+            for rollout in await self.store.dequeue_many_rollouts(
+                limit=3, timeout=5, worker_id=f"w{self.world.lives}"
+            ):
+                if self.die_after is not None and sum(self.world.sampled.values()) >= self.die_after:
+                    await self.service.close()  # the driver is gone, with what it was doing
+                    raise StoreError("killed")
+                await self._run_agent(rollout)
+
+    async def _run_agent(self, rollout: Any) -> None:
+        resources = await self.store.get_resources_by_id(rollout.resources_id)
+        assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
+        key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, mixed(rollout.attempt.attempt_id))
+        luck = int(mixed(self.fleet.weights, rollout.rollout_id.partition("-")[2]), 16)
+        worth = luck % 7 / 7 if self.world.reward is None else self.world.reward
+        call = Generation(key, "policy", [1, 2], [luck % 50], [-1.0], [self.fleet.version], "stop", 0.0, 1.0)
+        reward = Span(
+            rollout_id=key.rollout_id,
+            attempt_id=key.attempt_id,
+            sequence_id=0,
+            trace_id="t",
+            span_id="s",
+            name="reward",
+            start_time=0.0,
+            end_time=1.0,
+            attributes=reward_attributes({"primary": worth}),
+        )
+        await self.store.capture([(key, 0.0)], [(key, call, None)])
+        await self.store.finish_attempt(rollout, "succeeded", spans=[reward])
+        self.world.sampled[rollout.rollout_id] += 1
+
+    async def _compare(self, version: int, tokens: int, timeout: float) -> Parity:
+        assert (self.fleet.version, self.fleet.weights) == (version, self.learners.weights)
+        return Parity(0.0, 0.0, tokens)
+
+
+class Quiet:
+    def stage(self, text: str) -> None: ...
+    def step(self, step: int, metrics: dict) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+async def live(
+    world: World, resume: Any = "auto", die_after: int | None = None, **settings: Any
+) -> list[dict]:
+    """One life of a driver; returns the rows of its metrics."""
+    world.lives += 1
+    folder, tasks = world.folder, list(range(10))
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL,
+        group_size=GROUP,
+        tasks_per_step=TASKS,
+        n_steps=STEPS,
+        val_every=2,
+        max_logprob_mismatch=1,
+        **{"best": None, **settings},
+    )
+    plan: Any = PolicyPlan(
+        name=f"life-{world.lives}",
+        payload=None,
+        runner=RunnerConfig(),
+        store=StoreConfig(),
+        store_path=str(folder / "store.db"),  # type: ignore[arg-type]
+        resources={},
+        model_path=STARTER_MODEL,
+        engine=EngineConfig(),
+        seed=0,
+        algorithm=algorithm,
+        learner=LearnerConfig(max_restarts=2),
+        checkpoint=CheckpointConfig(every=3),
+        state_url=str(folder / "state"),
+        total_steps=STEPS,
+        trained_agents=None,
+    )
+    config = plan.resolved() | {"tasks": describe_tasks(tasks)}
+    start = find_start(resume, plan.state_url, config, highest_version(folder / "metrics.jsonl"))
+    report = Report(folder, Quiet(), config, after=start.after)
+    prepare_states(start, plan.state_url, config)
+    async with within(30), Session(plan, start, world, die_after) as session:
+        training = Training(session, algorithm, tasks, [100, 101], report, config)
+        with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
+            await session.watched(training.run())
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def told(rows: list[dict]) -> list[tuple]:
+    return [
+        tuple(row.get(name) for name in ("step", "train/reward", "val/reward", "weights/version"))
+        for row in rows
+    ]
+
+
+def weights_of(world: World) -> str:
+    """Of the model that a run left."""
+    return States(str(world.folder / "checkpoint")).about(0)["weights"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    (tmp_path / "a").mkdir()
+    return World(tmp_path / "a")
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> tuple[list[tuple], str]:
+    """Rows and weights of a run that nothing disturbed."""
+    (tmp_path / "b").mkdir()
+    world = World(tmp_path / "b")
+    rows = asyncio.run(live(world))
+    return told(rows), weights_of(world)
+
+
+@pytest.mark.parametrize("deaths", [[1], [5], [29], [38, 39], [20, 47, 60], [84]])
+def test_a_driver_that_dies_at_any_moment_changes_nothing(
+    deaths: list[int], world: World, undisturbed: tuple
+):
+    for death in deaths:
+        asyncio.run(live(world, die_after=death))
+    rows = asyncio.run(live(world))
+    assert told(rows) == undisturbed[0]
+    assert weights_of(world) == undisturbed[1]
+    assert set(world.sampled.values()) == {1}  # each was finished once: none was lost, and none sampled anew
+    assert len(world.sampled) == STEPS * TASKS * GROUP + 2 * (1 + STEPS // 2 + STEPS % 2)
+    lineage = dict(
+        world.trained
+    )  # a step that is taken again is trained on the same rollouts, from the same weights
+    assert set(world.trained) == set(lineage.items())
+    assert Counter(name for names in lineage.values() for name in names).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("faults", [{0: 1}, {4: 1}, {6: 2}, {2: 1, 7: 1}])
+def test_learners_that_are_lost_come_to_where_they_were(
+    faults: dict[int, int], world: World, undisturbed: tuple
+):
+    world.faults = faults
+    rows = asyncio.run(live(world))
+    assert told(rows) == undisturbed[0]
+    assert weights_of(world) == undisturbed[1]
+    assert set(world.sampled.values()) == {1}
+    assert rows[-1]["learner/restarts"] == sum({4: 1, 6: 2, 2: 1, 7: 1, 0: 1}[v] for v in world.faults)
+
+
+def test_learners_that_are_lost_while_a_resumed_run_takes_steps_again(world: World, undisturbed: tuple):
+    """Nothing may be sampled from engines that have the first weights still."""
+    asyncio.run(live(world, die_after=60))  # within step 7
+    shutil.rmtree(world.folder / "state" / "step-6")  # which was not written to its end
+    world.faulty_saves = {6}
+    rows = asyncio.run(live(world))
+    assert told(rows) == undisturbed[0]
+    assert weights_of(world) == undisturbed[1]
+    assert set(world.sampled.values()) == {1}
+
+
+def test_learners_that_are_lost_before_the_first_state_end_the_run(world: World, tmp_path: Path):
+    asyncio.run(live(world))
+    (tmp_path / "c").mkdir()
+    fork = World(tmp_path / "c")
+    fork.faulty_saves = {6}
+    with pytest.raises(LearnerError, match=r"before a first training state.*a rank died while it saved"):
+        asyncio.run(live(fork, resume=str(world.folder / "state" / "step-6")))
+
+
+def test_learners_that_are_lost_too_often_end_the_run(world: World):
+    world.faults = {3: 3}
+    with pytest.raises(LearnerError, match="max_restarts=2"):
+        asyncio.run(live(world))
+
+
+def test_with_another_learning_rate_the_steps_since_are_taken_anew(world: World):
+    asyncio.run(live(world, die_after=50))
+    before = dict(world.published)
+    rows = asyncio.run(live(world, lr=1e-3))
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert max(before) < rows[4]["weights/version"]  # versions of the life before mean other weights
+    names = {name.partition("-")[0] for name in world.sampled}
+    assert len(names) == 2
+
+
+def test_a_run_that_is_over_stays_as_it_is(world: World, undisturbed: tuple):
+    first = asyncio.run(live(world))
+    sampled = Counter(world.sampled)
+    assert told(asyncio.run(live(world, resume=True))) == told(first)
+    assert world.sampled == sampled
+
+
+@pytest.mark.parametrize("ending", [{"best": "val/reward", "patience": 1}, {"max_steps_without_signal": 1}])
+def test_a_run_that_ended_early_stays_as_it_is(ending: dict, world: World):
+    world.reward = None if "patience" in ending else 0.5
+    first = asyncio.run(live(world, **ending))
+    assert 1 <= first[-1]["step"] < STEPS
+    sampled = Counter(world.sampled)
+    assert told(asyncio.run(live(world, resume=True, **ending))) == told(first)
+    assert world.sampled == sampled
+
+
+def test_without_resume_everything_begins_anew(world: World):
+    asyncio.run(live(world, die_after=40))
+    (world.folder / "store.db").unlink()  # as the session does
+    world.published.clear()
+    rows = asyncio.run(live(world, resume=False))
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert len(world.sampled) > STEPS * TASKS * GROUP
