@@ -158,7 +158,7 @@ _ROOMS = {
 }
 _HOMES = {name: f"raylight.{room}" for room, names in _ROOMS.items() for name in names}
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "APO",
     "CISPO",

@@ -1,8 +1,10 @@
-"""The house stands: no import upwards, a light package, no crowded room."""
+"""Rules that hold for the whole package: floors, import circles, light imports, file length, names."""
 
 import ast
+import collections
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,46 +19,116 @@ FLOORS = [
     {"trainer"},
     {"cli", "doctor", "quickstart"},
 ]
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 400
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[1]
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file of the package; that of its folder for an `__init__.py`."""
+    parts = ("raylight", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def home_of(name: str) -> str:
-    """Where a name of the package itself comes from; nowhere for its own, such as the version."""
-    import raylight
-
-    return raylight._HOMES.get(name, f"raylight.{name}" if name in FLOOR_OF else "")
+MODULES = {module_of(path): path for path in FILES}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms that a file imports from, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
+    """Return the modules that a file imports anywhere, except under `if TYPE_CHECKING`.
+
+    `from raylight.store import rows` is an import of the module `raylight.store.rows`, if there is one.
+    """
+    found: set[str] = set()
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            nodes += node.orelse
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = (
-                [node.module] if node.module != "raylight" else [home_of(alias.name) for alias in node.names]
-            )
-        found |= {room_of(name) for name in names if name.startswith("raylight.")}
-    return found
+            dotted = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in dotted}
+    return found & modules
 
 
-@pytest.mark.parametrize(
-    "path", [f for f in FILES if f.parent != PACKAGE or f.stem != "__init__"], ids=lambda p: p.stem
-)
-def test_no_import_upwards(path: Path) -> None:
-    relative = path.relative_to(PACKAGE).with_suffix("")
-    own = FLOOR_OF[relative.parts[0]]
-    upwards = {room for room in imported_rooms(path) if FLOOR_OF[room] > own}
-    assert not upwards, f"{relative} is on floor {own} and imports {upwards}"
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Return the names along one circle of a graph; nothing if it has none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
 
 
-def test_a_file_stays_under_400_lines() -> None:
-    assert {str(f): n for f in FILES if (n := len(f.read_text().splitlines())) > 400} == {}
+def between_children(package: str, graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the imports between the direct children (files and folders) of one package."""
+
+    def child(module: str) -> str | None:
+        rest = module.removeprefix(package + ".")
+        return None if rest == module else rest.split(".")[0]
+
+    among: dict[str, set[str]] = collections.defaultdict(set)
+    for module, imported in graph.items():
+        if (own := child(module)) is not None:
+            among[own] |= {other for name in imported if (other := child(name)) not in (None, own)}
+    return among
+
+
+IMPORTS = {name: imports_of(tree, set(MODULES)) - {name} for name, tree in TREES.items()}
+PACKAGES = sorted(module_of(path) for path in FILES if path.stem == "__init__")
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"raylight"}))
+def test_no_import_upwards(module: str) -> None:
+    floor = FLOOR_OF[module.split(".")[1]]
+    packages = {name.split(".")[1] for name in IMPORTS[module] if name != "raylight"}
+    upwards = {package for package in packages if FLOOR_OF[package] > floor}
+    assert not upwards, f"{module} is on floor {floor} and imports {upwards}"
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    assert circle_in(IMPORTS) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_each_other_in_no_circle(package: str) -> None:
+    assert circle_in(between_children(package, IMPORTS)) == []
+
+
+def test_circles_are_found() -> None:
+    modules = {"raylight.a.x", "raylight.a.y", "raylight.b.z"}
+    reads = {
+        "raylight.a.x": "from raylight.b import z",
+        "raylight.a.y": "import os\nif TYPE_CHECKING:\n    from raylight.a import x",
+        "raylight.b.z": "def f():\n    import raylight.a.y",
+    }
+    graph = {name: imports_of(ast.parse(text), modules) for name, text in reads.items()}
+    assert graph == {
+        "raylight.a.x": {"raylight.b.z"},
+        "raylight.a.y": set(),
+        "raylight.b.z": {"raylight.a.y"},
+    }
+    assert circle_in(graph) == []
+    assert set(circle_in(between_children("raylight", graph))) == {"a", "b"}
+    assert set(circle_in(graph | {"raylight.a.y": {"raylight.a.x"}})) == modules
+
+
+def test_a_file_stays_under_the_limit() -> None:
+    assert {str(f): n for f in FILES if (n := len(f.read_text().splitlines())) > MAX_LINES} == {}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Private classes count too: a reader who searches for a name finds one class."""
+    places = collections.defaultdict(list)
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 @pytest.mark.parametrize(
@@ -87,15 +159,11 @@ def test_every_public_name_can_be_loaded() -> None:
 
 
 def test_no_product_code_sleeps_or_swallows() -> None:
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Attribute)
-                and node.attr == "sleep"
-                and ast.unparse(node.value) in ("asyncio", "time")
-            ):
-                pytest.fail(f"{path}:{node.lineno} sleeps; wait on an event")
-            if isinstance(node, ast.ExceptHandler) and all(
-                isinstance(s, ast.Pass | ast.Continue) for s in node.body
-            ):
-                pytest.fail(f"{path}:{node.lineno} swallows an exception")
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == "sleep":
+                sleeps = ast.unparse(node.value) in ("asyncio", "time")
+                assert not sleeps, f"{module}:{node.lineno} sleeps; wait on an event"
+            if isinstance(node, ast.ExceptHandler):
+                swallows = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
+                assert not swallows, f"{module}:{node.lineno} swallows an exception"
