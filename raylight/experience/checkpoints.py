@@ -7,7 +7,6 @@ file of the content. So a state that is written again is the former one until it
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable
@@ -18,12 +17,12 @@ from typing import IO, Any
 import fsspec
 
 from raylight.errors import CheckpointError, ConfigError
+from raylight.files import atomic_file, sync_folder
 
 COMPLETE = "COMPLETE"
 CONTENT = "content"
 """What the marker calls the name of the content's file."""
 NAME = re.compile(r"step-(\d+)$")
-PARTIAL = ".partial"
 
 Dump = Callable[[IO[bytes]], None]
 
@@ -140,18 +139,14 @@ class States:
                 self._fs.rm_file(name)
 
     def _put(self, path: str, dump: Dump) -> None:
-        """Write a file, all at once or not at all: that of a local disk is there before it gets its name."""
+        """Write a file atomically; an object store does so by itself."""
         if not self._local:
             with self._fs.open(path, "wb") as file:
                 dump(file)
             return
-        with open(f"{path}{PARTIAL}", "wb") as file:
+        with atomic_file(path) as file:
             dump(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{path}{PARTIAL}", path)
-        for folder in (os.path.dirname(path), self._root):
-            _sync_folder(folder)
+        sync_folder(self._root)
 
 
 class BackgroundWriter:
@@ -192,12 +187,3 @@ def locate(given: str) -> tuple[str, int | None]:
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
     file.write(data)
-
-
-def _sync_folder(folder: str) -> None:
-    """Have the names in a folder on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,9 +5,9 @@ Every function is a collective; what it gives is on rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from raylight.files import atomic_folder
 from raylight.learner import verl_api as verl
 
 PEFT_PREFIX = "base_model.model."
@@ -53,12 +54,9 @@ def as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def save_model(engine: Any, folder: str) -> None:
-    """Write the model in Hugging Face format to `folder`, complete or not at all."""
-    partial = f"{folder}.partial"
-    _write_model(engine, partial)
-    if _is_first():
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+    """Write the model in Hugging Face format to `folder`, atomically."""
+    with atomic_folder(folder) if _is_first() else contextlib.nullcontext() as partial:
+        _write_model(engine, str(partial))
     torch.distributed.barrier()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
 from raylight.config import EngineConfig, StoreConfig
 from raylight.errors import ConfigError
+from raylight.files import write_atomic
 from raylight.runner.pool import RunnerPayload
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.serving.deploy.choose import choose_engine
@@ -117,7 +117,7 @@ class EvalRun:
         if note := ignored_sampling(finished, settings.sampling):
             narrator.note(note)
         figures = self._figures(scores, finished, seconds, note)
-        _write(self.folder / "eval.json", json.dumps(figures, indent=2) + "\n")
+        write_atomic(self.folder / "eval.json", json.dumps(figures, indent=2) + "\n")
         plot_histogram(rewards_by_name(finished), self.folder / "eval.png")
         return figures
 
@@ -255,9 +255,3 @@ def _spread(found: Spread) -> dict[str, Any]:
         "interval_95": list(interval) if interval else None,
         "rollouts": found.rollouts,
     }
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)

@@ -4,14 +4,13 @@ better."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import ConfigError
+from raylight.files import replace_folder, restore_folder, write_atomic
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.scores import Scores, measure
@@ -101,9 +100,8 @@ class Evaluator:
         self._best, self._reference, self._stale = state["best"], state["reference"], state["stale"]
         if self._best is not None and not self._tells(self._best):
             self._best, self._reference, self._stale = None, None, 0
-        kept, old = self.folder / BEST_JSON, self._beside("old")
-        if old.exists() and not self.folder.exists():  # killed between two renames
-            os.replace(old, self.folder)
+        kept = self.folder / BEST_JSON
+        restore_folder(self.folder)
         if kept.exists():
             there = json.loads(kept.read_text())
             if self._tells(there) and (
@@ -116,9 +114,6 @@ class Evaluator:
     def folder(self) -> Path:
         """Where the best model is."""
         return self._report.folder / "best"
-
-    def _beside(self, word: str) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.{word}")
 
     async def _evaluate(self, step: int) -> Metrics:
         started = time.perf_counter()
@@ -172,24 +167,15 @@ class Evaluator:
 
     async def _save(self) -> None:
         """Write the policy and what it is worth to `best/`, which holds either the former best or the new one, whole."""
-        new, old = self._beside("new"), self._beside("old")
+        new = self.folder.with_name(f"{self.folder.name}.new")
         await self._session.learners.save(str(new))
         if not new.is_dir():
             self._report.note(
                 f"{new} is on the machine of the first learner; use an output_dir on shared storage"
             )
             return
-        (new / BEST_JSON).write_text(json.dumps(self._best, indent=2) + "\n")
-        replace_folder(new, self.folder, old)
-
-
-def replace_folder(new: Path, folder: Path, old: Path) -> None:
-    """Put `new` in the place of `folder`. A kill between the two renames leaves the former one, whole, at `old`."""
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+        write_atomic(new / BEST_JSON, json.dumps(self._best, indent=2) + "\n")
+        replace_folder(new, self.folder)
 
 
 def describe_scores(scores: Scores) -> Metrics:

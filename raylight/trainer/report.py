@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ import yaml
 
 from raylight.errors import ConfigError
 from raylight.experience.batch import BatchReport
+from raylight.files import write_atomic
 from raylight.types import FinishedRollout
 
 Metrics = dict[str, float]
@@ -114,7 +114,7 @@ class Report(ProgressReporter):
         rows = self.folder / "metrics.jsonl"
         self._history = _rows_until(rows, after) if after is not None and rows.exists() else []
         self._started -= max((row["time/total_s"] for row in self._history), default=0.0)
-        _replace_text(rows, "".join(map(_line, self._history)))
+        write_atomic(rows, "".join(map(_line, self._history)))
 
     @property
     def checkpoint(self) -> Path:
@@ -199,7 +199,7 @@ class Report(ProgressReporter):
         return summary
 
     def _write(self, summary: dict[str, Any]) -> None:
-        _replace_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomic(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def _rows_until(file: Path, step: int) -> list[Metrics]:
@@ -216,10 +216,3 @@ def _line(row: Metrics) -> str:
     return (
         json.dumps({key: value if math.isfinite(value) else None for key, value in row.items()}) + "\n"
     )  # JSON has no NaN
-
-
-def _replace_text(file: Path, text: str) -> None:
-    """Write a file as a whole, or not at all."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)

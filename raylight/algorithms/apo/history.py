@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raylight.agent.prompts import PromptTemplate
 from raylight.errors import CheckpointError
+from raylight.files import write_atomic
 
 RejectionKind = Literal["endpoint", "empty", "cut off", "malformed", "placeholders", "duplicate"]
 
@@ -131,10 +131,8 @@ class History(Record):
         return dict(Counter(rejection.kind for rejection in self.rejections).most_common())
 
     def save(self, file: Path) -> None:
-        """Write it as a whole, or not at all."""
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, file)
+        """Write the search to a file atomically."""
+        write_atomic(file, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, file: Path) -> History:

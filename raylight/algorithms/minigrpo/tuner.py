@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
 from raylight.experience.batch import TrainBatch
+from raylight.files import atomic_files
 
 MAX_BAD_STEPS = 3
 """Updates in a row whose gradient may be not finite."""
@@ -198,11 +197,6 @@ class Tuner:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter of a model in peft's format; each file is whole, or as it was before."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in partial.iterdir():
-        os.replace(file, folder / file.name)
-    partial.rmdir()
+    """Write the adapter of a model in peft's format, each file atomically."""
+    with atomic_files(folder) as partial:
+        model.save_pretrained(partial)

@@ -18,7 +18,7 @@ from unit_helpers import make_finished
 
 from raylight.algorithms.policy import GRPO
 from raylight.errors import ConfigError, RolloutsFailedError
-from raylight.trainer.evaluation import Evaluator, describe_scores, replace_folder
+from raylight.trainer.evaluation import Evaluator, describe_scores
 from raylight.trainer.report import Report
 from raylight.trainer.scores import best_of, measure, numbers_to, spread
 from raylight.types import Failure, FinishedRollout
@@ -247,17 +247,6 @@ async def test_a_kill_between_the_renames_is_mended_on_resuming(report: Report) 
     again, _ = evaluator_of(report, [])
     again.load_state_dict(evaluator.state_dict())
     assert best_json(report)["value"] == 0.5
-
-
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
-    for name in ("new", "folder", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    replace_folder(tmp_path / "new", tmp_path / "folder", tmp_path / "old")
-    assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == [
-        "folder",
-        "folder/new",
-    ]
 
 
 async def test_any_metric_may_tell_the_best_and_lower_may_be_better(report: Report) -> None:
