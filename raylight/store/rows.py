@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from raylight.errors import SpanError, StoreError
+from raylight.errors import StoreError
 from raylight.traces.rewards import get_reward_value
 from raylight.types import (
     Attempt,
@@ -29,6 +29,7 @@ from raylight.types import (
     RolloutConfig,
     Span,
     Worker,
+    span_json,
 )
 
 Row = tuple[Any, ...]
@@ -146,8 +147,6 @@ def attempt_of(row: Row) -> Attempt:
     )
 
 
-MAX_NUMBER = 2**62
-"""Higher sequence ids leave no room for those after them."""
 _SPAN_COLUMNS = {
     "rollout_id",
     "attempt_id",
@@ -165,21 +164,9 @@ def span_row(span: Span) -> Row:
     """A span as columns SPAN.
 
     Raises:
-        SpanError: its attributes are not JSON, its name or an id is not Unicode, or its sequence id is out of range.
+        SpanError: the span cannot be stored (see `span_json`).
     """
-    try:
-        body = json.dumps(span.model_dump(exclude=_SPAN_COLUMNS, exclude_defaults=True))
-        for text in (span.name, span.span_id, span.trace_id, span.parent_id or ""):
-            if not text.isascii():
-                text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SpanError(
-            f"span {span.name!r} cannot be stored: {error}; an attribute is a string, a number, a bool or a list of these"
-        ) from None
-    if not 0 <= span.sequence_id < MAX_NUMBER:
-        raise SpanError(
-            f"span {span.name!r} has the sequence id {span.sequence_id}; it is from 1 to 2**62, or 0 for the next one"
-        )
+    body = span_json(span, exclude=_SPAN_COLUMNS)
     return (
         span.rollout_id,
         span.attempt_id,

@@ -20,8 +20,16 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 
 from raylight.errors import OtlpError, SpanError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
-from raylight.store.rows import MAX_NUMBER, span_row
-from raylight.types import Link, OtelResource, Span, SpanContext, SpanEvent, TraceStatus
+from raylight.types import (
+    MAX_SEQUENCE_ID,
+    Link,
+    OtelResource,
+    Span,
+    SpanContext,
+    SpanEvent,
+    TraceStatus,
+    span_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +89,7 @@ def decode(
         for sent in itertools.chain(*group.scopes):
             try:
                 span = _span(sent if isinstance(sent, ProtoSpan) else _span_of_json(sent), resource)
-                span_row(span)
+                span_json(span)
                 spans.append(span)
             except (OtlpError, SpanError) as error:
                 reasons.append(str(error))
@@ -301,7 +309,7 @@ def _sequence_id(value: Any) -> int:
         number = int(str(value))
     except ValueError:
         number = -1
-    if not 0 <= number < MAX_NUMBER:
+    if not 0 <= number < MAX_SEQUENCE_ID:
         logger.warning(
             "%s %.40r is not a number from 0 to 2**62; the store gives another", SPAN_SEQUENCE_ID, value
         )

@@ -18,6 +18,7 @@ from raylight.types.rollouts import (
     Worker,
 )
 from raylight.types.spans import (
+    MAX_SEQUENCE_ID,
     Attributes,
     Link,
     OtelResource,
@@ -27,6 +28,7 @@ from raylight.types.spans import (
     SpanEvent,
     TraceStatus,
     Triplet,
+    span_json,
 )
 from raylight.types.states import (
     ATTEMPT_FINISHED,
@@ -50,6 +52,7 @@ __all__ = [
     "GREEDY",
     "GREEDY_BELOW",
     "LIVE",
+    "MAX_SEQUENCE_ID",
     "RETRIED",
     "ROLLOUT_TRANSITIONS",
     "TRAINABLE_AGENTS",
@@ -81,4 +84,5 @@ __all__ = [
     "Triplet",
     "Worker",
     "WorkerStatus",
+    "span_json",
 ]

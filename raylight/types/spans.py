@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from raylight.errors import SpanError
 from raylight.semconv import VIRTUAL
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ AttributeValue = Any
 """str, bool, int, float, or a sequence of one of these."""
 Attributes = dict[str, AttributeValue]
 StatusCode = Literal["UNSET", "OK", "ERROR"]
+MAX_SEQUENCE_ID = 2**62
+"""Exclusive upper limit of sequence ids; the numbers above are reserved for later spans."""
 
 
 class SpanPart(BaseModel):
@@ -177,6 +181,31 @@ class Span(SpanPart):
                 attributes=plain_attributes(src.resource.attributes), schema_url=src.resource.schema_url or ""
             ),
         )
+
+
+def span_json(span: Span, exclude: Set[str] = frozenset()) -> str:
+    """Return the fields of a span that differ from their defaults as JSON, without those in `exclude`.
+
+    Raises:
+        SpanError: the store cannot hold the span: an attribute is not JSON, its name or an id is not valid
+            Unicode, or its sequence id is out of range.
+    """
+    try:
+        body = json.dumps(span.model_dump(exclude=set(exclude), exclude_defaults=True))
+        for text in (span.name, span.span_id, span.trace_id, span.parent_id or ""):
+            if not text.isascii():
+                text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SpanError(
+            f"span {span.name!r} cannot be stored: {error}; "
+            "an attribute is a string, a number, a bool or a list of these"
+        ) from None
+    if not 0 <= span.sequence_id < MAX_SEQUENCE_ID:
+        raise SpanError(
+            f"span {span.name!r} has the sequence id {span.sequence_id}; "
+            "give a number from 1 to 2**62, or 0 for the next one"
+        )
+    return body
 
 
 SCALARS = frozenset({str, int, float, bool, type(None)})

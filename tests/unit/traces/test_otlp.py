@@ -316,7 +316,7 @@ def test_a_span_that_the_store_would_refuse_is_found_alone(monkeypatch: pytest.M
         if span.span_id == SPAN:
             raise SpanError("it cannot be stored")
 
-    monkeypatch.setattr(otlp_body, "span_row", refuse_some)
+    monkeypatch.setattr(otlp_body, "span_json", refuse_some)
     spans, reasons = decode_all(as_protobuf(span_json(), span_json(spanId="1" * 16)), PROTOBUF)
     assert (len(spans), reasons) == (1, ["it cannot be stored"])
 
