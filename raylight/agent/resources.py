@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from raylight.agent.keys import attempt_path, scoped_key
+from raylight.config import take_synonyms
 from raylight.errors import ConfigError
 
 if TYPE_CHECKING:
     from raylight.types import Rollout
 
+LLM_SYNONYMS = {"name": "model"}
 _SCOPE = re.compile(r"(?P<attempt>/rollout/[^/]+/attempt/[^/]+)(?:/agent/[^/]+)?$")
 """What names an attempt, at the end of a URL without its `/v1`."""
 
@@ -32,7 +34,8 @@ class LLM(Resource):
         name: another word for `model`.
 
     Raises:
-        pydantic.ValidationError: a field is unknown or does not fit, or `name` and `model` differ.
+        pydantic.ValidationError: a field is unknown or has a wrong value.
+        ConfigError: `name` and `model` are both given and differ.
     """
 
     resource_type: Literal["llm"] = "llm"
@@ -68,15 +71,8 @@ class LLM(Resource):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_is_model(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or "name" not in given:
-            return given
-        rest = {field: value for field, value in given.items() if field != "name"}
-        if rest.setdefault("model", given["name"]) != given["name"]:
-            raise ValueError(
-                f"name={given['name']!r} and model={rest['model']!r} mean the same; give one of them"
-            )
-        return rest
+    def _take_synonyms(cls, values: Any) -> Any:
+        return take_synonyms(values, LLM_SYNONYMS) if isinstance(values, dict) else values
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ def test_name_is_another_word_for_model() -> None:
     assert LLM(name="x") == LLM(model="x") == LLM(name="x", model="x")
     assert LLM(name="x").name == LLM(model="x").model == "x"
     assert LLM(name="x").model_copy(update={"model": "y"}).name == "y"
-    with pytest.raises(ValidationError, match="mean the same"):
+    with pytest.raises(ConfigError, match="model and name mean the same; give one of them"):
         LLM(name="x", model="y")
 
 
