@@ -97,7 +97,7 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
     @property
     def samples_greedily(self) -> bool:
         """Whether each task is rolled out once more, with the most probable tokens, to be compared with (ReMax)."""
-        return self.baseline_kind == "baseline"
+        return self.baseline_kind == "greedy"
 
     def reward_of(self, item: FinishedRollout) -> float | None:
         """The reward that a rollout is trained with; None leaves it out."""

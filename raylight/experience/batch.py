@@ -250,7 +250,7 @@ def _tells_apart(trained: list[_Kept], same: set[str], baseline_kind: BaselineKi
         return any(item.group not in same for item in trained)
     if baseline_kind == "batch":
         return len({item.total for item in trained}) > 1
-    if baseline_kind == "baseline":
+    if baseline_kind == "greedy":
         return any(item.total != item.baseline for item in trained)
     return bool(trained)
 

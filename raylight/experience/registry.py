@@ -8,30 +8,55 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from raylight.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-BaselineKind = Literal["group", "batch", "baseline", "nothing"]
-"""With what an estimator compares a rollout: others of its group, all of the batch, its baseline, or nothing that is known."""
+BaselineKind = Literal["group", "batch", "greedy", "none"]
+"""Baseline of an estimator: the rollout's group, the whole batch, a greedy rollout of the same task, or none that is known."""
 
-BASELINE_KINDS: dict[str, BaselineKind] = {
-    "gae": "nothing",
-    "gpg": "group",
-    "grpo": "group",
-    "grpo_passk": "group",
-    "grpo_vectorized": "group",
-    "opo": "group",
-    "reinforce_plus_plus": "batch",
-    "reinforce_plus_plus_baseline": "group",
-    "remax": "baseline",
-    "rloo": "group",
-    "rloo_vectorized": "group",
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """Facts about an advantage estimator that the driver needs before a batch is built."""
+
+    baseline_kind: BaselineKind
+    reads: tuple[str, ...] = ()
+    """Settings that it reads, of those that only some of verl's estimators read."""
+
+
+ESTIMATORS: dict[str, EstimatorTraits] = {
+    "gae": EstimatorTraits("none", reads=("gamma", "lam")),
+    "gpg": EstimatorTraits("group"),
+    "grpo": EstimatorTraits("group", reads=("norm_adv_by_std",)),
+    "grpo_passk": EstimatorTraits("group", reads=("norm_adv_by_std",)),
+    "grpo_vectorized": EstimatorTraits("group", reads=("norm_adv_by_std",)),
+    "opo": EstimatorTraits("group"),
+    "reinforce_plus_plus": EstimatorTraits("batch", reads=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorTraits("group"),
+    "remax": EstimatorTraits("greedy"),
+    "rloo": EstimatorTraits("group"),
+    "rloo_vectorized": EstimatorTraits("group"),
 }
-"""verl's estimators, and with what each compares a rollout."""
-LOSSES = ("clip_cov", "cispo", "dppo_kl", "dppo_tv", "geo_mean", "gpg", "gspo", "kl_cov", "sapo", "vanilla")
-"""verl's policy losses."""
+"""verl's advantage estimators."""
+
+_CLIP = ("clip_ratio_low", "clip_ratio_high")
+_DUAL_CLIP = (*_CLIP, "clip_ratio_c")
+LOSSES: dict[str, tuple[str, ...]] = {
+    "clip_cov": (*_CLIP, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "cispo": _CLIP,
+    "dppo_kl": _DUAL_CLIP,
+    "dppo_tv": _DUAL_CLIP,
+    "geo_mean": _CLIP,
+    "gpg": (),
+    "gspo": _CLIP,
+    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+    "sapo": ("tau_pos", "tau_neg"),
+    "vanilla": _DUAL_CLIP,
+}
+"""verl's policy losses, each with the settings that it reads, of those that only some of them read."""
 UNFIT_ESTIMATORS = {
     "gdpo": "it needs several rewards of each rollout by name, and a rollout has one here; combine them in the agent",
     "optimal_token_baseline": "it needs the sum of squared probabilities over the vocabulary, which the learners do not compute",
@@ -57,28 +82,56 @@ GIVEN_TO_ESTIMATORS = (
 GIVEN_TO_LOSSES = ("old_log_prob", "log_prob", "advantages", "response_mask", "config")
 
 _estimators: dict[str, Callable[..., Any]] = {}
+_estimator_traits: dict[str, EstimatorTraits] = {}
 _losses: dict[str, Callable[..., Any]] = {}
 
 
-def advantage_estimator(name: str) -> Callable[[Function], Function]:
-    """Decorator: make a function an advantage estimator that `adv_estimator=name` chooses. It may be given, by keyword:
+def advantage_estimator(
+    name: str, *, baseline_kind: BaselineKind | None = None
+) -> Callable[[Function], Function]:
+    """Decorator that registers an advantage estimator, which `adv_estimator=name` then selects.
 
-    - token_level_rewards: float tensor of shape (rollouts, tokens), where tokens are the sampled ones of a rollout, one call after
-      the other; the final reward is on its last token, rewards of turns are on the last of the call they followed.
+    The function receives those of the following that it has parameters for, by keyword:
+
+    - token_level_rewards: float tensor of shape (rollouts, tokens): the sampled tokens of a rollout, one call after
+      the other. The final reward is on its last token, rewards of turns are on the last token of the call they followed.
     - response_mask: float tensor of the same shape, 0 where a rollout has no more tokens.
-    - index: array of the names of groups, one for each rollout.
-    - values: of the critic, of the same shape; asking for them needs `critic=CriticSettings(...)`.
+    - index: array of group names, one per rollout.
+    - values: the critic's values, of the same shape; this parameter requires `critic=CriticSettings(...)`.
+    - reward_baselines: float tensor of shape (rollouts,): rewards of greedy rollouts of the same tasks.
     - gamma, lam, norm_adv_by_std_in_grpo: settings of these names (the last: `norm_adv_by_std`); config: verl's AlgoConfig.
 
-    It returns advantages of that shape, or advantages and returns (what a critic learns). It runs on every rank, and is given the
-    whole batch there, so that it must not depend on chance.
+    It returns advantages of that shape, or advantages and returns (the critic's targets). It runs on every rank with the
+    whole batch, so it must be deterministic.
+
+    Args:
+        baseline_kind: "group" drops rollouts whose group has no other scored rollout and skips steps in which no group has
+            different rewards; "batch" skips steps in which all rewards are equal; "greedy" adds a greedy rollout of each
+            task, whose rewards are `reward_baselines`. None: "greedy" for a function with a parameter of that name,
+            else "none", which drops and skips nothing.
 
     Raises:
-        ConfigError: the name is taken, or the function asks for something else.
+        ConfigError: the name is taken, the function has a parameter that is not in the list, or `reward_baselines` is
+            missing for "greedy" or does not fit another kind.
     """
-    return _decorator(
-        name, _estimators, {*BASELINE_KINDS, *UNFIT_ESTIMATORS}, GIVEN_TO_ESTIMATORS, "advantage estimator"
+    register = _decorator(
+        name, _estimators, {*ESTIMATORS, *UNFIT_ESTIMATORS}, GIVEN_TO_ESTIMATORS, "advantage estimator"
     )
+
+    def register_with_traits(function: Function) -> Function:
+        takes_baselines = "reward_baselines" in inspect.signature(function).parameters
+        kind = baseline_kind or ("greedy" if takes_baselines else "none")
+        if takes_baselines != (kind == "greedy"):
+            raise ConfigError(
+                f"the advantage estimator {name!r} has baseline_kind={kind!r} and "
+                f"{'a' if takes_baselines else 'no'} parameter reward_baselines; baseline_kind='greedy' and this "
+                "parameter need each other"
+            )
+        register(function)
+        _estimator_traits[name] = EstimatorTraits(kind)
+        return function
+
+    return register_with_traits
 
 
 def policy_loss(name: str) -> Callable[[Function], Function]:
@@ -103,7 +156,7 @@ def find_estimator(name: str) -> Callable[..., Any] | None:
     Raises:
         ConfigError: there is none, or it cannot be run here.
     """
-    return _find(name, _estimators, BASELINE_KINDS, UNFIT_ESTIMATORS, "adv_estimator", "advantage_estimator")
+    return _find(name, _estimators, ESTIMATORS, UNFIT_ESTIMATORS, "adv_estimator", "advantage_estimator")
 
 
 def find_loss(name: str) -> Callable[..., Any] | None:
@@ -113,6 +166,11 @@ def find_loss(name: str) -> Callable[..., Any] | None:
         ConfigError: there is none, or it cannot be run here.
     """
     return _find(name, _losses, LOSSES, UNFIT_LOSSES, "loss_mode", "policy_loss")
+
+
+def traits_of(name: str) -> EstimatorTraits:
+    """Traits of an estimator that `find_estimator` accepts."""
+    return _estimator_traits.get(name) or ESTIMATORS[name]
 
 
 def takes_values(name: str, function: Callable[..., Any] | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from raylight.config import Config
-from raylight.experience.registry import BASELINE_KINDS, BaselineKind, find_estimator, find_loss, takes_values
+from raylight.experience.registry import BaselineKind, find_estimator, find_loss, takes_values, traits_of
 from raylight.experience.thresholds import check_rejection, weight_bounds
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -154,11 +154,13 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Passes over a batch."""
 
     _estimator: Callable[..., Any] | None = PrivateAttr(default=None)
+    _baseline_kind: BaselineKind = PrivateAttr(default="none")
     _loss: Callable[..., Any] | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any) -> None:
         """Take along the user's functions that are named: the ranks, in other processes, do not have them."""
         self._estimator, self._loss = find_estimator(self.adv_estimator), find_loss(self.loss_mode)
+        self._baseline_kind = traits_of(self.adv_estimator).baseline_kind
 
     @property
     def own_estimator(self) -> Callable[..., Any] | None:
@@ -172,8 +174,8 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
     @property
     def baseline_kind(self) -> BaselineKind:
-        """With what the estimator compares a rollout."""
-        return BASELINE_KINDS.get(self.adv_estimator, "nothing")
+        """Baseline that the estimator compares a rollout with."""
+        return self._baseline_kind
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raylight.experience.registry import ESTIMATORS, LOSSES
+
 if TYPE_CHECKING:
     from raylight.experience.settings import PolicySettings
 
-DUAL_CLIPPED = ("vanilla", "dppo_kl", "dppo_tv")
-CLIPPED = (*DUAL_CLIPPED, "gspo", "cispo", "geo_mean", "clip_cov")
-
-READ_BY_ESTIMATORS = {
-    "gamma": ("gae", "reinforce_plus_plus"),
-    "lam": ("gae",),
-    "norm_adv_by_std": ("grpo", "grpo_vectorized", "grpo_passk"),
-}
-READ_BY_LOSSES = {
-    "clip_ratio_low": CLIPPED,
-    "clip_ratio_high": CLIPPED,
-    "clip_ratio_c": DUAL_CLIPPED,
-    "clip_cov_ratio": ("clip_cov",),
-    "clip_cov_lb": ("clip_cov",),
-    "clip_cov_ub": ("clip_cov",),
-    "kl_cov_ratio": ("kl_cov",),
-    "ppo_kl_coef": ("kl_cov",),
-    "tau_pos": ("sapo",),
-    "tau_neg": ("sapo",),
-}
-"""Settings -> those of verl's functions that read them; a user's function may read any."""
 READ_WITH = {"kl_type": "kl_coef", "kl_reward_type": "kl_reward_coef", "kl_horizon": "kl_target"}
 """Settings -> another that must be set for them to be read."""
 SCALED = "seq-mean-token-sum-norm"
@@ -41,17 +22,11 @@ def unread(settings: PolicySettings) -> list[str]:
         if getattr(settings, name) != field.default
     }
     found = []
-    for chosen, own, table in (
-        ("adv_estimator", settings.own_estimator, READ_BY_ESTIMATORS),
-        ("loss_mode", settings.own_loss, READ_BY_LOSSES),
-    ):
-        name = getattr(settings, chosen)
-        if own is None:
-            found += [
-                f"{key} (read with {chosen} {', '.join(readers)}; it is {name})"
-                for key, readers in table.items()
-                if key in given and name not in readers
-            ]
+    if settings.own_estimator is None:
+        reads = {name: traits.reads for name, traits in ESTIMATORS.items()}
+        found += _unread_by(given, "adv_estimator", settings.adv_estimator, reads)
+    if settings.own_loss is None:
+        found += _unread_by(given, "loss_mode", settings.loss_mode, LOSSES)
     found += [
         f"{key} (read with {other})"
         for key, other in READ_WITH.items()
@@ -60,3 +35,21 @@ def unread(settings: PolicySettings) -> list[str]:
     if "loss_scale_factor" in given and settings.loss_agg_mode != SCALED:
         found.append(f"loss_scale_factor (read with loss_agg_mode {SCALED}; it is {settings.loss_agg_mode})")
     return found
+
+
+def _unread_by(given: set[str], choice: str, chosen: str, reads: dict[str, tuple[str, ...]]) -> list[str]:
+    """Settings in `given` that other functions read and the chosen one does not.
+
+    Args:
+        choice: setting that selects the function.
+        reads: function -> settings that it reads.
+    """
+    readers: dict[str, list[str]] = {}
+    for name, settings in reads.items():
+        for setting in settings:
+            readers.setdefault(setting, []).append(name)
+    return [
+        f"{setting} (read with {choice} {', '.join(names)}; it is {chosen})"
+        for setting, names in readers.items()
+        if setting in given and chosen not in names
+    ]

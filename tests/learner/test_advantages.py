@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.registry import (
-    BASELINE_KINDS,
+    ESTIMATORS,
     LOSSES,
     UNFIT_ESTIMATORS,
     UNFIT_LOSSES,
@@ -90,7 +90,7 @@ def test_the_names_that_we_know_are_those_of_verl():
     def of_verl(registered: dict) -> set[str]:  # other tests may have added theirs
         return {name for name, function in registered.items() if function.__module__.startswith("verl.")}
 
-    assert {*BASELINE_KINDS, *UNFIT_ESTIMATORS} == of_verl(verl_api.ADV_ESTIMATOR_REGISTRY)
+    assert {*ESTIMATORS, *UNFIT_ESTIMATORS} == of_verl(verl_api.ADV_ESTIMATOR_REGISTRY)
     assert {*LOSSES, *UNFIT_LOSSES} == of_verl(verl_api.POLICY_LOSS_REGISTRY)
 
 
@@ -211,7 +211,7 @@ def test_the_weight_of_the_divergence_is_steered_towards_its_target():
 responses = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 
 
-@given(st.lists(responses, min_size=4, max_size=4), st.data(), st.sampled_from(sorted(BASELINE_KINDS)))
+@given(st.lists(responses, min_size=4, max_size=4), st.data(), st.sampled_from(sorted(ESTIMATORS)))
 @settings(max_examples=60, deadline=None)
 def test_a_rollout_of_several_rows_is_the_same_as_one_of_a_single_row(rollouts, data, name):
     numbers = st.floats(-1, 1, width=32)

@@ -93,7 +93,7 @@ def test_every_algorithm_is_offered_with_its_paper_and_needs_a_model_only(name: 
         ("KLCov", {"loss_mode": "kl_cov", "kl_cov_ratio": 2e-3, "ppo_kl_coef": 1.0}),
         (
             "PPO",
-            {"adv_estimator": "gae", "gamma": 1.0, "lam": 0.95, "group_size": 1, "baseline_kind": "nothing"},
+            {"adv_estimator": "gae", "gamma": 1.0, "lam": 0.95, "group_size": 1, "baseline_kind": "none"},
         ),
     ],
 )

@@ -72,8 +72,8 @@ def test_groups_without_a_difference_are_kept_or_dropped_and_counted() -> None:
         ("group", (1.0, 0.0), True),
         ("batch", (1.0, 1.0), False),
         ("batch", (1.0, 0.0), True),
-        ("nothing", (1.0, 1.0), True),
-        ("nothing", (), False),
+        ("none", (1.0, 1.0), True),
+        ("none", (), False),
     ],
 )
 def test_there_is_a_signal_where_a_rollout_differs_from_what_it_is_compared_with(
@@ -210,6 +210,6 @@ def test_a_rollout_that_should_have_been_greedy_and_was_not_is_an_error() -> Non
 
 def test_a_group_without_its_baseline_is_left_out() -> None:
     finished = rewards(1.0, group="a") + rewards(0.0, group="b")
-    batch, told = build_batch(finished, BatchRules(baseline_kind="baseline"), baselines={"a": 1.0})
+    batch, told = build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 1.0})
     assert (batch.rewards, batch.baselines, told.alone, told.has_signal) == ([1.0], [1.0], 1, False)
-    assert build_batch(finished, BatchRules(baseline_kind="baseline"), baselines={"a": 0.5})[1].has_signal
+    assert build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 0.5})[1].has_signal

@@ -102,3 +102,22 @@ def test_the_decorators_are_offered_by_the_package() -> None:
 
     assert rl.advantage_estimator is advantage_estimator
     assert rl.policy_loss is policy_loss
+
+
+def test_an_estimator_declares_its_baseline() -> None:
+    def of_groups(token_level_rewards: Any, index: Any) -> Any:
+        return token_level_rewards
+
+    def of_greedy_rollouts(token_level_rewards: Any, reward_baselines: Any) -> Any:
+        return token_level_rewards - reward_baselines[:, None]
+
+    advantage_estimator("own_of_groups", baseline_kind="group")(of_groups)
+    advantage_estimator("own_greedy")(of_greedy_rollouts)
+    algorithm = PolicyAlgorithm(model="m", adv_estimator="own_greedy")
+    assert (algorithm.baseline_kind, algorithm.samples_greedily) == ("greedy", True)
+    assert PolicySettings(adv_estimator="own_of_groups").baseline_kind == "group"
+    assert PolicySettings(adv_estimator="own_plain").baseline_kind == "none"
+    with pytest.raises(ConfigError, match="baseline_kind='batch' and a parameter reward_baselines"):
+        advantage_estimator("own_wrong", baseline_kind="batch")(of_greedy_rollouts)
+    with pytest.raises(ConfigError, match="baseline_kind='greedy' and no parameter reward_baselines"):
+        advantage_estimator("own_wrong", baseline_kind="greedy")(of_groups)

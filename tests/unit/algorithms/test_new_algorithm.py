@@ -1,0 +1,69 @@
+"""Adding an algorithm takes one new file: its class is validated, planned and batched like the built-in ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import toy_algorithm
+import yaml
+from toy_algorithm import BestOfGroup
+from unit_helpers import make_finished
+
+import raylight as rl
+from raylight.config import LearnerConfig
+from raylight.errors import ConfigError
+from raylight.quickstart import STARTER_MODEL
+from raylight.trainer.inputs import Inputs
+from raylight.trainer.runs import PolicyRun
+from raylight.trainer.trainer import Trainer
+
+MODEL = str(STARTER_MODEL)
+
+
+def test_the_toy_is_one_file_of_at_most_40_lines() -> None:
+    assert len(Path(toy_algorithm.__file__).read_text(encoding="utf-8").splitlines()) <= 40
+
+
+def test_a_run_is_planned_with_it(tmp_path: Path) -> None:
+    algorithm = BestOfGroup(model=MODEL, tasks_per_step=2, n_epochs=3)
+    inputs = Inputs(rl.rollout(lambda task: 1.0), list(range(4)), None)
+    plan = PolicyRun(Trainer(algorithm=algorithm), algorithm, inputs, "toy", tmp_path).plan
+    assert (plan.total_steps, plan.algorithm.baseline_kind) == (6, "group")
+    resolved = yaml.safe_load(yaml.safe_dump(plan.resolved()))["algorithm"]
+    assert (resolved["name"], resolved["adv_estimator"]) == ("BestOfGroup", "best_of_group")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_sise": 2}, "BestOfGroup has no setting 'group_sise'; it has: group_size"),
+        ({"group_size": 1}, "group_size"),
+        ({"tau_pos": 2.0}, "nothing reads tau_pos"),
+    ],
+)
+def test_its_settings_are_validated(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BestOfGroup(model=MODEL, **settings)
+
+
+def test_its_batches_follow_the_declared_baseline() -> None:
+    algorithm = BestOfGroup(model=MODEL)
+    alone = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
+    assert not algorithm.batch_of(alone, LearnerConfig())[1].has_signal
+    equal = [make_finished(1.0, group="a"), make_finished(1.0, group="a")]
+    assert not algorithm.batch_of(equal, LearnerConfig())[1].has_signal
+    batch, report = algorithm.batch_of([*equal, make_finished(0.0, group="a")], LearnerConfig())
+    assert (batch.rewards, report.has_signal) == ([1.0, 1.0, 0.0], True)
+
+
+def test_its_estimator_travels_with_the_settings_to_the_ranks() -> None:
+    torch = pytest.importorskip("torch")
+    algorithm = cloudpickle.loads(cloudpickle.dumps(BestOfGroup(model=MODEL)))
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.5], [0.2, 0.0]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
+    advantages = algorithm.own_estimator(rewards, mask, np.array(["a", "a", "b"], dtype=object))
+    assert advantages.tolist() == [[1.0, 1.0], [-1.0, -1.0], [1.0, 0.0]]
