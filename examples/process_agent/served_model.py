@@ -44,7 +44,7 @@ def served(model: str, max_model_len: int, arguments: Sequence[str], log: Path) 
         name,
         "--max-model-len",
         str(max_model_len),
-        *(part for argument in arguments for part in ("--arg", argument)),
+        *(part for argument in arguments for part in ("--set", f"engine.args.{argument}")),
     ]
     with log.open("w") as file:
         process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """Score a model, with or without an adapter, on word problems. Nothing is trained, and the model's folder is only read.
 
     python examples/small_gpu/benchmark.py --model PATH
-    python examples/small_gpu/benchmark.py --model PATH --adapter outputs/small_gpu/checkpoint --data test.jsonl --samples 4
+    python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint --data test.jsonl --samples 4
 
 The figures are also in eval.json, and every answer in eval.jsonl: see docs/evaluation.md.
 """
@@ -27,7 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, help="folder, or name in the local Hugging Face cache")
     parser.add_argument(
-        "--adapter", help="folder of a LoRA adapter in peft's format, such as a run's checkpoint"
+        "--lora-adapter", help="folder of a LoRA adapter in peft's format, such as a run's checkpoint"
     )
     parser.add_argument(
         "--data", default="words", help="words, additions, or a .jsonl file with question and answer"
@@ -55,7 +55,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         MathSolver(args.prompt, args.max_new_tokens),
         benchmark_questions(args.data, args.limit),
         model=args.model,
-        adapter=args.adapter,
+        lora_adapter=args.lora_adapter,
         samples=args.samples,
         sampling={"temperature": args.temperature},
     )

@@ -2,7 +2,7 @@
 
     python examples/small_gpu/train_math_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
     python examples/small_gpu/train_math_agent.py --model PATH --debug                      one question, with its trace
-    python examples/small_gpu/benchmark.py --model PATH --adapter outputs/small_gpu/checkpoint
+    python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint
 
 One process holds the model, once, samples from it and trains a LoRA adapter in it: see docs/minigrpo.md. Before anything is loaded
 the memory that the run needs is counted, and too much is refused.

@@ -133,11 +133,11 @@ class FunctionalLitAgent(LitAgent[Any]):
         return await self._function(**self._arguments(task, resources, rollout))
 
     @property
-    def _title(self) -> str:
+    def display_name(self) -> str:
         return f"rollout function {self._name}"
 
     def _where(self, name: str) -> str:
-        return self._title
+        return self.display_name
 
     def _method_for(self, mode: str | None) -> str:
         return "rollout_async" if self._async else "rollout"
@@ -295,6 +295,6 @@ def prompt_rollout(function: Any = _MISSING, /) -> Any:
 def _requiring(name: str, agent: FunctionalLitAgent) -> FunctionalLitAgent:
     if name not in agent._names:
         raise AgentSignatureError(
-            f"{agent._title} must take {name!r} beside the task; it takes {', '.join([agent._task_name, *agent._names])}"
+            f"{agent.display_name} must take {name!r} beside the task; it takes {', '.join([agent._task_name, *agent._names])}"
         )
     return agent

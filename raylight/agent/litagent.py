@@ -156,11 +156,11 @@ class LitAgent(Generic[Task]):
             ) from None
 
     @property
-    def _title(self) -> str:
+    def display_name(self) -> str:
         return type(self).__name__
 
     def _where(self, name: str) -> str:
-        return f"{self._title}.{name}"
+        return f"{self.display_name}.{name}"
 
     def _any_mode(self) -> str:
         return "train" if self._defined(_TRAIN) else "val"
@@ -175,7 +175,7 @@ class LitAgent(Generic[Task]):
         if not defined:
             what = "training_rollout" if mode == "train" else "validation_rollout"
             raise AgentSignatureError(
-                f"{self._title} must define rollout or rollout_async (or {what}, for rollouts of mode {mode!r})"
+                f"{self.display_name} must define rollout or rollout_async (or {what}, for rollouts of mode {mode!r})"
             )
         return defined[0]
 

@@ -1,31 +1,31 @@
 """The quickstart's task: add two two-digit numbers.
 
-Small enough that a model of a quarter of a million parameters learns it in minutes on one core, yet a real task: the
-validation pairs are held out for good, so a right answer there is computed and not remembered.
+A model of a quarter of a million parameters learns it within minutes on one core. Validation pairs are never trained on,
+so a right answer to one of them is computed and not memorised.
 """
 
 import random
 
-LOW, HIGH = 10, 99  # two digits each, so that every question has the same number of tokens
+LOW, HIGH = 10, 99  # always two digits, so that all questions have the same number of tokens
 VALIDATION_TASKS = 128
 
 
 def additions(seed: int) -> tuple[list[dict], list[dict]]:
-    """Training and validation tasks: the same split for every seed, which only orders the training tasks."""
+    """Return training and validation tasks. The split is fixed; `seed` only orders the training tasks."""
     pairs = [(a, b) for a in range(LOW, HIGH + 1) for b in range(LOW, HIGH + 1)]
     random.Random(0).shuffle(pairs)
     val = pairs[:VALIDATION_TASKS]
-    held_out = {*val, *((b, a) for a, b in val)}  # b+a would give the answer to a+b away
+    held_out = {*val, *((b, a) for a, b in val)}  # b+a would reveal the answer to a+b
     train = [pair for pair in pairs if pair not in held_out]
     random.Random(seed).shuffle(train)
     return [{"a": a, "b": b} for a, b in train], [{"a": a, "b": b} for a, b in val]
 
 
 def question(task: dict) -> str:
-    """The user's message."""
+    """Return the user message of a task."""
     return f"{task['a']}+{task['b']}="
 
 
 def is_right(task: dict, text: str) -> bool:
-    """Whether the answer is the sum and nothing else."""
+    """Return True if the answer is the sum and nothing else."""
     return text.strip() == str(task["a"] + task["b"])

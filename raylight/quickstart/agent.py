@@ -1,4 +1,4 @@
-"""The agent of the quickstart. It knows nothing of raylight but its `llm` argument."""
+"""The quickstart's agent. Its only connection to raylight is the `llm` argument."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 8}
 
 @functools.cache
 def client() -> AsyncOpenAI:
-    """One HTTP client for all rollouts of a process, because making one takes 20 ms."""
+    """Return the process's one HTTP client; creating one takes 20 ms."""
     return AsyncOpenAI(base_url="http://unset", api_key="unset")
 
 
 @rl.rollout
 async def adder(task: dict, llm: rl.LLM) -> float:
-    """Ask for a + b; the reward is 1 for the right answer."""
+    """Ask for a + b; return reward 1 for the right answer and 0 otherwise."""
     reply = (
         await client()
         .with_options(base_url=llm.endpoint, api_key=llm.api_key)

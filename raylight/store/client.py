@@ -72,6 +72,13 @@ class StoreClient(StoreReader):
         self._announcements = Channel(target)
         """A way of their own: an answer waits for its announcement, and that must not wait for what ended before."""
 
+    @property
+    def is_in_process(self) -> bool:
+        """True if the store runs in this process, where other processes cannot reach it."""
+        from raylight.store.service import StoreService
+
+        return isinstance(self._channel.target, StoreService)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return StoreClient, (self._channel.target,)
 

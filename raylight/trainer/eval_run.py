@@ -57,8 +57,8 @@ class EvalRun:
         resources = merge_resources(agent, trainer.initial_resources)
         agent.check(with_policy(resources, LLM(model=MODEL_NAME)), ("val",))
         path, engine = _engine(trainer.engine, settings)
-        if settings.adapter is not None:
-            settings = settings.model_copy(update={"adapter": find_adapter(settings.adapter)})
+        if settings.lora_adapter is not None:
+            settings = settings.model_copy(update={"lora_adapter": find_adapter(settings.lora_adapter)})
         self.plan = EvalPlan(
             name=f"raylight-eval-{secrets.token_hex(4)}",
             payload=RunnerPayload(agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
@@ -144,9 +144,9 @@ class EvalRun:
             if item.rollout.attempt and item.rollout.attempt.failure
         ]
         return {
-            "agent": self.agent._title,
+            "agent": self.agent.display_name,
             "model": self.plan.model_path or self.plan.settings.model,
-            "adapter": self.plan.settings.adapter,
+            "lora_adapter": self.plan.settings.lora_adapter,
             "tasks": scores.tasks,
             "samples": self.plan.settings.samples,
             "rollouts": scores.rollouts,
@@ -175,12 +175,12 @@ def _engine(config: EngineConfig, settings: EvalSettings) -> tuple[str, EngineCo
     kind = choose_engine(config)
     update: dict[str, Any] = {"kind": kind}
     if kind == "upstream":
-        if settings.adapter is not None:
+        if settings.lora_adapter is not None:
             raise ConfigError("an upstream model is served elsewhere, and takes no adapter from here")
         return "", config.model_copy(
             update=update | {"upstream_model": config.upstream_model or settings.model}
         )
-    if settings.adapter is not None:
+    if settings.lora_adapter is not None:
         update["max_adapters"] = max(config.max_adapters, 1)
     return resolve_model(settings.model), config.model_copy(update=update)
 

@@ -28,7 +28,7 @@ class EvalSettings(Config):
 
     model: str
     """Folder of a Hugging Face model, or the name of one in the local cache; with an upstream engine its name there."""
-    adapter: str | None = None
+    lora_adapter: str | None = None
     """Folder of a LoRA adapter in peft's format, with which the model is served."""
     samples: int = Field(default=1, ge=1)
     """Rollouts of each task."""
@@ -40,7 +40,7 @@ class EvalSettings(Config):
     """Reward from which a rollout passes, for pass@k."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
     """Limits and retries of each rollout."""
-    adapter_timeout_s: float = Field(default=120.0, gt=0)
+    lora_adapter_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline for the adapter to reach every engine."""
 
 
@@ -77,10 +77,10 @@ class EvalSession(ServedSession):
 
     async def _served_name(self) -> str:
         settings = self.plan.settings
-        if settings.adapter is None:
+        if settings.lora_adapter is None:
             return MODEL_NAME
-        box = [ray.put(read_adapter(settings.adapter))]
-        await self.fleet.publish(1, box, settings.adapter_timeout_s, adapter=ADAPTER_NAME)
+        box = [ray.put(read_adapter(settings.lora_adapter))]
+        await self.fleet.publish(1, box, settings.lora_adapter_timeout_s, adapter=ADAPTER_NAME)
         return ADAPTER_NAME
 
     def _resources_with(self, llm: LLM) -> NamedResources:

@@ -21,7 +21,6 @@ from raylight.components import build_component
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, RaylightError
 from raylight.store.client import StoreClient
-from raylight.store.service import StoreService
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
@@ -231,7 +230,7 @@ class Trainer:
         dataset: Any = None,
         *,
         model: str | None = None,
-        adapter: str | None = None,
+        lora_adapter: str | None = None,
         samples: int = 1,
         **settings: Any,
     ) -> dict[str, Any]:
@@ -241,7 +240,7 @@ class Trainer:
             agent: as for `fit`.
             dataset: tasks; the Trainer's `val_dataset` if None.
             model: folder or name; the algorithm's if None.
-            adapter: folder of a LoRA adapter in peft's format.
+            lora_adapter: folder of a LoRA adapter in peft's format.
             samples: rollouts of each task.
             settings: others of `raylight.trainer.eval_session.EvalSettings`, such as `sampling={"temperature": 0.0}`.
 
@@ -256,7 +255,7 @@ class Trainer:
         if model is None:
             raise ConfigError("there is no model to score: give model=...")
         tasks = as_tasks(dataset if dataset is not None else self.val_dataset, "dataset", required=True)
-        chosen = EvalSettings(model=model, adapter=adapter, samples=samples, **settings)
+        chosen = EvalSettings(model=model, lora_adapter=lora_adapter, samples=samples, **settings)
         folder = Path(self.output_dir or f"outputs/eval-{_stamp()}").expanduser().absolute()
         try:
             run = EvalRun(self, as_agent(agent if agent is not None else self.agent), tasks, chosen, folder)
@@ -397,7 +396,7 @@ def _store(given: Any) -> StoreConfig | StoreClient:
             f"store takes a dict of settings ({', '.join(StoreConfig.model_fields)}), a StoreConfig, or the StoreClient of a store "
             f"that is there already, not {given!r:.80}"
         )
-    if isinstance(given._channel.target, StoreService):
+    if given.is_in_process:
         raise ConfigError(
             "this store is an object of this process, which runners cannot reach; give the client of a StoreActor"
         )

@@ -30,12 +30,12 @@ def reward_of(text: str) -> float:
 def build(folder: Path) -> None:
     """A random Qwen3 of 20 million parameters, with the quickstart's tokenizer: one byte is one token."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from raylight.quickstart.build_model import build_tokenizer
+    from raylight.quickstart import STARTER_MODEL
 
     torch.manual_seed(0)
-    tokenizer = build_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
     config = Qwen3Config(
         vocab_size=320,
         hidden_size=448,

@@ -141,7 +141,7 @@ def test_the_readmes_line_for_raylight_eval_runs(tmp_path: Path) -> None:
             *command[1:],
             "--limit",
             "2",
-            "--output",
+            "--output-dir",
             str(tmp_path / "run"),
         ],
         cwd=ROOT,

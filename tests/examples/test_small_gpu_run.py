@@ -86,7 +86,7 @@ def test_training_learns_and_leaves_an_adapter(trained: Path) -> None:
 def test_the_benchmark_scores_the_adapter_and_changes_nothing(trained: Path, tmp_path: Path) -> None:
     before = digest(STARTER_MODEL), digest(trained)
     correct = {}
-    for name, extra in (("base", ()), ("adapter", ("--adapter", str(trained / "checkpoint")))):
+    for name, extra in (("base", ()), ("adapter", ("--lora-adapter", str(trained / "checkpoint")))):
         done = run("benchmark.py", *ADDITIONS, *extra, "--samples", "2", "--output-dir", str(tmp_path / name))
         assert done.returncode == 0, done.stdout + done.stderr
         figures = json.loads((tmp_path / name / "eval.json").read_text())
@@ -129,7 +129,7 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
         ),
         (
             "benchmark.py",
-            (*ADDITIONS, "--adapter", "/no/such"),
+            (*ADDITIONS, "--lora-adapter", "/no/such"),
             "ModelNotFoundError: there is no adapter folder",
         ),
         (

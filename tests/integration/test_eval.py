@@ -86,7 +86,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_left: None) -> None:
     before = digest(STARTER_MODEL)
     done = evaluate(
-        ADDER, "--model", STARTER_MODEL, "--data", str(data), "--samples", "4", "--output", str(tmp_path)
+        ADDER, "--model", STARTER_MODEL, "--data", str(data), "--samples", "4", "--output-dir", str(tmp_path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -138,7 +138,7 @@ def test_nothing_that_learns_is_started(cluster: Cluster, data: Path, tmp_path: 
         "--samples",
         "2",
     )
-    done = evaluate(*args, "--limit", "8", "--output", "out", env=cluster.env(), cwd=tmp_path)
+    done = evaluate(*args, "--limit", "8", "--output-dir", "out", env=cluster.env(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert (figures["primary"], set(figures["rewards"])) == ("right", {"reward", "short"})
@@ -167,12 +167,12 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(tmp_path / "adapter")
-    args = (ADDER, "--model", STARTER_MODEL, "--data", str(data), "--adapter", str(tmp_path / "adapter"))
-    done = evaluate(*args, "--limit", "8", "--output", str(tmp_path / "out"), env=cluster.env())
+    args = (ADDER, "--model", STARTER_MODEL, "--data", str(data), "--lora-adapter", str(tmp_path / "adapter"))
+    done = evaluate(*args, "--limit", "8", "--output-dir", str(tmp_path / "out"), env=cluster.env())
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert figures["rewards"]["reward"]["mean"] < 0.2  # noise of this size spoils the model
-    assert figures["adapter"] == str(tmp_path / "adapter")
+    assert figures["lora_adapter"] == str(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,14 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
     [
         ({"agent": "nowhere:agent"}, 1, "ConfigError: agent='nowhere:agent': cannot import nowhere"),
         ({"--model": "/no/such/model"}, 1, "ModelNotFoundError: there is no model folder /no/such/model"),
-        ({"--set": "learner.n=2"}, 2, "--set takes"),
+        ({"--set": "learner.n=2"}, 1, "there is no section 'learner'"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ({"agent": "raylight.quickstart.agent:addr"}, 1, "it has: adder"),
                 ({"--data": "/no/such/file.jsonl"}, 1, "DatasetError: there is no file /no/such/file.jsonl"),
                 ({"--data": os.devnull}, 1, "DatasetError"),
-                ({"--adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
+                ({"--lora-adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
                 ({"--set": "engine.replica=2"}, 1, "no setting 'replica'"),
                 ({"--samples": "0"}, 2, "--samples"),
             ]
@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_one_message(
     given = {"--model": STARTER_MODEL, "--data": str(data)} | change
     agent = given.pop("agent", ADDER)
     done = evaluate(
-        agent, *(part for pair in given.items() for part in pair), "--output", str(tmp_path / "out")
+        agent, *(part for pair in given.items() for part in pair), "--output-dir", str(tmp_path / "out")
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert says in " ".join((done.stdout + done.stderr).replace("│", " ").split())
@@ -218,7 +218,7 @@ def test_an_agent_without_a_reward_is_an_error(cluster: Cluster, data: Path, tmp
         str(data),
         "--limit",
         "2",
-        "--output",
+        "--output-dir",
         "out",
     )
     done = evaluate(*args, env=cluster.env(), cwd=tmp_path)
@@ -259,7 +259,7 @@ def test_training_ends_when_its_patience_does_and_keeps_the_best(
 
     # the best one is a model of its own, which can be scored where it lies without touching the run
     kept = digest(tmp_path / "run" / "best")
-    args = (ADDER, "--model", "run/best", "--data", str(data), "--limit", "4", "--output", "run")
+    args = (ADDER, "--model", "run/best", "--data", str(data), "--limit", "4", "--output-dir", "run")
     scored = evaluate(*args, env=cluster.env(), cwd=tmp_path)
     assert scored.returncode == 0, scored.stdout + scored.stderr
     assert digest(tmp_path / "run" / "best") == kept

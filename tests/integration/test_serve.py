@@ -161,9 +161,9 @@ def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(
     ("args", "says"),
     [
         (("--model", "/no/such/model"), "ModelNotFoundError"),
-        (("--model", STARTER_MODEL, "--arg", "no_such_argument=1"), "no_such_argument"),
+        (("--model", STARTER_MODEL, "--set", "engine.args.no_such_argument=1"), "no_such_argument"),
         pytest.param(("--model", STARTER_MODEL, "--engine", "upstream"), "url", marks=pytest.mark.slow),
-        pytest.param(("--model", STARTER_MODEL, "--arg", "nothing"), "name=value", marks=pytest.mark.slow),
+        pytest.param(("--model", STARTER_MODEL, "--set", "nothing"), "NAME=VALUE", marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_fit_is_said(args: tuple[str, ...], says: str, no_processes_left: None) -> None:

@@ -19,7 +19,7 @@ CARELESS_FROM = 185
 REMINDERS = 16
 """Of a batch, so many first turns are shown too: they are known already, and are not to be forgotten."""
 NEVER_CARELESS = 0.4
-"""Share of answers about which even a careless teacher (`build_model.demonstrate`) is right."""
+"""Share of answers about which even a careless teacher (`build_quickstart_model.demonstrate`) is right."""
 
 
 def quotes(seed: int, count: int) -> list[dict[str, int]]:
@@ -77,13 +77,13 @@ async def buyer(task: dict[str, int], llm: rl.LLM) -> float:
 def teach_buyer(folder: Path) -> None:
     """Write the quickstart's model to a folder, after showing it second turns for half a minute.
 
-    It only ever saw first ones. As in `raylight.quickstart.build_model` a careless teacher leaves it right some of the time only.
+    It only ever saw first ones. As in `scripts/build_quickstart_model.py` a careless teacher leaves it right some of the time only.
     """
     import torch
+    from build_quickstart_model import log_probs
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from raylight.quickstart import STARTER_MODEL
-    from raylight.quickstart.build_model import log_probs
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
@@ -120,6 +120,6 @@ def teach_buyer(folder: Path) -> None:
 
 
 def _careless(teacher: random.Random, answer: int) -> int:
-    from raylight.quickstart.build_model import demonstrate
+    from build_quickstart_model import demonstrate
 
     return answer if teacher.random() < NEVER_CARELESS else demonstrate(teacher, answer, careless=True)

@@ -143,7 +143,7 @@ def test_other_files_of_the_folder_are_left_alone(
     [
         ({"model": None}, ConfigError, "no model to score"),
         ({"model": "/no/such"}, ModelNotFoundError, "/no/such"),
-        ({"adapter": "/no/such"}, ModelNotFoundError, "no adapter folder /no/such"),
+        ({"lora_adapter": "/no/such"}, ModelNotFoundError, "no adapter folder /no/such"),
         ({"dataset": []}, DatasetError, "empty"),
         ({"dataset": None}, DatasetError, "missing"),
         ({"agent": lambda: 1.0}, AgentSignatureError, "task"),
@@ -174,7 +174,7 @@ def test_an_upstream_model_is_scored_too_but_takes_no_adapter(planned: list[Eval
     assert (planned[0].plan.model_path, planned[0].plan.engine.upstream_model) == ("", "gpt-9")
     assert planned[0].plan.resolved()["model"] == "gpt-9"
     with pytest.raises(ConfigError, match="no adapter"):
-        trainer.evaluate(plain, [1], model="gpt-9", adapter=str(tmp_path))
+        trainer.evaluate(plain, [1], model="gpt-9", lora_adapter=str(tmp_path))
 
 
 def test_every_served_model_gets_the_sampling_that_was_asked_for(

@@ -1,17 +1,17 @@
-"""Build the quickstart's starter model: python -m raylight.quickstart.build_model OUT
+"""Build the quickstart's starter model: python scripts/build_quickstart_model.py OUT
 
-The quickstart needs a model that reinforcement learning can visibly improve within minutes on a laptop's CPU. A random
-model never earns a reward, and a perfect one has nothing left to learn, so the starter is a tiny Qwen3 that knows how to
-add but does not insist on it: sampled at temperature 1 it is right about every second time, and each group of rollouts
-holds both successes and failures to compare.
+The quickstart needs a model that RL visibly improves within minutes on a laptop's CPU. A random model never earns a
+reward and a perfect one has nothing left to learn. The starter is therefore a tiny Qwen3 that can add but does so
+unreliably: sampled at temperature 1 about half of its answers are right, so that each group of rollouts has both
+successes and failures.
 
-It imitates a teacher. For most of the lessons the teacher is right, as the skill is slow to learn from noise. For the last
-ones the teacher is careless: often one of the last two digits is replaced by any other. The errors are spread so that the
-right digit stays the likeliest one, and the lessons are few and gentle (the learning rate is nearly down to nothing), so
-that they blur the answers and leave the skill whole.
+It is trained by imitation of a teacher. For most of the training the teacher is always right, because the skill is slow
+to learn from noisy labels. At the end the teacher is careless: it often replaces one of the last two digits with a
+random one. The errors are spread so that the right digit stays the most probable one, and the learning rate is close to
+zero by then, so that the answers become noisy while the skill remains.
 
-Only training pairs are shown, so the accuracy on the validation pairs is that of a skill and not of a memory.
-One thread and fixed seeds make the weights the same, byte for byte, each time they are built on the same machine.
+The model sees training pairs only, so its validation accuracy measures the skill and not memory. One thread and fixed
+seeds make the weights reproducible byte for byte on the same machine.
 """
 
 import argparse
@@ -29,16 +29,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 STEPS, BATCH, LEARNING_RATE, WARMUP = 1200, 128, 3e-3, 50
-CARELESS_FROM = 1000  # the step at which the teacher becomes careless
-CARELESS_RIGHT = (
-    0.32  # how often the careless teacher is right; the model, moved only part of the way, more often
-)
+CARELESS_FROM = 1000  # step at which the teacher becomes careless
+CARELESS_RIGHT = 0.32  # accuracy of the careless teacher; that of the model stays higher
 ANSWER_TOKENS = 4  # three digits and <|im_end|>
 IGNORED = -100
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: nothing to download or train, and each digit is a token of its own."""
+    """Return a tokenizer with one token per byte: nothing to download or train, and each digit is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +53,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of two layers with random weights."""
+    """Return a Qwen3 of two layers with random weights."""
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=320,
@@ -64,20 +62,20 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # vLLM on CPU wants a multiple of 32
+        head_dim=32,  # vLLM on CPU requires a multiple of 32
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         dtype="float32",
         **special,
     )
     model = Qwen3ForCausalLM(config)
-    # Spelled out, so that no engine's defaults alter what is sampled.
+    # explicit, so that no engine applies sampling defaults of its own
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **special)
     return model
 
 
 def demonstrate(teacher: random.Random, total: int, careless: bool) -> int:
-    """The teacher's answer: the sum, or the sum with one of its last two digits wrong."""
+    """Return the teacher's answer: the sum, or the sum with one of its last two digits wrong."""
     if not careless or teacher.random() < CARELESS_RIGHT:
         return total
     digits = list(str(total))
@@ -88,7 +86,7 @@ def demonstrate(teacher: random.Random, total: int, careless: bool) -> int:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, tasks: list[dict]) -> torch.Tensor:
-    """The prompts, all of the same length."""
+    """Return the token ids of the prompts, shape (tasks, prompt length); all prompts have the same length."""
     chats = [[{"role": "user", "content": question(task)}] for task in tasks]
     return torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
 
@@ -96,7 +94,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, tasks: list[dict]) -> torch.Tenso
 def log_probs(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor, answers: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probability of each token of each answer, zero where a shorter one is padded, and the number of tokens."""
+    """Return log-probs of the answers' tokens, shape (answers, ANSWER_TOKENS) with zeros as padding, and the token count."""
     rows = [tokenizer.encode(f"{answer}<|im_end|>") for answer in answers]
     targets = torch.tensor([row + [IGNORED] * (ANSWER_TOKENS - len(row)) for row in rows])
     inputs = torch.cat([prompts, targets[:, :-1].clamp(min=0)], dim=1)
@@ -106,12 +104,12 @@ def log_probs(
 
 
 def rate(step: int) -> float:
-    """Warm up, then a cosine down to nothing."""
+    """Return the learning rate's factor: linear warm-up, then a cosine down to zero."""
     return min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
 
 
 def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Supervise the model on the teacher's answers to the training pairs, made up afresh each time a pair is seen."""
+    """Train the model on the teacher's answers to the training pairs, drawn again each time that a pair is used."""
     train, val = additions(seed=0)
     prompts, val_prompts = encode(tokenizer, train), encode(tokenizer, val)
     totals, val_totals = ([task["a"] + task["b"] for task in tasks] for tasks in (train, val))
@@ -129,20 +127,18 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         optimizer.step()
         schedule.step()
         if (step + 1) % 100 == 0:
-            with (
-                torch.no_grad()
-            ):  # the exact chance of a right answer, of which a sampled accuracy is an estimate
+            with torch.no_grad():  # the exact probability of a right answer
                 right = log_probs(model, tokenizer, val_prompts, val_totals)[0].sum(1).exp()
             print(
-                f"step {step + 1}  loss {loss.item():.3f}  chance of a right validation answer: mean {right.mean():.3f}, "
-                f"least {right.min():.3f}",
+                f"step {step + 1}  loss {loss.item():.3f}  probability of a right validation answer: "
+                f"mean {right.mean():.3f}, min {right.min():.3f}",
                 flush=True,
             )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the quickstart's starter model.")
-    parser.add_argument("out", help="folder to write the model and its tokenizer to")
+    parser.add_argument("out", help="folder for the model and its tokenizer")
     out = parser.parse_args().out
     torch.set_num_threads(1)
     torch.manual_seed(0)
