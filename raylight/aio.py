@@ -1,48 +1,56 @@
-"""What asyncio lacks."""
+"""Two additions to asyncio: a task group that raises plain errors, and a condition without a lock."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 
-async def together(*work: Awaitable[Any]) -> list[Any]:
-    """Results of all, in order. When one fails, or this is cancelled, the others are cancelled and waited for first."""
-    tasks = [asyncio.ensure_future(item) for item in work]
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An `asyncio.TaskGroup` that raises the first error of its tasks, not an ExceptionGroup.
+
+    Callers catch typed errors, and users read them: neither should have to unwrap a group.
+    """
+    first: BaseException | None = None
     try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+    if first is not None:  # outside the handler, so that the error keeps its own cause and context
+        raise first
 
 
-class Signal:
-    """Tells all who wait that something may have changed. Everyone then looks for himself, so that a signal is never missed."""
+class BroadcastCondition:
+    """A condition of one event loop: `notify_all` wakes every waiter, which evaluates its predicate again.
+
+    In contrast to `asyncio.Condition` it has no lock, so that plain functions can notify.
+    """
 
     def __init__(self) -> None:
-        self._waiters: dict[asyncio.Future[None], None] = {}  # in order: who waited longest looks first
+        self._waiters: dict[asyncio.Future[None], None] = {}  # ordered: the longest waiting evaluates first
 
-    def fire(self) -> None:
+    def notify_all(self) -> None:
+        """Wake all waiters."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
 
-    async def until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until the condition holds; False if that did not happen within `timeout` seconds."""
+    async def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until the predicate holds; False if it did not within `timeout` seconds."""
         loop = asyncio.get_running_loop()
         end = None if timeout is None else loop.time() + timeout
-        while not holds():
-            left = None if end is None else end - loop.time()
-            if left is not None and left <= 0:
+        while not predicate():
+            remaining = None if end is None else end - loop.time()
+            if remaining is not None and remaining <= 0:
                 return False
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiters[waiter] = None
             try:
-                await asyncio.wait([waiter], timeout=left)
+                await asyncio.wait([waiter], timeout=remaining)
             finally:
                 self._waiters.pop(waiter, None)
         return True

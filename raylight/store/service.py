@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raylight.aio import Signal
+from raylight.aio import BroadcastCondition
 from raylight.config import StoreConfig
 from raylight.errors import QueryError, RaylightError, StoreError
 from raylight.store.attempts import Attempts
@@ -81,7 +81,12 @@ class StoreService:
         self._resources = Resources(self._journal, clock)
         self._queries = Queries(self._journal.reader)
         self._methods = self._table()
-        self._queued, self._room, self._closed, self._earlier = Signal(), Signal(), Signal(), Signal()
+        self._queued, self._room, self._closed, self._earlier = (
+            BroadcastCondition(),
+            BroadcastCondition(),
+            BroadcastCondition(),
+            BroadcastCondition(),
+        )
         self._waiters: dict[str, set[FinishWaiter]] = {}
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
         self._watching: asyncio.Task[None] | None = None
@@ -235,14 +240,14 @@ class StoreService:
         await self._until(self._closed, lambda: self._records.count_awaited(attempt_id) == 0, timeout)
         return self._attempts.count_open_calls(attempt_id) == 0
 
-    async def _until(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:
+    async def _until(self, condition: BroadcastCondition, holds: Callable[[], bool], timeout: float) -> bool:
         """Wait for a condition; raises when the store is closed meanwhile, or its timer fails."""
 
         def look() -> bool:
             self._watch()
             return holds()
 
-        return await signal.until(look, timeout)
+        return await condition.wait_for(look, timeout)
 
     async def wait_for_rollouts(
         self, rollout_ids: list[str], at_least: int | None, timeout: float | None
@@ -299,18 +304,18 @@ class StoreService:
                 if waiter.needed == 0 and not waiter.done.done():
                     waiter.done.set_result(None)
         if changes.queued:
-            self._queued.fire()
+            self._queued.notify_all()
         if changes.taken:
-            self._room.fire()
+            self._room.notify_all()
         if changes.closed:
-            self._closed.fire()
+            self._closed.notify_all()
         if changes.deadline is not None and changes.deadline < self._alarm:
-            self._earlier.fire()
+            self._earlier.notify_all()
 
     def _wake_all(self) -> None:
         """So that everybody looks at what became of the store."""
-        for signal in (self._queued, self._room, self._closed):
-            signal.fire()
+        for condition in (self._queued, self._room, self._closed):
+            condition.notify_all()
         for waiter in {waiter for waiters in self._waiters.values() for waiter in waiters}:
             if not waiter.done.done():
                 waiter.done.set_result(None)
@@ -340,7 +345,7 @@ class StoreService:
                 left = None if deadline is None else deadline - self._clock()
                 if left is not None and left > 0:
                     left = max(left, TICK_S)
-                if not await self._earlier.until(self._is_earlier, left):
+                if not await self._earlier.wait_for(self._is_earlier, left):
                     await self.expire()
         except Exception:
             logger.exception("the store's timer failed")

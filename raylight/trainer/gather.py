@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from raylight.aio import together
+from raylight.aio import task_group
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.experience.batch import group_of
 from raylight.experience.turn_rewards import emitted_before_final
@@ -54,5 +54,7 @@ async def _round(
     sampled = session.rollout(tasks, "train", algorithm.group_size, progress, step=step, part=part)
     if not algorithm.samples_greedily:
         return await sampled
-    of_samples, greedy = await together(sampled, session.rollout_greedily(tasks, step, part))
-    return [*of_samples, *greedy]
+    async with task_group() as group:
+        samples = group.create_task(sampled)
+        greedy = group.create_task(session.rollout_greedily(tasks, step, part))
+    return [*samples.result(), *greedy.result()]

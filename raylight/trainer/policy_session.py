@@ -13,7 +13,7 @@ from typing import Any, get_args
 from ray.util.placement_group import remove_placement_group
 
 from raylight.agent.resources import LLM
-from raylight.aio import together
+from raylight.aio import task_group
 from raylight.config import StoreConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
 from raylight.experience.batch import TrainBatch
@@ -88,14 +88,13 @@ class PolicySession(ServedSession):
         settings = PolicySettings(
             **{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields}
         )
-        url, _, _ = await together(
-            deployment.start(),
-            self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed),
-            pool.start(),
-        )
+        async with task_group() as tasks:
+            serving = tasks.create_task(deployment.start())
+            tasks.create_task(self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed))
+            tasks.create_task(pool.start())
         await self._compare(0, START_TOKENS, plan.algorithm.sync_timeout_s)
         llm = LLM(
-            endpoint=url,
+            endpoint=serving.result(),
             model=MODEL_NAME,
             traced=True,
             sampling_parameters=plan.algorithm.sampling_parameters,
@@ -315,5 +314,7 @@ class PolicySession(ServedSession):
     async def _compare(self, version: int, tokens: int, timeout: float) -> Parity:
         """Compare the log-probs of all engines and the learners on a probe."""
         ids = probe_ids(self._vocabulary, tokens, self.plan.seed)
-        engines, learner = await together(self.fleet.probe(ids, timeout), self.learners.logprobs(ids))
-        return self._parity.check(version, engines, learner)
+        async with task_group() as tasks:
+            engines = tasks.create_task(self.fleet.probe(ids, timeout))
+            learner = tasks.create_task(self.learners.logprobs(ids))
+        return self._parity.check(version, engines.result(), learner.result())

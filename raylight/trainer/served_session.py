@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from raylight.agent.resources import LLM, NamedResources
-from raylight.aio import together
+from raylight.aio import task_group
 from raylight.errors import StoreLostError
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSpec
@@ -39,8 +39,10 @@ class ServedSession(Session):
         deployment = self._make_deployment()
         pool = self._make_pool()
         self._say("starting the engine and the runners")
-        url, _ = await together(deployment.start(), pool.start())
-        await self._offer(LLM(endpoint=url, model=await self._served_name(), traced=True))
+        async with task_group() as tasks:
+            serving = tasks.create_task(deployment.start())
+            tasks.create_task(pool.start())
+        await self._offer(LLM(endpoint=serving.result(), model=await self._served_name(), traced=True))
 
     async def _served_name(self) -> str:
         """The name of what agents are to call, once the engines are up."""

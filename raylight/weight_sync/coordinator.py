@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raylight.aio import Signal
+from raylight.aio import BroadcastCondition
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import EngineStartError, WeightSyncError
 from raylight.store.client import StoreClient
@@ -75,7 +75,7 @@ class ReplicaCoordinator:
         """Whether there ever was a replica. If all died, an order waits for those that Serve starts in their place."""
         self._open: Open | None = None
         self._broken: str | None = None
-        self._changed = Signal()
+        self._changed = BroadcastCondition()
 
     # the replicas' side
 
@@ -93,7 +93,7 @@ class ReplicaCoordinator:
         member = self._members[replica] = Member()
         if lifeline:
             member.liveness_task = asyncio.create_task(self._watch_replica(replica, member, lifeline))
-        self._changed.fire()
+        self._changed.notify_all()
         standing = [order for order in self._after(0) if order.kind not in PASSING]
         return State(self._number, standing)
 
@@ -104,7 +104,9 @@ class ReplicaCoordinator:
             WeightSyncError: the replica has not subscribed.
         """
         self._member(replica)
-        await self._changed.until(lambda: bool(self._after(after)) or replica not in self._members, timeout)
+        await self._changed.wait_for(
+            lambda: bool(self._after(after)) or replica not in self._members, timeout
+        )
         return self._after(after)
 
     async def acknowledge(
@@ -139,7 +141,7 @@ class ReplicaCoordinator:
     async def cannot_start(self, why: str) -> None:
         """A replica failed before it could subscribe."""
         self._broken = why
-        self._changed.fire()
+        self._changed.notify_all()
 
     # the trainer's side
 
@@ -149,7 +151,7 @@ class ReplicaCoordinator:
         Raises:
             EngineStartError: one of them cannot start.
         """
-        await self._changed.until(
+        await self._changed.wait_for(
             lambda: bool(self._broken) or sum(m.number >= 0 for m in self._members.values()) >= count
         )
         if self._broken:
@@ -249,7 +251,7 @@ class ReplicaCoordinator:
         """Have every replica carry out an order, after those given before; returns the replicas' results."""
         clock = asyncio.get_running_loop().time
         end = clock() + timeout
-        if not await self._changed.until(lambda: self._open is None, timeout):
+        if not await self._changed.wait_for(lambda: self._open is None, timeout):
             before = f"{self._open.order} is still under way" if self._open else "others were before it"
             raise WeightSyncError(f"the {kind} order could not begin within {timeout:g} s: {before}")
         self._number += 1
@@ -258,9 +260,9 @@ class ReplicaCoordinator:
         self._standing[order.subject] = order
         if kind in PASSING:  # from now on, not all have what it undoes
             self._settled.pop(order.subject, None)
-        self._changed.fire()
+        self._changed.notify_all()
         try:
-            done = await self._changed.until(
+            done = await self._changed.wait_for(
                 lambda: bool(opened.failures) or self._all_have(order), end - clock()
             )
         finally:
@@ -278,7 +280,7 @@ class ReplicaCoordinator:
         if opened.order.kind == "probe":  # nobody wants to know later
             self._standing.pop("probe", None)
         self._open = None
-        self._changed.fire()
+        self._changed.notify_all()
 
     # bookkeeping
 
@@ -307,7 +309,7 @@ class ReplicaCoordinator:
                 del self._standing[subject]
             else:
                 self._settled[subject] = order
-        self._changed.fire()
+        self._changed.notify_all()
 
     def _withdraw(self, number: int) -> None:
         """Let an order that failed stand no longer: what all had before it does, if anything."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from raylight.aio import Signal
+from raylight.aio import BroadcastCondition
 from raylight.engines.protocol import Engine, LoraAdapter
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, WeightSyncError, reason_of
 from raylight.weight_sync.client import CoordinatorClient
@@ -52,7 +52,7 @@ class Follower:
         self._on_orphaned, self._fetch, self._pause_s = on_orphaned, fetch, pause_s
         self._number = 0
         self._closed = False
-        self._closing = Signal()
+        self._closing = BroadcastCondition()
         self._broken: str | None = None
 
     async def catch_up(self, lifeline: list[Any] | None = None) -> None:
@@ -101,7 +101,7 @@ class Follower:
     async def close(self) -> None:
         """Leave the fleet, so that no order waits for this replica; `follow` ends."""
         self._closed = True
-        self._closing.fire()
+        self._closing.notify_all()
         try:
             await self._fleet.leave(self._name)
         except (CoordinatorLostError, CoordinatorUnavailableError) as error:
@@ -146,7 +146,7 @@ class Follower:
                 return await call()
             except CoordinatorUnavailableError as error:
                 logger.warning("%s asks again in %g s: %s", self._name, self._pause_s, error)
-            await self._closing.until(lambda: self._closed, self._pause_s)
+            await self._closing.wait_for(lambda: self._closed, self._pause_s)
 
     async def _do(self, order: Order) -> Any:
         engine = self._engine

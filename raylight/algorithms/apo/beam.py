@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from raylight.agent.prompts import PromptTemplate
-from raylight.aio import together
+from raylight.aio import task_group
 from raylight.algorithms.apo.edits import RejectedEdit, rewrite_of
 from raylight.algorithms.apo.history import Candidate, History, Rejection
 from raylight.algorithms.apo.settings import ApoSettings
@@ -97,7 +97,9 @@ class BeamSearch:
         batch = batch_of(self._n_val, self.settings.val_batch_size, number - 1, self.settings.seed)
         rivals = [*history.beam, *history.made_in(number)]
         self._say(f"round {number}: scoring {len(rivals)} prompts on {len(batch)} validation tasks")
-        await together(*(self._score(candidate, number, batch) for candidate in rivals))
+        async with task_group() as group:
+            for candidate in rivals:
+                group.create_task(self._score(candidate, number, batch))
         # of equals the older one stays
         kept = sorted(rivals, key=lambda candidate: -candidate.batch_scores[number])[
             : self.settings.beam_width
@@ -119,9 +121,11 @@ class BeamSearch:
         self._say(
             f"round {number}: {len(parents)} rewrites of {', '.join(sorted({parent.version for parent in parents}))}"
         )
-        written = await together(
-            *(self._branch(parent, number, place) for place, parent in enumerate(parents))
-        )
+        async with task_group() as group:
+            branches = [
+                group.create_task(self._branch(parent, number, place)) for place, parent in enumerate(parents)
+            ]
+        written = [branch.result() for branch in branches]
         unanswered = [item for item in written if isinstance(item, RejectedEdit) and item.kind == "endpoint"]
         if len(unanswered) == len(written):
             raise CriticError(

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from raylight.aio import Signal
+from raylight.aio import BroadcastCondition
 from raylight.http.errors import RequestError
 from raylight.serving.capture.retry_queue import UNFIT, RetryQueue
 from raylight.types import CallKey, Generation, Span
@@ -103,8 +103,8 @@ class Recorder:
         self._patience_s = patience_s
         self._used = 0
         """Calls that are open, and closings that the store does not have."""
-        self._room = Signal()
-        self._empty = Signal()
+        self._room = BroadcastCondition()
+        self._empty = BroadcastCondition()
         self._unknown: set[CallKey] = set()
         """Calls of which the store may not have heard; what they sampled waits."""
         self._openings: RetryQueue[_Opening] = RetryQueue(
@@ -128,7 +128,7 @@ class Recorder:
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + self._patience_s
-        await self._room.until(
+        await self._room.wait_for(
             lambda: self._closing or self._fits(keys), self._patience_s if len(keys) <= self._capacity else 0
         )
         if self._closing or not self._fits(keys):
@@ -160,8 +160,8 @@ class Recorder:
         self._closing = True
         self._openings.hurry()
         self._closings.hurry()
-        self._room.fire()
-        if not await self._empty.until(lambda: self.stats.unsent == 0 and self._used == 0, timeout):
+        self._room.notify_all()
+        if not await self._empty.wait_for(lambda: self.stats.unsent == 0 and self._used == 0, timeout):
             lost = self.stats.unsent
             self.stats.lost += lost
             if lost:
@@ -245,5 +245,5 @@ class Recorder:
     def _make_room(self, count: int) -> None:
         self.stats.unsent -= count
         self._used -= count
-        self._room.fire()
-        self._empty.fire()
+        self._room.notify_all()
+        self._empty.notify_all()

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from raylight.aio import Signal
+from raylight.aio import BroadcastCondition
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.http.asgi import read_whole, until_left
 
@@ -53,7 +53,7 @@ class _Answer:
     delivered: bool = False
     """As far as this end of the connection can tell."""
     ended: float = 0.0
-    changed: Signal = field(default_factory=Signal)
+    changed: BroadcastCondition = field(default_factory=BroadcastCondition)
 
 
 class RetryCache:
@@ -128,14 +128,14 @@ class RetryCache:
         answer.tries, answer.delivered, sent = tries, False, 0
         answer.followers += 1
         leaving = asyncio.ensure_future(until_left(receive))
-        leaving.add_done_callback(lambda _: answer.changed.fire())
+        leaving.add_done_callback(lambda _: answer.changed.notify_all())
 
         def news(seen: int) -> bool:
             return len(answer.messages) > seen or answer.state != "running" or leaving.done()
 
         try:
             while True:
-                await answer.changed.until(partial(news, sent))
+                await answer.changed.wait_for(partial(news, sent))
                 if leaving.done():
                     return True
                 if answer.state == "failed":
@@ -149,7 +149,7 @@ class RetryCache:
         finally:
             leaving.cancel()
             answer.followers -= 1
-            answer.changed.fire()
+            answer.changed.notify_all()
         if sent:
             raise ConnectionError("the answer that was given again broke off")
         return False
@@ -177,7 +177,7 @@ class RetryCache:
         elif last:
             self.keep(answer, "complete")
         else:
-            answer.changed.fire()
+            answer.changed.notify_all()
 
     def keep(self, answer: _Answer, state: Literal["complete", "failed"]) -> None:
         """An answer is over. Those that ended first make room for it."""
@@ -188,7 +188,7 @@ class RetryCache:
         self._ended[answer] = None
         self._bytes += answer.size
         self._of_attempt[attempt] = self._of_attempt.get(attempt, 0) + 1
-        answer.changed.fire()
+        answer.changed.notify_all()
         if self._of_attempt[attempt] > self._per_attempt:
             self.drop(next(old for old in self._ended if _attempt(old) == attempt))
         while self._bytes > self._max_bytes:
@@ -238,7 +238,7 @@ class _Making:
                 return message
             self._left = True
         answer = self._answer
-        await answer.changed.until(lambda: not answer.followers or answer.state != "running")
+        await answer.changed.wait_for(lambda: not answer.followers or answer.state != "running")
         if answer.state == "running":
             self._replay.keep(answer, "failed")  # it will break off
         return {"type": "http.disconnect"}

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from raylight.aio import Signal
+from raylight.aio import BroadcastCondition
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class RetryQueue(Generic[_T]):
         self.queue: deque[_T] = deque()
         """What the store does not have yet."""
         self._ready = asyncio.Event()
-        self._pressing = Signal()
-        self._hurry = Signal()
+        self._pressing = BroadcastCondition()
+        self._hurry = BroadcastCondition()
         self._hurried = False
         self._one_by_one = 0
         """How many of the oldest are to be sent each alone."""
@@ -67,13 +67,13 @@ class RetryQueue(Generic[_T]):
             return
         self._ready.set()
         if self._is_pressing():
-            self._pressing.fire()
+            self._pressing.notify_all()
 
     def hurry(self) -> None:
         """From now on nothing lingers, and pauses are short."""
         self._hurried = True
-        self._hurry.fire()
-        self._pressing.fire()
+        self._hurry.notify_all()
+        self._pressing.notify_all()
 
     async def stop(self) -> list[_T]:
         """Send no more; returns what was not sent."""
@@ -89,7 +89,7 @@ class RetryQueue(Generic[_T]):
         pause = FIRST_PAUSE_S
         while True:
             await self._ready.wait()
-            await self._pressing.until(self._is_pressing, self._linger_s)
+            await self._pressing.wait_for(self._is_pressing, self._linger_s)
             batch = self._next()
             try:
                 await self._send(batch)
@@ -108,9 +108,9 @@ class RetryQueue(Generic[_T]):
     async def _rest(self, seconds: float) -> None:
         """A pause before the next try; short when there is hurry."""
         if self._hurried:
-            await self._hurry.until(lambda: False, FIRST_PAUSE_S)
+            await self._hurry.wait_for(lambda: False, FIRST_PAUSE_S)
         else:
-            await self._hurry.until(lambda: self._hurried, seconds)
+            await self._hurry.wait_for(lambda: self._hurried, seconds)
 
     def _is_pressing(self) -> bool:
         return self._hurried or self._one_by_one > 0 or len(self.queue) >= MAX_BATCH

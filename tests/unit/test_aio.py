@@ -1,0 +1,93 @@
+"""The task group that raises plain errors, and the condition without a lock."""
+
+import asyncio
+
+import pytest
+
+from raylight.aio import BroadcastCondition, task_group
+
+
+async def fail(error: BaseException) -> None:
+    raise error
+
+
+async def run_group(*errors: BaseException) -> None:
+    async with task_group() as group:
+        for error in errors:
+            group.create_task(fail(error))
+
+
+async def test_tasks_of_a_group_run_concurrently() -> None:
+    met = asyncio.Barrier(2)
+    async with task_group() as group:
+        tasks = [group.create_task(met.wait()) for _ in range(2)]
+    assert sorted(task.result() for task in tasks) == [0, 1]
+
+
+async def test_the_first_error_is_raised_as_it_is() -> None:
+    cause = KeyError("cause")
+    error = ValueError("first")
+    error.__cause__ = cause
+    with pytest.raises(ValueError, match="first") as caught:
+        await run_group(error, OSError("second"))
+    assert caught.value is error
+    assert error.__cause__ is cause
+
+
+async def test_an_error_cancels_the_other_tasks_and_waits_for_them() -> None:
+    cleaned_up = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned_up.set()
+
+    async def group() -> None:
+        async with task_group() as tasks:
+            tasks.create_task(work())
+            await asyncio.sleep(0)
+            tasks.create_task(fail(ValueError("wrong")))
+
+    with pytest.raises(ValueError, match="wrong"):
+        await group()
+    assert cleaned_up.is_set()
+
+
+async def test_nested_groups_raise_the_error_itself() -> None:
+    async def outer() -> None:
+        async with task_group() as group:
+            group.create_task(run_group(ValueError("inner")))
+
+    with pytest.raises(ValueError, match="inner"):
+        await outer()
+
+
+async def test_a_cancelled_group_cancels_its_tasks() -> None:
+    async def work() -> None:
+        async with task_group() as group:
+            group.create_task(asyncio.Event().wait())
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_every_waiter_evaluates_its_predicate_when_notified() -> None:
+    condition, number = BroadcastCondition(), 0
+    waiters = [asyncio.create_task(condition.wait_for(lambda limit=n: number >= limit)) for n in (1, 2)]
+    await asyncio.sleep(0)
+    for number in (1, 2):
+        condition.notify_all()
+        done, _ = await asyncio.wait(waiters, timeout=0.05)
+        assert len(done) == number
+    assert [waiter.result() for waiter in waiters] == [True, True]
+
+
+async def test_a_wait_ends_at_its_timeout() -> None:
+    condition = BroadcastCondition()
+    assert not await condition.wait_for(lambda: False, timeout=0.01)
+    assert await condition.wait_for(lambda: True, timeout=0.0)
