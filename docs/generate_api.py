@@ -56,7 +56,7 @@ def pages() -> dict[str, str]:
     assert isinstance(package, griffe.Module)
     found: dict[str, list[Documented]] = {page: [] for page in PAGES}
     for name in raylight.__all__:
-        module = raylight._HOMES[name].removeprefix("raylight.")
+        module = raylight._MODULE_OF[name].removeprefix("raylight.")
         page = page_of(name)
         item = package[f"{module}.{name}"]
         target = item.final_target if isinstance(item, griffe.Alias) else item
@@ -76,7 +76,7 @@ def page_of(name: str) -> str:
     Raises:
         LookupError: its room is on no page; add it to PAGES.
     """
-    room = raylight._HOMES[name].split(".")[1]
+    room = raylight._MODULE_OF[name].split(".")[1]
     for page, (_, rooms) in PAGES.items():
         if room in rooms:
             return page

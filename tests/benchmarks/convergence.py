@@ -32,7 +32,9 @@ from raylight.trainer.gather import gather
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
 FAMILY = sorted(
-    name for name in algorithms.__all__ if algorithms.PolicyAlgorithm in getattr(algorithms, name).__mro__[1:]
+    name
+    for name in set(algorithms.__all__) - {"VERL", "algo"}
+    if algorithms.PolicyAlgorithm in getattr(algorithms, name).__mro__[1:]
 )
 ROLLOUTS = 128
 """Of a step, whatever the size of the groups; ReMax has its greedy ones beside them, DAPO those of its further rounds."""

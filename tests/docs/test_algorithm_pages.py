@@ -15,9 +15,9 @@ from raylight.experience.settings import CriticSettings, PolicySettings
 PAGES = sorted((DOCS / "algorithms").glob("*.md"))
 INDEX = DOCS / "algorithms" / "README.md"
 FAMILY = {
-    name: cls
-    for name, cls in vars(algorithms).items()
-    if isinstance(cls, type) and issubclass(cls, PolicyAlgorithm)
+    name: getattr(algorithms, name)
+    for name in sorted(set(algorithms.__all__) - {"VERL", "algo"})
+    if issubclass(getattr(algorithms, name), PolicyAlgorithm)
 }
 CLASSES = FAMILY | {"CriticSettings": CriticSettings}
 UNSEEN = object()

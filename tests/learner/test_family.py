@@ -20,9 +20,10 @@ from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 FAMILY = sorted(
-    name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm)
+    name
+    for name in set(algorithms.__all__) - {"PolicyAlgorithm", "VERL", "algo"}
+    if issubclass(getattr(algorithms, name), algorithms.PolicyAlgorithm)
 )
-FAMILY.remove("PolicyAlgorithm")
 COMPARABLE = {
     "learner/grad_norm",
     "learner/pg_loss",
