@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from raylight.algorithms.base import Algorithm
@@ -71,16 +70,3 @@ def _listed(dataset: Any) -> list[Any]:
     if dataset is None:
         return []
     return list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
-
-
-def batches(tasks: list[Any], size: int, seed: int) -> Iterator[list[Any]]:
-    """Batches of tasks without end; each pass over the tasks is shuffled anew, and a batch may span two passes."""
-    shuffle = random.Random(seed).shuffle
-    waiting: list[Any] = []
-    while True:
-        while len(waiting) < size:
-            more = list(tasks)
-            shuffle(more)
-            waiting += more
-        batch, waiting = waiting[:size], waiting[size:]
-        yield batch

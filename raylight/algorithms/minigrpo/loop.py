@@ -11,7 +11,6 @@ from typing import Any
 
 from raylight.agent.resources import LLM
 from raylight.algorithms.base import RunContext
-from raylight.algorithms.minigrpo.algorithm import batches
 from raylight.algorithms.minigrpo.endpoint import Endpoint
 from raylight.algorithms.minigrpo.engine import TrainableEngine
 from raylight.algorithms.minigrpo.settings import MiniSettings
@@ -19,6 +18,7 @@ from raylight.algorithms.minigrpo.setup import MODEL_NAME, build
 from raylight.algorithms.minigrpo.tuner import Tuner
 from raylight.errors import StoreLostError
 from raylight.experience.batch import BatchRules, build_batch, scored
+from raylight.experience.tasks import Batches
 from raylight.store.client import StoreClient
 from raylight.types import TRAINABLE_AGENTS, EnqueueRolloutRequest, FinishedRollout, RolloutMode
 
@@ -64,12 +64,12 @@ class Loop:
 
     async def run(self, tasks: list[Any], val_tasks: list[Any]) -> None:
         settings, side = self._settings, self._side
-        total, given = settings.steps(len(tasks)), batches(tasks, settings.tasks_per_step, settings.seed)
+        total, batches = settings.steps(len(tasks)), Batches(tasks, settings.tasks_per_step, settings.seed)
         if val_tasks and settings.val_before_train:
             side.step(0, await self._validate(val_tasks))
         without_signal = 0
         for step in range(1, total + 1):
-            metrics, learned = await self._step(next(given))
+            metrics, learned = await self._step(next(batches))
             without_signal = 0 if learned else without_signal + 1
             stop = without_signal >= settings.max_steps_without_signal
             due = settings.val_every and step % settings.val_every == 0

@@ -7,7 +7,6 @@ import torch
 
 import raylight as rl
 from raylight.algorithms.base import Algorithm
-from raylight.algorithms.minigrpo.algorithm import batches
 from raylight.algorithms.minigrpo.loss import clipped_loss, group_advantages
 from raylight.algorithms.minigrpo.rows import MiniRow, micro_batches, rows_of, to_tokens
 from raylight.algorithms.minigrpo.settings import PROJECTIONS, MiniSettings
@@ -93,13 +92,9 @@ def test_without_a_run_it_says_what_is_missing() -> None:
         rl.MiniGRPO(model="m").get_run_context()
 
 
-def test_steps_and_batches() -> None:
+def test_steps_follow_from_epochs_and_tasks() -> None:
     assert MiniSettings(model="m", tasks_per_step=4, n_epochs=3).steps(5) == 4
     assert MiniSettings(model="m", n_steps=7).steps(5) == 7
-    given = batches(list(range(5)), 3, seed=0)
-    seen = [next(given) for _ in range(5)]
-    assert sorted(task for batch in seen for task in batch) == sorted(list(range(5)) * 3)
-    assert seen == [next(again) for again in [batches(list(range(5)), 3, seed=0)] for _ in range(5)]
 
 
 def test_advantages_compare_within_a_group() -> None:
