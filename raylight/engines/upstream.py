@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import httpx2
-from starlette.requests import ClientDisconnect, Request
+import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.engines.protocol import LoraAdapter, UpdateMode
 from raylight.errors import ConfigError, WeightSyncError
-from raylight.http.asgi import until_left
 from raylight.http.errors import RequestError, error_body, error_response, read_error
+from raylight.http.request import json_request, until_disconnect
 from raylight.http.sse import sse_bytes
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class UpstreamEngine:
             if scope["path"] == "/v1/models" and scope["method"] == "GET":
                 await JSONResponse(self._models())(scope, receive, started)
             elif scope["path"] in FORWARDED and scope["method"] == "POST":
-                body = self._translate(await Request(scope, receive).body())
+                body = self._translate((await json_request(scope, receive)).fields)
                 await self._while_wanted(self._forward(scope, body, started), receive)
             else:
                 raise RequestError("an upstream model has no such route", 404, "not_found_error")
@@ -149,18 +149,17 @@ class UpstreamEngine:
             "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "upstream"}],
         }
 
-    def _translate(self, sent: bytes) -> bytes:
+    def _translate(self, body: dict[str, Any]) -> bytes:
         """A body with the upstream's name of the model.
 
         Raises:
             RequestError: it asks for another model.
         """
-        body = json.loads(sent)
         asked = body.get("model")
         if asked != self.model:
             message = f"the model {asked!r:.200} does not exist; this endpoint serves {self.model!r}"
             raise RequestError(message, 404, "not_found_error")
-        return json.dumps(body | {"model": self._upstream_model}).encode()
+        return msgspec.json.encode(body | {"model": self._upstream_model})
 
     async def _while_wanted(self, work: Awaitable[None], receive: Receive) -> None:
         """Do the work, but stop when the client goes away.
@@ -169,7 +168,7 @@ class UpstreamEngine:
             RequestError: the work failed, or this engine was closed meanwhile.
         """
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(until_left(receive))
+        gone = asyncio.ensure_future(until_disconnect(receive))
         self._working.add(task)
         try:
             await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -60,23 +59,6 @@ def _problem(item: Any) -> str:
         by, tag, known = (item["ctx"][name] for name in ("discriminator", "tag", "expected_tags"))
         return f"{path}: {by} {tag!r} is not supported; supported: {known}"
     return f"{path}: {item['msg']}"
-
-
-def read_json(body: bytes) -> Any:
-    """Decode a body.
-
-    Raises:
-        RequestError: 400, it is not JSON, or not text that can be sent on.
-    """
-    try:
-        decoded = json.loads(body)
-        if b"\\ud" in body.lower():
-            json.dumps(
-                decoded, ensure_ascii=False
-            ).encode()  # raises at half a surrogate pair, which no engine could read
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    return decoded
 
 
 def text_part(text: str) -> dict[str, Any]:

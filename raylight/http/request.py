@@ -1,4 +1,8 @@
-"""The body of a request: read within a limit, and known to be sound JSON before any inner layer sees it."""
+"""The JSON request that all layers of a replica share: read within limits, decoded once, kept in the ASGI scope.
+
+Laws: no layer sees a body that is not sound JSON within the limits; no layer reads or decodes a body that another one has;
+layers share the decoded fields, so that none may change them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from pydantic_core import from_json
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 from starlette.types import Scope as AsgiScope
@@ -14,35 +18,143 @@ from starlette.types import Scope as AsgiScope
 from raylight.http.errors import RequestError
 
 MAX_BODY = 16 * 2**20
-"""Bytes of a request's body."""
+"""Largest body of a request, in bytes."""
 MAX_VALUES = 200_000
-"""Values in a body, those within lists and objects too. Reading more would hold up all other requests."""
+"""Most values in a body, counting those inside lists and objects. Decoding more would hold up all other requests."""
+MAX_DEPTH = 200
+"""Deepest nesting of lists and objects in a body."""
 NUMBERS = range(-(2**63), 2**64)
-"""Whole numbers that a body may hold: those of 64 bits. Engines pass them on to code that has no others."""
+"""Whole numbers allowed in a body: those of 64 bits, because engines pass them to code that has no others."""
+REQUEST = "raylight.request"
+"""Key of the ASGI scope that holds the `JsonRequest`."""
+
+_VALUE_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([,\[{])', re.DOTALL)
+"""A string, or in its group a character that is followed by one more value."""
 
 
-_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([,\[{])', re.DOTALL)
-"""A text, or in the group what a further value follows."""
+class JsonRequest:
+    """A request's JSON body, decoded once, and an ASGI `receive` that replays it.
+
+    A layer takes the decoded fields with `json_request`. An application that reads bodies by itself, such as vLLM's, calls
+    this object as its `receive`: it gets the whole body as one message, and after it the messages of the client.
+
+    Args:
+        fields: the decoded object. Layers share it: none may change it.
+        receive: the source of the messages after the body.
+        content: the body as it was sent; None encodes `fields` at first use.
+
+    Attributes:
+        disconnected: True once a disconnect of the client has been received.
+    """
+
+    def __init__(self, fields: dict[str, Any], receive: Receive, content: bytes | None = None) -> None:
+        self.fields = fields
+        self.disconnected = False
+        self._receive = receive
+        self._content = content
+        self._body_received = False
+
+    @property
+    def content(self) -> bytes:
+        """The body in bytes."""
+        if self._content is None:
+            self._content = msgspec.json.encode(self.fields)
+        return self._content
+
+    async def __call__(self) -> Message:
+        """Receive the body, and afterwards the next message of the client."""
+        if not self._body_received:
+            self._body_received = True
+            return {"type": "http.request", "body": self.content, "more_body": False}
+        message = await self._receive()
+        self.disconnected = self.disconnected or message["type"] == "http.disconnect"
+        return message
+
+    def with_receive(self, receive: Receive) -> JsonRequest:
+        """Return the same request with another source of the messages after the body."""
+        return JsonRequest(self.fields, receive, self._content)
+
+    def skip_body(self) -> None:
+        """Receive only what follows the body from now on."""
+        self._body_received = True
+
+    def put_into(self, scope: AsgiScope) -> AsgiScope:
+        """Return a scope for the next layer, with this request in it; its content length holds no more for an encoded body."""
+        if self._content is not None:
+            return {**scope, REQUEST: self}
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+        return {**scope, "headers": headers, REQUEST: self}
 
 
-async def read_body(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_BODY) -> bytes:
-    """The whole body.
+async def json_request(scope: AsgiScope, receive: Receive) -> JsonRequest:
+    """Return the request that an outer layer put into the scope; without one, read and decode it.
+
+    Its `receive` continues after the body in both cases.
 
     Raises:
-        RequestError: it is too large (413), encoded, or not of the type application/json (415).
-        ClientDisconnect: the client went away before its end.
+        RequestError: 400, the body is not sound JSON (see `decode_fields`); 413, it is too large.
+        ClientDisconnect: the client disconnected before the end of the body.
+    """
+    request = scope.get(REQUEST)
+    if request is None:
+        content = await _read(receive, MAX_BODY)
+        request = JsonRequest(decode_fields(content), receive, content)
+    request.skip_body()
+    return request
+
+
+async def read_request(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_BODY) -> JsonRequest:
+    """Check the headers of a request, and read and decode its body.
+
+    Raises:
+        RequestError: 413, the body is too large; 415, it is compressed or its type is not application/json; 400, it is not
+            sound JSON (see `decode_fields`).
+        ClientDisconnect: the client disconnected before the end of the body.
     """
     headers = dict(scope["headers"])
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":  # a web page cannot send this type to another site unasked
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if (
+        content_type != b"application/json"
+    ):  # browsers send this type to another site only if that site agrees
         raise RequestError(
-            f"the content type must be application/json, not {kind.decode('latin-1')[:80]!r}", 415
+            f"the content type must be application/json, not {content_type.decode('latin-1')[:80]!r}", 415
         )
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise RequestError("a body with a content encoding is not understood; send it as it is", 415)
+        raise RequestError(
+            "compressed bodies are not supported; send the body without a content encoding", 415
+        )
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
+    content = await _read(receive, max_bytes)
+    return JsonRequest(decode_fields(content), receive, content)
+
+
+def decode_fields(content: bytes) -> dict[str, Any]:
+    """Decode a body: a JSON object of Unicode strings and of finite numbers of at most 64 bits.
+
+    Raises:
+        RequestError: 400, it is something else, nested more than `MAX_DEPTH` deep, or has more than `MAX_VALUES` values.
+    """
+    if _has_too_many_values(content):
+        raise RequestError(f"too many values in the body: at most {MAX_VALUES} are allowed")
+    try:
+        fields = msgspec.json.decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError("the body must be a JSON object")
+    _check_values(fields)
+    return fields
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read(receive: Receive, max_bytes: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
@@ -55,63 +167,35 @@ async def read_body(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_BOD
             return bytes(body)
 
 
-def check_json(body: bytes) -> None:
-    """Make sure that a body is a JSON object in which every text is Unicode and every number is finite and of 64 bits.
-
-    Raises:
-        RequestError: it is not, it is nested more than 200 deep, or it has too many values.
-    """
-    if _has_many_values(body):
-        raise RequestError(f"too many values in the body: it may have at most {MAX_VALUES}")
-    try:
-        value = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
-    pending: list[Any] = [value]
-    while pending:
-        item = pending.pop()
-        kind = type(item)
-        if kind is dict:
-            pending.extend(item.values())
-        elif kind is list:
-            pending.extend(item)
-        elif (kind is int and item not in NUMBERS) or (kind is float and not math.isfinite(item)):
-            raise RequestError(f"the number {item!s:.30} in the body is too large")
-
-
-class ReadBody:
-    """A `receive` that gives a body that was read already, and then what else comes.
-
-    Attributes:
-        gone: whether the client went away meanwhile.
-    """
-
-    def __init__(self, body: bytes | None, receive: Receive) -> None:
-        self._body = body
-        self._receive = receive
-        self.gone = False
-
-    async def __call__(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        message = await self._receive()
-        self.gone = self.gone or message["type"] == "http.disconnect"
-        return message
-
-
-def _has_many_values(body: bytes) -> bool:
-    """Whether more than `MAX_VALUES` marks stand outside of texts; told before parsing, which is what takes long."""
-    if body.count(b",") + body.count(b"[") + body.count(b"{") <= MAX_VALUES:
+def _has_too_many_values(content: bytes) -> bool:
+    """Count values by the characters before them, because decoding is what takes long."""
+    if content.count(b",") + content.count(b"[") + content.count(b"{") <= MAX_VALUES:
         return False
     values = 0
-    for mark in _MARK.finditer(body):
+    for mark in _VALUE_MARK.finditer(content):
         values += mark[1] is not None
         if values > MAX_VALUES:
             return True
     return False
+
+
+def _check_values(fields: dict[str, Any]) -> None:
+    """Raise a RequestError at a number beyond 64 bits, or at too deep a nesting."""
+    level: list[Any] = [fields]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind is dict:
+                below.extend(value.values())
+            elif kind is list:
+                below.extend(value)
+            elif (kind is int and value not in NUMBERS) or (kind is float and not math.isfinite(value)):
+                raise RequestError(f"the number {value!s:.30} in the body does not fit into 64 bits")
+        if not below:
+            return
+        level = below
+    raise RequestError(f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed")
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from raylight.engines.transformers.requests import (
     TokenizeRequest,
 )
 from raylight.http.errors import RequestError, error_response
+from raylight.http.request import json_request, until_disconnect
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TransformersEngine
@@ -134,10 +134,7 @@ def _models(engine: TransformersEngine) -> Callable[[Request], Awaitable[Respons
 
 
 async def _body(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+    return (await json_request(request.scope, request.receive)).fields
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -148,7 +145,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
     """Await `work`, but cancel it when the client goes away, so that nobody samples for a caller that is gone."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())
+    gone = asyncio.ensure_future(until_disconnect(request.receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from raylight.http.asgi import read_whole
 from raylight.http.errors import RequestError, dialect_of, error_response
-from raylight.http.request import ReadBody
+from raylight.http.request import json_request
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """They tell of the caller, and nothing of the answer."""
@@ -47,23 +45,16 @@ class KnownFields:
         if known is None:
             await self._app(scope, receive, send)
             return
-        content = await read_whole(receive)
-        if content is None:
-            return  # nobody is left to answer
         try:
-            self._check(content, known)
+            request = await json_request(scope, receive)
+            self._check(request.fields, known)
         except RequestError as error:
             await error_response(dialect_of(scope["path"]), error)(scope, receive, send)
         else:
-            await self._app(scope, ReadBody(content, receive), send)
+            request = request.with_receive(receive)
+            await self._app(request.put_into(scope), request, send)
 
-    def _check(self, content: bytes, known: frozenset[str]) -> None:
-        try:
-            body = from_json(content)
-        except ValueError:
-            return  # vLLM says what is wrong with it
-        if not isinstance(body, dict):
-            return
+    def _check(self, body: Mapping[str, Any], known: frozenset[str]) -> None:
         if unknown := body.keys() - known:
             names = ", ".join(sorted(unknown)[:10])
             raise RequestError(f"this engine does not support the request: unknown fields: {names:.1000}")

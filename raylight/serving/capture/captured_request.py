@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import CURRENT, CaptureContext
-from raylight.http.asgi import until_left
+from raylight.http.request import JsonRequest, until_disconnect
 from raylight.serving.capture.call_records import model_of, records_of
 from raylight.serving.capture.recorder import Closed
 from raylight.serving.conversations.conversations import Conversations
@@ -46,7 +46,6 @@ class CapturedRequest:
         self._to_client = send
         self._clock = clock
         self._conversations = conversations
-        self._body: bytes | None = None
         self._listening = 0
         self._hung_up = asyncio.Event()
         self._start: Message | None = None
@@ -58,20 +57,20 @@ class CapturedRequest:
         self._answer: Answer | None = None
         self._began = self._ended = self._crashed = False
 
-    async def run(self, app: ASGIApp, scope: AsgiScope, body: bytes, receive: Receive) -> None:
+    async def run(self, app: ASGIApp, scope: AsgiScope, request: JsonRequest, receive: Receive) -> None:
         """Have the application answer. It ends early when the client leaves, or when the call cannot be recorded.
 
         Raises:
             RequestError: the call cannot be recorded; nothing was sent.
         """
-        self._body = body
+        inner = request.with_receive(self._receive)
         if self._known.done():
             self._known.result()
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         token = CURRENT.set(self._exchange)
-        work = asyncio.ensure_future(app(scope, self._receive, self._send))
+        work = asyncio.ensure_future(app(inner.put_into(scope), inner, self._send))
         CURRENT.reset(token)
-        leaving = asyncio.ensure_future(until_left(receive))
+        leaving = asyncio.ensure_future(until_disconnect(receive))
 
         def look(_: asyncio.Future[None]) -> None:
             if leaving.done() and self._ended:
@@ -121,9 +120,6 @@ class CapturedRequest:
     # what the application sees
 
     async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
         self._listening += 1
         try:
             await self._hung_up.wait()

@@ -18,8 +18,8 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import SCOPE, AttemptScope, CaptureContext, new_keys
 from raylight.engines.protocol import PROMPT_IDS, Engine
-from raylight.http.asgi import read_whole
 from raylight.http.errors import RequestError, error_response
+from raylight.http.request import JsonRequest, json_request
 from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
 from raylight.serving.capture.finished_attempts import FinishedAttempts
@@ -83,9 +83,8 @@ class CaptureMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            sent = await read_whole(receive)
-            if sent is not None:
-                await self._record(inside, sent, scope, receive, send)
+            request = await json_request(scope, receive)
+            await self._record(inside, request, scope, receive, send)
         except RequestError as error:
             refusal = error_response("chat", error)  # outer layers put it into the dialect's own shape
             if isinstance(error, Overloaded):
@@ -93,7 +92,7 @@ class CaptureMiddleware:
             await refusal(scope, receive, send)
 
     async def _record(
-        self, inside: AttemptScope, sent: bytes, scope: AsgiScope, receive: Receive, send: Send
+        self, inside: AttemptScope, request: JsonRequest, scope: AsgiScope, receive: Receive, send: Send
     ) -> None:
         """Announce the calls of a request, have it answered, and close them.
 
@@ -103,18 +102,15 @@ class CaptureMiddleware:
         if inside in self._over:
             raise AttemptOver
         headers = dict(scope["headers"])
-        exchange = self._exchange(inside, scope, sent)
+        exchange = self._exchange(inside, scope, request.fields)
         known = await self._recorder.open(exchange.keys, exchange.start_time)
         passage = CapturedRequest(exchange, known, send, self._clock, self._conversations)
         try:
             if scope["path"] == CHAT and (tokens := await self._prompt(exchange, headers)) is not None:
-                sent = json.dumps({**exchange.body, PROMPT: {PROMPT_IDS: tokens}}).encode()
-            given = [
-                (b"content-length", str(len(sent)).encode()),
-                (REQUEST_ID, exchange.keys[0].call_id.encode()),
-            ]
-            kept = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", REQUEST_ID)]
-            await passage.run(self._app, {**scope, "headers": kept + given}, sent, receive)
+                request = JsonRequest({**exchange.body, PROMPT: {PROMPT_IDS: tokens}}, receive)
+            kept = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID]
+            named = {**scope, "headers": [*kept, (REQUEST_ID, exchange.keys[0].call_id.encode())]}
+            await passage.run(self._app, named, request, receive)
         except AttemptOver:
             self._over.add(inside)
             if self._conversations is not None:
@@ -123,18 +119,12 @@ class CaptureMiddleware:
         finally:
             self._recorder.close(passage.records(self._engine.model))
 
-    def _exchange(self, inside: AttemptScope, scope: AsgiScope, sent: bytes) -> CaptureContext:
+    def _exchange(self, inside: AttemptScope, scope: AsgiScope, body: dict[str, Any]) -> CaptureContext:
         """What a request asks for.
 
         Raises:
-            RequestError: it is not JSON, or asks for what agents may not have.
+            RequestError: it asks for something that cannot be recorded.
         """
-        try:
-            body = json.loads(sent)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise RequestError("the body is not a JSON object")
         if body.get(PROMPT) is not None:
             raise RequestError(
                 f"{PROMPT}: prompts in tokens are made here; send messages, or use /v1/completions"

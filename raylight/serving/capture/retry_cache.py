@@ -21,7 +21,7 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.aio import BroadcastCondition
 from raylight.engines.capture_context import SCOPE, AttemptScope
-from raylight.http.asgi import read_whole, until_left
+from raylight.http.request import JsonRequest, json_request, until_disconnect
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 RETRY_COUNT = b"x-stainless-retry-count"
@@ -60,7 +60,8 @@ class RetryCache:
     """Gives answers again. Requests outside of attempts pass through.
 
     Args:
-        clock: seconds, never going back.
+        clock: monotonic time in seconds.
+        on_replay: called after each request that was answered with a kept answer.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RetryCache:
         ttl_s: float = TTL_S,
         per_attempt: int = PER_ATTEMPT,
         max_bytes: int = MAX_BYTES,
+        on_replay: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._clock = clock
@@ -77,6 +79,7 @@ class RetryCache:
         self._just_now_s = min(JUST_NOW_S, ttl_s)
         self._per_attempt = per_attempt
         self._max_bytes = max_bytes
+        self._on_replay = on_replay
         self._bytes = 0
         self._of_attempt: dict[tuple[str, str], int] = {}
         self._answers: dict[Key, list[_Answer]] = {}
@@ -92,22 +95,21 @@ class RetryCache:
         ):
             await self._app(scope, receive, send)
             return
-        body = await read_whole(receive)
-        if body is None:
-            return
+        request = await json_request(scope, receive)
         key = (
             inside,
             scope["path"],
             scope.get("query_string", b""),
-            hashlib.blake2b(body, digest_size=16).digest(),
+            hashlib.blake2b(request.content, digest_size=16).digest(),
         )
         tries = _tries(scope)
         self._expire()
         if tries and (earlier := self._find(key, tries)) is not None:
             if earlier.state != "failed" and await self._give(earlier, tries, receive, send):
+                self._on_replay()
                 return
             self.drop(earlier)
-        await self._make(_Answer(key, tries), scope, body, receive, send)
+        await self._make(_Answer(key, tries), scope, request, receive, send)
 
     # giving again
 
@@ -127,7 +129,7 @@ class RetryCache:
         """Send an answer as it is made; False if it broke off before any of it was sent."""
         answer.tries, answer.delivered, sent = tries, False, 0
         answer.followers += 1
-        leaving = asyncio.ensure_future(until_left(receive))
+        leaving = asyncio.ensure_future(until_disconnect(receive))
         leaving.add_done_callback(lambda _: answer.changed.notify_all())
 
         def news(seen: int) -> bool:
@@ -157,13 +159,14 @@ class RetryCache:
     # making
 
     async def _make(
-        self, answer: _Answer, scope: AsgiScope, body: bytes, receive: Receive, send: Send
+        self, answer: _Answer, scope: AsgiScope, request: JsonRequest, receive: Receive, send: Send
     ) -> None:
         """Have a request answered, and keep the answer."""
-        making = _Making(self, answer, body, receive, send)
+        making = _Making(self, answer, receive, send)
+        inner = request.with_receive(making.receive)
         self._answers.setdefault(answer.key, []).append(answer)
         try:
-            await self._app(scope, making.receive, making.send)
+            await self._app(inner.put_into(scope), inner, making.send)
         finally:
             if answer.state == "running":
                 self.keep(answer, "failed")
@@ -217,21 +220,15 @@ class RetryCache:
 class _Making:
     """The connection of the request whose answer is being made."""
 
-    def __init__(
-        self, replay: RetryCache, answer: _Answer, body: bytes, receive: Receive, send: Send
-    ) -> None:
+    def __init__(self, replay: RetryCache, answer: _Answer, receive: Receive, send: Send) -> None:
         self._replay = replay
         self._answer = answer
-        self._body: bytes | None = body
         self._from_client = receive
         self._to_client = send
         self._left = False
 
     async def receive(self) -> Message:
-        """The body, and then what the client does. Its leaving is not told as long as a retry waits for the same answer."""
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
+        """Receive from the client; its disconnect is withheld as long as a retry waits for the same answer."""
         if not self._left:
             message = await self._from_client()
             if message["type"] != "http.disconnect":

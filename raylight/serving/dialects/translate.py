@@ -11,7 +11,6 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import SCOPE
-from raylight.http.body import read_json
 from raylight.http.errors import (
     DialectName,
     RequestError,
@@ -21,6 +20,7 @@ from raylight.http.errors import (
     error_response,
     read_error,
 )
+from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import SseReader, sse_bytes
 from raylight.serving.dialects.answers import DONE
 from raylight.serving.dialects.messages_answer import CountTokens, Messages
@@ -76,15 +76,13 @@ class Translate:
             return
         try:
             translator = self._translator(path, scope["method"])
-            body = await _read_body(receive)
-            if body is None:
-                return  # the client left before it had said what it wants
-            request = json.dumps(_translated(translator, body)).encode()
+            fields = (await json_request(scope, receive)).fields
+            request = JsonRequest(translator.request(fields), receive)
         except RequestError as error:
             await error_response(dialect, error)(scope, receive, send)
             return
-        inner = _inner_scope(scope, root + translator.path, len(request)) | {DIALECT: dialect}
-        await self._app(inner, _replay(request, receive), _AnswerSender(dialect, translator, send))
+        inner = _inner_scope(scope, root + translator.path) | {DIALECT: dialect}
+        await self._app(request.put_into(inner), request, _AnswerSender(dialect, translator, send))
 
     def _translator(self, path: str, method: str) -> Translator:
         translators: dict[str, Callable[[], Translator]] = {
@@ -99,40 +97,9 @@ class Translate:
         return translators[path]()
 
 
-def _translated(translator: Translator, body: bytes) -> dict[str, Any]:
-    try:
-        return translator.request(read_json(body))
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body; None if the client left first."""
-    pieces = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that hands over `body` and then waits for what the client does."""
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return replay
-
-
-def _inner_scope(scope: AsgiScope, path: str, length: int) -> dict[str, Any]:
-    headers = _without(
-        scope["headers"], b"content-length", b"content-type", b"transfer-encoding", b"accept-encoding"
-    )
-    headers += [(b"content-length", str(length).encode()), (b"content-type", b"application/json")]
+def _inner_scope(scope: AsgiScope, path: str) -> dict[str, Any]:
+    headers = _without(scope["headers"], b"content-type", b"transfer-encoding", b"accept-encoding")
+    headers += [(b"content-type", b"application/json")]
     return {**scope, "path": path, "raw_path": quote(path).encode(), "headers": headers}
 
 

@@ -15,7 +15,7 @@ from raylight.agent.keys import key_opens
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, dialect_of
-from raylight.http.request import MAX_BODY, ReadBody, check_json, read_body
+from raylight.http.request import MAX_BODY, read_request
 from raylight.serving.capture.conversation_loader import History
 from raylight.serving.capture.finished_attempts import Ask, FinishedAttempts
 from raylight.serving.capture.middleware import CaptureMiddleware
@@ -24,7 +24,7 @@ from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.translate import Translate
 from raylight.serving.gateway.error_shaping import ShapedSend, refuse_websocket
-from raylight.serving.gateway.metrics import CONTENT_TYPE, PASSED, Metrics, Watch
+from raylight.serving.gateway.metrics import CONTENT_TYPE, Metrics, Watch
 from raylight.serving.gateway.routes import MethodError, Route, below_root, find_attempt, find_route
 from raylight.traces.otlp import Sink, traces_route
 
@@ -158,14 +158,12 @@ class Gateway:
         """
         headers = [pair for pair in scope["headers"] if pair[0] not in SECRETS]
         path = route.inner.encode()
-        passed: list[bool] = []
         inner = {
             **scope,
             "path": route.inner,
             "raw_path": path,
             "root_path": "",
             "headers": headers,
-            PASSED: passed,
         }
         token = SCOPE.set(inside)
         try:
@@ -184,14 +182,10 @@ class Gateway:
 
     async def _pass_on(self, inner: AsgiScope, receive: Receive, shaped: ShapedSend) -> None:
         """Have the inner layers answer a request with a body."""
-        body = await read_body(inner, receive, self._max_body)
-        check_json(body)
-        reading = ReadBody(body, receive)
-        await self._app(inner, reading, shaped)
-        if not (shaped.started or reading.gone):
+        request = await read_request(inner, receive, self._max_body)
+        await self._app(request.put_into(inner), request, shaped)
+        if not (shaped.started or request.disconnected):
             raise RuntimeError("the inner layers gave no answer")
-        if not inner[PASSED] and dict(inner["headers"]).get(RETRY_COUNT, b"0") != b"0":
-            self._metrics.replays.inc()
 
     async def _take_spans(self, inner: AsgiScope, receive: Receive, shaped: ShapedSend) -> None:
         if self._traces is None:
@@ -255,9 +249,9 @@ def build_gateway(
         conversations = Conversations(engine.tokenizer) if token_in and engine.tokenizer is not None else None
         _show_calls(recorder, conversations, metrics)
         app = CaptureMiddleware(app, engine, recorder, conversations, history, over=over)
-    app = metrics.marking_passed(Translate(app))
+    app = Translate(app)
     if recorder is not None:
-        app = RetryCache(app)
+        app = RetryCache(app, on_replay=metrics.replays.inc)
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
     return Gateway(
         app, engine, secret, traces, metrics, over, attempts=recorder is not None, max_body=max_body

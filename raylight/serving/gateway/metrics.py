@@ -15,8 +15,6 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 """Limits of the histograms' buckets."""
 GONE = "499"
 """The status of a request whose client left before there was an answer."""
-PASSED = "raylight.passed"
-"""Key of an ASGI scope: a list that a request below the replays has marked."""
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
@@ -88,15 +86,6 @@ class Metrics:
                         self.aborted.inc(sample.finish_reason == "aborted")
 
         return counting
-
-    def marking_passed(self, app: ASGIApp) -> ASGIApp:
-        """What lies below the replays: a request that never comes here was answered with an older one's answer."""
-
-        async def marking(scope: Scope, receive: Receive, send: Send) -> None:
-            scope.get(PASSED, []).append(True)
-            await app(scope, receive, send)
-
-        return marking
 
 
 class Watch:

@@ -85,7 +85,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
     value: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site()
-    monkeypatch.setattr(request, "from_json", None)
+    monkeypatch.setattr(request, "msgspec", None)
     answer = await site.post(content=b'{"a":' + value + b"}")
     assert (answer.status_code, is_refusal(answer, CHAT)) == (400, True)
     assert "too many values" in answer.text

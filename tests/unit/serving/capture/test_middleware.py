@@ -256,7 +256,7 @@ async def test_outside_an_attempt_nothing_is_recorded_or_changed(bench: Bench) -
         (b"{", "not JSON"),
         (b'{"a": "\xff"}', "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"[]", "not a JSON object"),
+        (b"[]", "must be a JSON object"),
         (ASKED | {"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params"),
         (ASKED | {"n": 10**9}, "at most"),
         (ASKED | {"n": MAX_CHOICES + 1}, "at most"),
@@ -505,7 +505,7 @@ async def test_a_conversation_that_is_known_goes_to_the_engine_as_tokens() -> No
     bench = Bench(known)
     _, generation, span = await bench.record()
     assert bench.app.requests == [ASKED | {"kv_transfer_params": {"prompt_token_ids": [7, 8, 9]}}]
-    assert int(bench.app.headers[0][b"content-length"]) == len(json.dumps(bench.app.requests[0]))
+    assert b"content-length" not in bench.app.headers[0]  # that of the body without the tokens
     assert (generation.prompt_ids, span.attributes[PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
     assert bench.app.exchanges[0].body == ASKED
     ((scope, body, message, tokens),) = known.remembered

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
-from gateway_helpers import BODY, CHAT, KEY, MINE, SECRET, Site, within
+from gateway_helpers import KEY, MINE, SECRET, Site, within
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -117,22 +116,3 @@ async def test_tokens_are_counted_where_an_exchange_tells(fails: bool) -> None:
 
 
 async def _drop(message: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("count", "passes", "replays"), [("1", False, 1), ("1", True, 0), ("0", False, 0), (None, False, 0)]
-)
-async def test_a_retry_that_is_not_sampled_anew_is_a_replay(
-    count: str | None, passes: bool, replays: int
-) -> None:
-    site = Site()
-    site.inner.app = site.metrics.marking_passed(JSONResponse({})) if passes else JSONResponse({})
-    headers = {"authorization": f"Bearer {KEY}"} | (
-        {} if count is None else {"x-stainless-retry-count": count}
-    )
-    async with (
-        httpx.AsyncClient(transport=httpx.ASGITransport(app=site.app), base_url="http://replica") as client,
-        within(),
-    ):
-        await client.post(MINE + CHAT, headers=headers, json=BODY)
-    assert site.value("replays_total") == replays

@@ -12,9 +12,13 @@ import httpx2
 import openai
 import pytest
 from capture_helpers import ENGINE, FakeApp, Sink
-from gateway_helpers import BODY, CHAT, KEY, MINE, SECRET, is_refusal, within
+from gateway_helpers import ANSWER, BODY, CHAT, KEY, MINE, SECRET, is_refusal, within
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from raylight.engines.upstream import UpstreamEngine
+from raylight.http import request
+from raylight.http.request import decode_fields, json_request
 from raylight.http.sse import sse_bytes
 from raylight.semconv import DIALECT, OUTPUT_MESSAGES
 from raylight.serving.capture.recorder import Recorder
@@ -79,6 +83,20 @@ async def test_every_dialect_is_answered_and_recorded(stack: Stack) -> None:
     assert stack.value("output_tokens_total") == 20
 
 
+@pytest.mark.parametrize(
+    ("was_asked", "retry_count", "replays"),
+    [(True, "1", 1), (False, "1", 0), (True, "0", 0), (True, None, 0)],
+)
+async def test_only_a_retry_of_an_answered_request_counts_as_a_replay(
+    stack: Stack, was_asked: bool, retry_count: str | None, replays: int
+) -> None:
+    if was_asked:
+        await stack.post(MINE + CHAT)
+    headers = {} if retry_count is None else {"x-stainless-retry-count": retry_count}
+    assert (await stack.post(MINE + CHAT, **headers)).status_code == 200
+    assert stack.value("replays_total") == replays
+
+
 async def test_a_retry_is_given_what_was_sampled(stack: Stack) -> None:
     first = await stack.post(MINE + CHAT)
     again = await stack.post(MINE + CHAT, **{"x-stainless-retry-count": "1"})
@@ -92,6 +110,28 @@ async def test_the_runs_secret_records_nothing(stack: Stack) -> None:
     assert (await stack.post(CHAT, SECRET)).status_code == 200
     assert (await stack.post("/v1/messages", SECRET, BODY | {"max_tokens": 5})).status_code == 200
     assert (stack.sink.opened, stack.engine_app.exchanges) == ([], [None, None])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+async def test_all_layers_and_the_engine_share_one_decoded_body(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+
+    def decode(content: bytes) -> dict[str, Any]:
+        decoded.append(content)
+        return decode_fields(content)
+
+    async def engine_app(scope: Scope, receive: Receive, send: Send) -> None:
+        fields = (await json_request(scope, receive)).fields
+        await JSONResponse(ANSWER | {"model": fields["model"]})(scope, receive, send)
+
+    monkeypatch.setattr(request, "decode_fields", decode)
+    stack = Stack(engine_app=engine_app)
+    asked = {"input": "x"} if path == "/v1/responses" else {"messages": MESSAGES, "max_tokens": 5}
+    answer = await stack.post(MINE + path, body={"model": "policy"} | asked)
+    assert answer.status_code == 200, answer.text
+    assert len(decoded) == 1
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
