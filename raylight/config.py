@@ -117,7 +117,7 @@ def accept_synonyms(**synonyms: str) -> Callable[[Callable[P, R]], Callable[P, R
     return decorate
 
 
-def threads_of(config: EngineConfig | LearnerConfig) -> int:
+def cpu_threads(config: EngineConfig | LearnerConfig) -> int:
     """How many threads an engine or a learner computes with on a CPU."""
     return config.num_threads or max(1, int(config.num_cpus))
 

@@ -1,6 +1,6 @@
-"""Typed errors. Every message says what happened and what to do next.
+"""Typed errors. Every message says what is wrong, where, and what to do next.
 
-An error carries one string, so that it survives pickling through Ray unchanged.
+Each error is constructed from one string, so that Ray can pickle it and rebuild it unchanged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 
 
 class RaylightError(Exception):
-    """Base of every error that raylight raises on purpose."""
+    """Base class of every error that raylight raises on purpose."""
 
 
 class ConfigError(RaylightError):
@@ -25,47 +25,47 @@ class ModelNotFoundError(RaylightError):
 
 
 class AgentSignatureError(RaylightError):
-    """A rollout function asks for a parameter that nothing can fill."""
+    """A rollout function has a required parameter that no argument or resource fills."""
 
 
 class RewardError(RaylightError):
-    """An agent returned something that is not a reward."""
+    """An agent returned a value that is not a reward."""
 
 
 class EmptyTraceError(RaylightError):
-    """A rollout to be trained on made no call to the model being trained."""
+    """Every rollout of a training batch failed before it called the model that is trained."""
 
 
 class RowTooLongError(RaylightError):
-    """A trajectory is longer than a learner takes, and no rule says what becomes of it."""
+    """A trajectory is longer than `learner.max_row_tokens`, and `long_rows` is "error"."""
 
 
 class GreedyError(RaylightError):
-    """A rollout that should have taken the most probable tokens sampled others."""
+    """A rollout that had to be sampled greedily was sampled at another temperature."""
 
 
 class RolloutsFailedError(RaylightError):
-    """Every rollout of a batch failed, so that there is nothing to learn from."""
+    """Every rollout of a batch failed; there is nothing to train on."""
 
 
 class PlacementError(RaylightError):
-    """The cluster cannot place what was asked for within the deadline."""
+    """The cluster did not provide the requested resources within the deadline."""
 
 
 class PortInUseError(RaylightError):
-    """The HTTP port that serving should listen on is taken."""
+    """The HTTP port for serving is in use by another process."""
 
 
 class EngineStartError(RaylightError):
-    """The serving deployment did not come up."""
+    """The serving deployment failed to start."""
 
 
 class RunnerLostError(RaylightError):
-    """Runner actors died more often than the run allows."""
+    """The runner actors did not start, or died more often than `runner.max_restarts` allows."""
 
 
 class StoreLostError(RaylightError):
-    """The store actor died, and with it the state of the run."""
+    """The store actor is gone for good; its file, and so the run, remains where `output_dir` remains."""
 
 
 class StoreError(RaylightError):
@@ -73,63 +73,63 @@ class StoreError(RaylightError):
 
 
 class UnknownIdError(RaylightError, ValueError):
-    """The store has no rollout, attempt, resources or worker of this id."""
+    """The store has no rollout, attempt, resources or worker with this id."""
 
 
 class WorkerGoneError(RaylightError):
-    """A worker that the store has released asks for rollouts."""
+    """A worker asks for rollouts after the store has released it and requeued its attempts."""
 
 
 class QueryError(RaylightError, ValueError):
-    """A query asks for an order, a page or a logic that there is not."""
+    """A query has an unknown or malformed filter, sort order, page or filter logic."""
 
 
 class SpanError(RaylightError, ValueError):
-    """A span holds something that cannot be stored."""
+    """A span has a value that the store cannot hold."""
 
 
 class InvalidTransitionError(RaylightError):
-    """A status change that the state tables do not have."""
+    """A change of status that the state tables do not allow."""
 
 
 class WeightSyncError(RaylightError):
-    """New weights, or another order, did not reach every engine within the deadline, or did not fit it."""
+    """New weights, or another order to the engines, did not reach every engine in time, or were rejected."""
 
 
 class CoordinatorUnavailableError(WeightSyncError):
-    """The engines' board did not answer; it may do so when asked again."""
+    """The replica coordinator did not answer; a later call may succeed."""
 
 
 class CoordinatorLostError(WeightSyncError):
-    """The engines' board died, and with it what they are to do."""
+    """The replica coordinator's actor died, and its orders to the engines are lost."""
 
 
 class MismatchError(RaylightError):
-    """Log-probabilities of engine and learner differ by more than the allowed amount."""
+    """Log-probabilities of engine and learner differ by more than `max_logprob_mismatch` allows."""
 
 
 class NonFiniteGradientError(RaylightError):
-    """The gradient was not finite several steps in a row."""
+    """The gradient was NaN or infinite for several steps in a row."""
 
 
 class LearnerError(RaylightError):
-    """A learner rank failed; ranks that are started anew would fail alike."""
+    """A learner rank failed in a way that a restart of the ranks would not cure."""
 
 
 class LearnerLostError(LearnerError):
-    """A learner rank died, hung, or lost the others; the ranks can be started anew, all together, and go on."""
+    """A learner rank died, hung, or lost its connection to the others; a restart of all ranks may cure it."""
 
 
 class LearnerMemoryError(LearnerError):
-    """A learner rank ran out of memory, and would do so again with the same settings."""
+    """A learner rank ran out of memory, and would again with the same settings."""
 
 
 class DeviceMemoryError(RaylightError):
-    """The device has less memory than a run needs."""
+    """The device has less memory than the run needs."""
 
 
 class CheckpointError(RaylightError):
-    """A training state cannot be written, read, or put into this model."""
+    """A training state cannot be written, read, or loaded into this model."""
 
 
 class PromptError(RaylightError):
@@ -137,27 +137,28 @@ class PromptError(RaylightError):
 
 
 class CriticError(RaylightError):
-    """The models that criticise and rewrite prompts do not answer."""
+    """The models that criticise and rewrite prompts (APO) do not answer."""
 
 
 class EmitError(RaylightError):
-    """An emitter was given something that a span cannot hold, or a span holds something that cannot be read."""
+    """A value given to an emitter cannot be stored in a span, or a span's value cannot be read back."""
 
 
 class HookError(RaylightError):
-    """A hook cannot be called as it is written, or a strict hook failed."""
+    """A hook's signature does not fit, or a strict hook raised."""
 
 
 class TracerError(RaylightError):
-    """This process cannot be traced as it was asked for."""
+    """This process cannot be traced with the given settings."""
 
 
 class OtlpError(RaylightError):
     """A body sent to `/v1/traces` cannot be read.
 
     Args:
-        message: what is wrong with it.
-        status: HTTP status of the answer: 400 malformed, 413 too large, 415 a type or coding that is not known.
+        message: description of the fault.
+        status: HTTP status of the response: 400 (malformed), 413 (too large), 415 (unknown media type or
+            content coding).
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -165,8 +166,8 @@ class OtlpError(RaylightError):
         self.status = status
 
 
-def reason_of(error: BaseException) -> str:
-    """The line of a Ray error that tells what happened: the innermost exception's, or else the first."""
+def summarize_ray_error(error: BaseException) -> str:
+    """Return the informative line of an error from Ray: its innermost exception's, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     inner = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
     return (inner[-1] if inner else lines[0] if lines else type(error).__name__).rstrip(".")

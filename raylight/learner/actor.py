@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from raylight.config import LearnerConfig, threads_of
+from raylight.config import LearnerConfig, cpu_threads
 from raylight.errors import LearnerError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import BackgroundWriter, States
@@ -105,7 +105,7 @@ class LearnerActor:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(ray.util.get_node_ip_address()))
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         torch.manual_seed(seed)
-        torch.set_num_threads(threads_of(self._config))
+        torch.set_num_threads(cpu_threads(self._config))
         if not self._config.num_gpus:
             keep_freed_memory()
         from raylight.learner.policy import Policy

@@ -7,7 +7,13 @@ import re
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from raylight.config import LearnerConfig
-from raylight.errors import LearnerError, LearnerLostError, LearnerMemoryError, RaylightError, reason_of
+from raylight.errors import (
+    LearnerError,
+    LearnerLostError,
+    LearnerMemoryError,
+    RaylightError,
+    summarize_ray_error,
+)
 
 NO_MEMORY = re.compile(
     r"out of memory|(can't|cannot) allocate memory|not enough memory|bad_alloc|ALLOC_FAILED", re.IGNORECASE
@@ -70,7 +76,9 @@ def fault_of(error: BaseException, rank: int, config: LearnerConfig, log: str) -
             f"learner {rank} failed: {error.cause!r}; the whole traceback is in the driver's log"
         )
     if isinstance(error, RayActorError) and error.actor_init_failed:
-        return LearnerError(f"learner {rank} did not start: {reason_of(error)}. See its log with `{log}`")
+        return LearnerError(
+            f"learner {rank} did not start: {summarize_ray_error(error)}. See its log with `{log}`"
+        )
     if isinstance(error, RayError):
         return LearnerLostError(f"learner {rank} died: {_death(error)}. See its log with `{log}`")
     return error

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from raylight.agent.hooks import Hook, HookSet
 from raylight.agent.litagent import LitAgent
 from raylight.config import RunnerConfig
-from raylight.errors import ConfigError, PlacementError, RunnerLostError, reason_of
+from raylight.errors import ConfigError, PlacementError, RunnerLostError, summarize_ray_error
 from raylight.runner.runner import Ending, Runner
 from raylight.store.client import StoreClient
 from raylight.traces.tracer import OtelTracer, Tracer
@@ -100,7 +100,7 @@ class RunnerPool:
         broken = [error for task in up if (error := task.exception())]
         if broken:
             raise RunnerLostError(
-                f"the runners did not start: {reason_of(broken[0])}. A module that the agent needs must be importable on every "
+                f"the runners did not start: {summarize_ray_error(broken[0])}. A module that the agent needs must be importable on every "
                 "node: put it beside the script, in the job's working directory, or install it"
             )
         if late:
@@ -174,7 +174,7 @@ class RunnerPool:
             why = "too many agents in it neither returned nor let themselves be cancelled"
         else:
             self.lost += 1
-            why = reason_of(error)
+            why = summarize_ray_error(error)
             succeeded = (await self._store.statistics()).get("rollouts_succeeded", 0)
             self._lost_in_a_row = 1 if succeeded > self._succeeded else self._lost_in_a_row + 1
             self._succeeded = succeeded

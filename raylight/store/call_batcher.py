@@ -12,7 +12,7 @@ import uuid
 import weakref
 from typing import Any
 
-from raylight.errors import StoreLostError, reason_of
+from raylight.errors import StoreLostError, summarize_ray_error
 from raylight.store.service import Call, StoreService
 
 MAX_BATCH = 512
@@ -55,7 +55,7 @@ class Channel:
             raise error.cause from None
         except RayActorError as error:
             raise StoreLostError(
-                f"the store actor is gone: {reason_of(error)}. Start the run again"
+                f"the store actor is gone: {summarize_ray_error(error)}. Start the run again"
             ) from None
 
 

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.agent.resources import NamedResources
-from raylight.errors import ConfigError, reason_of
+from raylight.errors import ConfigError, summarize_ray_error
 from raylight.runner.external_runners import RemoteRunners
 from raylight.runner.pool import RunnerPool
 from raylight.store.actor import start_store
@@ -34,7 +34,7 @@ async def _close_store(actor: Any) -> None:
     try:
         await asyncio.wait_for(actor.close.remote(), CLOSE_TIMEOUT_S)
     except (TimeoutError, RayActorError, RayTaskError) as error:
-        logger.warning("the store did not close: %s", reason_of(error))
+        logger.warning("the store did not close: %s", summarize_ray_error(error))
     finally:
         ray.kill(actor)
 

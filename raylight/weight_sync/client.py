@@ -8,7 +8,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from raylight.engines.protocol import UpdateMode
-from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, reason_of
+from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 from raylight.weight_sync.orders import Order, State, Versions
 
@@ -90,9 +90,9 @@ class CoordinatorClient:
             raise error.cause from None
         except ActorUnavailableError as error:
             raise CoordinatorUnavailableError(
-                f"the board cannot be reached for `{method}`: {reason_of(error)}"
+                f"the board cannot be reached for `{method}`: {summarize_ray_error(error)}"
             ) from None
         except RayActorError as error:
             raise CoordinatorLostError(
-                f"the board's actor is gone: {reason_of(error)}. Start the run again"
+                f"the board's actor is gone: {summarize_ray_error(error)}. Start the run again"
             ) from None

@@ -11,7 +11,12 @@ from ray.exceptions import RayError
 
 from raylight.aio import BroadcastCondition
 from raylight.engines.protocol import Engine, LoraAdapter
-from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, WeightSyncError, reason_of
+from raylight.errors import (
+    CoordinatorLostError,
+    CoordinatorUnavailableError,
+    WeightSyncError,
+    summarize_ray_error,
+)
 from raylight.weight_sync.client import CoordinatorClient
 from raylight.weight_sync.coordinator import POLL_TIMEOUT_S
 from raylight.weight_sync.orders import Order
@@ -126,7 +131,7 @@ class Follower:
                 failure = (
                     str(error)
                     if isinstance(error, WeightSyncError)
-                    else f"{type(error).__name__}: {reason_of(error)}"
+                    else f"{type(error).__name__}: {summarize_ray_error(error)}"
                 )
                 failures.append(failure)
             await self._acknowledge(order.number, failure, result)
@@ -181,5 +186,5 @@ class Follower:
             ) from None
         except RayError as error:
             raise WeightSyncError(
-                f"{order} is lost, as its publisher is ({reason_of(error)}); publish a new one"
+                f"{order} is lost, as its publisher is ({summarize_ray_error(error)}); publish a new one"
             ) from None

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray import serve
 
-from raylight.config import threads_of
+from raylight.config import cpu_threads
 from raylight.serving.deploy.ingress import SERVE_FLAGS
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSpec
 
@@ -65,7 +65,7 @@ def _vllm(spec: ReplicaSpec, env: dict[str, str]) -> serve.Application:
         args,
         server=VllmReplica,
         num_cpus=config.num_cpus,
-        threads=threads_of(config),
+        threads=cpu_threads(config),
         gpus=config.num_gpus,
         env=env,
         options=common_options(spec),

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylight.config import EngineConfig, threads_of
+from raylight.config import EngineConfig, cpu_threads
 from raylight.engines.protocol import Engine
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
@@ -170,7 +170,7 @@ def _transformers(spec: ReplicaSpec) -> Engine:
     from raylight.engines.transformers.engine import TransformersEngine
 
     config = spec.config
-    torch.set_num_threads(threads_of(config))
+    torch.set_num_threads(cpu_threads(config))
     gpu = config.num_gpus > 0 and bool(ray.get_gpu_ids())
     return TransformersEngine(
         spec.model_path,
