@@ -1,4 +1,4 @@
-"""Typed settings. An unknown key is an error, with the nearest known ones."""
+"""Typed settings. An unknown key raises an error that names the nearest known keys."""
 
 from __future__ import annotations
 
@@ -17,53 +17,59 @@ R = TypeVar("R")
 
 
 class Config(BaseModel):
-    """Base of all settings: frozen after creation, unknown keys refused."""
+    """Base class of all settings: frozen after creation; unknown keys are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def __init__(self, **values: Any) -> None:
-        """Read settings.
+        """Validate the settings.
 
         Raises:
-            ConfigError: a key is unknown or a value does not fit; the message names it and the nearest known keys.
+            ConfigError: a key is unknown or a value is invalid; the message names each of them.
         """
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explain(type(self), error)) from None
+            raise ConfigError(validation_message(type(self), error)) from None
 
     @classmethod
     def parse(cls, values: Self | dict[str, Any] | None, **overrides: Any) -> Self:
-        """Settings from an instance, a dict, or nothing (all defaults), and those that are given beside it and are not None.
+        """Return settings from an instance, a dict, or None (all defaults), updated with overrides.
+
+        Args:
+            values: the settings.
+            overrides: settings given as separate arguments, such as `n_runners`; None counts as not given.
 
         Raises:
-            ConfigError: as above, or `values` is something else, or says otherwise than what is given beside it.
+            ConfigError: a key is unknown, a value is invalid, `values` is of another type, or a setting has
+                different values in `values` and in `overrides`.
         """
         if not isinstance(values, cls | dict | None):
             raise ConfigError(f"{cls.__name__} takes a dict or a {cls.__name__}, not {type(values).__name__}")
-        given = values.model_dump(exclude_unset=True) if isinstance(values, cls) else dict(values or {})
-        beside = {name: value for name, value in overrides.items() if value is not None}
-        for name, value in beside.items():
-            if given.get(name) is not None and given[name] != value:
+        settings = values.model_dump(exclude_unset=True) if isinstance(values, cls) else dict(values or {})
+        arguments = {name: value for name, value in overrides.items() if value is not None}
+        for name, value in arguments.items():
+            if settings.get(name) is not None and settings[name] != value:
                 raise ConfigError(
-                    f"{cls.__name__}.{name} is {given[name]!r} in the settings and {value!r} beside them; give it once"
+                    f"{cls.__name__}.{name} is {settings[name]!r} in the settings and {value!r} as an "
+                    "argument; give it once"
                 )
-        return cls(**given | beside)
+        return cls(**settings | arguments)
 
 
-def explain(cls: type[BaseModel], error: ValidationError) -> str:
-    """One line for each wrong key of a pydantic error."""
-    lines = []
+def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
+    """Return one phrase for each invalid key of a pydantic error, joined by semicolons."""
+    phrases = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            near = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(
+            known = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(
                 cls.model_fields
             )
-            lines.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(near)}")
+            phrases.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(known)}")
         else:
-            lines.append(f"{cls.__name__}.{name}: {item['msg']} (given: {item.get('input')!r})")
-    return "; ".join(lines)
+            phrases.append(f"{cls.__name__}.{name}: {item['msg']} (got {item.get('input')!r})")
+    return "; ".join(phrases)
 
 
 def take_synonyms(values: Mapping[str, Any], synonyms: Mapping[str, str]) -> dict[str, Any]:
@@ -90,7 +96,8 @@ def take_synonyms(values: Mapping[str, Any], synonyms: Mapping[str, str]) -> dic
 
 
 def accept_synonyms(**synonyms: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that some of its arguments may be given under other names, those of agent-lightning.
+    """Decorate a function so that some of its arguments may be given under other names, those of
+    agent-lightning.
 
     With `@accept_synonyms(n_workers="n_runners")`, `n_workers=4` is passed on as `n_runners=4`. Synonyms are
     keywords only, and do not show in the signature. A call that gives an argument under both names, with
@@ -118,7 +125,7 @@ def accept_synonyms(**synonyms: str) -> Callable[[Callable[P, R]], Callable[P, R
 
 
 def cpu_threads(config: EngineConfig | LearnerConfig) -> int:
-    """How many threads an engine or a learner computes with on a CPU."""
+    """Return the number of threads with which an engine or a learner computes on a CPU."""
     return config.num_threads or max(1, int(config.num_cpus))
 
 
@@ -126,56 +133,68 @@ class EngineConfig(Config):
     """The serving deployment."""
 
     kind: Literal["auto", "transformers", "vllm", "upstream"] = "auto"
-    """auto: vllm where it is installed and replicas have a GPU, else transformers; upstream where a `url` is given."""
+    """auto: vllm where it is installed and replicas have a GPU, else transformers; upstream where a `url` is
+    given."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What the engine itself takes beside: any engine argument of vLLM, or `tool_parser` and `reasoning` of transformers."""
+    """Further arguments of the engine: any engine argument of vLLM; `tool_parser` and `reasoning` of
+    transformers."""
     url: str | None = None
     """Base URL of an OpenAI-compatible upstream, such as https://api.example.com/v1."""
     api_key: SecretStr | None = None
-    """The upstream's key; agents never see it."""
+    """API key of the upstream. Agents never receive it."""
     upstream_model: str | None = None
-    """The upstream's name of the model; None: the name under which it is served here."""
+    """Name of the model at the upstream. None: the name under which raylight serves it."""
     replicas: int = Field(default=1, ge=1)
+    """Serve replicas, each with an engine of its own."""
     max_replicas: int | None = Field(default=None, ge=1)
-    """Serve adds replicas up to this number while there is load, and takes them away again. None: always `replicas`."""
+    """Upper limit of Serve's autoscaling by load. None: always `replicas`."""
     num_cpus: float = Field(default=0.5, ge=0)
-    """In the synchronous loop engines and learners never compute at once, so that on a CPU each claims half a core."""
+    """CPUs that Ray reserves for a replica. Half a core suffices in the synchronous loop, where engines and
+    learners never compute at the same time."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads that compute on the CPU; None: as many as `num_cpus`, at least one. Where engines and learners take turns, each may
-    have all cores, which pays from some ten million parameters on."""
+    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one. Engines and learners that
+    take turns may each use all cores; this pays off above about ten million parameters."""
     num_gpus: float = Field(default=0, ge=0)
+    """GPUs that Ray reserves for a replica."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of weights and computation."""
     max_model_len: int = Field(default=2048, ge=8)
     """Longest prompt plus response, in tokens; the model's own limit applies if it is lower."""
     max_concurrent: int = Field(default=128, ge=1)
-    """Sequences that a replica decodes at once."""
+    """Sequences that a replica decodes at the same time."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Requests that wait for a place before the replica answers 503."""
+    """Requests that a replica queues; further ones are answered with status 503."""
     max_adapters: int = Field(default=0, ge=0)
-    """LoRA adapters that vLLM has room for beside the model itself; the transformers engine takes any number."""
+    """LoRA adapters that vLLM can serve beside the model itself. The transformers engine has no such
+    limit."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight when new weights come go on with them (each token tells its version), hold them up, or end."""
+    """Treatment of requests in flight when new weights arrive. keep: they continue with the new weights, and
+    each token records its weight version. wait: the update waits for them. abort: they end."""
     token_in: bool = True
-    """A conversation's next prompt is made of the tokens that were sampled so far and the new turns, so that rendering it anew
-    cannot change the past."""
+    """Build a conversation's next prompt from the tokens sampled so far plus the rendered new turns, so that
+    re-rendering the conversation cannot change earlier tokens."""
     sleep_while_learning: bool = False
-    """Free the device's memory while the learners compute; for engines and learners on the same GPU."""
+    """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
-    """Longest body of a request."""
+    """Maximum size of a request body, in bytes."""
     host: str | None = None
-    """Address that HTTP listens on. None: loopback on a cluster of one node, all interfaces on more."""
+    """Address that HTTP listens on. None: loopback on a cluster of one node, all interfaces on larger
+    clusters."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """HTTP port. None: 8000, or any free port if that is taken."""
+    """HTTP port. None: 8000, or any free port if 8000 is in use."""
     start_timeout_s: float = Field(default=180.0, gt=0)
+    """Seconds within which the deployment must be ready."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}")
         if self.kind == "upstream" and self.url is None:
-            raise ValueError("an upstream engine needs a url")
+            raise ValueError(
+                "kind is 'upstream' and url is missing; give the base URL of an OpenAI-compatible endpoint"
+            )
         if self.kind not in ("auto", "upstream") and self.url is not None:
-            raise ValueError(f"url is for an upstream engine, and kind is {self.kind!r}")
+            raise ValueError(f"url is set, but kind is {self.kind!r}; only an upstream engine has a url")
         return self
 
 
@@ -183,92 +202,117 @@ class RunnerConfig(Config):
     """The pool of RunnerActors."""
 
     n: int = Field(default=1, ge=1)
+    """Runners."""
     num_cpus: float = Field(default=0.1, ge=0)
+    """CPUs that Ray reserves for a runner."""
     max_concurrent: int = Field(default=64, ge=1)
-    """Rollouts that one runner executes at once (asynchronous agents on its event loop, others in as many threads)."""
+    """Rollouts that one runner executes concurrently: asynchronous agents on its event loop, synchronous ones
+    in as many threads."""
     max_restarts: int = Field(default=3, ge=0)
-    """Runners that may die, and are replaced, without a rollout succeeding meanwhile; with one more the run ends."""
+    """Deaths of runners in a row, without a rollout that succeeds in between, after which the run still goes
+    on."""
     max_rollouts: int | None = Field(default=None, ge=1)
-    """Rollouts after which a runner ends; None for no limit."""
+    """Rollouts after which a runner ends. None: no limit."""
     stuck_after_s: float = Field(default=45.0, gt=0)
-    """A runner whose event loop does not turn for so long is killed and replaced; sooner than its leases expire."""
+    """Seconds for which a runner's event loop may be blocked before the runner is killed and replaced. Keep
+    it below `StoreConfig.lease_seconds`."""
     start_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds within which the runners must be ready."""
     external: bool = False
-    """Other processes start the runners, and join the run by its name: `Trainer(role="runner")`, `raylight runner`."""
+    """True if other processes start the runners and join the run by its name: `Trainer(role="runner")`,
+    `raylight runner`."""
 
 
 class StoreConfig(Config):
-    """The run's store."""
+    """The store of a run."""
 
     lease_seconds: float = Field(default=60.0, gt=0)
-    """How long an attempt may go without a sign of life of itself or its runner before it goes back to the queue."""
+    """Seconds without a span of an attempt or a heartbeat of its runner after which the attempt is
+    requeued."""
     max_queued: int = Field(default=10_000, ge=1)
-    """Rollouts that wait at once; whoever enqueues more waits too."""
+    """Capacity of the queue of rollouts. Enqueueing blocks while the queue is full."""
     path: str | None = None
-    """The store's file, on a local disk of the driver's machine. None: `store.db` in the run directory."""
+    """File of the store, on a local disk of the driver's machine. None: `store.db` in the run directory."""
 
 
 class LoraConfig(Config):
-    """A LoRA adapter, https://arxiv.org/abs/2106.09685."""
+    """A LoRA adapter (https://arxiv.org/abs/2106.09685)."""
 
     rank: int = Field(default=8, ge=1)
+    """Rank of the update matrices."""
     alpha: float = Field(default=16.0, gt=0)
+    """Scale of the update: it is multiplied by `alpha / rank`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability of the adapter's input."""
     target_modules: str | list[str] = "all-linear"
-    """Names of the modules that are adapted; "all-linear" is all but the output layer."""
+    """Names of the adapted modules. "all-linear": every linear layer except the output layer."""
     exclude_modules: str | list[str] | None = None
+    """Names of modules that are left out of `target_modules`."""
 
 
 class LearnerConfig(Config):
     """The group of LearnerActors."""
 
     n: int = Field(default=1, ge=1)
+    """Learner ranks."""
     num_cpus: float = Field(default=0.5, gt=0)
+    """CPUs that Ray reserves for a rank."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads that compute on the CPU; None: as many as `num_cpus`, at least one."""
+    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
     num_gpus: float = Field(default=0, ge=0)
+    """GPUs that Ray reserves for a rank, at most 1. A fraction leaves room for an engine on the same GPU."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Strategy of Ray's placement group for the ranks."""
     placement_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds within which the cluster must place the ranks."""
     start_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds within which the ranks must be ready."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of every call to the ranks; past it their stacks are dumped into the log, and the gang is restarted."""
+    """Deadline of each call to the ranks, in seconds. When it passes, the stacks of the ranks are logged and
+    all ranks are restarted."""
     max_restarts: int = Field(default=2, ge=0)
-    """How often the ranks are started anew, all together, after one of them died or hung."""
+    """Restarts of all ranks together, after one of them died or hung, before the run ends."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of computation; parameters and optimizer are held in float32 where they are trained."""
+    """Data type of computation. Trained parameters and optimizer state are always float32."""
     lora: LoraConfig | None = None
-    """Train an adapter of these settings instead of the whole model."""
+    """Train a LoRA adapter with these settings instead of the whole model."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
-    """Tokens of one forward and backward pass; a larger batch is split, never dropped."""
+    """Maximum number of tokens of one forward and backward pass. A larger batch is split; nothing is
+    dropped."""
     max_row_tokens: int | None = Field(default=None, ge=2)
-    """Longest trajectory that is trained. None: `max_tokens_per_micro_batch`."""
+    """Maximum length of a training row (a trajectory), in tokens. None: `max_tokens_per_micro_batch`."""
     long_rows: Literal["error", "drop", "truncate"] = "error"
-    """What becomes of a longer one: an error, left out, or its tokens past the limit are. Either is counted in the metrics."""
+    """Treatment of longer rows: raise an error, drop them, or cut off the tokens beyond the limit. The
+    metrics count dropped and truncated rows."""
     packed: bool = False
-    """Rows of a micro-batch one after the other instead of padded to the longest."""
+    """Concatenate the rows of a micro-batch instead of padding them to the longest."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     param_offload: bool = False
-    """Keep parameters in the host's memory while the learners rest."""
+    """Keep parameters in host memory while the learners are idle."""
     optimizer_offload: bool = False
-    """The same for the optimizer's state."""
+    """Keep the optimizer's state in host memory while the learners are idle."""
     torch_compile: bool = False
+    """Compile the model with `torch.compile`."""
     ulysses: int = Field(default=1, ge=1)
-    """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509); needs `packed`, a GPU and
-    flash attention."""
+    """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509). More
+    than one needs `packed`, GPUs and flash attention."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """auto: flash_attention_2 where it is installed and there is a GPU, else sdpa."""
+    """Attention implementation. auto: flash_attention_2 if it is installed and there is a GPU, else sdpa."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check(self) -> Self:
         if self.ulysses > 1 and not (
             self.packed and self.num_gpus and self.attention in ("auto", "flash_attention_2")
         ):
-            raise ValueError("ulysses > 1 is silently wrong without packed rows, a GPU and flash_attention_2")
+            raise ValueError(
+                f"ulysses={self.ulysses} gives silently wrong results without packed rows, a GPU and "
+                "flash_attention_2; set packed=True, num_gpus=1 and attention='flash_attention_2'"
+            )
         if self.num_gpus > 1 or (self.n > 1 and 0 < self.num_gpus <= 0.5):
             raise ValueError(
-                f"num_gpus={self.num_gpus:g} for each of n={self.n}: a rank computes on one GPU, and shares it with no other rank "
-                "(more than half of one leaves room for an engine only)"
+                f"num_gpus={self.num_gpus:g} for each of n={self.n} ranks: a rank computes on one GPU and "
+                "shares it with no other rank; give 1, or more than 0.5 to leave room for an engine"
             )
         if self.n % self.ulysses:
             raise ValueError(
@@ -276,23 +320,29 @@ class LearnerConfig(Config):
             )
         if self.max_row_tokens is not None and self.max_row_tokens > self.max_tokens_per_micro_batch:
             raise ValueError(
-                f"max_row_tokens={self.max_row_tokens} is more than max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"
+                f"max_row_tokens={self.max_row_tokens} is more than "
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"
             )
         return self
 
     @property
     def row_limit(self) -> int:
-        """Tokens of the longest trajectory that is trained."""
+        """Maximum number of tokens of a training row."""
         return self.max_row_tokens or self.max_tokens_per_micro_batch
 
 
 class CheckpointConfig(Config):
-    """Training states, from which a run that was killed goes on: model, optimizer, schedule, random numbers, place in the data."""
+    """Training states, from which a killed run resumes.
+
+    A state holds the model, the optimizer, the learning-rate schedule, the random states and the position in
+    the data.
+    """
 
     every: int = Field(default=10, ge=0)
-    """Steps between two states; 0 saves one at the end only. The steps since the last are taken again from the store's rollouts."""
+    """Steps between two states; 0 saves one at the end only. A resumed run replays the steps since the last
+    state from the rollouts in the store."""
     keep: int = Field(default=2, ge=1)
-    """States that are kept; older ones are removed."""
+    """Number of states to keep; older ones are deleted."""
     path: str | None = None
-    """A folder that the first learner and the driver can reach, or a URL of fsspec (s3://..., gs://...). None: `state` in the run
-    directory."""
+    """Folder that the first learner and the driver can both reach, or an fsspec URL (s3://..., gs://...).
+    None: `state` in the run directory."""

@@ -80,7 +80,7 @@ def test_what_is_given_beside_settings_says_the_same(given: object) -> None:
     assert RunnerConfig.parse(given, n=4).n == RunnerConfig.parse(given, n=None).n == 4
     for other in (7, 1):
         with pytest.raises(
-            ConfigError, match=f"RunnerConfig.n is 4 in the settings and {other} beside them; give it once"
+            ConfigError, match=f"RunnerConfig.n is 4 in the settings and {other} as an argument; give it once"
         ):
             RunnerConfig.parse(given, n=other)
 

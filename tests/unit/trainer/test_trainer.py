@@ -129,7 +129,7 @@ def test_a_short_word_and_the_settings_say_the_same(short: str, settings: str, f
     for given in ({field: 2}, of_class(**{field: 2})):
         assert getattr(getattr(Trainer(**{settings: given, short: 2}), settings), field) == 2
         with pytest.raises(
-            ConfigError, match=rf"Config.{field} is 2 in the settings and 4 beside them; give it once"
+            ConfigError, match=rf"Config.{field} is 2 in the settings and 4 as an argument; give it once"
         ):
             Trainer(**{settings: given, short: 4})
     for silent in ({}, {field: None}, of_class()):
