@@ -17,12 +17,12 @@ PICTURE = Path(__file__).parent / "architecture.svg"
 INK, QUIET = "#1c2733", "#5b6875"
 OURS, USERS, GROUND = "#dbe9f9", "#fbe7c6", "#f5f7f9"
 SIZE = (12.0, 7.0)
-"""Inches; the axes count in tenths of them."""
+"""Inches. The axes count tenths of an inch."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A process, with what it does. Places and sizes in tenths of an inch, from the lower left corner."""
+    """A process and its work. Positions and sizes in tenths of an inch, from the lower left corner."""
 
     x: float
     y: float
@@ -33,7 +33,7 @@ class Box:
     colour: str = OURS
 
     def at(self, across: float, up: float) -> tuple[float, float]:
-        """A point of it, by shares of its width and height."""
+        """Return a point of the box, by fractions of its width and height."""
         return self.x + across * self.width, self.y + up * self.height
 
 
@@ -73,7 +73,7 @@ LEARNERS = Box(
     "LearnerActor  x n",
     "verl's FSDP2 engine: policy,\nreference, critic, adapter;\nadvantages and loss\non every rank",
 )
-BOARD = Box(16, 35.5, 18, 9, "coordinator", "orders to engines")
+COORDINATOR = Box(16, 35.5, 18, 9, "coordinator", "orders to engines")
 
 
 def main(also: Path | None = None) -> None:
@@ -94,7 +94,7 @@ def main(also: Path | None = None) -> None:
     axes.text(
         3.4, 3.2, "a Ray cluster: one laptop, or many machines", fontsize=9, color=QUIET, style="italic"
     )
-    for box in (DRIVER, STORE, RUNNERS, AGENT, ENGINES, LEARNERS, BOARD):
+    for box in (DRIVER, STORE, RUNNERS, AGENT, ENGINES, LEARNERS, COORDINATOR):
         draw(axes, box)
     arrow(axes, DRIVER.at(1, 0.68), STORE.at(0, 0.68), "1  enqueue", above=True)
     arrow(axes, STORE.at(0, 0.3), DRIVER.at(1, 0.3), "6  finished")
@@ -104,8 +104,8 @@ def main(also: Path | None = None) -> None:
     arrow(axes, AGENT.at(0, 0.5), ENGINES.at(1, 13 / 18), "3  HTTP", above=True)
     arrow(axes, ENGINES.at(0.5, 1), STORE.at(0.5, 0), "", beside="4  calls, token for token")
     arrow(axes, DRIVER.at(4 / 30, 0), LEARNERS.at(4 / 30, 1), "", beside="7  batch")
-    arrow(axes, DRIVER.at(21 / 30, 0), BOARD.at(0.5, 1), "", beside="8  new version")
-    arrow(axes, BOARD.at(1, 0.4), ENGINES.at(0.12, 1), "", beside="9  load, probe")
+    arrow(axes, DRIVER.at(21 / 30, 0), COORDINATOR.at(0.5, 1), "", beside="8  new version")
+    arrow(axes, COORDINATOR.at(1, 0.4), ENGINES.at(0.12, 1), "", beside="9  load, probe")
     arrow(axes, LEARNERS.at(1, 0.5), ENGINES.at(0, 0.5), "weights\n(object store)", above=True, dashed=True)
     key = "blue: raylight's actors and replicas\nyellow: yours, unchanged"
     axes.text(88, 8, key, fontsize=9, color=QUIET, va="center", linespacing=1.5)
