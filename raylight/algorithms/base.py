@@ -1,4 +1,4 @@
-"""What every algorithm is: something that a Trainer gives a store and datasets to, and runs."""
+"""Base classes of algorithms, and the protocol of the run that a Trainer gives them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raylight.types import FinishedRollout
 
 
 class RunContext(Protocol):
-    """What an algorithm is given of its run, beside the store."""
+    """Parts of a run that an algorithm with its own loop may use, besides the store."""
 
     @property
     def secret(self) -> str:
-        """The run's, from which the keys of attempts derive."""
+        """Secret of the run, from which the API keys of attempts are derived."""
         ...
 
     @property
@@ -31,78 +31,88 @@ class RunContext(Protocol):
 
     @property
     def folder(self) -> Path:
-        """The run directory."""
+        """Run directory."""
         ...
 
     @property
-    def continues(self) -> Path | None:
-        """The `result_file` from which `run` is to go on; None if it begins anew."""
+    def resume_file(self) -> Path | None:
+        """`Algorithm.result_file` of the run to resume; None for a new run."""
         ...
 
     @property
     def checkpoint(self) -> Path:
-        """Folder for what was trained."""
+        """Folder for the trained model."""
         ...
 
     def model_path(self, model: str) -> str:
-        """The folder of a model, which may be a hub name in the local cache.
+        """Return the folder of a model, given a folder or a name in the local Hugging Face cache.
 
         Raises:
-            ModelNotFoundError: there is none.
+            ModelNotFoundError: there is no such model.
         """
         ...
 
-    def with_model(self, llm: LLM) -> NamedResources:
-        """The run's resources, in which every open model is the given one."""
+    def resources_with(self, llm: LLM) -> NamedResources:
+        """Return the run's resources, with `llm` in place of every LLM that has no endpoint."""
         ...
 
     def report_failures(self, finished: list[FinishedRollout]) -> None:
-        """Tell of failed rollouts."""
+        """Report failed rollouts to the user."""
         ...
 
     def check_scored(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
-        """Tell of failed rollouts; raise when none gave a reward."""
+        """Report failed rollouts.
+
+        Raises:
+            RolloutsFailedError: no rollout has a reward.
+        """
         ...
 
-    def describe(
+    def batch_metrics(
         self, finished: list[FinishedRollout], content: BatchReport, seconds: float
     ) -> dict[str, float]:
-        """Metrics of a batch of rollouts."""
+        """Return the metrics of a batch of rollouts that took `seconds`."""
         ...
 
     def stage(self, text: str) -> None:
-        """What is going on now."""
+        """Display the current stage of the run."""
         ...
 
     def note(self, text: str) -> None:
-        """Something that a person should see."""
+        """Display a message that the user should see."""
         ...
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step; step 0 is the validation before training."""
+        """Record the metrics of a step; step 0 is the validation before training."""
         ...
 
 
-class AnyAlgorithm:
-    """What a Trainer takes as its algorithm: one with a `run` of its own, or the settings of one that the Trainer's loop runs."""
+class BaseAlgorithm:
+    """Base of everything that `Trainer(algorithm=...)` accepts.
+
+    `Algorithm` has a `run` of its own; `PolicyAlgorithm` holds settings for the Trainer's loop.
+    """
 
 
-class Algorithm(AnyAlgorithm):
-    """An algorithm: subclass it and write `run`, synchronous or asynchronous.
+class Algorithm(BaseAlgorithm):
+    """Algorithm with a loop of its own: subclass it and define `run`, synchronous or asynchronous.
 
-    It enqueues rollouts in the store, waits for them and learns from what they left. What it needs for that is set by the Trainer
-    before `run`, or by whoever runs it alone. A subclass need not call this `__init__`; an algorithm may be sent to another
-    process, where it has all but its trainer.
+    `run` enqueues rollouts in the store, waits for them and learns from their results. The Trainer sets the
+    store, the adapter and the rest before it calls `run`; without a Trainer, the caller sets them. A subclass
+    need not call `Algorithm.__init__`. An algorithm can be pickled; the copy lacks the trainer and the run
+    context.
     """
 
     serves_model: ClassVar[bool] = False
-    """Whether `run` serves a model to the agents, so that an `LLM` among the resources needs no endpoint."""
+    """True if `run` serves a model to the agents, so that an `LLM` among the resources needs no endpoint."""
 
     served_model: str | None = None
-    """Folder or name of a model that the run is to serve to agents as it is, as `llm` or where an `LLM` has no endpoint."""
+    """Folder or name of a model that the run serves unchanged, as `llm` or for every `LLM` without an
+    endpoint."""
 
     result_file: ClassVar[str | None] = None
-    """File of the run directory from which `run` can go on (`Trainer.fit(resume=...)`); None if it cannot."""
+    """File in the run directory from which `run` can resume (`Trainer.fit(resume=...)`); None if it
+    cannot."""
 
     _trainer: weakref.ReferenceType[Any] | None = None
     _store: StoreClient | None = None
@@ -112,14 +122,14 @@ class Algorithm(AnyAlgorithm):
     _run_context: RunContext | None = None
 
     def run(self, train_dataset: Any = None, val_dataset: Any = None) -> Awaitable[None] | None:
-        """Carry out the algorithm.
+        """Run the algorithm.
 
-        A synchronous one is run in a thread of its own, so that it may block; it calls the store by `asyncio.run`. What it returns
-        is awaited if it can be.
+        The Trainer runs a synchronous `run` in a thread of its own, so it may block; it calls the store by
+        `asyncio.run`. An awaitable return value is awaited.
 
         Args:
-            train_dataset: tasks to learn from; None if there are none.
-            val_dataset: tasks to measure progress on; None if there are none.
+            train_dataset: training tasks, or None.
+            val_dataset: validation tasks, or None.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(train_dataset, val_dataset)")
 
@@ -127,109 +137,112 @@ class Algorithm(AnyAlgorithm):
         return self.run(*args, **kwargs)
 
     def is_async(self) -> bool:
-        """Whether `run` must be awaited."""
+        """Return True if `run` is a coroutine function."""
         return inspect.iscoroutinefunction(self.run)
 
     def set_trainer(self, trainer: Any) -> None:
-        """The trainer that runs this. It owns the algorithm, which therefore does not keep it alive."""
+        """Set the trainer, which is referenced weakly because it owns the algorithm."""
         self._trainer = weakref.ref(trainer)
 
     def get_trainer(self) -> Any:
-        """The trainer that runs this.
+        """Return the trainer that runs this algorithm.
 
         Raises:
-            ConfigError: there is none, or it is gone.
+            ConfigError: none is set, or it has been garbage-collected.
         """
         if self._trainer is None:
-            raise self._lacks("trainer")
+            raise self._missing("trainer")
         trainer = self._trainer()
         if trainer is None:
             raise ConfigError(
-                f"the trainer of {self._title} is gone; keep a reference to it for as long as the algorithm runs"
+                f"the trainer of {self._title} has been garbage-collected; keep a reference to it while the "
+                "algorithm runs"
             )
         return trainer
 
     def set_store(self, store: StoreClient) -> None:
-        """The store to enqueue rollouts in and to read them from."""
+        """Set the store in which rollouts are enqueued and read."""
         self._store = store
 
     def get_store(self) -> StoreClient:
-        """The store.
+        """Return the store.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: none is set.
         """
         if self._store is None:
-            raise self._lacks("store")
+            raise self._missing("store")
         return self._store
 
     def set_adapter(self, adapter: TraceAdapter[Any] | None) -> None:
-        """What makes training data of the spans of an attempt."""
+        """Set the adapter that converts an attempt's spans into training data."""
         self._adapter = adapter
 
     def get_adapter(self) -> TraceAdapter[Any]:
-        """The adapter.
+        """Return the adapter.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: none is set.
         """
         if self._adapter is None:
-            raise self._lacks("adapter")
+            raise self._missing("adapter")
         return self._adapter
 
     def set_llm_proxy(self, llm_proxy: Any) -> None:
-        """What serves the model to agents; None if nothing does."""
+        """Set the proxy that serves the model to agents; None if there is no proxy."""
         self._llm_proxy = llm_proxy
 
     def get_llm_proxy(self) -> Any:
-        """What serves the model to agents; None if nothing does."""
+        """Return the proxy that serves the model to agents; None if there is no proxy."""
         return self._llm_proxy
 
     def set_initial_resources(self, resources: NamedResources | None) -> None:
-        """The named resources that agents begin with."""
+        """Set the named resources that agents receive at the start."""
         self._initial_resources = resources
 
     def get_initial_resources(self) -> NamedResources | None:
-        """The named resources that agents begin with; None if the user gave none."""
+        """Return the named resources that agents receive at the start; None if the user gave none."""
         return self._initial_resources
 
-    def set_run_context(self, side: RunContext) -> None:
-        """What it may use of its run, beside the store."""
-        self._run_context = side
+    def set_run_context(self, context: RunContext) -> None:
+        """Set the parts of the run that the algorithm may use besides the store."""
+        self._run_context = context
 
     def get_run_context(self) -> RunContext:
-        """What this needs of its run.
+        """Return the run context.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: none is set.
         """
         if self._run_context is None:
-            raise self._lacks("run_context")
+            raise self._missing("run_context")
         return self._run_context
 
     def total_steps(self, n_train: int) -> int:
-        """Steps of the whole run for a training set of `n_train` tasks; 0 where only `run` knows."""
+        """Return the number of steps for `n_train` training tasks; 0 if it is not known before `run`."""
         return 0
 
     def resolved(self) -> dict[str, Any]:
-        """Its settings, for the run directory's `config.yaml`."""
+        """Return the settings for `config.yaml` in the run directory."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the trainer and its run, which stay in their own process."""
+        """Return everything but the trainer and the run context, which stay in their process."""
         return {
             name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_run_context")
         }
 
     @property
     def _title(self) -> str:
+        """Name of the algorithm in messages."""
         return type(self).__name__
 
-    def _lacks(self, what: str) -> ConfigError:
+    def _missing(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{self._title} has no {what}; run it by a Trainer (Trainer(algorithm=...)), or call set_{what}(...) first"
+            f"{self._title} has no {name}; run it by a Trainer (Trainer(algorithm=...)), or call "
+            f"set_{name}(...) first"
         )
 
 
 class FastAlgorithm(Algorithm):
-    """An algorithm that is quick enough to develop an agent with, so that `Trainer.dev` runs it."""
+    """Algorithm that is fast enough for developing an agent; `Trainer.dev` accepts only these."""

@@ -1,4 +1,4 @@
-"""The baseline: run the agent on samples and show what it did. Trains nothing."""
+"""Baseline: run the agent on samples and print its rollouts, without training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from raylight.types import WAITING, Attempt, EnqueueRolloutRequest, FinishedRoll
 logger = logging.getLogger(__name__)
 
 Verbosity = Literal["keys", "key_values", "none"]
-SHOWN_CHARACTERS = 300
-"""Of a sample, an attribute or what the adapter made."""
+EXCERPT_CHARACTERS = 300
+"""Printed characters of a sample, an attribute or the adapter's result."""
 
 
 class BaselineSettings(Config):
-    """The arguments of `Baseline`, checked."""
+    """Validated arguments of `Baseline`."""
 
     n_epochs: int = Field(ge=1)
     train_split: float = Field(gt=0, lt=1)
@@ -39,23 +39,26 @@ class BaselineSettings(Config):
 
 
 class Baseline(FastAlgorithm):
-    """Runs the agent on every sample, and shows each rollout with its attempts, spans and reward, and a summary at the end.
+    """Algorithm that runs the agent on every sample and prints each rollout, then a summary.
 
-    What it shows is printed (unless its trainer has `progress=False`), and logged at level INFO by the logger of this module. After
-    `run`, `summary` has the figures.
+    A rollout is printed with its attempts, spans and reward, unless the trainer has `progress=False`. The
+    same lines go to this module's logger: at level INFO if nothing is printed, else at DEBUG. After `run`,
+    `summary` holds the figures.
 
     Args:
         n_epochs: passes over the samples.
-        train_split: share of the training dataset that is run in mode "train", in its order; the rest is run in mode "val", so that
-            both ways of the agent are tried. Used only where there is no validation dataset.
-        polling_interval: seconds without a finished rollout after which a line tells how far things are, and the queue is filled
-            up again; None never does. Rollouts that finish are shown at once, whatever this is.
-        max_queue_length: rollouts that wait for a runner at once.
-        span_verbosity: show the names of the spans' attributes, these with their values, or no spans.
-        served_model: folder or name of a model that the run serves to agents, as `llm` or where an LLM has no endpoint; None: none.
+        train_split: share of the training dataset that runs in mode "train"; the rest, from its end, runs in
+            mode "val", so that both modes of the agent are tried. Ignored if there is a validation dataset.
+        polling_interval: seconds without a finished rollout after which progress is printed and the queue is
+            refilled; None: never. Finished rollouts are printed immediately in any case.
+        max_queue_length: most rollouts that wait for a runner at a time.
+        span_verbosity: "keys" prints the names of span attributes, "key_values" also their values, "none" no
+            spans.
+        served_model: folder or name of a model that the run serves to agents, as `llm` or for every LLM
+            without an endpoint; None: no model.
 
     Raises:
-        ConfigError: an argument does not fit.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(
@@ -91,63 +94,63 @@ class Baseline(FastAlgorithm):
         """Run every sample `n_epochs` times.
 
         Raises:
-            DatasetError: there are no samples.
-            ConfigError: there is no store.
+            DatasetError: there are no samples, or a dataset is not a sequence.
+            ConfigError: no store is set.
         """
         store, resources = self.get_store(), self.get_initial_resources()
         samples = split_samples(
-            listed(train_dataset, "train_dataset"),
-            listed(val_dataset, "val_dataset"),
+            as_list(train_dataset, "train_dataset"),
+            as_list(val_dataset, "val_dataset"),
             self.settings.train_split,
         )
-        if resources and self._trainer is None:  # a trainer has stored them already
+        if resources and self._trainer is None:  # a trainer stores them before `run`
             await store.add_resources(resources)
         requests = [EnqueueRolloutRequest(input=task, mode=mode) for mode, task in samples]
-        shown = self._trainer is None or getattr(self.get_trainer(), "progress", True)
-        report, n_epochs = BaselineReport(Console(quiet=not shown)), self.settings.n_epochs
+        prints = self._trainer is None or getattr(self.get_trainer(), "progress", True)
+        report, n_epochs = BaselineReport(Console(quiet=not prints)), self.settings.n_epochs
         for epoch in range(1, n_epochs + 1):
             modes = Counter(mode for mode, _ in samples)
-            report.say(
+            report.print(
                 f"epoch {epoch}/{n_epochs}: "
                 + ", ".join(f"{count} in mode {mode!r}" for mode, count in modes.items())
             )
             await self._epoch(store, requests, report)
         self.summary = report.summary()
-        report.show_summary(self.summary)
+        report.print_summary(self.summary)
 
     async def _epoch(
         self, store: StoreClient, requests: list[EnqueueRolloutRequest], report: BaselineReport
     ) -> None:
-        """Run every request once, with few of them in the queue at a time."""
+        """Run every request once, with at most `max_queue_length` of them in the queue at a time."""
         left, running, done = deque(requests), set[str](), 0
         while left or running:
-            room = await self._room(store, len(left), running)
-            queued = await store.enqueue_many_rollouts([left.popleft() for _ in range(room)])
+            free = await self._free_slots(store, len(left), running)
+            queued = await store.enqueue_many_rollouts([left.popleft() for _ in range(free)])
             running |= {rollout.rollout_id for rollout in queued}
             interval = self.settings.polling_interval
             decided = await store.wait_for_rollouts(rollout_ids=sorted(running), at_least=1, timeout=interval)
             for finished in await store.collect([rollout.rollout_id for rollout in decided]):
                 done += 1
-                await self._show(store, finished, f"{done}/{len(requests)}", report)
+                await self._print_rollout(store, finished, f"{done}/{len(requests)}", report)
             running -= {rollout.rollout_id for rollout in decided}
             if not decided:
-                report.say(f"{done}/{len(requests)} finished; {await _where(store)}", style="dim")
+                report.print(f"{done}/{len(requests)} finished; {await _describe_queue(store)}", style="dim")
 
-    async def _room(self, store: StoreClient, left: int, running: set[str]) -> int:
-        """How many rollouts may join the queue; at least one where there is nothing of ours to wait for."""
+    async def _free_slots(self, store: StoreClient, left: int, running: set[str]) -> int:
+        """Return the number of rollouts to enqueue now: at least one if none of this run's is undecided."""
         if not left:
             return 0
         counts = await store.statistics()
         waiting = sum(counts.get(f"rollouts_{status}", 0) for status in WAITING)
         return min(left, max(self.settings.max_queue_length - waiting, 0 if running else 1))
 
-    async def _show(
-        self, store: StoreClient, finished: FinishedRollout, place: str, report: BaselineReport
+    async def _print_rollout(
+        self, store: StoreClient, finished: FinishedRollout, position: str, report: BaselineReport
     ) -> None:
         rollout_id = finished.rollout.rollout_id
         attempts = await store.query_attempts(rollout_id)
         spans = await store.query_spans(rollout_id) if self.settings.span_verbosity != "none" else []
-        report.rollout(finished, place)
+        report.rollout(finished, position)
         for attempt in attempts:
             report.attempt(attempt)
             for span in spans:
@@ -155,33 +158,34 @@ class Baseline(FastAlgorithm):
                     report.span(span, with_values=self.settings.span_verbosity == "key_values")
         if self._adapter is not None and attempts:
             adapted = self._adapter.adapt(await store.query_spans(rollout_id, "latest"))
-            report.say(f"  {type(self._adapter).__name__} makes of it: {_short(adapted)}")
+            report.print(f"  {type(self._adapter).__name__} returns: {_excerpt(adapted)}")
 
 
 @dataclass
 class BaselineReport:
-    """Shows rollouts, and keeps what the summary needs of them."""
+    """Printer of rollouts, which also collects the figures of the summary."""
 
     console: Console = field(default_factory=Console)
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    """By mode, of rollouts that succeeded and were scored."""
+    """Mode -> rewards of the rollouts that succeeded and have one."""
     statuses: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How many rollouts of a mode ended so."""
+    """(mode, status) -> number of rollouts."""
     failures: Counter[str] = field(default_factory=Counter)
-    """By error, of rollouts that did not succeed."""
-    traced: set[str] = field(default_factory=set)
-    """Errors whose traceback was shown."""
+    """Error -> number of rollouts that ended with it."""
+    printed_traces: set[str] = field(default_factory=set)
+    """Errors whose traceback has been printed."""
 
     def _log(self, text: str) -> None:
-        """What the console shows already is logged below the level at which logs are usually shown."""
+        """Log at INFO if nothing is printed, else at DEBUG, so that a terminal does not show a line twice."""
         logger.log(logging.INFO if self.console.quiet else logging.DEBUG, "%s", text)
 
-    def say(self, text: str, style: str | None = None) -> None:
+    def print(self, text: str, style: str | None = None) -> None:
+        """Log and print a line."""
         self._log(text)
         self.console.print(Text(text, style=style or ""), soft_wrap=True)
 
-    def rollout(self, finished: FinishedRollout, place: str) -> None:
-        """A decided rollout in one line."""
+    def rollout(self, finished: FinishedRollout, position: str) -> None:
+        """Print a decided rollout in one line and count it."""
         rollout, mode = finished.rollout, finished.rollout.mode or "-"
         succeeded = rollout.status == "succeeded"
         self.statuses[mode, rollout.status] += 1
@@ -192,37 +196,41 @@ class BaselineReport:
             self.failures[failure.error if failure else rollout.status] += 1
         reward = "no reward" if finished.reward is None else f"reward {finished.reward:g}"
         calls = len(finished.generations)
-        self.say(
-            f"{place} {rollout.rollout_id} ({mode}) {rollout.status}, {reward}{_duration(rollout.start_time, rollout.end_time)}"
-            f"{f', {calls} calls of the model' if calls else ''}: {_short(rollout.input)}",
+        self.print(
+            f"{position} {rollout.rollout_id} ({mode}) {rollout.status}, {reward}"
+            f"{_duration(rollout.start_time, rollout.end_time)}"
+            f"{f', {calls} model calls' if calls else ''}: {_excerpt(rollout.input)}",
             style="green" if succeeded else "red",
         )
 
     def attempt(self, attempt: Attempt) -> None:
-        """An attempt and, if it failed, why; the traceback is shown once for each error."""
+        """Print an attempt and its failure, if any; the traceback is printed once per error."""
         by = f" by {attempt.worker_id}" if attempt.worker_id else ""
-        self.say(
-            f"  attempt {attempt.sequence_id}{by}: {attempt.status}{_duration(attempt.start_time, attempt.end_time)}"
+        self.print(
+            f"  attempt {attempt.sequence_id}{by}: {attempt.status}"
+            f"{_duration(attempt.start_time, attempt.end_time)}"
         )
         if (failure := attempt.failure) is None:
             return
-        self.say(f"    {failure.kind}: {failure.error}", style="red")
-        if failure.trace and failure.error not in self.traced:
-            self.say(textwrap.indent(failure.trace.rstrip(), " " * 6), style="dim")
-        self.traced.add(failure.error)
+        self.print(f"    {failure.kind}: {failure.error}", style="red")
+        if failure.trace and failure.error not in self.printed_traces:
+            self.print(textwrap.indent(failure.trace.rstrip(), " " * 6), style="dim")
+        self.printed_traces.add(failure.error)
 
     def span(self, span: Span, with_values: bool) -> None:
+        """Print a span with the names of its attributes, or with names and values."""
         failed = f" {span.status.status_code}" if span.status.status_code == "ERROR" else ""
         keys = "" if with_values or not span.attributes else f": {', '.join(span.attributes)}"
-        self.say(
+        self.print(
             f"    #{span.sequence_id} {span.name}{failed}{_duration(span.start_time, span.end_time)}{keys}"
         )
         for key, value in span.attributes.items() if with_values else ():
-            self.say(f"      {key} = {_short(value)}")
+            self.print(f"      {key} = {_excerpt(value)}")
 
     def summary(self) -> dict[str, Any]:
-        """Counts, the mean reward of what succeeded and was scored (None if nothing was), and failures by error."""
-        rewards = [reward for of_mode in self.rewards.values() for reward in of_mode]
+        """Return counts, mean rewards of the rollouts that succeeded with one (None if none did), and
+        failures by error."""
+        rewards = [reward for rewards_of_mode in self.rewards.values() for reward in rewards_of_mode]
         succeeded = sum(count for (_, status), count in self.statuses.items() if status == "succeeded")
         return {
             "rollouts": self.statuses.total(),
@@ -230,16 +238,17 @@ class BaselineReport:
             "unscored": succeeded - len(rewards),
             "mean_reward": statistics.fmean(rewards) if rewards else None,
             "mean_reward_by_mode": {
-                mode: statistics.fmean(of_mode) for mode, of_mode in self.rewards.items()
+                mode: statistics.fmean(rewards_of_mode) for mode, rewards_of_mode in self.rewards.items()
             },
             "failures": dict(self.failures.most_common()),
         }
 
-    def show_summary(self, summary: dict[str, Any]) -> None:
+    def print_summary(self, summary: dict[str, Any]) -> None:
+        """Log the summary and print it as a table, with hints and errors below."""
         self._log(f"summary: {summary}")
         table = Table("mode", "rollouts", "succeeded", "mean reward", title="baseline")
         for mode in dict.fromkeys(mode for mode, _ in self.statuses):
-            count = sum(n for (of_mode, _), n in self.statuses.items() if of_mode == mode)
+            count = sum(n for (counted_mode, _), n in self.statuses.items() if counted_mode == mode)
             mean = summary["mean_reward_by_mode"].get(mode)
             table.add_row(
                 mode,
@@ -253,25 +262,29 @@ class BaselineReport:
         )
         self.console.print(table)
         if summary["unscored"]:
-            self.say(
-                f"{summary['unscored']} succeeded without a reward; return a float from the agent, or call emit_reward",
+            self.print(
+                f"{summary['unscored']} succeeded without a reward; return a float from the agent, or call "
+                "emit_reward",
                 "yellow",
             )
         for error, count in summary["failures"].items():
-            self.say(f"{count} failed: {error}", style="red")
+            self.print(f"{count} failed: {error}", style="red")
 
 
 def split_samples(
     train: Sequence[Any], val: Sequence[Any], train_split: float
 ) -> list[tuple[RolloutMode, Any]]:
-    """Samples with their modes. Without `val` the last of `train` take its place, and neither mode goes without if there are two.
+    """Return the samples with their modes.
+
+    Without `val`, the last samples of `train` run in mode "val"; each mode gets at least one of two or more
+    samples.
 
     Raises:
         DatasetError: there are no samples.
     """
     if not train and not val:
         raise DatasetError(
-            "there is nothing to run the agent on; give a train_dataset or a val_dataset with at least one sample"
+            "there are no samples to run the agent on; give a train_dataset or a val_dataset with one or more"
         )
     if not val:
         n_train = max(min(round(len(train) * train_split), len(train) - 1), 1)
@@ -279,8 +292,12 @@ def split_samples(
     return [*(("train", task) for task in train), *(("val", task) for task in val)]
 
 
-def listed(dataset: Any, name: str) -> list[Any]:
-    """All samples of a dataset, which need only have a length and an index."""
+def as_list(dataset: Any, name: str) -> list[Any]:
+    """Return all items of a dataset, which needs `__len__` and `__getitem__` only.
+
+    Raises:
+        DatasetError: it is something else, a string or a mapping.
+    """
     if dataset is None:
         return []
     if isinstance(dataset, str | bytes | dict) or not (
@@ -292,12 +309,12 @@ def listed(dataset: Any, name: str) -> list[Any]:
     return [dataset[i] for i in range(len(dataset))]
 
 
-async def _where(store: StoreClient) -> str:
-    """Where the undecided rollouts are."""
+async def _describe_queue(store: StoreClient) -> str:
+    """Return the numbers of running and waiting rollouts in words."""
     counts = await store.statistics()
     waiting = sum(counts.get(f"rollouts_{status}", 0) for status in WAITING)
     running = sum(counts.get(f"rollouts_{status}", 0) for status in ("preparing", "running"))
-    hint = "" if running else " (no runner takes them: are there any?)"
+    hint = "" if running else " (no rollout is running; check that runners are alive)"
     return f"{running} running, {waiting} waiting for a runner{hint}"
 
 
@@ -305,6 +322,8 @@ def _duration(start: float | None, end: float | None) -> str:
     return "" if start is None or end is None else f", {end - start:.2f} s"
 
 
-def _short(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}… ({len(text)} characters)"
+    return (
+        text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}… ({len(text)} characters)"
+    )

@@ -1,4 +1,4 @@
-"""The decorator that makes an algorithm of a function."""
+"""Decorator that turns a function into an algorithm."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from raylight.algorithms.base import Algorithm
 from raylight.errors import ConfigError
 
 DATASETS = ("train_dataset", "val_dataset")
-GIVEN = ("store", "adapter", "llm_proxy", "initial_resources", *DATASETS)
-"""Parameters that are filled; all others must have a default."""
+PARAMETERS = ("store", "adapter", "llm_proxy", "initial_resources", *DATASETS)
+"""Parameters that are passed to the function; any other needs a default."""
 
 
 class FunctionalAlgorithm(Algorithm):
-    """An algorithm made of a function, whose parameters are filled by name.
+    """Algorithm made from a function, whose parameters are passed by name.
 
-    Where there is nothing to fill a parameter with, it keeps its default; without a default, `llm_proxy`, `initial_resources` and
-    the datasets are None, and `store` and `adapter` are an error.
+    A parameter with a default keeps it if there is no value to pass. Without a default, `llm_proxy`,
+    `initial_resources` and the datasets are then None, and a missing `store` or `adapter` is an error.
 
     Raises:
-        ConfigError: the function has a parameter that cannot be filled by name.
+        ConfigError: the function has a required parameter of another name, or one that cannot be passed by
+            name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(
             self, function, updated=()
-        )  # first, so that it overwrites nothing of our own
-        bare = _bare(function)
+        )  # first, so that it overwrites no attribute set below
+        bare = _unwrap_partial(function)
         self._function = function
         self._name = getattr(function, "__name__", None) or getattr(bare, "__name__", None) or repr(function)
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             type(bare).__call__
         )
-        parameters = _parameters(function, self._name)
-        self._takes = {p.name: p.default is p.empty for p in parameters if p.name in GIVEN}
-        """Whether it is required, for each parameter that is filled."""
+        parameters = _check_parameters(function, self._name)
+        self._required = {p.name: p.default is p.empty for p in parameters if p.name in PARAMETERS}
+        """For each parameter that is passed: True if it has no default."""
 
     def is_async(self) -> bool:
         return self._async
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself, as if it had not been decorated."""
+        """Call the undecorated function."""
         return self._function(*args, **kwargs)
 
     def run(self, train_dataset: Any = None, val_dataset: Any = None) -> Awaitable[None] | None:
-        """Call the function with what it asks for; an asynchronous one gives something to be awaited.
+        """Call the function with its parameters; return its awaitable if it is asynchronous.
 
         Raises:
-            TypeError: there is a dataset that the function does not take.
-            ConfigError: it asks for a store or an adapter, and there is none.
+            TypeError: a dataset is given that the function has no parameter for.
+            ConfigError: the function requires a store or an adapter, and none is set.
         """
         datasets = {"train_dataset": train_dataset, "val_dataset": val_dataset}
         for name, dataset in datasets.items():
-            if dataset is not None and name not in self._takes:
+            if dataset is not None and name not in self._required:
                 raise TypeError(
-                    f"{self._title} got a {name}, which it does not take; add the parameter, or give no {name}"
+                    f"{self._title} has no parameter {name}, but a {name} was given; add the parameter, or "
+                    f"leave out the {name}"
                 )
         returned = self._function(**self._arguments(datasets))
         return returned if inspect.isawaitable(returned) else None
 
     def _arguments(self, datasets: dict[str, Any]) -> dict[str, Any]:
-        there = {
+        values = {
             "store": self._store,
             "adapter": self._adapter,
             "llm_proxy": self._llm_proxy,
@@ -72,10 +74,12 @@ class FunctionalAlgorithm(Algorithm):
             **datasets,
         }
         for name in ("store", "adapter"):
-            if self._takes.get(name) and there[name] is None:
-                raise self._lacks(name)
+            if self._required.get(name) and values[name] is None:
+                raise self._missing(name)
         return {
-            name: there[name] for name, required in self._takes.items() if required or there[name] is not None
+            name: values[name]
+            for name, required in self._required.items()
+            if required or values[name] is not None
         }
 
     @property
@@ -83,42 +87,47 @@ class FunctionalAlgorithm(Algorithm):
         return f"algorithm function {self._name}"
 
 
-def _bare(function: Any) -> Any:
-    """What a partial function wraps."""
+def _unwrap_partial(function: Any) -> Any:
+    """Return the function inside any number of `functools.partial`s."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
-    """The function's parameters, all of which can be filled or have a default."""
+def _check_parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+    """Return the function's parameters, after checking that each can be passed or has a default."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"@algo: {name} yields; an algorithm runs once, from beginning to end")
+        raise ConfigError(
+            f"@algo: {name} is a generator function; write a plain or an async function without yield"
+        )
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"@algo: the parameters of {name} are not known ({error}); wrap it in a function"
+            f"@algo: {name} has no readable signature ({error}); wrap it in a Python function"
         ) from error
     for p in parameters:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise ConfigError(
-                f"@algo: {name} takes {p}, but parameters are filled by name; write which of {', '.join(GIVEN)} it takes"
+                f"@algo: {name} has the parameter {p}, but parameters are passed by name; use any of "
+                f"{', '.join(PARAMETERS)}"
             )
-        if p.name not in GIVEN and p.default is p.empty:
-            near = difflib.get_close_matches(p.name, GIVEN, n=1, cutoff=0.5)
+        if p.name not in PARAMETERS and p.default is p.empty:
+            nearest = difflib.get_close_matches(p.name, PARAMETERS, n=1, cutoff=0.5)
             hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"there are: {', '.join(GIVEN)}. Give it a default, or subclass Algorithm"
+                f"did you mean {nearest[0]!r}?"
+                if nearest
+                else f"the known ones are {', '.join(PARAMETERS)}; give it a default, or subclass Algorithm"
             )
-            raise ConfigError(f"@algo: {name} asks for {p.name!r}, which nothing fills; {hint}")
+            raise ConfigError(f"@algo: {name} requires {p.name!r}, which is not passed; {hint}")
     return parameters
 
 
 def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
-    """Make an algorithm of a function, which asks by name for what it needs: `store`, `adapter`, `llm_proxy`, `initial_resources`,
-    `train_dataset`, `val_dataset`.
+    """Decorator that turns a function into an algorithm.
+
+    The function receives those of the following that it has parameters for: `store`, `adapter`, `llm_proxy`,
+    `initial_resources`, `train_dataset`, `val_dataset`.
 
     Example:
         @algo
@@ -127,10 +136,10 @@ def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
             await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id for rollout in queued])
 
     Raises:
-        ConfigError: it is no function, or it has a parameter that cannot be filled by name.
+        ConfigError: it is not a function, or has a required parameter of another name.
     """
     if not callable(function) or isinstance(function, type | Algorithm):
         raise ConfigError(
-            f"@algo decorates a function, not {function!r:.80} of type {type(function).__name__}"
+            f"@algo decorates a function, and got {function!r:.80} of type {type(function).__name__}"
         )
     return FunctionalAlgorithm(function)

@@ -1,14 +1,18 @@
-"""Algorithms that train a policy on rollouts. Each says only what it is; the loop in `raylight.trainer` runs them all."""
+"""Base of the policy-gradient algorithms: their common settings, and the batch that a step trains on.
+
+An algorithm declares settings; the loop in `raylight.trainer` runs it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raylight.algorithms.base import AnyAlgorithm
-from raylight.algorithms.run_settings import RunSettings
-from raylight.config import LearnerConfig
+from raylight.algorithms.base import BaseAlgorithm
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch, scored
 from raylight.experience.remax_baseline import baselines_of
 from raylight.experience.settings import PolicySettings
@@ -16,115 +20,140 @@ from raylight.experience.unused_settings import unread
 from raylight.types import GREEDY, FinishedRollout, RolloutConfig
 
 
-class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
-    """Settings that every policy-gradient algorithm shares.
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of a run besides its algorithm's."""
+
+    engine: EngineConfig
+    learner: LearnerConfig
+    checkpoint: CheckpointConfig
+    seed: int | None = None
+    output_dir: str | Path | None = None
+    outputs: str = "outputs"
+    """Folder in which the run directory is created if there is no `output_dir`."""
+    notes: tuple[str, ...] = ()
+    """Messages for the user at the start of the run."""
+    cpu_fallback: RunSettings | None = None
+    """Settings for a cluster without GPUs; None: the same settings."""
+
+
+class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
+    """Settings of all policy-gradient algorithms.
 
     Args:
-        model: folder of a Hugging Face model, or the name of one in the local cache.
+        model: folder of a Hugging Face model, or its name in the local cache.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range, in conflict with another, or would have no effect.
     """
 
-    refuses_unread: ClassVar[bool] = True
-    """Whether a setting that nothing reads is an error."""
+    rejects_unused_settings: ClassVar[bool] = True
+    """True if a setting that would have no effect is an error."""
 
     model: str
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of one task that are compared with one another."""
+    """Rollouts per task and step; they form a group."""
     tasks_per_step: int = Field(default=16, ge=1)
     n_epochs: int = Field(default=1, ge=1)
-    """Passes over the training tasks, unless `n_steps` says how many steps to take."""
+    """Passes over the training tasks; ignored if `n_steps` is set."""
     n_steps: int | None = Field(default=None, ge=0)
     val_every: int | None = Field(default=10, ge=0)
-    """Steps between validations, beside the one at the end; 0: only that; None: neither."""
+    """Steps between validations, besides the validation after the last step; 0: only the latter; None:
+    neither."""
     val_before_train: bool = True
     val_samples: int = Field(default=1, ge=1)
     """Rollouts per validation task."""
     pass_reward: float = Field(default=1.0, allow_inf_nan=False)
-    """Reward from which a rollout passes, for `val/pass_at_k`."""
+    """Smallest reward of a rollout that passes, for `val/pass_at_k`."""
     best: str | None = "val/reward"
-    """Metric of validation by which the best model is kept in `best/`; None keeps none."""
+    """Validation metric that selects the model kept in `best/`; None keeps none."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether a higher or a lower `best` is better."""
+    """Direction in which `best` improves."""
     patience: int | None = Field(default=None, ge=1)
-    """Training ends early after so many validations in a row in which `best` got no better; None never does."""
+    """Training stops after this many validations in a row without an improvement of `best`; None: never."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """By how much `best` must get better for `patience`."""
+    """Smallest change of `best` that `patience` counts as an improvement."""
     failure_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """Reward of a rollout whose agent failed; None leaves it out. Failures of the infrastructure are always left out."""
+    """Reward of a rollout whose agent failed; None excludes it. Infrastructure failures are always
+    excluded."""
     max_steps_without_signal: int = Field(default=20, ge=1)
-    """Training ends early after so many steps in a row in which no rollout was better than its group."""
+    """Training stops after this many steps in a row in which no rollout differed from its baseline."""
     turn_rewards: bool = False
-    """Train on the rewards that an agent emits before the final one too, each as that of the last call before it."""
+    """Also train on rewards that an agent emits before the final one; each is assigned to the last call
+    before it."""
     max_rounds: int = Field(default=1, ge=1)
-    """Times that new tasks are rolled out for a step until `tasks_per_step` groups have rewards that differ (dynamic sampling,
-    https://arxiv.org/abs/2503.14476). All groups that have are trained, so that a batch may be larger."""
+    """Most rounds of new tasks per step. Rounds are added until `tasks_per_step` groups have rewards that
+    differ (dynamic sampling, https://arxiv.org/abs/2503.14476); all such groups are trained, so a batch may
+    be larger."""
     sampling_parameters: dict[str, Any] = Field(default_factory=dict)
-    """What agents are told to sample with (`LLM.sampling_parameters`), where they declare nothing else for the trained model."""
+    """Default sampling parameters of the trained model (`LLM.sampling_parameters`); an agent's own
+    declaration wins."""
     sync_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline for new weights to reach every engine."""
+    """Deadline in seconds for new weights to reach every engine."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
     """Limits and retries of each rollout."""
 
     @model_validator(mode="after")
-    def _patience_is_read(self) -> Self:
+    def _check_patience(self) -> Self:
         if self.patience is not None and (self.best is None or not self.val_every):
             raise ValueError(
-                "patience counts validations without a better `best`; it needs a metric as best, and val_every"
+                "patience needs validations of a metric: set best to its name and val_every to 1 or more"
             )
         if self.min_delta and self.patience is None:
             raise ValueError("nothing reads min_delta without patience")
         return self
 
     @model_validator(mode="after")
-    def _all_is_read(self) -> Self:
-        if self.refuses_unread and (names := unread(self)):
+    def _check_all_read(self) -> Self:
+        if self.rejects_unused_settings and (names := unread(self)):
             raise ValueError(f"nothing reads {'; '.join(names)}")
         return self
 
-    def adjust_run_settings(self, given: RunSettings) -> RunSettings:
-        """Settings of a run with this algorithm, of those that the Trainer was given."""
-        return given
+    def adjust_run_settings(self, settings: RunSettings) -> RunSettings:
+        """Return the settings of a run with this algorithm, given those of the Trainer."""
+        return settings
 
     def with_epochs(self, n_epochs: int) -> Self:
-        """The same algorithm with another number of passes over the tasks."""
+        """Return a copy with another number of passes over the training tasks."""
         return type(self)(**self.model_dump() | {"n_epochs": n_epochs})
 
     def steps(self, n_train: int) -> int:
-        """Steps of the whole run for a training set of `n_train` tasks."""
+        """Return the number of steps for `n_train` training tasks."""
         if self.n_steps is not None:
             return self.n_steps
         return -(-n_train * self.n_epochs // self.tasks_per_step)
 
     @property
-    def samples_greedily(self) -> bool:
-        """Whether each task is rolled out once more, with the most probable tokens, to be compared with (ReMax)."""
+    def needs_greedy_rollouts(self) -> bool:
+        """True if each task gets one more rollout, with greedy sampling, as the baseline (ReMax)."""
         return self.baseline_kind == "greedy"
 
     def reward_of(self, item: FinishedRollout) -> float | None:
-        """The reward that a rollout is trained with; None leaves it out."""
+        """Return the reward that a rollout is trained with; None excludes the rollout."""
         return scored(item, self.failure_reward)
 
-    def batch_of(
+    def build_train_batch(
         self, finished: list[FinishedRollout], learner: LearnerConfig, trained_agents: str | None = None
     ) -> tuple[TrainBatch, BatchReport]:
-        """What the learners are given of a step's rollouts.
+        """Build the learners' batch from the rollouts of a step.
 
         Args:
-            trained_agents: regular expression for the agents whose calls are trained.
+            trained_agents: regular expression for the agents whose calls are trained; None for all.
 
         Raises:
-            EmptyTraceError: nothing of the scored rollouts can be trained.
-            RowTooLongError: a trajectory is longer than a learner takes.
-            GreedyError: a rollout that should have been greedy was not.
+            EmptyTraceError: no scored rollout has a call that can be trained.
+            RowTooLongError: a row is longer than the learner's limit.
+            GreedyError: a rollout that should be greedy was sampled otherwise.
         """
-        rules = self._rules(learner, trained_agents)
-        if not self.samples_greedily:
+        rules = self._batch_rules(learner, trained_agents)
+        if not self.needs_greedy_rollouts:
             return build_batch(finished, rules, self.reward_of)
         sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
         return build_batch(
             sampled, rules, self.reward_of, baselines_of(finished, self.reward_of, self.turn_rewards)
         )
 
-    def _rules(self, learner: LearnerConfig, trained_agents: str | None) -> BatchRules:
+    def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None) -> BatchRules:
         return BatchRules(
             failure_reward=self.failure_reward,
             min_group=min(self.group_size, 2) if self.baseline_kind == "group" else 1,
@@ -138,8 +167,11 @@ class PolicyAlgorithm(PolicySettings, AnyAlgorithm):
 
 
 class GRPO(PolicyAlgorithm):
-    """Group relative policy optimisation, https://arxiv.org/abs/2402.03300: a rollout's advantage is how much better its reward is
-    than the mean of its group, in units of the group's standard deviation; the loss is PPO's clipped objective."""
+    """Group relative policy optimisation, https://arxiv.org/abs/2402.03300.
+
+    The advantage of a rollout is its reward less the mean of its group, divided by the group's standard
+    deviation. The loss is PPO's clipped objective.
+    """
 
     adv_estimator: Literal["grpo"] = "grpo"
     group_size: int = Field(default=8, ge=2)

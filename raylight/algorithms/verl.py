@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import PrivateAttr
 
-from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.algorithms.run_settings import RunSettings
+from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.verl_config.combine import combine
 from raylight.algorithms.verl_config.resolve import Resolution, resolve
 from raylight.errors import ConfigError
@@ -16,7 +15,8 @@ from raylight.experience.unused_settings import unread
 
 
 class VERL(PolicyAlgorithm):
-    """An algorithm with its engine and learners from verl's nested configuration, whose defaults fill what is not given.
+    """An algorithm with its engine and learners from verl's nested configuration, whose defaults fill what is
+    not given.
 
     Its fields are the settings that the configuration means. docs/verl.md has the table of keys.
 
@@ -28,7 +28,7 @@ class VERL(PolicyAlgorithm):
         ConfigError: a key or a value is not honoured, or does not fit; names the nearest keys that are.
     """
 
-    refuses_unread: ClassVar[bool] = False  # verl reads them as little
+    rejects_unused_settings: ClassVar[bool] = False  # verl ignores them, too
 
     _found: Resolution = PrivateAttr()
     _strict: bool = PrivateAttr()

@@ -52,7 +52,7 @@ async def _round(
 ) -> list[FinishedRollout]:
     progress = report.rolling("train")
     sampled = session.rollout(tasks, "train", algorithm.group_size, progress, step=step, part=part)
-    if not algorithm.samples_greedily:
+    if not algorithm.needs_greedy_rollouts:
         return await sampled
     async with task_group() as group:
         samples = group.create_task(sampled)

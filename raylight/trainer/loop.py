@@ -150,7 +150,7 @@ class Training:
 
     def _batch(self, finished: list[FinishedRollout]) -> tuple[TrainBatch, BatchReport]:
         plan = self._session.plan
-        return self._algorithm.batch_of(finished, plan.learner, plan.trained_agents)
+        return self._algorithm.build_train_batch(finished, plan.learner, plan.trained_agents)
 
     # states, and what to do when learners are lost
 

@@ -100,7 +100,7 @@ class PolicySession(ServedSession):
             sampling_parameters=plan.algorithm.sampling_parameters,
         )
         await self._offer(llm)
-        if plan.algorithm.samples_greedily:
+        if plan.algorithm.needs_greedy_rollouts:
             self._greedy_id = await self._add_greedy_model()
         if not self.start.is_new:
             await self.learners.load_state(self.start.url, self.start.step, self.version)

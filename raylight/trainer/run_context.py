@@ -22,14 +22,14 @@ class TrainerRunContext:
         secret: of the run, from which the keys of attempts derive.
         resources: those of the run, without the model that the algorithm is to serve.
         trained_agents: regular expression for the agents whose calls are trained; None for all.
-        continues: the algorithm's file from which it goes on; None if it begins anew.
+        resume_file: `Algorithm.result_file` of the run to resume; None for a new run.
     """
 
     report: Report
     secret: str
     resources: NamedResources
     trained_agents: str | None
-    continues: Path | None = None
+    resume_file: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -42,7 +42,7 @@ class TrainerRunContext:
     def model_path(self, model: str) -> str:
         return resolve_model(model)
 
-    def with_model(self, llm: LLM) -> NamedResources:
+    def resources_with(self, llm: LLM) -> NamedResources:
         return with_policy(self.resources, llm)
 
     def report_failures(self, finished: list[FinishedRollout]) -> None:
@@ -52,7 +52,7 @@ class TrainerRunContext:
         self.report_failures(finished)
         raise_if_hopeless(finished, failure_reward)
 
-    def describe(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
+    def batch_metrics(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
         self.report.drift(content)
         return describe(finished, content, seconds)
 

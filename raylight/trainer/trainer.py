@@ -13,10 +13,9 @@ from typing import Any, Literal, cast, get_args
 
 from raylight.agent.hooks import Hook, HookSet
 from raylight.agent.resources import NamedResources
-from raylight.algorithms.base import Algorithm, AnyAlgorithm, FastAlgorithm
+from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
-from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.algorithms.run_settings import RunSettings
+from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.components import build_component
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, RaylightError
@@ -409,7 +408,7 @@ def _algorithm(given: Any, num_epochs: int | None) -> Trains | None:
     Raises:
         ConfigError: it is none, or would not read `num_epochs`.
     """
-    algorithm: Any = None if given is None else build_component(given, AnyAlgorithm, "algorithm")
+    algorithm: Any = None if given is None else build_component(given, BaseAlgorithm, "algorithm")
     if num_epochs is None:
         return algorithm
     if algorithm is None:

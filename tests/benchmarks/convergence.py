@@ -174,7 +174,7 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
         curve.append(
             statistics.fmean(item.reward or 0.0 for item in finished if not item.rollout.metadata.get(GREEDY))
         )
-        batch, report = algorithm.batch_of(finished, learner)
+        batch, report = algorithm.build_train_batch(finished, learner)
         if report.has_signal:
             policy.update(batch)
             weights = policy.export()

@@ -20,7 +20,7 @@ from raylight.algorithms.apo.history import History
 from raylight.algorithms.apo.report import show
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.base import Algorithm
-from raylight.algorithms.baseline import listed
+from raylight.algorithms.baseline import as_list
 from raylight.errors import ConfigError, DatasetError, PromptError
 from raylight.traces.messages import TraceToMessages
 from raylight.types import RolloutMode
@@ -167,7 +167,7 @@ class APO(Algorithm):
             CheckpointError: the search to go on with is of another prompt or other tasks.
             RolloutsFailedError: a batch of rollouts was lost, or gave no reward.
         """
-        train, val = listed(train_dataset, "train_dataset"), listed(val_dataset, "val_dataset")
+        train, val = as_list(train_dataset, "train_dataset"), as_list(val_dataset, "val_dataset")
         for name, tasks in (("train_dataset", train), ("val_dataset", val)):
             if not tasks:
                 raise DatasetError(
@@ -180,7 +180,7 @@ class APO(Algorithm):
             raise PromptError(f"resource {name!r}: {error}") from None
         side = self._run_context
         folder = None if side is None else side.folder
-        history = self._begin(seed, name, _digest(val), None if side is None else side.continues)
+        history = self._begin(seed, name, _digest(val), None if side is None else side.resume_file)
         self.history = history
         console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
         datasets: dict[RolloutMode, Sequence[Any]] = {"train": train, "val": val}

@@ -36,7 +36,7 @@ async def train(
     try:
         async with Endpoint(engine, store, side.secret, settings.host, settings.port) as endpoint:
             llm = LLM(endpoint=endpoint.url, model=MODEL_NAME, traced=True)
-            await store.add_resources(side.with_model(llm))
+            await store.add_resources(side.resources_with(llm))
             side.stage(f"the model answers at {endpoint.url}")
             await Loop(settings, store, side, engine, tuner, endpoint).run(tasks, val_tasks)
     finally:
@@ -95,7 +95,7 @@ class Loop:
         rolled_out = time.perf_counter()
         rules = BatchRules(settings.failure_reward, min_group=2, trained_agents=side.trained_agents)
         batch, content = build_batch(finished, rules)
-        metrics = side.describe(finished, content, rolled_out - started)
+        metrics = side.batch_metrics(finished, content, rolled_out - started)
         if not content.has_signal:
             return metrics, False
         metrics |= await self._engine.train(lambda version: self._tuner.update(batch, version))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from raylight.algorithms.run_settings import RunSettings
+from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.verl_config.convert import ROLLOUT
 from raylight.algorithms.verl_config.resolve import Resolution
 from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig

@@ -135,8 +135,8 @@ def test_the_split_of_samples(n_train: int, n_val: int, split: float, modes: str
 @pytest.mark.parametrize(
     ("datasets", "message"),
     [
-        (([], []), "nothing to run the agent on; give a train_dataset or a val_dataset"),
-        ((None, None), "nothing to run the agent on"),
+        (([], []), "no samples to run the agent on; give a train_dataset or a val_dataset"),
+        ((None, None), "no samples to run the agent on"),
         (("text", None), "train_dataset is a str; pass a list"),
         (([1], iter([1])), "val_dataset is a list_iterator; pass a list"),
     ],
@@ -343,7 +343,7 @@ async def test_the_adapter_is_tried_on_the_spans(capsys: pytest.CaptureFixture) 
     baseline.set_adapter(Names())
     async with runner(store, lambda rollout: 1.0):
         await baseline.run([1])
-    assert f"Names makes of it: ['step', '{ANNOTATION}']" in capsys.readouterr().out
+    assert f"Names returns: ['step', '{ANNOTATION}']" in capsys.readouterr().out
 
 
 async def test_it_tells_that_nobody_takes_the_rollouts(capsys: pytest.CaptureFixture) -> None:
@@ -355,7 +355,7 @@ async def test_it_tells_that_nobody_takes_the_rollouts(capsys: pytest.CaptureFix
             await asyncio.sleep(0.01)
             printed += capsys.readouterr().out
         assert (
-            "0/2 finished; 0 running, 2 waiting for a runner (no runner takes them: are there any?)"
+            "0/2 finished; 0 running, 2 waiting for a runner (no rollout is running; check that runners are alive)"
             in printed
         )
         async with runner(store, lambda rollout: 1.0):

@@ -53,10 +53,10 @@ def test_its_settings_are_validated(settings: dict[str, Any], message: str) -> N
 def test_its_batches_follow_the_declared_baseline() -> None:
     algorithm = BestOfGroup(model=MODEL)
     alone = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
-    assert not algorithm.batch_of(alone, LearnerConfig())[1].has_signal
+    assert not algorithm.build_train_batch(alone, LearnerConfig())[1].has_signal
     equal = [make_finished(1.0, group="a"), make_finished(1.0, group="a")]
-    assert not algorithm.batch_of(equal, LearnerConfig())[1].has_signal
-    batch, report = algorithm.batch_of([*equal, make_finished(0.0, group="a")], LearnerConfig())
+    assert not algorithm.build_train_batch(equal, LearnerConfig())[1].has_signal
+    batch, report = algorithm.build_train_batch([*equal, make_finished(0.0, group="a")], LearnerConfig())
     assert (batch.rewards, report.has_signal) == ([1.0, 1.0, 0.0], True)
 
 

@@ -69,8 +69,8 @@ def test_every_algorithm_is_offered_with_its_paper_and_needs_a_model_only(name: 
             "ReinforcePlusPlusBaseline",
             {"adv_estimator": "reinforce_plus_plus_baseline", "kl_type": "k2", "baseline_kind": "group"},
         ),
-        ("ReMax", {"adv_estimator": "remax", "samples_greedily": True, "group_size": 1}),
-        ("OPO", {"adv_estimator": "opo", "samples_greedily": False}),
+        ("ReMax", {"adv_estimator": "remax", "needs_greedy_rollouts": True, "group_size": 1}),
+        ("OPO", {"adv_estimator": "opo", "needs_greedy_rollouts": False}),
         ("GPG", {"adv_estimator": "gpg", "loss_mode": "gpg"}),
         (
             "GSPO",
@@ -175,7 +175,9 @@ def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float
     dapo = rl.DAPO(model="m", max_response_tokens=100, overlong_buffer=20, overlong_factor=0.5)
     assert dapo.reward_of(long_rollout(tokens)) == pytest.approx(reward)
     assert rl.DAPO(model="m").reward_of(long_rollout(tokens)) == 1.0
-    batch, _ = dapo.batch_of([long_rollout(tokens), long_rollout(10), make_finished(0.0)], LearnerConfig())
+    batch, _ = dapo.build_train_batch(
+        [long_rollout(tokens), long_rollout(10), make_finished(0.0)], LearnerConfig()
+    )
     assert batch.rewards == pytest.approx([reward, 1.0, 0.0])
 
 
@@ -196,9 +198,9 @@ def test_settings_of_length_that_do_not_fit_are_refused(given: dict[str, Any], m
 
 def test_an_algorithm_without_groups_learns_from_single_rollouts() -> None:
     single = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
-    assert not rl.GRPO(model="m").batch_of(single, LearnerConfig())[1].has_signal
+    assert not rl.GRPO(model="m").build_train_batch(single, LearnerConfig())[1].has_signal
     for algorithm in (rl.PPO(model="m"), rl.ReinforcePlusPlus(model="m")):
-        batch, told = algorithm.batch_of(single, LearnerConfig())
+        batch, told = algorithm.build_train_batch(single, LearnerConfig())
         assert (batch.rewards, told.has_signal) == ([1.0, 0.0], True)
 
 
@@ -207,7 +209,10 @@ def test_a_batch_follows_the_learners_limit() -> None:
         dataclasses.replace(make_finished(r), generations=[make_generation([1], [2] * 9)]) for r in (0.0, 1.0)
     ]
     learner = LearnerConfig(max_row_tokens=4, long_rows="truncate")
-    assert [len(row.token_ids) for row in rl.GRPO(model="m").batch_of(long, learner)[0].rows] == [4, 4]
+    assert [len(row.token_ids) for row in rl.GRPO(model="m").build_train_batch(long, learner)[0].rows] == [
+        4,
+        4,
+    ]
 
 
 def greedy(reward: float, group: str) -> FinishedRollout:
@@ -225,7 +230,7 @@ def test_the_greedy_rollouts_of_remax_are_compared_with_and_not_trained() -> Non
         greedy(0.5, "a"),
         greedy(0.25, "b"),
     ]
-    batch, told = rl.ReMax(model="m").batch_of(finished, LearnerConfig())
+    batch, told = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
     assert (batch.rewards, batch.baselines, len(batch.rows), told.trained) == ([1.0, 0.0], [0.5, 0.25], 2, 2)
 
 
@@ -288,7 +293,7 @@ def test_groups_without_a_difference_are_made_up_for_by_new_tasks() -> None:
     finished, rolled, left = gathered(dapo, [SAME, OTHER], [SAME, SAME], [OTHER, OTHER], [OTHER, OTHER])
     assert [part for *_, part in rolled] == [0, 1, 2]
     assert (len(finished), left, groups_that_differ(finished, dapo)) == (12, 1, 3)
-    batch, told = dapo.batch_of(finished, LearnerConfig())
+    batch, told = dapo.build_train_batch(finished, LearnerConfig())
     assert (len(batch.rewards), told.groups, told.groups_without_signal, told.equal) == (6, 6, 3, 6)
 
 
@@ -306,5 +311,5 @@ def test_an_agent_that_always_fails_is_not_given_more_tasks() -> None:
 def test_remax_rolls_each_task_out_once_more() -> None:
     finished, rolled, _ = gathered(rl.ReMax(model="m"), [[1], [0]])
     assert sorted(rolled) == [("greedy", 2, 3, 0), ("sampled", "train", 1, 3, 0)]
-    batch, told = rl.ReMax(model="m").batch_of(finished, LearnerConfig())
+    batch, told = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
     assert (batch.rewards, batch.baselines, told.alone) == ([1.0, 0.0], [0.5, 0.5], 0)

@@ -320,8 +320,8 @@ def test_the_transformers_engine_by_its_name() -> None:
 
 
 def test_remax_has_its_greedy_rollouts() -> None:
-    assert VERL(BASE | {"algorithm.adv_estimator": "remax"}).samples_greedily
-    assert not VERL(BASE).samples_greedily
+    assert VERL(BASE | {"algorithm.adv_estimator": "remax"}).needs_greedy_rollouts
+    assert not VERL(BASE).needs_greedy_rollouts
 
 
 # beside the Trainer's own arguments

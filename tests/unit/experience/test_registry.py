@@ -114,7 +114,7 @@ def test_an_estimator_declares_its_baseline() -> None:
     advantage_estimator("own_of_groups", baseline_kind="group")(of_groups)
     advantage_estimator("own_greedy")(of_greedy_rollouts)
     algorithm = PolicyAlgorithm(model="m", adv_estimator="own_greedy")
-    assert (algorithm.baseline_kind, algorithm.samples_greedily) == ("greedy", True)
+    assert (algorithm.baseline_kind, algorithm.needs_greedy_rollouts) == ("greedy", True)
     assert PolicySettings(adv_estimator="own_of_groups").baseline_kind == "group"
     assert PolicySettings(adv_estimator="own_plain").baseline_kind == "none"
     with pytest.raises(ConfigError, match="baseline_kind='batch' and a parameter reward_baselines"):

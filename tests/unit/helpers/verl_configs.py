@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from raylight.algorithms.run_settings import RunSettings
+from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.verl import VERL
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 

@@ -75,7 +75,7 @@ async def test_a_dataset_that_a_function_does_not_take_ends_the_run(
 
     def plain(store: Any) -> None: ...
 
-    with pytest.raises(TypeError, match="got a val_dataset, which it does not take"):
+    with pytest.raises(TypeError, match="has no parameter val_dataset, but a val_dataset was given"):
         await carry_out(rl.algo(coroutine if asynchronous else plain), planned_runs, tmp_path, None, [1])
 
 

@@ -138,7 +138,7 @@ class SideOf:
     """As much of a run as a search that goes on needs."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.continues = folder, folder / "apo.json"
+        self.folder, self.resume_file = folder, folder / "apo.json"
         self.rows: dict[int, dict[str, float]] = {}
 
     def report_failures(self, finished: list[FinishedRollout]) -> None: ...
