@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from docs_snippets import DOCS, Snippet, snippet
 from packaging.version import Version
+from ray_cluster import Cluster
 from scripted_model import scripted_model
 
 import raylight as rl
@@ -70,13 +71,9 @@ def agent_of(block: Snippet) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_cluster() -> Iterator[None]:
-    import ray
-
-    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}}
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here)
-    yield
-    ray.shutdown()
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    with shared_cluster.connected(import_path=Path(__file__).parent, LITELLM_LOCAL_MODEL_COST_MAP="True"):
+        yield
 
 
 @pytest.fixture(scope="module")

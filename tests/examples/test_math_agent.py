@@ -1,19 +1,23 @@
-"""The math agent in every client library, on real Ray, with a real MCP server, against a scripted model behind raylight's proxy."""
+"""The math agent in every client library, on real Ray, with a real MCP server, against a scripted model behind raylight's gateway.
+
+All tests read one run, in which each task names its client library and its MCP server.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from math_helpers import ROOT, Script, ScriptedModel, first_step, logging_command, solving, wrong
+import pytest_asyncio
+from math_helpers import ROOT, ScriptedModel, first_step, logging_command, solving, text_of, wrong
+from ray_cluster import Cluster
 
 import raylight as rl
-from examples.math_agent.agent import math_agent
 from examples.math_agent.clients import CLIENTS
 from examples.math_agent.config import DATA, MathSettings
 from raylight.semconv import CHAT_SPAN, INPUT_MESSAGES, RESPONSE_ID, TOOL_DEFINITIONS
@@ -22,10 +26,13 @@ from raylight.trainer.data_files import read_tasks
 from raylight.types import FinishedRollout
 
 TASKS = [task for split in ("train", "val", "test") for task in read_tasks(DATA / f"{split}.jsonl")]
-ONE_STEP = [task for task in TASKS if task["source"] == "raylight/recipe"][:2]
+TASKS_OF_ONE_STEP = [task for task in TASKS if task["source"] == "raylight/recipe"]
 """Their first calculation gives the answer."""
+ONE_STEP, MISTRUSTED, FATAL = TASKS_OF_ONE_STEP[:2], TASKS_OF_ONE_STEP[2:3], TASKS_OF_ONE_STEP[3]
 TWO_STEPS = next(task for task in TASKS if task["source"] == "raylight/shopping")
-"""Its first calculation does not."""
+"""Its first calculation does not give the answer."""
+SOLVED = [*ONE_STEP, TWO_STEPS]
+MISTRUSTED_QUESTIONS = {task["question"] for task in MISTRUSTED}
 FATAL_SERVER = """
 import os, sys
 from mcp.server.mcpserver import MCPServer
@@ -38,34 +45,64 @@ server.run("stdio")
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def a_cluster() -> Iterator[None]:
-    import ray
+@dataclass(frozen=True)
+class Run:
+    """One evaluation of the agent.
 
-    here = {"env_vars": {"PYTHONPATH": str(ROOT)}}  # the runners import the agent
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here)
-    yield
-    ray.shutdown()
+    Attributes:
+        figures: what `Trainer.evaluate` returned.
+        items: the finished rollouts by client and kind of task: "solved", "mistrusted", "fatal", "absent".
+        calls: the calls that the MCP server of a client's solved tasks received.
+        model: the scripted model, with the requests that it received.
+    """
+
+    figures: dict[str, Any]
+    items: dict[tuple[str, str], list[FinishedRollout]]
+    calls: dict[str, list[dict[str, Any]]]
+    model: ScriptedModel
 
 
-def score(
-    client: Any, script: Script, command: tuple[str, ...], tasks: list[Any], folder: Path
-) -> tuple[dict[str, Any], ScriptedModel]:
-    """Have the agent solve the tasks with a scripted model, and keep what is written into `folder`."""
-    settings = MathSettings(client=client, mcp_command=command)
-    with ScriptedModel(script) as model:
-        trainer = rl.Trainer(
-            engine={"kind": "upstream", "url": model.url},
-            n_runners=1,
-            output_dir=folder,
-            progress=False,
-            initial_resources={"settings": settings},
-        )
-        return trainer.evaluate(math_agent, tasks, model="scripted", sampling={"temperature": 0.5}), model
+def tasks_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the tasks: three to solve and a fatal one for each client, one to get wrong, and one without a server."""
+    fatal = folder / "fatal.py"
+    fatal.write_text(FATAL_SERVER)
+    tasks: list[dict[str, Any]] = []
+
+    def add(kind: str, client: str, command: tuple[str, ...], *chosen: dict[str, Any]) -> None:
+        tasks.extend({**task, "kind": kind, "client": client, "command": command} for task in chosen)
+
+    for client in CLIENTS:
+        add("solved", client, logging_command(folder / f"{client}.jsonl"), *SOLVED)
+        add("fatal", client, (sys.executable, str(fatal)), FATAL)
+    add("mistrusted", "openai", logging_command(folder / "mistrusted.jsonl"), *MISTRUSTED)
+    add("absent", "openai", (str(folder / "nothing"),), FATAL)
+    return tasks
+
+
+def script(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Answer the mistrusted questions wrongly, and all others with what the calculator returns."""
+    if any(text_of(message) in MISTRUSTED_QUESTIONS for message in messages):
+        return wrong(messages, tools)
+    return solving({FATAL["question"]: "1+1"} | {task["question"]: first_step(task) for task in SOLVED})(
+        messages, tools
+    )
+
+
+def agent_of_tasks() -> Any:
+    """The math agent with the client and the MCP server of its task. A local function, so that it is pickled by value."""
+
+    @rl.rollout
+    async def math_agent_of_task(task: dict, llm: rl.LLM, settings: Any) -> float:
+        from examples.math_agent.agent import math_agent
+
+        chosen = {"client": task["client"], "mcp_command": tuple(task["command"])}
+        return await math_agent(task, llm, settings.model_copy(update=chosen))
+
+    return math_agent_of_task
 
 
 async def read(folder: Path) -> list[FinishedRollout]:
-    """What the store has of the rollouts, in the order of their tasks."""
+    """Return the rollouts in the store, in the order of their tasks."""
     service = rl.StoreService(str(folder / "eval.db"), read_only=True)
     store = rl.StoreClient(service)
     ids = [json.loads(line)["rollout_id"] for line in (folder / "eval.jsonl").read_text().splitlines()]
@@ -74,75 +111,85 @@ async def read(folder: Path) -> list[FinishedRollout]:
     return found
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def run(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("math")
+    with shared_cluster.connected(import_path=ROOT), ScriptedModel(script) as model:
+        trainer = rl.Trainer(
+            engine={"kind": "upstream", "url": model.url},
+            n_runners=1,
+            output_dir=folder,
+            progress=False,
+            initial_resources={"settings": MathSettings()},
+        )
+        figures = trainer.evaluate(
+            agent_of_tasks(), tasks_in(folder), model="scripted", sampling={"temperature": 0.5}
+        )
+    items: dict[tuple[str, str], list[FinishedRollout]] = {}
+    for item in await read(folder):
+        task = item.rollout.input
+        items.setdefault((task["client"], task["kind"]), []).append(item)
+    calls = {
+        client: [json.loads(line) for line in (folder / f"{client}.jsonl").read_text().splitlines()]
+        for client in CLIENTS
+    }
+    return Run(figures, items, calls, model)
+
+
+def captured(item: FinishedRollout) -> list[rl.Span]:
+    return [span for span in item.spans if span.name == CHAT_SPAN]
+
+
+def error_of(item: FinishedRollout) -> str:
+    assert item.reward is None
+    return item.rollout.attempt.failure.error
+
+
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_every_client_calls_the_tool_and_is_rewarded_for_the_answer(
-    client: str, tmp_path: Path
-) -> None:
-    tasks, log = [*ONE_STEP, TWO_STEPS], tmp_path / "calls.jsonl"
-    figures, model = score(
-        client,
-        solving({task["question"]: first_step(task) for task in tasks}),
-        logging_command(log),
-        tasks,
-        tmp_path,
-    )
-    finished = await read(tmp_path)
+def test_every_client_calls_the_tool_and_is_rewarded_for_the_answer(client: str, run: Run) -> None:
+    solved, calls = run.items[client, "solved"], run.calls[client]
+    assert [item.reward for item in solved] == [1.0, 1.0, 0.0]
+    assert sorted(call["expression"] for call in calls) == sorted(first_step(task) for task in SOLVED)
 
-    assert [item.reward for item in finished] == [1.0, 1.0, 0.0]
-    assert figures["rewards"]["reward"]["mean"] == pytest.approx(2 / 3)
-    calls = [json.loads(line) for line in log.read_text().splitlines()]  # noted by the server's process
-    assert sorted(call["expression"] for call in calls) == sorted(first_step(task) for task in tasks)
-
-    captured = [[span for span in item.spans if span.name == CHAT_SPAN] for item in finished]
-    assert [len(spans) for spans in captured] == [2, 2, 2]
-    assert sorted(span.attributes[RESPONSE_ID] for spans in captured for span in spans) == sorted(model.ids)
+    spans = [captured(item) for item in solved]
+    assert [len(pair) for pair in spans] == [2, 2, 2]
     by_expression = {call["expression"]: call["result"] for call in calls}
-    for task, (asked, answered) in zip(tasks, captured, strict=True):
-        assert "calculate" in asked.attributes[TOOL_DEFINITIONS]
-        returned = json.loads(answered.attributes[INPUT_MESSAGES])[-1]
+    for task, (first, second) in zip(SOLVED, spans, strict=True):
+        assert "calculate" in first.attributes[TOOL_DEFINITIONS]
+        returned = json.loads(second.attributes[INPUT_MESSAGES])[-1]
         assert returned["role"] == "tool"
         assert by_expression[first_step(task)] in json.dumps(returned["content"])
-    assert all(request["temperature"] == 0.5 for request in model.requests)
 
 
-async def test_chats_of_agent_framework_are_the_captured_calls(tmp_path: Path) -> None:
-    task = ONE_STEP[0]
-    _, model = score(
-        "agent_framework",
-        solving({task["question"]: first_step(task)}),
-        logging_command(tmp_path / "log"),
-        [task],
-        tmp_path,
-    )
-    (finished,) = await read(tmp_path)
-    chats = [span for span in finished.spans if span.name.startswith("chat ")]
-    assert [span.attributes[RESPONSE_ID] for span in chats] == model.ids
-    tree = SpanTree.from_spans(finished.spans)
+def test_every_call_is_captured_once_with_the_run_s_sampling(run: Run) -> None:
+    spans = [span for items in run.items.values() for item in items for span in captured(item)]
+    assert sorted(span.attributes[RESPONSE_ID] for span in spans) == sorted(run.model.ids)
+    assert all(request["temperature"] == 0.5 for request in run.model.requests)
+
+
+def test_chats_of_agent_framework_are_the_captured_calls(run: Run) -> None:
+    item = run.items["agent_framework", "solved"][0]
+    ids = [span.attributes[RESPONSE_ID] for span in captured(item)]
+    chats = [span for span in item.spans if span.name.startswith("chat ")]
+    assert [span.attributes[RESPONSE_ID] for span in chats] == ids
+    tree = SpanTree.from_spans(item.spans)
     tree.repair_hierarchy()
-    assert tree.agents_of_responses() == dict.fromkeys(model.ids, "calculator")
-    assert any(span.name == "execute_tool calculate" for span in finished.spans)
+    assert tree.agents_of_responses() == dict.fromkeys(ids, "calculator")
+    assert any(span.name == "execute_tool calculate" for span in item.spans)
 
 
-async def test_a_wrong_answer_is_worth_nothing(tmp_path: Path) -> None:
-    figures, _ = score("openai", wrong, logging_command(tmp_path / "log"), ONE_STEP, tmp_path)
-    assert figures["rewards"]["reward"]["mean"] == 0.0
-    assert figures["failed"] == 0
+def test_a_wrong_answer_is_worth_nothing(run: Run) -> None:
+    assert [item.reward for item in run.items["openai", "mistrusted"]] == [0.0]
+    assert run.figures["rewards"]["reward"]["mean"] == pytest.approx(8 / 13)
+    assert run.figures["failed"] == len(CLIENTS) + 1
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_a_server_that_dies_fails_the_rollout_and_scores_nothing(client: str, tmp_path: Path) -> None:
-    fatal = tmp_path / "fatal.py"
-    fatal.write_text(FATAL_SERVER)
-    task = ONE_STEP[0]
-    with pytest.raises(
-        rl.errors.RolloutsFailedError, match=r"CalculatorError.*was lost in a call: Connection closed"
-    ):
-        score(client, solving({task["question"]: "1+1"}), (sys.executable, str(fatal)), [task], tmp_path)
-    (finished,) = await read(tmp_path)
-    assert finished.reward is None
-    assert str(fatal) in finished.rollout.attempt.failure.error
+def test_a_server_that_dies_fails_the_rollout_and_scores_nothing(client: str, run: Run) -> None:
+    (item,) = run.items[client, "fatal"]
+    assert re.search(r"CalculatorError.*fatal\.py.* was lost in a call: Connection closed", error_of(item))
 
 
-async def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
-    with pytest.raises(rl.errors.RolloutsFailedError, match=r"CalculatorError.*did not start.*No such file"):
-        score("openai", wrong, (os.path.join(tmp_path, "nothing"),), [ONE_STEP[0]], tmp_path)
+def test_a_server_that_does_not_start_fails_the_rollout(run: Run) -> None:
+    (item,) = run.items["openai", "absent"]
+    assert re.search(r"CalculatorError.*did not start.*No such file", error_of(item))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_cluster import Cluster
 from tau2_helpers import OF_OPENING, TASKS, Refused, ScriptedServer, facts_told, solving, using, wanting
 
 import raylight as rl
@@ -86,19 +87,16 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture(scope="module")
-def rolled(server: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRollout]:
+def rolled(
+    server: ScriptedServer, shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, FinishedRollout]:
     """All tasks, with an assistant and a user on one endpoint under two names, each behind a proxy of its own."""
-    import ray
-
     resources = {
         "llm": rl.LLM(endpoint=server.url, model="clerk", api_key=KEY, traced=True),
         "user": rl.LLM(endpoint=server.url, model="customer", api_key=KEY, traced=True),
     }
     algorithm = Roll()
-    here = {"env_vars": {"PYTHONPATH": str(ROOT)}}  # the runners import the agent
-    with ray.init(
-        address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here
-    ):
+    with shared_cluster.connected(import_path=ROOT):  # the runners import the agent
         trainer = rl.Trainer(
             algorithm=algorithm,
             output_dir=tmp_path_factory.mktemp("run"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_cluster import Cluster
 
 import raylight as rl
 from raylight.types import FinishedRollout
@@ -17,13 +18,9 @@ LLM = {"llm": rl.LLM(endpoint="http://unused", model="fixed")}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_cluster() -> Iterator[None]:
-    import ray
-
-    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # the runners import the classes below
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here)
-    yield
-    ray.shutdown()
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    with shared_cluster.connected(import_path=Path(__file__).parent):  # the runners import the classes below
+        yield
 
 
 class Roll(rl.FastAlgorithm):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from ray_cluster import Cluster
 from scripted_models import elsewhere
 
 import raylight as rl
@@ -21,12 +22,9 @@ SEED = rl.PromptTemplate(template="What is {a} and {b}?")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_cluster() -> Iterator[None]:
-    import ray
-
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)
-    yield
-    ray.shutdown()
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    with shared_cluster.connected():
+        yield
 
 
 def apo(url: str, **settings: Any) -> rl.APO:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cluster
+from ray_cluster import Cluster
 
 import raylight as rl
 from raylight import errors

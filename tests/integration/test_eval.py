@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, Cluster
+from ray_cluster import BIN, Cluster
 
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions

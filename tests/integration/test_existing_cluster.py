@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cluster, eventually
+from ray_cluster import Cluster, eventually
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -240,3 +240,4 @@ def test_a_driver_killed_outright_leaves_nothing(cluster: Cluster, tmp_path: Pat
             driver.wait()
     # Serve itself stays, as for every Serve application whose driver is gone
     cluster.assert_clean(allowed=("SERVE_CONTROLLER", "SERVE_PROXY", "HAProxy", "haproxy"))
+    cluster.stop_serve()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BIN, Cluster, eventually
+from ray_cluster import BIN, Cluster, eventually
 
 import raylight as rl
 from raylight.errors import ConfigError, PlacementError, RunnerLostError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import BIN, eventually
+from ray_cluster import BIN, eventually
 
 from raylight.serving.deploy.ingress import PROXY_PORTS
 

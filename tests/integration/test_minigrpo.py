@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from ray_cluster import Cluster
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -16,14 +17,11 @@ from raylight.quickstart.agent import adder
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_cluster() -> Iterator[None]:
-    import ray
-
+def connected(shared_cluster: Cluster) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)
-    yield
-    ray.shutdown()
+    with shared_cluster.connected():
+        yield
     torch.set_num_threads(threads)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 import ray
-from conftest import Cluster
 from ray.util.state import list_actors
+from ray_cluster import Cluster
 
 from raylight.agent.keys import attempt_path, scoped_key
 from raylight.config import EngineConfig, StoreConfig

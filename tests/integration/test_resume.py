@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import eventually
+from ray_cluster import eventually
 
 SCRIPT = Path(__file__).parent / "resumed_run.py"
 STEPS = 8

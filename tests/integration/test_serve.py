@@ -12,7 +12,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from conftest import BIN
+from ray_cluster import BIN
 
 from raylight.quickstart import STARTER_MODEL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from ray_cluster import free_port
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL

@@ -1,21 +1,13 @@
-"""One local Ray for all tests of a module here."""
+"""A connection to the shared Ray cluster, which the runs of a module join."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray_cluster import Cluster
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    """Runs join it; the runners may import the modules that are here."""
-    import ray
-
-    before = os.environ.pop("RAY_ADDRESS", None)
-    here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}
-    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, runtime_env=here)
-    yield
-    ray.shutdown()
-    if before:
-        os.environ["RAY_ADDRESS"] = before
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    with shared_cluster.connected(import_path=Path(__file__).parent):  # the runners import the modules here
+        yield
