@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_cluster import Cluster
+from ray_cluster import Cluster, eventually
 
 import raylight as rl
 from raylight.types import FinishedRollout
@@ -228,7 +228,7 @@ async def test_train_can_be_awaited_and_cancelled(tmp_path: Path) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert not ray.util.list_named_actors(all_namespaces=True)
+    eventually(lambda: not ray.util.list_named_actors(all_namespaces=True), 20, "the end of the run's actors")
 
 
 @pytest.mark.slow
