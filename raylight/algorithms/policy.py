@@ -13,10 +13,10 @@ from pydantic import Field, model_validator
 
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
-from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch, scored
-from raylight.experience.remax_baseline import baselines_of
+from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
+from raylight.experience.rewards import effective_reward, greedy_baselines
 from raylight.experience.settings import PolicySettings
-from raylight.experience.unused_settings import unread
+from raylight.experience.unused_settings import unused_settings
 from raylight.types import GREEDY, FinishedRollout, RolloutConfig
 
 
@@ -105,7 +105,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     @model_validator(mode="after")
     def _check_all_read(self) -> Self:
-        if self.rejects_unused_settings and (names := unread(self)):
+        if self.rejects_unused_settings and (names := unused_settings(self)):
             raise ValueError(f"nothing reads {'; '.join(names)}")
         return self
 
@@ -130,7 +130,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     def reward_of(self, item: FinishedRollout) -> float | None:
         """Return the reward that a rollout is trained with; None excludes the rollout."""
-        return scored(item, self.failure_reward)
+        return effective_reward(item, self.failure_reward)
 
     def build_train_batch(
         self, finished: list[FinishedRollout], learner: LearnerConfig, trained_agents: str | None = None
@@ -150,7 +150,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             return build_batch(finished, rules, self.reward_of)
         sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
         return build_batch(
-            sampled, rules, self.reward_of, baselines_of(finished, self.reward_of, self.turn_rewards)
+            sampled, rules, self.reward_of, greedy_baselines(finished, self.reward_of, self.turn_rewards)
         )
 
     def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None) -> BatchRules:

@@ -11,7 +11,7 @@ from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.verl_config.combine import combine
 from raylight.algorithms.verl_config.resolve import Resolution, resolve
 from raylight.errors import ConfigError
-from raylight.experience.unused_settings import unread
+from raylight.experience.unused_settings import unused_settings
 
 
 class VERL(PolicyAlgorithm):
@@ -48,7 +48,7 @@ class VERL(PolicyAlgorithm):
             ConfigError: the Trainer and the configuration contradict each other.
         """
         settings = combine(self._found, given, self._strict)
-        notes = tuple(f"nothing reads {name}" for name in unread(self))
+        notes = tuple(f"nothing reads {name}" for name in unused_settings(self))
         return replace(settings, notes=(*settings.notes, *notes))
 
     def with_epochs(self, n_epochs: int) -> Self:

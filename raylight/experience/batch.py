@@ -1,4 +1,4 @@
-"""What a learner group is given for one update: the trajectories of a batch of rollouts. No torch."""
+"""Training batches: the trajectories, rewards and groups of finished rollouts, for one update of the learner group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.registry import BaselineKind
-from raylight.experience.row_limit import LongRows, RowLimit
+from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
+from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import Relation, Trajectories, build_trajectories
-from raylight.experience.turn_rewards import TurnReward, turn_rewards_of
 from raylight.traces.trained_agents import filter_generations
 from raylight.types import FinishedRollout, Trajectory
 
-COUNTED_AS: dict[Relation, str] = {
+RELATION_COUNTERS: dict[Relation, str] = {
     "extension": "extensions",
     "fork": "forks",
     "drift_ending": "drifts_ending",
@@ -24,15 +24,16 @@ COUNTED_AS: dict[Relation, str] = {
     "drift_header": "drifts_header",
     "restart": "restarts",
 }
-"""Fields of the report that count the relations of calls."""
+"""Fields of `BatchReport` that count the relations of calls."""
 
 
 @dataclass(frozen=True)
 class TrainBatch:
     """Rollouts with their rewards and trajectories.
 
-    `rewards`, `groups` and `baselines` have one entry per rollout; `rows` are trajectories and `owners[i]` is the rollout that row
-    i is of. A rollout may own several rows, or none where they were too long; its advantage is computed once and shared by them.
+    `rewards`, `groups` and `baselines` have one entry per rollout. `rows` are trajectories, and `owners[i]` is the index of
+    the rollout that row i belongs to. A rollout may own several rows, or none if they were too long. Its advantage is computed
+    once and shared by its rows.
     """
 
     rewards: list[float]
@@ -40,21 +41,25 @@ class TrainBatch:
     rows: list[Trajectory]
     owners: list[int]
     turn_rewards: list[TurnReward] = field(default_factory=list)
-    """Rewards beside the final ones, which are in `rewards`."""
+    """Rewards in addition to the final ones, which are in `rewards`."""
     baselines: list[float] | None = None
-    """What a rollout's reward is compared with where that is not made of the others' rewards (ReMax)."""
+    """Baseline reward of each rollout, for estimators that do not derive it from the batch (ReMax)."""
 
 
 @dataclass(frozen=True)
 class BatchRules:
-    """What becomes of rollouts.
+    """Rules that turn finished rollouts into a batch.
 
     Args:
-        failure_reward: of rollouts whose agent failed; None leaves them out.
-        min_group: a group of which fewer rollouts remain is left out.
-        trained_agents: regular expression for the agents whose calls are trained, beside those that a rollout marked; None trains
-            on all calls of a rollout that marked none.
+        failure_reward: reward of rollouts whose agent failed; None leaves them out.
+        min_group: smallest group; a group with fewer remaining rollouts is left out.
+        trained_agents: regular expression for the agents whose calls are trained, in addition to those that a rollout marked.
+            None trains all calls of a rollout that marked no agent.
+        zero_variance_groups: treatment of groups whose rewards are all equal.
         row_limit: tokens of the longest row; None for no limit.
+        long_rows: treatment of longer rows.
+        turn_rewards: train on rewards emitted before the final one too.
+        baseline_kind: baseline of the advantage estimator.
     """
 
     failure_reward: float | None = None
@@ -69,34 +74,34 @@ class BatchRules:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What became of the rollouts of a batch; counts of rollouts unless the name says otherwise."""
+    """Counts of the rollouts of a batch, or of groups, calls and rows if the name says so."""
 
     trained: int
     failed: int
     unscored: int
-    """Succeeded without a reward."""
+    """Rollouts that succeeded without a reward."""
     empty: int
-    """Made no call to the model being trained."""
-    alone: int
-    """Left without another rollout of their group, or without the baseline, to be compared with."""
+    """Rollouts without a call to the model being trained."""
+    without_baseline: int
+    """Rollouts left out because too few rollouts of their group, or no baseline, remain to compare them with."""
     groups: int
     groups_without_signal: int
     """Groups in which all rewards are equal, so that no rollout is better than another."""
     has_signal: bool
-    """Whether there is anything to learn from."""
-    equal: int = 0
-    """Left out because all rewards of their group are equal."""
+    """True if the batch can change the policy: it has rows, and a reward that differs from its baseline."""
+    zero_variance: int = 0
+    """Rollouts left out because all rewards of their group are equal."""
     other_agents: int = 0
     """Calls of agents that are not trained, in all scored rollouts."""
     aborted: int = 0
-    """Calls whose response was cut off, of trained agents, in all scored rollouts; they are not trained."""
+    """Calls of trained agents whose response was cut off, in all scored rollouts. They are not trained."""
     rows_dropped: int = 0
-    """Rows longer than the limit that were left out."""
+    """Rows left out because they are longer than the limit."""
     rows_truncated: int = 0
-    """Rows that were cut off at the limit."""
+    """Rows truncated at the limit."""
     calls: int = 0
-    """Calls that are trained. The counts below say how they relate to the calls before them (`traces.trajectory.Relation`); the
-    first call of each rollout is in none of them."""
+    """Trained calls. The counts below are their relations to earlier calls (`experience.trajectory.Relation`), without the
+    first call of each rollout."""
     extensions: int = 0
     forks: int = 0
     drifts_ending: int = 0
@@ -106,7 +111,7 @@ class BatchReport:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _ScoredRollout:
     """A rollout that may be trained."""
 
     group: str
@@ -117,9 +122,8 @@ class _Kept:
 
     @property
     def total(self) -> float:
-        return math.fsum(
-            [self.reward, *(turn.value for turn in self.turns)]
-        )  # which does not depend on their order
+        """Sum of all rewards, exact, so that it does not depend on their order."""
+        return math.fsum([self.reward, *(turn.value for turn in self.turns)])
 
 
 def build_batch(
@@ -128,25 +132,24 @@ def build_batch(
     reward_of: Callable[[FinishedRollout], float | None] | None = None,
     baselines: dict[str, float] | None = None,
 ) -> tuple[TrainBatch, BatchReport]:
-    """Turn finished rollouts into a batch.
+    """Build a batch from finished rollouts.
 
     A failed rollout is left out, unless `failure_reward` gives it a reward and it has generations. Infrastructure failures
-    are always left out. So are groups of which fewer than `min_group` rollouts remain: an estimator that compares within a
-    group would take the reward of a single one for its advantage.
+    are always left out. Groups with fewer than `min_group` remaining rollouts are left out too: an estimator with a group
+    baseline would use the reward of a single rollout as its advantage.
 
     Args:
-        reward_of: the reward of a rollout, None if it has none; `scored` if not given.
-        baselines: by group; a group without one is left out. None if rollouts have no baselines.
+        reward_of: function from a rollout to its reward, or None for no reward; default: `effective_reward`.
+        baselines: baseline by group. A group without one is left out. None if the estimator needs no baselines.
 
     Raises:
-        EmptyTraceError: rollouts were scored, but none called the model being trained, or none by an agent that is trained, or none
-            to the end of a response.
+        EmptyTraceError: rollouts were scored, but none has a completed call of a trained agent to the model being trained.
         RowTooLongError: a row is longer than the limit, and `long_rows` is "error".
     """
-    kept: list[_Kept] = []
+    scored: list[_ScoredRollout] = []
     failed = unscored = empty = other_agents = aborted = 0
     for item in finished:
-        reward = reward_of(item) if reward_of else scored(item, rules.failure_reward)
+        reward = reward_of(item) if reward_of else effective_reward(item, rules.failure_reward)
         if reward is None:
             failed += item.rollout.status != "succeeded"
             unscored += item.rollout.status == "succeeded"
@@ -158,96 +161,83 @@ def build_batch(
         if not trajectories.rows:
             empty += 1
             continue
-        group = group_of(item)
-        turns = turn_rewards_of(item, trajectories.places) if rules.turn_rewards else []
-        kept.append(_Kept(group, reward, trajectories, turns, (baselines or {}).get(group)))
-    if not kept and empty:
-        raise EmptyTraceError(_why_empty(empty, aborted, other_agents, rules.trained_agents))
-    baseline_kind = _comparable(kept, rules.min_group, baselines is not None)
-    same = _equal_groups([item.group for item in baseline_kind], [item.total for item in baseline_kind])
-    trained = (
-        [item for item in baseline_kind if item.group not in same]
-        if rules.zero_variance_groups == "drop"
-        else baseline_kind
-    )
+        group = group_key(item)
+        turns = assign_turn_rewards(item, trajectories.positions) if rules.turn_rewards else []
+        scored.append(_ScoredRollout(group, reward, trajectories, turns, (baselines or {}).get(group)))
+    if not scored and empty:
+        raise EmptyTraceError(_empty_reason(empty, aborted, other_agents, rules.trained_agents))
+    comparable = _drop_without_baseline(scored, rules.min_group, baselines is not None)
+    constant = _zero_variance_groups(comparable)
+    trained = comparable
+    if rules.zero_variance_groups == "drop":
+        trained = [item for item in comparable if item.group not in constant]
     limit = RowLimit(rules.row_limit, rules.long_rows)
-    batch = _as_batch(trained, limit, baselines is not None)
-    related = Counter(relation for item in trained for relation in item.trajectories.relations)
+    batch = _assemble(trained, limit, baselines is not None)
+    relations = Counter(relation for item in trained for relation in item.trajectories.relations)
     report = BatchReport(
         trained=len(trained),
         failed=failed,
         unscored=unscored,
         empty=empty,
-        alone=len(kept) - len(baseline_kind),
-        groups=len({item.group for item in baseline_kind}),
-        groups_without_signal=len(same),
-        has_signal=bool(batch.rows) and _tells_apart(trained, same, rules.baseline_kind),
-        equal=len(baseline_kind) - len(trained),
+        without_baseline=len(scored) - len(comparable),
+        groups=len({item.group for item in comparable}),
+        groups_without_signal=len(constant),
+        has_signal=bool(batch.rows) and _has_advantage(trained, constant, rules.baseline_kind),
+        zero_variance=len(comparable) - len(trained),
         other_agents=other_agents,
         aborted=aborted,
         rows_dropped=limit.dropped,
         rows_truncated=limit.truncated,
-        calls=related.total(),
-        **{COUNTED_AS[r]: n for r, n in related.items() if r in COUNTED_AS},
+        calls=relations.total(),
+        **{RELATION_COUNTERS[r]: n for r, n in relations.items() if r in RELATION_COUNTERS},
     )
     return batch, report
 
 
-def scored(item: FinishedRollout, failure_reward: float | None) -> float | None:
-    """The reward that a rollout counts with: its own, `failure_reward` if its agent failed, or None if it is left out."""
-    if item.rollout.status == "succeeded":
-        return item.reward
-    attempt = item.rollout.attempt
-    infrastructure = (
-        attempt is None or attempt.failure is None or attempt.failure.kind in ("infrastructure", "cancelled")
-    )
-    return None if infrastructure else failure_reward
-
-
-def group_of(item: FinishedRollout) -> str:
-    """The name of a rollout's group; one without is a group of its own."""
-    return item.rollout.group_id or item.rollout.rollout_id
-
-
-def _comparable(kept: list[_Kept], min_group: int, with_baselines: bool) -> list[_Kept]:
-    sizes = Counter(item.group for item in kept)
+def _drop_without_baseline(
+    scored: list[_ScoredRollout], min_group: int, needs_baseline: bool
+) -> list[_ScoredRollout]:
+    """Drop rollouts of groups that are too small or have no baseline."""
+    sizes = Counter(item.group for item in scored)
     return [
         item
-        for item in kept
-        if sizes[item.group] >= min_group and not (with_baselines and item.baseline is None)
+        for item in scored
+        if sizes[item.group] >= min_group and not (needs_baseline and item.baseline is None)
     ]
 
 
-def _as_batch(trained: list[_Kept], limit: RowLimit, with_baselines: bool) -> TrainBatch:
+def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bool) -> TrainBatch:
     rows: list[Trajectory] = []
     owners: list[int] = []
     turns: list[TurnReward] = []
     for owner, item in enumerate(trained):
-        place_of: dict[int | None, int] = {}
-        for place, row in enumerate(item.trajectories.rows):
-            if (within := limit.applied(row)) is not None:
-                place_of[place] = len(rows)
-                rows.append(within)
+        batch_row: dict[int | None, int] = {}  # row of the rollout -> row of the batch
+        for index, row in enumerate(item.trajectories.rows):
+            if (limited := limit.apply(row)) is not None:
+                batch_row[index] = len(rows)
+                rows.append(limited)
                 owners.append(owner)
-        turns += [TurnReward(turn.value, owner, place_of.get(turn.row), turn.token) for turn in item.turns]
+        turns += [TurnReward(turn.value, owner, batch_row.get(turn.row), turn.token) for turn in item.turns]
     baselines = [item.baseline for item in trained if item.baseline is not None] if with_baselines else None
     return TrainBatch(
         [item.reward for item in trained], [item.group for item in trained], rows, owners, turns, baselines
     )
 
 
-def _equal_groups(groups: list[str], rewards: list[float]) -> set[str]:
-    """Groups of which all rewards are equal."""
-    seen: dict[str, set[float]] = {}
-    for reward, group in zip(rewards, groups, strict=True):
-        seen.setdefault(group, set()).add(reward)
-    return {group for group, values in seen.items() if len(values) == 1}
+def _zero_variance_groups(rollouts: list[_ScoredRollout]) -> set[str]:
+    """Return the groups in which all rewards are equal."""
+    totals: dict[str, set[float]] = {}
+    for item in rollouts:
+        totals.setdefault(item.group, set()).add(item.total)
+    return {group for group, values in totals.items() if len(values) == 1}
 
 
-def _tells_apart(trained: list[_Kept], same: set[str], baseline_kind: BaselineKind) -> bool:
-    """Whether any rollout would be better or worse than what it is compared with."""
+def _has_advantage(
+    trained: list[_ScoredRollout], zero_variance: set[str], baseline_kind: BaselineKind
+) -> bool:
+    """True if the reward of any rollout differs from its baseline."""
     if baseline_kind == "group":
-        return any(item.group not in same for item in trained)
+        return any(item.group not in zero_variance for item in trained)
     if baseline_kind == "batch":
         return len({item.total for item in trained}) > 1
     if baseline_kind == "greedy":
@@ -255,11 +245,11 @@ def _tells_apart(trained: list[_Kept], same: set[str], baseline_kind: BaselineKi
     return bool(trained)
 
 
-def _why_empty(empty: int, aborted: int, other_agents: int, trained_agents: str | None) -> str:
+def _empty_reason(empty: int, aborted: int, other_agents: int, trained_agents: str | None) -> str:
     if aborted:
         return (
-            f"{empty} rollouts were scored, but all {aborted} calls that could be trained were cut off: agents, or what is between "
-            "them and the engine, closed the connections; raise their timeouts, and look into the log of serving"
+            f"{empty} rollouts were scored, but all {aborted} calls that could be trained were cut off: the agents, or a proxy "
+            "between them and the engine, closed the connections; raise their timeouts, and check the log of serving"
         )
     if other_agents:
         return (

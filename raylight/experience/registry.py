@@ -1,13 +1,13 @@
-"""Advantage estimators and policy losses by name: verl's, and those that users add by decorator. No torch.
+"""Registry of advantage estimators and policy losses: verl's, and those that users add by decorator.
 
-A settings object holds the functions that it names (`PolicySettings`), so that they travel with it to the ranks.
+A settings object stores the functions that it names (`PolicySettings`), so that they reach the ranks with it.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +15,7 @@ from raylight.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BaselineKind = Literal["group", "batch", "greedy", "none"]
-"""Baseline of an estimator: the rollout's group, the whole batch, a greedy rollout of the same task, or none that is known."""
+"""Baseline of an estimator: the rollout's group, the whole batch, a greedy rollout of the same task, or none known here."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class EstimatorTraits:
 
     baseline_kind: BaselineKind
     reads: tuple[str, ...] = ()
-    """Settings that it reads, of those that only some of verl's estimators read."""
+    """Settings that it reads, among those that only some of verl's estimators read."""
 
 
 ESTIMATORS: dict[str, EstimatorTraits] = {
@@ -56,19 +56,22 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "sapo": ("tau_pos", "tau_neg"),
     "vanilla": _DUAL_CLIP,
 }
-"""verl's policy losses, each with the settings that it reads, of those that only some of them read."""
-UNFIT_ESTIMATORS = {
-    "gdpo": "it needs several rewards of each rollout by name, and a rollout has one here; combine them in the agent",
-    "optimal_token_baseline": "it needs the sum of squared probabilities over the vocabulary, which the learners do not compute",
-    "tir_optimal_token_baseline": "it needs the same sum",
+"""verl's policy losses, each with the settings that it reads, among those that only some of them read."""
+_SUM_OF_SQUARES = (
+    "it needs the sum of squared probabilities over the vocabulary, which the learners do not compute"
+)
+UNSUPPORTED_ESTIMATORS = {
+    "gdpo": "it needs several named rewards per rollout, and a rollout has one here; combine them in the agent",
+    "optimal_token_baseline": _SUM_OF_SQUARES,
+    "tir_optimal_token_baseline": _SUM_OF_SQUARES,
 }
-UNFIT_LOSSES = {
-    "bypass_mode": "say bypass_mode=True and choose the loss that is to see the engine's log-probs",
+UNSUPPORTED_LOSSES = {
+    "bypass_mode": "set bypass_mode=True, and as loss_mode the loss that is to receive the engine's log-probs",
     "dro": "its policy_loss.dro_beta has no setting here; write it with raylight.policy_loss",
 }
-"""Those of verl that cannot be run here, and why."""
+"""verl's functions that cannot run here, and the reason."""
 
-GIVEN_TO_ESTIMATORS = (
+ESTIMATOR_ARGUMENTS = (
     "token_level_rewards",
     "response_mask",
     "index",
@@ -79,7 +82,7 @@ GIVEN_TO_ESTIMATORS = (
     "norm_adv_by_std_in_grpo",
     "config",
 )
-GIVEN_TO_LOSSES = ("old_log_prob", "log_prob", "advantages", "response_mask", "config")
+LOSS_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "config")
 
 _estimators: dict[str, Callable[..., Any]] = {}
 _estimator_traits: dict[str, EstimatorTraits] = {}
@@ -89,33 +92,34 @@ _losses: dict[str, Callable[..., Any]] = {}
 def advantage_estimator(
     name: str, *, baseline_kind: BaselineKind | None = None
 ) -> Callable[[Function], Function]:
-    """Decorator that registers an advantage estimator, which `adv_estimator=name` then selects.
+    """Register the decorated function as the advantage estimator that `adv_estimator=name` selects.
 
-    The function receives those of the following that it has parameters for, by keyword:
+    The function receives, by keyword, those of the following arguments that it has a parameter for:
 
-    - token_level_rewards: float tensor of shape (rollouts, tokens): the sampled tokens of a rollout, one call after
-      the other. The final reward is on its last token, rewards of turns are on the last token of the call they followed.
-    - response_mask: float tensor of the same shape, 0 where a rollout has no more tokens.
+    - token_level_rewards: float tensor of shape (rollouts, tokens). The tokens are the sampled ones of a rollout, one call
+      after the other. The final reward is on the last token, a turn reward on the last token of the call before it.
+    - response_mask: float tensor of the same shape, 0 after the end of a rollout.
     - index: array of group names, one per rollout.
     - values: the critic's values, of the same shape; this parameter requires `critic=CriticSettings(...)`.
-    - reward_baselines: float tensor of shape (rollouts,): rewards of greedy rollouts of the same tasks.
-    - gamma, lam, norm_adv_by_std_in_grpo: settings of these names (the last: `norm_adv_by_std`); config: verl's AlgoConfig.
+    - reward_baselines: float tensor of shape (rollouts,), the rewards of greedy rollouts of the same tasks.
+    - gamma, lam, norm_adv_by_std_in_grpo: the settings of these names (the last is `norm_adv_by_std`).
+    - config: verl's AlgoConfig with the same three settings.
 
-    It returns advantages of that shape, or advantages and returns (the critic's targets). It runs on every rank with the
-    whole batch, so it must be deterministic.
+    It returns advantages of that shape, or a tuple of advantages and returns (the critic's targets). It runs on every rank
+    with the whole batch, so it must be deterministic.
 
     Args:
         baseline_kind: "group" drops rollouts whose group has no other scored rollout and skips steps in which no group has
             different rewards; "batch" skips steps in which all rewards are equal; "greedy" adds a greedy rollout of each
-            task, whose rewards are `reward_baselines`. None: "greedy" for a function with a parameter of that name,
-            else "none", which drops and skips nothing.
+            task, whose rewards are `reward_baselines`; "none" drops and skips nothing. None chooses "greedy" for a function
+            with a parameter `reward_baselines`, else "none".
 
     Raises:
         ConfigError: the name is taken, the function has a parameter that is not in the list, or `reward_baselines` is
             missing for "greedy" or does not fit another kind.
     """
-    register = _decorator(
-        name, _estimators, {*ESTIMATORS, *UNFIT_ESTIMATORS}, GIVEN_TO_ESTIMATORS, "advantage estimator"
+    register = _registrar(
+        name, _estimators, {*ESTIMATORS, *UNSUPPORTED_ESTIMATORS}, ESTIMATOR_ARGUMENTS, "advantage estimator"
     )
 
     def register_with_traits(function: Function) -> Function:
@@ -135,78 +139,84 @@ def advantage_estimator(
 
 
 def policy_loss(name: str) -> Callable[[Function], Function]:
-    """Decorator: make a function a policy loss that `loss_mode=name` chooses. It may be given, by keyword:
+    """Register the decorated function as the policy loss that `loss_mode=name` chooses.
+
+    The function may have these parameters, which are passed by keyword:
 
     - log_prob, old_log_prob: float tensors of shape (rows, tokens), of the policy that is trained and the one that sampled.
-    - advantages, response_mask: of the same shape; the mask is 1 where a token was sampled.
+    - advantages, response_mask: tensors of the same shape; the mask is 1 for sampled tokens.
     - config: verl's ActorConfig, with the settings of the algorithm (`clip_ratio_low`, ...).
 
-    It returns the loss of each token, in that shape. Masking, importance weights and the mean over the batch
-    (`loss_agg_mode`) are done outside, so that they are right for any number of ranks and micro-batches.
+    It returns the loss of each token, in that shape. The caller applies the mask, importance weights and the mean over the
+    batch (`loss_agg_mode`), so that they are right for any number of ranks and micro-batches.
 
     Raises:
-        ConfigError: the name is taken, or the function asks for something else.
+        ConfigError: the name is taken, or the function has another parameter.
     """
-    return _decorator(name, _losses, {*LOSSES, *UNFIT_LOSSES}, GIVEN_TO_LOSSES, "policy loss")
+    return _registrar(name, _losses, {*LOSSES, *UNSUPPORTED_LOSSES}, LOSS_ARGUMENTS, "policy loss")
 
 
-def find_estimator(name: str) -> Callable[..., Any] | None:
-    """The user's estimator of this name; None for one of verl's.
+def resolve_estimator(name: str) -> Callable[..., Any] | None:
+    """Return the user's advantage estimator of this name, or None for one of verl's.
 
     Raises:
-        ConfigError: there is none, or it cannot be run here.
+        ConfigError: the name is unknown, or verl's estimator cannot run here.
     """
-    return _find(name, _estimators, ESTIMATORS, UNFIT_ESTIMATORS, "adv_estimator", "advantage_estimator")
+    return _resolve(
+        name, _estimators, ESTIMATORS, UNSUPPORTED_ESTIMATORS, "adv_estimator", "advantage_estimator"
+    )
 
 
-def find_loss(name: str) -> Callable[..., Any] | None:
-    """The user's loss of this name; None for one of verl's.
+def resolve_loss(name: str) -> Callable[..., Any] | None:
+    """Return the user's policy loss of this name, or None for one of verl's.
 
     Raises:
-        ConfigError: there is none, or it cannot be run here.
+        ConfigError: the name is unknown, or verl's loss cannot run here.
     """
-    return _find(name, _losses, LOSSES, UNFIT_LOSSES, "loss_mode", "policy_loss")
+    return _resolve(name, _losses, LOSSES, UNSUPPORTED_LOSSES, "loss_mode", "policy_loss")
 
 
-def traits_of(name: str) -> EstimatorTraits:
-    """Traits of an estimator that `find_estimator` accepts."""
+def estimator_traits(name: str) -> EstimatorTraits:
+    """Return the traits of an advantage estimator that `resolve_estimator` accepts."""
     return _estimator_traits.get(name) or ESTIMATORS[name]
 
 
-def takes_values(name: str, function: Callable[..., Any] | None) -> bool:
-    """Whether an estimator needs a critic."""
+def needs_critic(name: str, function: Callable[..., Any] | None) -> bool:
+    """True if an advantage estimator (`function` is None for one of verl's) needs the values of a critic."""
     return name == "gae" if function is None else "values" in inspect.signature(function).parameters
 
 
-def taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Those of `given` that the function has a parameter for."""
+def select_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the function has a parameter for."""
     parameters = inspect.signature(function).parameters
-    return {name: value for name, value in given.items() if name in parameters}
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _decorator(
-    name: str, registered: dict[str, Callable[..., Any]], of_verl: set[str], given: tuple[str, ...], what: str
+def _registrar(
+    name: str,
+    registered: dict[str, Callable[..., Any]],
+    verl_names: set[str],
+    arguments: tuple[str, ...],
+    kind: str,
 ) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
+        if name in verl_names:
+            raise ConfigError(f"the name {name!r} is already a {kind} of verl; choose another name")
         known = registered.get(name, function)
-        if name in of_verl:
-            raise ConfigError(f"verl has a {what} {name!r} already; give yours another name")
-        if (known.__module__, known.__qualname__) != (
-            function.__module__,
-            function.__qualname__,
-        ):  # a cell may be run again
+        # the same function may be registered again, as in a notebook cell that is run twice
+        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
             raise ConfigError(
-                f"{known.__module__}.{known.__qualname__} is the {what} {name!r} already; choose another name"
+                f"the {kind} {name!r} is already {known.__module__}.{known.__qualname__}; choose another name"
             )
         parameters = inspect.signature(function).parameters.values()
-        lacking = [
+        unknown = [
             p.name
             for p in parameters
-            if p.name not in given and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+            if p.name not in arguments and p.default is p.empty and p.kind is not p.VAR_KEYWORD
         ]
-        if lacking:
+        if unknown:
             raise ConfigError(
-                f"the {what} {name!r} asks for {', '.join(lacking)}; there is: {', '.join(given)}"
+                f"the {kind} {name!r} has unknown parameters: {', '.join(unknown)}; it may have: {', '.join(arguments)}"
             )
         registered[name] = function
         return function
@@ -214,17 +224,22 @@ def _decorator(
     return register
 
 
-def _find(
-    name: str, registered: dict[str, Any], of_verl: Any, unfit: dict[str, str], setting: str, decorator: str
+def _resolve(
+    name: str,
+    registered: dict[str, Any],
+    verl_names: Collection[str],
+    unsupported: dict[str, str],
+    setting: str,
+    decorator: str,
 ) -> Any:
     if name in registered:
         return registered[name]
-    if name in unfit:
-        raise ConfigError(f"{setting} {name!r} of verl cannot be used: {unfit[name]}")
-    if name not in of_verl:
-        known = sorted([*of_verl, *registered])
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
+    if name in unsupported:
+        raise ConfigError(f"verl's {setting} {name!r} cannot be used: {unsupported[name]}")
+    if name not in verl_names:
+        known = sorted([*verl_names, *registered])
+        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
         raise ConfigError(
-            f"there is no {setting} {name!r}; there is: {', '.join(near)}; add one with @raylight.{decorator}(...)"
+            f"unknown {setting} {name!r}; choose from: {', '.join(nearest)}, or register your own with @raylight.{decorator}(...)"
         )
     return None

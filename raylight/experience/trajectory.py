@@ -1,10 +1,10 @@
 """Trajectories from generations: a tree over token prefixes.
 
-A call whose prompt continues the tokens of an earlier call (its prompt and its whole output) extends that conversation; what lies
-between is an observation and is masked. Any other call begins a branch of its own, in which what it shares with earlier calls is
-context; how it relates to them is told beside the rows.
+A call whose prompt continues the tokens of an earlier call (its prompt and its whole output) extends that conversation. The
+tokens between the two are an observation and are masked. Any other call starts a branch of its own, in which the tokens
+shared with earlier calls are context. The relation of each call to the earlier ones is reported beside the rows.
 
-Laws: every sampled response is trained exactly once, unless it was cut off; the tokens of a trajectory equal
+Laws: every sampled response is trained exactly once, unless it was aborted; the tokens of a trajectory equal
 `prompt_ids + output_ids` of its last call. No row depends on how a call is classified.
 """
 
@@ -23,86 +23,95 @@ Tokens: TypeAlias = NDArray[np.int64]
 Relation: TypeAlias = Literal[
     "start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"
 ]
-"""How a call relates to the calls before it, by the one that shares most tokens with its prompt P, of those to which it relates.
+"""Relation of a call, with prompt P, to the earlier calls. The related call that shares the most tokens with P decides.
 
 - start: the first call.
-- extension: P begins with all tokens of a conversation (at the same temperature); it grows.
-- fork: P has all tokens of an earlier call, but that conversation went on already, or at another temperature; or P was sampled
-  from before (parallel samples), or is such a prompt with a part of the response to it.
-- drift_ending: P renders an earlier response as it was sampled, except for its last token: an end token is missing or another.
-- drift_response: P renders an earlier response differently, such as without its reasoning, or tokenised otherwise.
-- drift_header: P has an earlier response (or its end), but not after the tokens with which the response had been asked for, such as
-  an empty thought that the chat template puts in front of new responses only.
-- restart: a new context: another agent, or a history that was truncated or summarised.
+- extension: P begins with all tokens of a conversation (at the same temperature), which grows.
+- fork: P contains all tokens of an earlier call, but that conversation has already continued, or has another temperature;
+  or P was sampled from before (parallel samples), or is such a prompt plus a part of its response.
+- drift_ending: P renders an earlier response as sampled, except for its last token: an end token is missing or differs.
+- drift_response: P renders an earlier response differently, such as without its reasoning or with another tokenization.
+- drift_header: P contains an earlier response (or its end), but not after the tokens that preceded it when it was sampled,
+  such as an empty thought that the chat template inserts before new responses only.
+- restart: a new context: another agent, or a history that was truncated or summarized.
 
-Drift costs: the whole past is computed again, and a response lies in a context that is not quite the one it was sampled in.
+Drift is costly: the whole history is computed again, and a response is trained in a context that differs slightly from the
+one it was sampled in.
 """
 
-CLOSER: tuple[Relation, ...] = ("restart", "drift_header", "drift_response", "drift_ending", "fork")
-"""Of calls that share equally many tokens, the one with the later relation counts."""
-LONGEST_HEADER = 16
-"""Tokens that chat templates put between the last message and the response, at most."""
+RELATION_PRIORITY: tuple[Relation, ...] = (
+    "restart",
+    "drift_header",
+    "drift_response",
+    "drift_ending",
+    "fork",
+)
+"""Tie-break between earlier calls that share equally many tokens: the later relation in this tuple wins."""
+MAX_HEADER_TOKENS = 16
+"""Upper bound of the tokens that a chat template puts between the last message and the response."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallPlace:
-    """Where a call that is trained is."""
+class CallPosition:
+    """Position of a trained call in the rows of its attempt."""
 
     row: int
-    last: int
-    """Index of its last token in the row."""
+    last_token: int
+    """Index of the call's last token in the row."""
     end_time: float
     """Seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectories:
-    """What the calls of one attempt became."""
+    """Rows built from the calls of one attempt."""
 
     rows: list[Trajectory]
     relations: list[Relation]
-    """One per call that is trained, in the order of the calls."""
-    places: list[CallPlace] = field(default_factory=list)
-    """The same."""
+    """One entry per trained call, in call order."""
+    positions: list[CallPosition] = field(default_factory=list)
+    """One entry per trained call, in call order."""
 
 
 @dataclass(slots=True, eq=False)
-class _Placed:
-    """A call in the tree, stored from where it leaves an earlier one."""
+class _CallNode:
+    """A call in the prefix tree. It stores only the tokens that it does not share with its parent."""
 
     call: Generation
     branch: list[Generation]
-    """The calls of its row, this one among them."""
-    base: int
-    """Index of the earlier call that it shares most tokens with; -1 for none."""
-    kept: int
-    """How many tokens it shares with that one."""
-    rest: Tokens
-    """Its tokens from there on."""
-    next: int = field(init=False)
-    """The first of them; -1 for none. Most calls differ there, and telling so needs no array."""
-    prompt: int = field(init=False)
-    total: int = field(init=False)
-    """Lengths of its prompt, and of prompt and output."""
+    """The calls of the same row, this one included."""
+    parent: int
+    """Index of the earlier call that shares the most tokens with this one; -1 for none."""
+    shared: int
+    """Number of tokens shared with the parent."""
+    suffix: Tokens
+    """The tokens after the shared ones."""
+    first_suffix_token: int = field(init=False)
+    """-1 if the suffix is empty. Most calls differ at this token, and comparing it needs no array."""
+    prompt_length: int = field(init=False)
+    length: int = field(init=False)
+    """Tokens of prompt and output."""
 
     def __post_init__(self) -> None:
-        self.next = int(self.rest[0]) if len(self.rest) else -1
-        self.prompt = len(self.call.prompt_ids)
-        self.total = self.prompt + len(self.call.output_ids)
+        self.first_suffix_token = int(self.suffix[0]) if len(self.suffix) else -1
+        self.prompt_length = len(self.call.prompt_ids)
+        self.length = self.prompt_length + len(self.call.output_ids)
 
-    def may_grow_by(self, call: Generation) -> bool:
-        """Whether it is the end of its row, and the call was sampled at the same temperature (a trajectory has one)."""
+    def can_be_extended_by(self, call: Generation) -> bool:
+        """True if this is the last call of its row and has the temperature of `call` (a trajectory has one temperature)."""
         return self.branch[-1] is self.call and self.call.temperature == call.temperature
 
 
 def build_trajectories(generations: list[Generation]) -> Trajectories:
-    """Trajectories of one attempt. Time and memory grow with the tokens of the tree, not with those of all prompts together.
+    """Build the trajectories of one attempt.
+
+    Time and memory grow with the tokens of the tree, not with the tokens of all prompts together.
 
     Args:
-        generations: of one attempt, in the order in which the calls began. Calls that sampled nothing or were aborted are left
-            out: nobody saw the whole response, if any of it.
+        generations: calls of one attempt, in the order of their starts. Calls that sampled nothing or were aborted are left
+            out, because the agent did not receive the whole response.
     """
-    placed: list[_Placed] = []
+    nodes: list[_CallNode] = []
     rows: list[list[Generation]] = []
     relations: list[Relation] = []
     for call in generations:
@@ -110,93 +119,98 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
             continue
         ids = call.prompt_ids + call.output_ids
         tokens = np.array(ids, dtype=np.int64)
-        shared = _shared_with(ids, tokens, placed)
+        shared = _shared_lengths(ids, tokens, nodes)
         in_prompt = [min(length, len(call.prompt_ids)) for length in shared]
-        grows = [
-            p
-            for p, length in zip(placed, in_prompt, strict=True)
-            if length == p.total and p.may_grow_by(call)
+        extendable = [
+            node
+            for node, length in zip(nodes, in_prompt, strict=True)
+            if length == node.length and node.can_be_extended_by(call)
         ]
-        if grows:
-            branch = max(grows, key=lambda p: p.total).branch
+        if extendable:
+            branch = max(extendable, key=lambda node: node.length).branch
             relations.append("extension")
         else:
             branch = []
             rows.append(branch)
-            relations.append(_relation(call, placed, in_prompt))
+            relations.append(_classify(call, nodes, in_prompt))
         branch.append(call)
-        base = int(np.argmax(shared)) if shared else -1
-        kept = shared[base] if shared else 0
-        placed.append(_Placed(call, branch, base, kept, tokens[kept:]))
+        parent = int(np.argmax(shared)) if shared else -1
+        shared_length = shared[parent] if shared else 0
+        nodes.append(_CallNode(call, branch, parent, shared_length, tokens[shared_length:]))
     row_of = {id(branch): row for row, branch in enumerate(rows)}
-    places = [CallPlace(row_of[id(p.branch)], p.total - 1, p.call.end_time) for p in placed]
-    return Trajectories([_trajectory(branch) for branch in rows], relations, places)
+    positions = [CallPosition(row_of[id(n.branch)], n.length - 1, n.call.end_time) for n in nodes]
+    return Trajectories([_join_calls(branch) for branch in rows], relations, positions)
 
 
-def _shared_with(ids: list[int], tokens: Tokens, placed: list[_Placed]) -> list[int]:
-    """Length of the common prefix of a call's tokens (given twice) with those of each placed call.
+def _shared_lengths(ids: list[int], tokens: Tokens, nodes: list[_CallNode]) -> list[int]:
+    """Return the length of the common prefix of a call's tokens (passed as list and array) with each node.
 
-    Only what a call does not share with its base is compared, and only if all that they share is in these tokens too.
+    Tokens are compared only with a node's suffix, and only if the call shares all tokens before that suffix.
     """
-    found: list[int] = []
-    for p in placed:
-        with_base = found[p.base] if p.base >= 0 else 0
-        if with_base == p.kept and with_base < len(ids) and ids[with_base] == p.next:
-            found.append(with_base + _common_prefix(tokens[with_base:], p.rest))
+    lengths: list[int] = []
+    for node in nodes:
+        with_parent = lengths[node.parent] if node.parent >= 0 else 0
+        reaches_suffix = with_parent == node.shared and with_parent < len(ids)
+        if reaches_suffix and ids[with_parent] == node.first_suffix_token:
+            lengths.append(with_parent + _common_prefix(tokens[with_parent:], node.suffix))
         else:
-            found.append(min(with_base, p.kept))
-    return found
+            lengths.append(min(with_parent, node.shared))
+    return lengths
 
 
 def _common_prefix(a: Tokens, b: Tokens) -> int:
-    """Length of the common prefix, in steps that grow, since most pairs differ early."""
+    """Return the length of the common prefix. The compared chunks grow, since most pairs differ early."""
     end, start, size = min(len(a), len(b)), 0, 64
     while start < end:
         stop = min(start + size, end)
         differs = a[start:stop] != b[start:stop]
-        where = int(differs.argmax())
-        if differs[where]:
-            return start + where
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
         start, size = stop, size * 8
     return end
 
 
-def _relation(call: Generation, placed: list[_Placed], shared: list[int]) -> Relation:
-    """Relation of a call that extends nothing; `shared[i]` tokens of its prompt are also those of call i."""
-    if not placed:
+def _classify(call: Generation, nodes: list[_CallNode], shared: list[int]) -> Relation:
+    """Classify a call that extends no conversation; `shared[i]` is the prefix that its prompt shares with node i."""
+    if not nodes:
         return "start"
-    relations = [_relation_to(p, call.prompt_ids, length) for p, length in zip(placed, shared, strict=True)]
+    relations = [_relation_to(n, call.prompt_ids, length) for n, length in zip(nodes, shared, strict=True)]
     related = [
-        (length, CLOSER.index(r)) for r, length in zip(relations, shared, strict=True) if r != "restart"
+        (length, RELATION_PRIORITY.index(relation))
+        for relation, length in zip(relations, shared, strict=True)
+        if relation != "restart"
     ]
-    return CLOSER[max(related, default=(0, 0))[1]]
+    return RELATION_PRIORITY[max(related, default=(0, 0))[1]]
 
 
-def _relation_to(p: _Placed, prompt: list[int], shared: int) -> Relation:
-    """Relation to one earlier call, of which nothing is known but where the prompt leaves it."""
-    if shared == p.total or p.prompt <= shared == len(prompt):
+def _relation_to(node: _CallNode, prompt: list[int], shared: int) -> Relation:
+    """Return the relation to one earlier call, from the length of the shared prefix."""
+    if shared == node.length or node.prompt_length <= shared == len(prompt):
         return "fork"
-    if shared >= p.prompt:
-        return "drift_ending" if p.prompt < shared == p.total - 1 else "drift_response"
-    return "drift_header" if _renders_response_of(p, prompt, shared) else "restart"
+    if shared >= node.prompt_length:
+        return "drift_ending" if node.prompt_length < shared == node.length - 1 else "drift_response"
+    return "drift_header" if _renders_response_of(node, prompt, shared) else "restart"
 
 
-def _renders_response_of(p: _Placed, prompt: list[int], at: int) -> bool:
-    """Whether the prompt leaves the other call's prompt just before its end, and goes on with the response or its end.
+def _renders_response_of(node: _CallNode, prompt: list[int], start: int) -> bool:
+    """True if the prompt leaves the node's prompt just before its end (at `start`) and goes on with the node's response.
 
-    The response's last token is no evidence, as it may be an end token. Where it lies between, the prompt left an earlier message.
+    The end of the response suffices. Its last token is no evidence, as it may be an end token. If that token occurs between
+    the two, the prompt diverged at an earlier message.
     """
-    output = p.call.output_ids
-    if p.prompt - at > LONGEST_HEADER or at == len(prompt) or output[-1] in p.call.prompt_ids[at:]:
+    output = node.call.output_ids
+    header = node.prompt_length - start
+    if header > MAX_HEADER_TOKENS or start == len(prompt) or output[-1] in node.call.prompt_ids[start:]:
         return False
     body = np.array(output[:-1] or output)
-    rest = np.array(prompt[at : at + len(body)])
-    starts = np.flatnonzero(body == rest[0])
-    return any(np.array_equal(body[start:], rest[: len(body) - start]) for start in starts)
+    rest = np.array(prompt[start : start + len(body)])
+    candidates = np.flatnonzero(body == rest[0])
+    return any(np.array_equal(body[first:], rest[: len(body) - first]) for first in candidates)
 
 
-def _trajectory(branch: list[Generation]) -> Trajectory:
-    """Lay a branch's calls out, one entry per token."""
+def _join_calls(branch: list[Generation]) -> Trajectory:
+    """Join the calls of a branch into one row, with one entry per token."""
     mask: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []

@@ -16,7 +16,7 @@ import ray
 from raylight.config import LearnerConfig, cpu_threads
 from raylight.errors import LearnerError
 from raylight.experience.batch import TrainBatch
-from raylight.experience.checkpoints import BackgroundWriter, States
+from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.learner.faults import fault_in_rank
 from raylight.learner.malloc import keep_freed_memory
@@ -148,7 +148,7 @@ class LearnerActor:
         self._writer.wait()
         content = state.gather(self._policy)
         if content is not None:
-            states = States(url)
+            states = TrainingStates(url)
 
             def write() -> None:
                 states.write(step, about, lambda file: torch.save(content, file))
@@ -165,7 +165,7 @@ class LearnerActor:
         from raylight.learner import state
 
         if step:
-            with States(url).open(step) if self._rank == 0 else contextlib.nullcontext() as file:
+            with TrainingStates(url).open(step) if self._rank == 0 else contextlib.nullcontext() as file:
                 state.load(self._policy, file)
         self._policy.version = version
 

@@ -15,7 +15,7 @@ import torch
 
 from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
-from raylight.experience.registry import taken
+from raylight.experience.registry import select_arguments
 from raylight.experience.settings import PolicySettings
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow
@@ -196,7 +196,7 @@ def _run(
     rewards: torch.Tensor, sequences: Sequences, batch: TrainBatch, settings: PolicySettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns by the estimator that the settings name, which gets what it has parameters for."""
-    name, own = settings.adv_estimator, settings.own_estimator
+    name, own = settings.adv_estimator, settings.user_estimator
     function = own or verl.get_adv_estimator_fn(EXACT.get(name, name))
     given: dict[str, Any] = {
         "token_level_rewards": rewards.float() if own else rewards,
@@ -214,7 +214,7 @@ def _run(
     if batch.baselines is not None:
         given["reward_baselines"] = torch.tensor(batch.baselines, dtype=torch.float64)
     single = name in WHITENS and sequences.mask.sum() == 1
-    found = function(**taken(function, _twice(given) if single else given))
+    found = function(**select_arguments(function, _twice(given) if single else given))
     advantages, returns = found if isinstance(found, tuple) else (found, found)
     if single:  # it is as good as the mean of two of its kind, which is what it is compared with
         advantages, returns = advantages[: len(rewards)], returns[: len(rewards)]

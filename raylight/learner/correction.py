@@ -10,8 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from raylight.errors import MismatchError
-from raylight.experience.settings import CorrectionSettings
-from raylight.experience.thresholds import weight_bounds
+from raylight.experience.correction_settings import CorrectionSettings, parse_weight_bounds
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow
 
@@ -66,7 +65,7 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
         "mismatch/kl_k3": k3 / tokens,
         "mismatch/ess": total**2 / (tokens * squares),
         "mismatch/stale_fraction": 1 - current / tokens,
-        "mismatch/warned": float(worst > settings.warns_from),
+        "mismatch/warned": float(worst > settings.warning_threshold),
     }
 
 
@@ -129,7 +128,7 @@ def _weights(log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionSe
 
     verl's `compute_rollout_correction_weights`, which fails where a rank's weights are all zeroed.
     """
-    lower, upper = weight_bounds(settings.rollout_is_threshold)
+    lower, upper = parse_weight_bounds(settings.rollout_is_threshold)
     if settings.rollout_is == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True).expand_as(log_ratio)
     ratio = log_ratio.clamp(-BOUND, BOUND).exp() * mask
@@ -150,7 +149,7 @@ def _weight_metrics(
     weights: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings
 ) -> dict[str, float]:
     """Of the weights of sampled tokens on all ranks."""
-    lower, upper = weight_bounds(settings.rollout_is_threshold)
+    lower, upper = parse_weight_bounds(settings.rollout_is_threshold)
     chosen = weights[mask == 1]
     cut = chosen == 0 if lower is not None else chosen >= torch.tensor(upper)
     chosen = chosen.double()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import CheckpointError, ConfigError
-from raylight.experience.checkpoints import States, locate
+from raylight.experience.checkpoints import TrainingStates, locate_state
 from raylight.experience.settings import PolicySettings
 from raylight.learner import state, weights
 from raylight.learner.engines import build_policy
@@ -33,7 +33,7 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
     if output.exists():
         raise ConfigError(f"{output} is there already; name a new folder")
     states, step = _find(source)
-    config = states.about(step)["config"]
+    config = states.metadata(step)["config"]
     lora = config["learner"]["lora"]
     base = model or config["algorithm"]["model"]
     learner = LearnerConfig(lora=LoraConfig(**lora) if lora else None, dtype="fp32")
@@ -45,9 +45,9 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
             dist.destroy_process_group()
 
 
-def _find(source: str) -> tuple[States, int]:
-    url, step = locate(source)
-    states = States(url)
+def _find(source: str) -> tuple[TrainingStates, int]:
+    url, step = locate_state(source)
+    states = TrainingStates(url)
     there = states.steps()
     if not there or (step is not None and step not in there):
         raise CheckpointError(
@@ -57,7 +57,7 @@ def _find(source: str) -> tuple[States, int]:
     return states, there[-1] if step is None else step
 
 
-def _write(states: States, step: int, model: str, learner: LearnerConfig, output: Path) -> None:
+def _write(states: TrainingStates, step: int, model: str, learner: LearnerConfig, output: Path) -> None:
     try:
         engine = build_policy(model, learner, PolicySettings(), 1)
     except OSError as error:

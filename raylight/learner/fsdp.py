@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError
-from raylight.experience.micro_batches import micro_batches
+from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.response_logprobs import response_logprobs
 
@@ -83,7 +83,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         )
         lengths = data["input_ids"].offsets().diff().tolist()
         budget = self._learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
-        parts = micro_batches(lengths, budget, self._learner.packed)
+        parts = plan_micro_batches(lengths, budget, self._learner.packed)
         most = torch.tensor(len(parts), device=verl.get_device_id())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         idle = int(most) - len(parts)  # passes to take part in, with nothing to compute

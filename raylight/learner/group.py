@@ -118,7 +118,7 @@ class LearnerGroup:
         await self._all("save", folder)
 
     async def save_state(self, url: str, step: int, about: dict[str, Any], keep: int) -> None:
-        """Have the training state of a step written in the background; see `checkpoints.States`.
+        """Have the training state of a step written in the background; see `checkpoints.TrainingStates`.
 
         Args:
             about: JSON, kept with it.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raylight.errors import ConfigError
-from raylight.experience.registry import taken
+from raylight.experience.registry import select_arguments
 from raylight.experience.settings import PolicySettings
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import optimizer_config
@@ -22,7 +22,7 @@ class PolicyLoss:
     Without log-probs of the old policy those of this very pass take their place, which is right where a batch is passed once; where
     nothing was computed before, the rows are told what it computed.
 
-    Where the mean is taken of rows, verl would add entropy and divergence once for each row of a rollout. Here a row counts as much
+    Where the mean is select_arguments of rows, verl would add entropy and divergence once for each row of a rollout. Here a row counts as much
     as it is long, so that a rollout counts once, as it does in the advantages.
 
     Args:
@@ -33,8 +33,8 @@ class PolicyLoss:
         self._settings, self._config = settings, actor_config(settings)
         self._means_rows = means_rows(settings)
         self._means_micro_batches = settings.loss_mode == "geo_mean"
-        if settings.own_loss is not None:
-            verl.register_policy_loss(settings.loss_mode)(wrap_token_loss(settings.own_loss))
+        if settings.user_loss is not None:
+            verl.register_policy_loss(settings.loss_mode)(wrap_token_loss(settings.user_loss))
         self._rows = rows
         self._shows = not settings.needs_old_logprobs and any(row.seen_logprobs is None for row in rows)
 
@@ -122,7 +122,7 @@ def wrap_token_loss(function: Callable[..., Any]) -> Callable[..., Any]:
             "response_mask": response_mask,
             "config": config,
         }
-        losses = function(**taken(function, given))
+        losses = function(**select_arguments(function, given))
         if not isinstance(losses, torch.Tensor) or losses.shape != log_prob.shape:
             raise ConfigError(
                 f"policy loss {config.policy_loss.loss_mode!r} returned {getattr(losses, 'shape', losses)!r:.80}; it must return "

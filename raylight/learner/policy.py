@@ -76,7 +76,7 @@ class Policy:
         metrics |= add_advantages(batch, rows, mine, settings, self._kl)
         if self.critic is not None:
             metrics |= self.critic.update(rows)
-        if settings.corrects:  # only now: what is left out of the loss still is a sample to compare with, and to learn values from
+        if settings.correction_enabled:  # only now: what is left out of the loss still is a sample to compare with, and to learn values from
             metrics |= correction.correct(mine, settings)
         if trains:
             metrics |= self._train(parts, shares)

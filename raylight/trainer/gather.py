@@ -8,8 +8,7 @@ from typing import Any
 
 from raylight.aio import task_group
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.experience.batch import group_of
-from raylight.experience.turn_rewards import emitted_before_final
+from raylight.experience.rewards import group_key, turn_reward_spans
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
@@ -42,8 +41,8 @@ def groups_that_differ(finished: list[FinishedRollout], algorithm: PolicyAlgorit
     seen: dict[str, set[float]] = {}
     for item in finished:
         if item.generations and (reward := algorithm.reward_of(item)) is not None:
-            turns = [value for _, value in emitted_before_final(item)] if algorithm.turn_rewards else []
-            seen.setdefault(group_of(item), set()).add(math.fsum([reward, *turns]))
+            turns = [value for _, value in turn_reward_spans(item)] if algorithm.turn_rewards else []
+            seen.setdefault(group_key(item), set()).add(math.fsum([reward, *turns]))
     return sum(len(rewards) > 1 for rewards in seen.values())
 
 

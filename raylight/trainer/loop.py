@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import LearnerLostError
 from raylight.experience.batch import BatchReport, TrainBatch
-from raylight.experience.tasks import Batches
+from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.gather import gather
 from raylight.trainer.outcome import describe, raise_if_hopeless
@@ -42,7 +42,7 @@ class Training:
         config: dict[str, Any],
     ) -> None:
         self._session, self._algorithm, self._report, self._config = session, algorithm, report, config
-        self._tasks = Batches(train_tasks, algorithm.tasks_per_step, session.plan.seed)
+        self._tasks = TaskSampler(train_tasks, algorithm.tasks_per_step, session.plan.seed)
         self._evaluator = Evaluator(session, algorithm, val_tasks, report)
         self._without_signal = 0
         """Steps in a row from which there was nothing to learn."""
@@ -50,7 +50,7 @@ class Training:
     async def run(self) -> None:
         """Train, reporting each step."""
         session, start = self._session, self._session.start
-        self._tasks.go_to(start.taken)
+        self._tasks.seek(start.taken)
         self._without_signal = start.without_signal
         if start.evaluation is not None:
             self._evaluator.load_state_dict(start.evaluation)
@@ -90,12 +90,12 @@ class Training:
         evaluation, without_signal, taken = (
             self._evaluator.state_dict(),
             self._without_signal,
-            self._tasks.taken,
+            self._tasks.consumed,
         )
 
         async def attempt() -> tuple[Metrics, str | None]:
             self._evaluator.load_state_dict(evaluation)
-            self._tasks.go_to(taken)
+            self._tasks.seek(taken)
             self._session.set_step(step)
             metrics, learned = await self._learn(step)
             self._without_signal = 0 if learned else without_signal + 1
@@ -161,7 +161,7 @@ class Training:
             session.start,
             self._config,
             version=session.version,
-            taken=self._tasks.taken,
+            taken=self._tasks.consumed,
             without_signal=self._without_signal,
             evaluation=self._evaluator.state_dict(),
         )
@@ -191,7 +191,7 @@ class Training:
         """Learners that were lost come to the state after the step `done` again."""
         session = self._session
         place = await session.recover(fault)
-        self._tasks.go_to(place.taken)
+        self._tasks.seek(place.taken)
         for step in range(place.step + 1, done + 1):
             self._report.stage(f"taking step {step} again")
             session.set_step(step)

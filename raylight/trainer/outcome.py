@@ -6,7 +6,8 @@ import statistics
 from collections import Counter
 
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
-from raylight.experience.batch import COUNTED_AS, BatchReport, scored
+from raylight.experience.batch import RELATION_COUNTERS, BatchReport
+from raylight.experience.rewards import effective_reward
 from raylight.trainer.report import Metrics
 from raylight.types import GREEDY, FinishedRollout
 
@@ -14,7 +15,7 @@ from raylight.types import GREEDY, FinishedRollout
 def describe(finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
     """What a batch of rollouts was like. Greedy ones, which others are compared with (ReMax), count in tokens per second only."""
     sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
-    rewards = [reward for item in sampled if (reward := scored(item, None)) is not None]
+    rewards = [reward for item in sampled if (reward := effective_reward(item, None)) is not None]
     lengths = [len(call.output_ids) for item in sampled for call in item.generations]
     tokens = sum(len(call.output_ids) for item in finished for call in item.generations)
     metrics = {
@@ -23,14 +24,14 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
         "train/failed": float(content.failed),
         "train/unscored": float(content.unscored),
         "train/empty": float(content.empty),
-        "train/alone": float(content.alone),
+        "train/alone": float(content.without_baseline),
         "train/groups_without_signal": float(content.groups_without_signal),
-        "train/equal": float(content.equal),
+        "train/equal": float(content.zero_variance),
         "train/aborted": float(content.aborted),
         "train/other_agents": float(content.other_agents),
         **{
             f"trace/{name}": float(getattr(content, name))
-            for name in ("rows_dropped", "rows_truncated", "calls", *COUNTED_AS.values())
+            for name in ("rows_dropped", "rows_truncated", "calls", *RELATION_COUNTERS.values())
         },
         "time/rollout_s": seconds,
         "train/tokens_per_s": tokens / seconds,
@@ -53,7 +54,7 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
         RolloutsFailedError: all failed, or none was scored; the message has the most frequent reason.
         EmptyTraceError: all failures have a reward, but no rollout called the model.
     """
-    if any(scored(item, None) is not None for item in finished):
+    if any(effective_reward(item, None) is not None for item in finished):
         return
     failures = [
         item.rollout.attempt.failure

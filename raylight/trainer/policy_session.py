@@ -17,7 +17,7 @@ from raylight.aio import task_group
 from raylight.config import StoreConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
 from raylight.experience.batch import TrainBatch
-from raylight.experience.checkpoints import States
+from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.trainer.cluster import place
@@ -252,7 +252,7 @@ class PolicySession(ServedSession):
         self.restarts += 1
         self._say("the learners start anew")
         await self.learners.restart()
-        states = States(self.plan.state_url)
+        states = TrainingStates(self.plan.state_url)
         steps = await asyncio.to_thread(states.steps)
         if not steps:
             raise LearnerError(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.errors import ConfigError, StoreError
-from raylight.experience.checkpoints import States, locate
+from raylight.experience.checkpoints import TrainingStates, locate_state
 
 Resume = bool | str | Path
 """False begins anew; True and "auto" continue the run in the output_dir, the latter only if there is one; or where a state is."""
@@ -105,8 +105,8 @@ def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> R
     """
     if resume is False:
         return new_start()
-    source, step = (url, None) if resume in (True, "auto") else locate(str(resume))
-    steps = States(source).steps()
+    source, step = (url, None) if resume in (True, "auto") else locate_state(str(resume))
+    steps = TrainingStates(source).steps()
     if not steps or (step is not None and step not in steps):
         if resume == "auto":
             return new_start()
@@ -115,7 +115,7 @@ def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> R
             f"no complete training state at {source if step is None else resume}: there is {found}"
         )
     step = steps[-1] if step is None else step
-    return start_after(source, step, States(source).about(step), now, highest, own=source == url)
+    return start_after(source, step, TrainingStates(source).metadata(step), now, highest, own=source == url)
 
 
 def start_after(
@@ -160,15 +160,15 @@ def start_after(
     )
 
 
-def place_of(states: States, step: int) -> ResumePoint:
+def place_of(states: TrainingStates, step: int) -> ResumePoint:
     """Where a state of this very run is."""
-    about = states.about(step)
+    about = states.metadata(step)
     return ResumePoint(about["lineage"], states.url, step, **{name: about[name] for name in PLACE}, own=True)
 
 
 def prepare_states(start: ResumePoint, url: str, config: dict[str, Any]) -> None:
     """Leave in the folder of states what the run begins with, which is the model's own files if it begins anew."""
-    states = States(url)
+    states = TrainingStates(url)
     states.remove_after(start.step if start.own else -1)
     if start.step == 0 and (start.is_new or start.is_another):
         states.write(0, describe(start, config, **{name: getattr(start, name) for name in PLACE}))

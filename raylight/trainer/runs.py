@@ -20,7 +20,7 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
-from raylight.experience.checkpoints import States
+from raylight.experience.checkpoints import TrainingStates
 from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
 from raylight.serving.deploy.choose import choose_engine
@@ -184,7 +184,7 @@ class PolicyRun(Run):
             self._notes = instead.notes
         highest = highest_version(self.folder / "metrics.jsonl")
         self.start = find_start(self._resume, self.plan.state_url, self._state_config, highest)
-        if not self.start.own and self.plan.checkpoint.path and States(self.plan.state_url).steps():
+        if not self.start.own and self.plan.checkpoint.path and TrainingStates(self.plan.state_url).steps():
             raise ConfigError(
                 f"there are training states of another run at {self.plan.state_url}; give checkpoint.path another folder, remove "
                 "them, or resume that run"

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from raylight.experience.batch import scored
+from raylight.experience.rewards import effective_reward
 from raylight.types import FinishedRollout
 
 NORMAL_95 = 1.96
@@ -75,7 +75,7 @@ def measure(
     others: dict[str, dict[str, list[float]]] = {}
     for item in finished:
         task = item.rollout.group_id or item.rollout.rollout_id
-        if (reward := scored(item, failure_reward)) is not None:
+        if (reward := effective_reward(item, failure_reward)) is not None:
             primary.setdefault(task, []).append(reward)
         if item.rollout.status == "succeeded":
             for name, value in list(item.rewards.items())[1:]:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
-from raylight.experience.tasks import Batches
+from raylight.experience.task_sampler import TaskSampler
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 from raylight.trainer.gather import gather
@@ -162,7 +162,7 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
         settings = settings.model_copy(update={"max_logprob_mismatch": 1e-3})
     sampler, policy = Sampler(), Policy(STARTER_MODEL, learner, settings, steps)
     tasks, val = additions(seed)
-    batches = Batches(tasks, algorithm.tasks_per_step, seed)
+    batches = TaskSampler(tasks, algorithm.tasks_per_step, seed)
 
     def validate() -> float:
         return statistics.fmean(item.reward or 0.0 for item in sampler.play(val, VALIDATION_SAMPLES, "val"))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.experience.batch import TrainBatch
-from raylight.experience.registry import GIVEN_TO_ESTIMATORS, GIVEN_TO_LOSSES
+from raylight.experience.registry import ESTIMATOR_ARGUMENTS, LOSS_ARGUMENTS
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
@@ -103,7 +103,7 @@ def test_the_loss_has_its_optimum_where_the_page_says(names: dict[str, Any]) -> 
 def test_a_class_names_the_combination(names: dict[str, Any]) -> None:
     algorithm = names["Duels"](model="m")
     assert isinstance(algorithm, PolicyAlgorithm)
-    assert (algorithm.own_estimator, algorithm.own_loss, algorithm.group_size) == (
+    assert (algorithm.user_estimator, algorithm.user_loss, algorithm.group_size) == (
         names["duels"],
         names["pulled_back"],
         4,
@@ -112,7 +112,7 @@ def test_a_class_names_the_combination(names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("title", "given"),
-    [("an estimator may ask for", GIVEN_TO_ESTIMATORS), ("a loss may ask for", GIVEN_TO_LOSSES)],
+    [("an estimator may ask for", ESTIMATOR_ARGUMENTS), ("a loss may ask for", LOSS_ARGUMENTS)],
 )
 def test_what_a_function_may_ask_for_is_shown(title: str, given: tuple[str, ...]) -> None:
     (table,) = (table for table in tables(PAGE) if table.header[0] == title)

@@ -1,4 +1,4 @@
-"""Rows whose learner and engine differ by known amounts; and one rank that corrects its share of them:
+"""Rows whose learner and engine differ by known amounts; and one rank that correction_enabled its share of them:
 python correction_ranks.py RANK RANKS RENDEZVOUS_FILE prints the metrics of all cases, and the rows' weights and masks, as JSON.
 """
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import MismatchError
-from raylight.experience.settings import CorrectionSettings
+from raylight.experience.correction_settings import CorrectionSettings
 
 APART = [
     [0.0, math.log(2), 9.0],  # learner less engine, of each token; the third is an observation

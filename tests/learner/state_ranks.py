@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
-from raylight.experience.checkpoints import States
+from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
@@ -75,7 +75,7 @@ def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, up
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
     from raylight.learner import state
 
-    policy, states = make_policy(kind, ranks), States(folder)
+    policy, states = make_policy(kind, ranks), TrainingStates(folder)
     if load:
         file = states.open(load) if rank == 0 else None
         state.load(policy, file)

@@ -11,12 +11,12 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.registry import (
     ESTIMATORS,
     LOSSES,
-    UNFIT_ESTIMATORS,
-    UNFIT_LOSSES,
+    UNSUPPORTED_ESTIMATORS,
+    UNSUPPORTED_LOSSES,
     advantage_estimator,
 )
+from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
-from raylight.experience.turn_rewards import TurnReward
 from raylight.learner.advantages import KlController, estimate
 from raylight.learner.rows import rows_of
 from raylight.types import Trajectory
@@ -90,8 +90,8 @@ def test_the_names_that_we_know_are_those_of_verl():
     def of_verl(registered: dict) -> set[str]:  # other tests may have added theirs
         return {name for name, function in registered.items() if function.__module__.startswith("verl.")}
 
-    assert {*ESTIMATORS, *UNFIT_ESTIMATORS} == of_verl(verl_api.ADV_ESTIMATOR_REGISTRY)
-    assert {*LOSSES, *UNFIT_LOSSES} == of_verl(verl_api.POLICY_LOSS_REGISTRY)
+    assert {*ESTIMATORS, *UNSUPPORTED_ESTIMATORS} == of_verl(verl_api.ADV_ESTIMATOR_REGISTRY)
+    assert {*LOSSES, *UNSUPPORTED_LOSSES} == of_verl(verl_api.POLICY_LOSS_REGISTRY)
 
 
 STD = 0.5**0.5  # of 0 and 1, with Bessel's correction

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import MismatchError
-from raylight.experience.settings import CorrectionSettings, PolicySettings
-from raylight.experience.thresholds import REJECTIONS
+from raylight.experience.correction_settings import REJECTION_CRITERIA, CorrectionSettings
+from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 RATIOS = [
@@ -151,7 +151,7 @@ def test_nothing_left_is_an_error_and_not_a_nan():
 
 
 def test_every_name_of_a_mask_is_one_of_verl():
-    for name in sorted(REJECTIONS):
+    for name in sorted(REJECTION_CRITERIA):
         rows = make_rows()
         assert "mismatch/rejected_tokens" in run_case(
             rows, {"rollout_rs": name, "rollout_rs_threshold": 100.0}

@@ -17,8 +17,9 @@ from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.algorithms.minigrpo.setup import MODEL_NAME, build
 from raylight.algorithms.minigrpo.tuner import Tuner
 from raylight.errors import StoreLostError
-from raylight.experience.batch import BatchRules, build_batch, scored
-from raylight.experience.tasks import Batches
+from raylight.experience.batch import BatchRules, build_batch
+from raylight.experience.rewards import effective_reward
+from raylight.experience.task_sampler import TaskSampler
 from raylight.store.client import StoreClient
 from raylight.types import TRAINABLE_AGENTS, EnqueueRolloutRequest, FinishedRollout, RolloutMode
 
@@ -64,7 +65,10 @@ class Loop:
 
     async def run(self, tasks: list[Any], val_tasks: list[Any]) -> None:
         settings, side = self._settings, self._side
-        total, batches = settings.steps(len(tasks)), Batches(tasks, settings.tasks_per_step, settings.seed)
+        total, batches = (
+            settings.steps(len(tasks)),
+            TaskSampler(tasks, settings.tasks_per_step, settings.seed),
+        )
         if val_tasks and settings.val_before_train:
             side.step(0, await self._validate(val_tasks))
         without_signal = 0
@@ -110,7 +114,9 @@ class Loop:
         started = time.perf_counter()
         finished = await self._rollout(tasks, "val", self._settings.val_samples)
         rewards = [
-            reward for item in finished if (reward := scored(item, self._settings.failure_reward)) is not None
+            reward
+            for item in finished
+            if (reward := effective_reward(item, self._settings.failure_reward)) is not None
         ]
         failed = sum(item.rollout.status != "succeeded" for item in finished)
         metrics = {"val/failed": float(failed), "time/val_s": time.perf_counter() - started}

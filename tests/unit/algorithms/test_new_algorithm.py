@@ -65,5 +65,5 @@ def test_its_estimator_travels_with_the_settings_to_the_ranks() -> None:
     algorithm = cloudpickle.loads(cloudpickle.dumps(BestOfGroup(model=MODEL)))
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.5], [0.2, 0.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
-    advantages = algorithm.own_estimator(rewards, mask, np.array(["a", "a", "b"], dtype=object))
+    advantages = algorithm.user_estimator(rewards, mask, np.array(["a", "a", "b"], dtype=object))
     assert advantages.tolist() == [[1.0, 1.0], [-1.0, -1.0], [1.0, 0.0]]

@@ -294,7 +294,7 @@ def test_groups_without_a_difference_are_made_up_for_by_new_tasks() -> None:
     assert [part for *_, part in rolled] == [0, 1, 2]
     assert (len(finished), left, groups_that_differ(finished, dapo)) == (12, 1, 3)
     batch, told = dapo.build_train_batch(finished, LearnerConfig())
-    assert (len(batch.rewards), told.groups, told.groups_without_signal, told.equal) == (6, 6, 3, 6)
+    assert (len(batch.rewards), told.groups, told.groups_without_signal, told.zero_variance) == (6, 6, 3, 6)
 
 
 def test_new_tasks_are_taken_a_limited_number_of_times() -> None:
@@ -312,4 +312,4 @@ def test_remax_rolls_each_task_out_once_more() -> None:
     finished, rolled, _ = gathered(rl.ReMax(model="m"), [[1], [0]])
     assert sorted(rolled) == [("greedy", 2, 3, 0), ("sampled", "train", 1, 3, 0)]
     batch, told = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
-    assert (batch.rewards, batch.baselines, told.alone) == ([1.0, 0.0], [0.5, 0.5], 0)
+    assert (batch.rewards, batch.baselines, told.without_baseline) == ([1.0, 0.0], [0.5, 0.5], 0)

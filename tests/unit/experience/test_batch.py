@@ -140,7 +140,7 @@ def test_a_rollout_left_alone_in_its_group_is_not_compared_with_nothing() -> Non
     batch, report = build(alone + together, None, min_group=2)
     assert batch.groups == ["b", "b"]
     assert batch.owners == [0, 1]
-    assert (report.trained, report.alone, report.groups) == (2, 1, 1)
+    assert (report.trained, report.without_baseline, report.groups) == (2, 1, 1)
     assert build(alone, None, min_group=2)[0].rows == []
 
 

@@ -11,8 +11,7 @@ from unit_helpers import make_finished, make_generation, make_key
 from raylight.algorithms import DAPO
 from raylight.errors import GreedyError, RowTooLongError
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.experience.remax_baseline import baselines_of
-from raylight.experience.turn_rewards import TurnReward
+from raylight.experience.rewards import TurnReward, greedy_baselines
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.trainer.gather import groups_that_differ
 from raylight.trainer.outcome import describe
@@ -57,10 +56,16 @@ def with_calls(
 def test_groups_without_a_difference_are_kept_or_dropped_and_counted() -> None:
     finished = rewards(1.0, 1.0, group="a") + rewards(1.0, 0.0, group="b")
     kept, told = build(finished)
-    assert (kept.rewards, told.groups_without_signal, told.equal) == ([1.0, 1.0, 1.0, 0.0], 1, 0)
+    assert (kept.rewards, told.groups_without_signal, told.zero_variance) == ([1.0, 1.0, 1.0, 0.0], 1, 0)
     dropped, told = build(finished, zero_variance_groups="drop")
     assert (dropped.rewards, dropped.groups, dropped.owners) == ([1.0, 0.0], ["b", "b"], [0, 1])
-    assert (told.groups, told.groups_without_signal, told.equal, told.trained, told.calls) == (2, 1, 2, 2, 2)
+    assert (told.groups, told.groups_without_signal, told.zero_variance, told.trained, told.calls) == (
+        2,
+        1,
+        2,
+        2,
+        2,
+    )
     assert describe(finished, told, 1.0)["train/equal"] == 2
     assert build(rewards(1.0, 1.0), zero_variance_groups="drop")[1].has_signal is False
 
@@ -200,16 +205,21 @@ def greedy(reward: float | None, group: str, temperature: float = 0.0) -> Finish
 
 def test_rollouts_are_compared_with_the_greedy_one_of_their_group() -> None:
     finished = [*rewards(1.0, group="a"), greedy(0.25, "a"), greedy(0.5, "b"), greedy(None, "c")]
-    assert baselines_of(finished, lambda item: item.reward, False) == {"a": 0.25, "b": 0.5}
+    assert greedy_baselines(finished, lambda item: item.reward, False) == {"a": 0.25, "b": 0.5}
 
 
 def test_a_rollout_that_should_have_been_greedy_and_was_not_is_an_error() -> None:
     with pytest.raises(GreedyError, match=r"temperature 0.7.*llm\.sampling_parameters"):
-        baselines_of([greedy(1.0, "a", temperature=0.7)], lambda item: item.reward, False)
+        greedy_baselines([greedy(1.0, "a", temperature=0.7)], lambda item: item.reward, False)
 
 
 def test_a_group_without_its_baseline_is_left_out() -> None:
     finished = rewards(1.0, group="a") + rewards(0.0, group="b")
     batch, told = build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 1.0})
-    assert (batch.rewards, batch.baselines, told.alone, told.has_signal) == ([1.0], [1.0], 1, False)
+    assert (batch.rewards, batch.baselines, told.without_baseline, told.has_signal) == (
+        [1.0],
+        [1.0],
+        1,
+        False,
+    )
     assert build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 0.5})[1].has_signal

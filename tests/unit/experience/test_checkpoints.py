@@ -11,8 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from raylight.errors import CheckpointError, ConfigError
-from raylight.experience.checkpoints import BackgroundWriter, States
-from raylight.experience.tasks import Batches
+from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
     changes,
@@ -40,16 +39,16 @@ def content(text: str):
 
 
 def test_states_are_found_read_replaced_and_pruned(url: str):
-    states = States(url)
+    states = TrainingStates(url)
     assert states.steps() == []
     for step in (9, 10, 100):
         states.write(step, {"version": step}, content(f"state {step}"))
-    assert States(url).steps() == [9, 10, 100]
-    assert States(url).about(10) == {"version": 10}
+    assert TrainingStates(url).steps() == [9, 10, 100]
+    assert TrainingStates(url).metadata(10) == {"version": 10}
     states.write(10, {"version": 11}, content("again"))
-    with States(url).open(10) as file:
+    with TrainingStates(url).open(10) as file:
         assert file.read() == b"again"
-    assert states.about(10) == {"version": 11}
+    assert states.metadata(10) == {"version": 11}
     states.prune(2)
     assert states.steps() == [10, 100]
     states.remove_after(10)
@@ -63,7 +62,7 @@ def test_a_write_that_fails_leaves_the_last_state(url: str):
         file.write(b"half")
         raise OSError("the disk is full")
 
-    states = States(url)
+    states = TrainingStates(url)
     states.write(1, {}, content("one"))
     with pytest.raises(CheckpointError, match="the disk is full"):
         states.write(2, {}, breaks)
@@ -77,7 +76,7 @@ def test_an_object_store_has_a_state_only_when_the_marker_is_there():
     MemoryFileSystem.store.clear()
     fs = MemoryFileSystem()
     fs.pipe("/bucket/step-3/training.pt", b"whole, but nobody knows")
-    states = States("memory://bucket")
+    states = TrainingStates("memory://bucket")
     assert states.steps() == []
     states.write(3, {}, content("new"))
     assert states.steps() == [3]
@@ -86,7 +85,7 @@ def test_an_object_store_has_a_state_only_when_the_marker_is_there():
 
 KILLED = """
 import sys
-from raylight.experience.checkpoints import States
+from raylight.experience.checkpoints import TrainingStates
 
 def dump(file):
     file.write(b"x" * 1_000_000)
@@ -94,12 +93,12 @@ def dump(file):
     print("writing", flush=True)
     sys.stdin.read()
 
-States(sys.argv[1]).write(2, {}, dump)
+TrainingStates(sys.argv[1]).write(2, {}, dump)
 """
 
 
 def test_a_save_that_is_killed_spoils_nothing(tmp_path: Path):
-    states = States(str(tmp_path))
+    states = TrainingStates(str(tmp_path))
     states.write(1, {"version": 1}, content("one"))
     saving = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)],
@@ -125,7 +124,7 @@ import os
 import shutil
 import sys
 from fsspec.implementations.local import LocalFileSystem
-from raylight.experience.checkpoints import States
+from raylight.experience.checkpoints import TrainingStates
 
 left = int(sys.argv[2])
 
@@ -140,7 +139,7 @@ def counted(function):
 
 for room, name in ((os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "remove"), (LocalFileSystem, "rm_file"), (os, "fsync")):
     setattr(room, name, counted(getattr(room, name)))
-States(sys.argv[1]).write(2, {"version": "new"}, lambda file: file.write(b"new"))
+TrainingStates(sys.argv[1]).write(2, {"version": "new"}, lambda file: file.write(b"new"))
 """
 
 
@@ -148,7 +147,7 @@ def test_a_state_that_is_written_again_is_the_former_or_the_new_one_wherever_a_k
     code, calls, seen = 9, 0, []
     while code:
         folder = tmp_path / str(calls)
-        states = States(str(folder))
+        states = TrainingStates(str(folder))
         states.write(2, {"version": "former"}, content("former"))
         code = subprocess.run(
             [sys.executable, "-c", WRITES_AGAIN, str(folder), str(calls)], check=False
@@ -156,8 +155,8 @@ def test_a_state_that_is_written_again_is_the_former_or_the_new_one_wherever_a_k
         assert code in (0, 9)
         assert states.steps() == [2]
         with states.open(2) as file:
-            assert file.read().decode() == states.about(2)["version"]
-        seen.append(states.about(2)["version"])
+            assert file.read().decode() == states.metadata(2)["version"]
+        seen.append(states.metadata(2)["version"])
         calls += 1
     assert calls > 4
     assert {*seen} == {"former", "new"}
@@ -169,11 +168,11 @@ def test_an_upload_that_fails_leaves_the_state_that_it_was_to_replace():
         raise OSError("the network is down")
 
     MemoryFileSystem.store.clear()
-    states = States("memory://bucket")
+    states = TrainingStates("memory://bucket")
     states.write(3, {"version": 1}, content("one"))
     with pytest.raises(CheckpointError, match="the network is down"):
         states.write(3, {"version": 2}, breaks)
-    assert states.about(3) == {"version": 1}
+    assert states.metadata(3) == {"version": 1}
     with states.open(3) as file:
         assert file.read() == b"one"
     MemoryFileSystem.store.clear()
@@ -197,19 +196,7 @@ def test_the_next_save_waits_for_the_last_and_tells_of_its_failure():
 
 def test_a_url_that_nothing_opens_is_an_error():
     with pytest.raises(ConfigError, match="nosuch://"):
-        States("nosuch://bucket")
-
-
-@pytest.mark.parametrize("taken", [0, 3, 6, 7, 14, 21, 40])
-def test_batches_go_on_where_they_were(taken: int):
-    whole, later = Batches(list(range(7)), 3, seed=5), Batches(list(range(7)), 3, seed=5)
-    drawn = [task for _ in range(20) for task in next(whole)]
-    next(later)
-    later.go_to(taken)
-    assert [task for _ in range(6) for task in next(later)] == drawn[taken : taken + 18]
-    assert later.taken == taken + 18
-    assert sorted(drawn[:7]) == list(range(7))
-    assert drawn[:7] != drawn[7:14]
+        TrainingStates("nosuch://bucket")
 
 
 CONFIG = {
@@ -292,12 +279,12 @@ def test_a_run_begins_anew_goes_on_or_says_what_is_missing(tmp_path: Path):
     )  # killed before the first state: the store has the rollouts since
     assert (start.step, start.version, start.lineage, start.own) == (0, 0, new.lineage, True)
 
-    States(url).write(10, about(new), content("ten"))
+    TrainingStates(url).write(10, about(new), content("ten"))
     for resume in (True, "auto", str(tmp_path), url, f"{url}/step-10"):
         start = find_start(resume, url, CONFIG, 8)
         assert (start.step, start.version, start.taken, start.without_signal) == (10, 5, 30, 1)
         assert (start.lineage, start.own, start.is_another) == (new.lineage, True, False)
-    assert place_of(States(url), 10).evaluation == {"best": None}
+    assert place_of(TrainingStates(url), 10).evaluation == {"best": None}
     with pytest.raises(ConfigError, match="only of steps"):
         find_start(f"{url}/step-7", url, CONFIG, 0)
 
@@ -315,7 +302,7 @@ def test_another_learning_rate_begins_another_history_with_versions_of_its_own()
 
 def test_a_state_of_another_folder_begins_a_store_of_its_own(tmp_path: Path):
     url = str(tmp_path / "state")
-    States(url).write(10, about(new_start()), content("ten"))
+    TrainingStates(url).write(10, about(new_start()), content("ten"))
     start = find_start(f"{url}/step-10", str(tmp_path / "mine" / "state"), CONFIG, 0)
     assert (start.own, start.is_another, start.before, start.version) == (False, True, None, 5)
     assert start.evaluation is None  # the best model is in the other folder

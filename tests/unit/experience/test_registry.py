@@ -1,4 +1,4 @@
-"""Estimators and losses by name: found, refused, and carried to where they run."""
+"""Registry of estimators and losses: resolution, validation, and transport to the ranks."""
 
 from __future__ import annotations
 
@@ -28,58 +28,59 @@ def loss(log_prob: Any, advantages: Any, config: Any = None) -> Any:
     return -log_prob * advantages
 
 
-def test_a_function_travels_with_the_settings_that_name_it() -> None:
+def test_a_function_is_pickled_with_the_settings_that_name_it() -> None:
     algorithm = PolicyAlgorithm(model="m", adv_estimator="own_plain", loss_mode="own_loss")
     settings = PolicySettings(**{name: getattr(algorithm, name) for name in PolicySettings.model_fields})
     there = cloudpickle.loads(cloudpickle.dumps(settings))
-    assert there.own_estimator(3, None) == 3
-    assert there.own_loss(2, 4) == -8
-    assert (PolicySettings().own_estimator, PolicySettings().own_loss) == (None, None)
+    assert there.user_estimator(3, None) == 3
+    assert there.user_loss(2, 4) == -8
+    assert (PolicySettings().user_estimator, PolicySettings().user_loss) == (None, None)
 
 
-def test_a_function_that_was_not_imported_by_the_other_process_travels_too() -> None:
-    """As in a script or a notebook, whose functions cannot be imported."""
+def test_a_function_of_main_is_pickled_by_value() -> None:
+    """The functions of a script or a notebook cannot be imported by another process."""
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec("def mine(token_level_rewards):\n    return token_level_rewards + 1", scope)
     advantage_estimator("own_main")(scope["mine"])
     sent = cloudpickle.dumps(PolicySettings(adv_estimator="own_main"))
     assert b"token_level_rewards" in sent
-    assert cloudpickle.loads(sent).own_estimator(1) == 2
+    assert cloudpickle.loads(sent).user_estimator(1) == 2
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"adv_estimator": "gropo"}, "no adv_estimator 'gropo'; there is: grpo"),
-        ({"adv_estimator": "own_plian"}, "there is: own_plain"),
-        ({"loss_mode": "gspoo"}, "no loss_mode 'gspoo'; there is: gspo"),
-        ({"adv_estimator": "gdpo"}, "'gdpo' of verl cannot be used: it needs several rewards"),
-        ({"loss_mode": "bypass_mode"}, "say bypass_mode=True"),
+        ({"adv_estimator": "gropo"}, "unknown adv_estimator 'gropo'; choose from: grpo"),
+        ({"adv_estimator": "own_plian"}, "choose from: own_plain"),
+        ({"loss_mode": "gspoo"}, "unknown loss_mode 'gspoo'; choose from: gspo"),
+        (
+            {"adv_estimator": "gdpo"},
+            "verl's adv_estimator 'gdpo' cannot be used: it needs several named rewards",
+        ),
+        ({"loss_mode": "bypass_mode"}, "set bypass_mode=True"),
         ({"adv_estimator": "own_with_values"}, "a critic need each other"),
         ({"adv_estimator": "own_plain", "critic": CriticSettings()}, "a critic need each other"),
     ],
 )
-def test_an_algorithm_that_cannot_be_run_is_refused_before_anything_starts(
-    given: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_algorithm_raises_before_the_run_starts(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PolicyAlgorithm(model="m", **given)
 
 
-def test_an_estimator_that_takes_values_gets_a_critic() -> None:
+def test_an_estimator_with_values_needs_a_critic() -> None:
     settings = PolicySettings(adv_estimator="own_with_values", critic=CriticSettings())
-    assert settings.own_estimator is with_values
+    assert settings.user_estimator is with_values
 
 
 @pytest.mark.parametrize(
     "decorator", [advantage_estimator("grpo"), advantage_estimator("gdpo"), policy_loss("vanilla")]
 )
-def test_a_name_of_verl_is_taken(decorator: Any) -> None:
-    with pytest.raises(ConfigError, match="verl has a"):
+def test_names_of_verl_cannot_be_registered(decorator: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is already a .* of verl"):
         decorator(loss)
 
 
-def test_a_name_is_given_once_but_a_notebook_cell_may_be_run_again() -> None:
+def test_a_name_is_unique_but_a_notebook_cell_may_run_twice() -> None:
     scope: dict[str, Any] = {}
     exec("def again(log_prob):\n    return 1", scope)
     exec("def other(log_prob):\n    return 2", scope)
@@ -87,17 +88,19 @@ def test_a_name_is_given_once_but_a_notebook_cell_may_be_run_again() -> None:
     policy_loss("own_again")(first)
     exec("def again(log_prob):\n    return 3", scope)
     policy_loss("own_again")(scope["again"])
-    assert PolicySettings(loss_mode="own_again").own_loss is scope["again"]
-    with pytest.raises(ConfigError, match="again is the policy loss 'own_again' already"):
+    assert PolicySettings(loss_mode="own_again").user_loss is scope["again"]
+    with pytest.raises(ConfigError, match=r"the policy loss 'own_again' is already .*again"):
         policy_loss("own_again")(scope["other"])
 
 
-def test_a_function_that_asks_for_what_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="asks for entropies; there is: old_log_prob, log_prob"):
+def test_unknown_parameters_raise() -> None:
+    with pytest.raises(
+        ConfigError, match="unknown parameters: entropies; it may have: old_log_prob, log_prob"
+    ):
         policy_loss("own_asking")(lambda log_prob, entropies: log_prob)
 
 
-def test_the_decorators_are_offered_by_the_package() -> None:
+def test_the_decorators_are_public() -> None:
     import raylight as rl
 
     assert rl.advantage_estimator is advantage_estimator

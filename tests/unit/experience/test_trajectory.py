@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_helpers import make_generation
 
-from raylight.experience.trajectory import LONGEST_HEADER, Relation, Trajectories, build_trajectories
+from raylight.experience.trajectory import MAX_HEADER_TOKENS, Relation, Trajectories, build_trajectories
 from raylight.types import Generation, Trajectory
 
 TOKENS = st.integers(0, 3)
@@ -244,7 +244,7 @@ class Known:
 @st.composite
 def known_trees(draw: st.DrawFn) -> Known:
     fresh = itertools.count(1000)
-    system = [next(fresh) for _ in range(LONGEST_HEADER + 4)]
+    system = [next(fresh) for _ in range(MAX_HEADER_TOKENS + 4)]
     calls: list[Generation] = []
     known: list[Relation] = []
     open_: list[Generation] = []
@@ -260,7 +260,7 @@ def known_trees(draw: st.DrawFn) -> Known:
             kind = "fork"
         elif kind == "fork" and past in open_:
             kind = "extension"
-        prompt = system + some(LONGEST_HEADER, LONGEST_HEADER + 4)
+        prompt = system + some(MAX_HEADER_TOKENS, MAX_HEADER_TOKENS + 4)
         if past is not None and kind in ("extension", "fork"):
             prompt = past.prompt_ids + past.output_ids + some(5, 8)
         elif past is not None and kind == "drift_ending":
@@ -410,12 +410,12 @@ def test_a_conversation_of_many_long_calls_is_one_row() -> None:
 
 
 @given(conversations())
-def test_each_call_ends_where_its_place_says(calls: list[Generation]) -> None:
+def test_each_position_is_the_last_token_of_its_call(calls: list[Generation]) -> None:
     built = build_trajectories(calls)
     kept = [call for call in calls if call.output_ids and call.finish_reason != "aborted"]
-    assert len(built.places) == len(built.relations) == len(kept)
-    for call, place in zip(kept, built.places, strict=True):
-        row = built.rows[place.row]
-        assert row.token_ids[: place.last + 1] == call.prompt_ids + call.output_ids
-        assert row.mask[place.last] == 1
-        assert place.end_time == call.end_time
+    assert len(built.positions) == len(built.relations) == len(kept)
+    for call, position in zip(kept, built.positions, strict=True):
+        row = built.rows[position.row]
+        assert row.token_ids[: position.last_token + 1] == call.prompt_ids + call.output_ids
+        assert row.mask[position.last_token] == 1
+        assert position.end_time == call.end_time

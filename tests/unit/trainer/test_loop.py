@@ -15,7 +15,7 @@ from unit_helpers import within
 import raylight as rl
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import LearnerError, LearnerLostError, StoreError
-from raylight.experience.checkpoints import States
+from raylight.experience.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
@@ -85,22 +85,22 @@ class Learners:
         self.weights, self.version, self.lost = START, 0, False
 
     async def save(self, folder: str) -> None:
-        States(folder).write(0, {"weights": self.weights})
+        TrainingStates(folder).write(0, {"weights": self.weights})
 
     async def save_state(self, url: str, step: int, about: dict, keep: int) -> None:
         if self.version in self.world.faulty_saves:
             self.world.faulty_saves.remove(self.version)
             raise LearnerLostError("a rank died while it saved")
-        States(url).write(
+        TrainingStates(url).write(
             step, about, lambda file: file.write(json.dumps([self.weights, self.version]).encode())
         )
-        States(url).prune(keep)
+        TrainingStates(url).prune(keep)
 
     async def finish_saving(self) -> None: ...
 
     async def load_state(self, url: str, step: int, version: int) -> None:
         if step:
-            with States(url).open(step) as file:
+            with TrainingStates(url).open(step) as file:
                 self.weights, self.version = json.loads(file.read())
         self.version = version
 
@@ -238,7 +238,7 @@ def told(rows: list[dict]) -> list[tuple]:
 
 def weights_of(world: World) -> str:
     """Of the model that a run left."""
-    return States(str(world.folder / "checkpoint")).about(0)["weights"]
+    return TrainingStates(str(world.folder / "checkpoint")).metadata(0)["weights"]
 
 
 @pytest.fixture

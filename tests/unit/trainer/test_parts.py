@@ -24,7 +24,7 @@ from raylight.errors import (
     RolloutsFailedError,
 )
 from raylight.experience.batch import BatchRules, build_batch
-from raylight.experience.tasks import Batches
+from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.display import LiveDisplay, PlainDisplay, SilentDisplay, print_run, print_summary
 from raylight.trainer.inputs import as_dataset, as_tasks, resolve_model
 from raylight.trainer.outcome import describe, raise_if_hopeless
@@ -180,17 +180,17 @@ def test_a_step_without_rewards_or_calls_says_nothing_about_them() -> None:
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
 def test_batches_are_full_and_every_pass_has_every_task_once(count: int, size: int, seed: int) -> None:
     tasks = list(range(count))
-    batches = list(itertools.islice(Batches(tasks, size, seed), 6))
+    batches = list(itertools.islice(TaskSampler(tasks, size, seed), 6))
     assert {len(batch) for batch in batches} == {size}
     stream = [task for batch in batches for task in batch]
     for start in range(0, len(stream) - count + 1, count):
         assert sorted(stream[start : start + count]) == tasks
-    assert batches == list(itertools.islice(Batches(tasks, size, seed), 6))
+    assert batches == list(itertools.islice(TaskSampler(tasks, size, seed), 6))
     assert tasks == list(range(count))
 
 
 def test_each_pass_is_shuffled_anew() -> None:
-    passes = list(itertools.islice(Batches(list(range(20)), 20, 0), 3))
+    passes = list(itertools.islice(TaskSampler(list(range(20)), 20, 0), 3))
     assert passes[0] != passes[1] != passes[2]
 
 

@@ -1,10 +1,10 @@
-"""What rollout correction may be told, checked where a run is planned; and what a person is told of a mismatch."""
+"""Validation of the correction settings when a run is planned, and the warning about a mismatch."""
 
 import pytest
 
 from raylight.errors import ConfigError
-from raylight.experience.settings import CorrectionSettings, PolicySettings
-from raylight.experience.thresholds import weight_bounds
+from raylight.experience.correction_settings import CorrectionSettings, parse_weight_bounds
+from raylight.experience.settings import PolicySettings
 from raylight.trainer.report import Report
 
 
@@ -12,8 +12,8 @@ from raylight.trainer.report import Report
     ("threshold", "bounds"),
     [(2.0, (None, 2.0)), ("3", (None, 3.0)), ("0.5_5.0", (0.5, 5.0)), (" 0.5_0.5 ", (0.5, 0.5))],
 )
-def test_the_bounds_of_weights(threshold, bounds):
-    assert weight_bounds(threshold) == bounds
+def test_weight_bounds_are_parsed(threshold, bounds):
+    assert parse_weight_bounds(threshold) == bounds
 
 
 @pytest.mark.parametrize(
@@ -28,17 +28,17 @@ def test_the_bounds_of_weights(threshold, bounds):
         {"warn_logprob_mismatch": 0.1},
     ],
 )
-def test_what_fits(settings):
-    known = CorrectionSettings(**settings)
-    assert known.corrects == ("rollout_is" in settings or "rollout_rs" in settings)
-    assert PolicySettings(**settings).needs_old_logprobs == known.corrects
+def test_valid_settings(settings):
+    correction = CorrectionSettings(**settings)
+    assert correction.correction_enabled == ("rollout_is" in settings or "rollout_rs" in settings)
+    assert PolicySettings(**settings).needs_old_logprobs == correction.correction_enabled
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_is_threshold": 3.0}, "do nothing without rollout_is"),
-        ({"rollout_is_batch_normalize": True}, "do nothing without rollout_is"),
+        ({"rollout_is_threshold": 3.0}, "have no effect without rollout_is"),
+        ({"rollout_is_batch_normalize": True}, "have no effect without rollout_is"),
         ({"rollout_is": "token", "rollout_is_threshold": 0.0}, "0 < upper"),
         ({"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, "0 < lower <= upper"),
         ({"rollout_is": "token", "rollout_is_threshold": "two"}, "neither a number nor two"),
@@ -46,36 +46,36 @@ def test_what_fits(settings):
         ({"rollout_rs_threshold": 2.0}, "need each other"),
         (
             {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0},
-            "does not know 'seq_max_k1'; it knows seq_max_k2",
+            "unknown 'seq_max_k1'; choose from seq_max_k2",
         ),
         ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": 2.0}, "twice"),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0,3.0"},
-            "one threshold for all, or 1 by comma",
+            "has 2 thresholds; give one threshold for all, or 1 separated by commas",
         ),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "token_k2 is a distance"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "x is at least 1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "x must be at least 1"),
         ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "2_1"}, "0 < lower <= upper"),
-        ({"max_logprob_mismatch": 0.1, "warn_logprob_mismatch": 0.2}, "is an error already"),
+        ({"max_logprob_mismatch": 0.1, "warn_logprob_mismatch": 0.2}, "at which the run already fails"),
     ],
 )
-def test_what_does_not_fit(settings, message):
+def test_invalid_settings_raise(settings, message):
     with pytest.raises(ConfigError, match=message):
         CorrectionSettings(**settings)
 
 
-def test_bypass_mode_takes_no_correction():
+def test_bypass_mode_excludes_correction():
     for settings in ({"rollout_is": "token"}, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}):
         with pytest.raises(ConfigError, match="bypass_mode"):
             PolicySettings(bypass_mode=True, **settings)
 
 
-def test_a_warning_is_given_from_a_tenth_of_what_is_allowed():
-    assert CorrectionSettings(max_logprob_mismatch=0.5).warns_from == pytest.approx(0.05)
-    assert CorrectionSettings(max_logprob_mismatch=0.5, warn_logprob_mismatch=0.2).warns_from == 0.2
+def test_the_default_warning_threshold_is_a_tenth_of_the_limit():
+    assert CorrectionSettings(max_logprob_mismatch=0.5).warning_threshold == pytest.approx(0.05)
+    assert CorrectionSettings(max_logprob_mismatch=0.5, warn_logprob_mismatch=0.2).warning_threshold == 0.2
 
 
-def test_a_mismatch_is_told_once(tmp_path):
+def test_a_mismatch_is_reported_once(tmp_path):
     notes = []
 
     class Display:

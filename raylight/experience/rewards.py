@@ -1,0 +1,102 @@
+"""Rewards of finished rollouts: the effective final reward, rewards of turns, and the greedy baselines of ReMax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raylight.errors import GreedyError
+from raylight.experience.trajectory import CallPosition
+from raylight.traces.rewards import get_reward_value
+from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Span
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReward:
+    """A reward emitted before the final one, assigned to the last call before it."""
+
+    value: float
+    rollout: int
+    """Index of the rollout in the batch."""
+    row: int | None
+    """Row with the call: index in the batch, or in the rollout before a batch is built. None if the row was left out."""
+    token: int
+    """Index of the call's last token in the row."""
+
+
+def effective_reward(item: FinishedRollout, failure_reward: float | None) -> float | None:
+    """Return a rollout's own reward, `failure_reward` if its agent failed, or None if the rollout is left out.
+
+    A rollout is left out if it has no reward, or if the infrastructure failed.
+    """
+    if item.rollout.status == "succeeded":
+        return item.reward
+    attempt = item.rollout.attempt
+    infrastructure = (
+        attempt is None or attempt.failure is None or attempt.failure.kind in ("infrastructure", "cancelled")
+    )
+    return None if infrastructure else failure_reward
+
+
+def group_key(item: FinishedRollout) -> str:
+    """Return the name of a rollout's group. A rollout without a group forms its own."""
+    return item.rollout.group_id or item.rollout.rollout_id
+
+
+def turn_reward_spans(item: FinishedRollout) -> list[tuple[Span, float]]:
+    """Return the rewards that a rollout emitted before the final one, with their spans.
+
+    A rollout that did not succeed has no final reward, so all of its rewards are returned.
+    """
+    emitted = [(span, value) for span in item.spans if (value := get_reward_value(span)) is not None]
+    return emitted[:-1] if item.rollout.status == "succeeded" else emitted
+
+
+def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) -> list[TurnReward]:
+    """Assign each reward emitted before the final one to the last call that had ended by then.
+
+    A reward emitted before the end of any call is assigned to the first call.
+
+    Args:
+        calls: positions of the trained calls; at least one.
+    """
+    by_end = sorted(calls, key=lambda call: call.end_time)
+    turns = []
+    for span, value in turn_reward_spans(item):
+        ended = [call for call in by_end if span.start_time is None or call.end_time <= span.start_time]
+        call = ended[-1] if ended else by_end[0]
+        turns.append(TurnReward(value, 0, call.row, call.last_token))
+    return turns
+
+
+def greedy_baselines(
+    finished: list[FinishedRollout], reward_of: Callable[[FinishedRollout], float | None], turn_rewards: bool
+) -> dict[str, float]:
+    """Return the reward of the greedy rollout of each group that has one (ReMax, https://arxiv.org/abs/2310.10505).
+
+    Args:
+        turn_rewards: add the rewards emitted before the final one.
+
+    Raises:
+        GreedyError: a rollout that should have been greedy was sampled.
+    """
+    baselines: dict[str, float] = {}
+    for item in finished:
+        if not item.rollout.metadata.get(GREEDY):
+            continue
+        _check_greedy(item)
+        if (reward := reward_of(item)) is not None:
+            turns = turn_reward_spans(item) if turn_rewards else []
+            baselines[group_key(item)] = reward + sum(value for _, value in turns)
+    return baselines
+
+
+def _check_greedy(item: FinishedRollout) -> None:
+    for call in item.generations:
+        temperature = call.sampling.get("temperature", 1.0)
+        if temperature >= GREEDY_BELOW:
+            raise GreedyError(
+                f"the greedy rollout {item.rollout.rollout_id}, which ReMax uses as a baseline, called the model at temperature "
+                f"{temperature:g}; pass the sampling parameters of the LLM in the agent, as in create(..., "
+                "**llm.sampling_parameters), and set no temperature of your own"
+            )
