@@ -1,4 +1,4 @@
-"""Logging for scripts: one line on the console for each message of raylight's."""
+"""Logging to the console for scripts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 
 
 def setup_logging(level: int | str = "INFO") -> None:
-    """Show raylight's log messages on the console from this level on. Calling it again changes the level.
+    """Log raylight's messages of at least this level to the console. A second call changes the level.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: the level is unknown.
     """
     from rich.logging import RichHandler
 

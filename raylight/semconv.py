@@ -1,26 +1,33 @@
-"""Names of spans and attributes. They are agent-lightning 0.3's, so that traces stay interchangeable."""
+"""Names of spans and attributes.
+
+They are those of agent-lightning 0.3 and of OpenTelemetry's `gen_ai` conventions, so that traces can be
+exchanged.
+"""
 
 ANNOTATION = "agentlightning.annotation"
-"""Name of a span that says something about the rollout or another span: a reward, a tag."""
+"""Name of a span that annotates the rollout or another span, such as a reward or a tag."""
 MESSAGE = "agentlightning.message"
 OBJECT = "agentlightning.object"
 EXCEPTION = "agentlightning.exception"
 OPERATION = "agentlightning.operation"
 VIRTUAL = "agentlightning.virtual"
-"""Name of a span that stands for something without a span of its own, such as a missing parent."""
+"""Name of a placeholder span, for example for a parent that was not recorded."""
 
 ROLLOUT_ID = "agentlightning.rollout_id"
 ATTEMPT_ID = "agentlightning.attempt_id"
 SPAN_SEQUENCE_ID = "agentlightning.span_sequence_id"
-"""Resource attributes by which a span from another process names its attempt."""
+"""Resource attributes with which a span from another process names its attempt."""
 
 REWARD_PREFIX = "agentlightning.reward"
-"""Attributes `agentlightning.reward.N.name` and `agentlightning.reward.N.value`; index 0 is the primary reward."""
+"""Attributes `agentlightning.reward.N.name` and `agentlightning.reward.N.value`; index 0 is the primary
+reward."""
 PRIMARY = "primary"
-"""Name of a reward that was given without one."""
+"""Name of a reward that was emitted without a name."""
 LINK_PREFIX = "agentlightning.link"
-"""Attributes `agentlightning.link.N.key_match` and `agentlightning.link.N.value_match`: the spans that this one is about."""
+"""Attributes `agentlightning.link.N.key_match` and `agentlightning.link.N.value_match`, which identify the
+spans that this span refers to."""
 TAG_PREFIX = "agentlightning.tag"
+"""Attributes `agentlightning.tag.N`: tags."""
 MESSAGE_BODY = "agentlightning.message.body"
 OBJECT_TYPE = "agentlightning.object.type"
 OBJECT_LITERAL = "agentlightning.object.literal"
@@ -33,9 +40,9 @@ PROMPT_TOKEN_IDS = "prompt_token_ids"
 RESPONSE_TOKEN_IDS = "response_token_ids"
 RESPONSE_LOGPROBS = "response_logprobs"
 WEIGHT_VERSIONS = "weight_versions"
-"""What a span of a captured call carries beside the request and the response."""
+"""Token-level attributes of the span of a captured call: one entry per token."""
 CALL_ID = "raylight.call_id"
-"""The captured call that a span is of."""
+"""Id of the captured call that a span records."""
 REQUEST_MODEL = "gen_ai.request.model"
 INPUT_MESSAGES = "gen_ai.input.messages"
 OUTPUT_MESSAGES = "gen_ai.output.messages"
@@ -45,23 +52,26 @@ CHAT_SPAN = "openai.chat.completion"
 COMPLETION_SPAN = "openai.completion"
 RESPONSES_SPAN = "openai.response"
 MESSAGES_SPAN = "anthropic.message"
-"""The same in the other dialects. Prompt and answer are recorded as chat messages all the same."""
+"""Names of the spans of captured calls in the other dialects. Their prompts and answers are recorded as chat
+messages too."""
 RESPONSE_ID = "gen_ai.response.id"
 FINISH_REASONS = "gen_ai.response.finish_reasons"
-"""Why sampling ended; one entry, as each choice is a call of its own: "stop", "length" or "aborted"."""
+"""Reason why sampling ended: "stop", "length" or "aborted". One entry, as each choice is a call of its
+own."""
 TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
-"""Seconds from the request to the first piece of a streamed answer."""
+"""Seconds from the request to the first chunk of a streamed answer."""
 REQUEST_PARAMETERS = "raylight.request.parameters"
-"""The rest of the request, beside messages and tools, as JSON."""
+"""Fields of the request other than messages and tools, as JSON."""
 DIALECT = "raylight.dialect"
-"""What the agent spoke: "chat", "completions", "responses" or "messages"."""
+"""Dialect of the agent's request: "chat", "completions", "responses" or "messages"."""
 PROMPT_SOURCE = "raylight.prompt_source"
-"""Whence the tokens of a prompt: the engine's rendering ("rendered"), the conversation itself ("spliced"), or both ("partly")."""
+"""Source of the prompt tokens: the engine's rendering ("rendered"), the tokens sampled and rendered so far
+("spliced"), or both ("partly")."""
 AGENT_NAME = "gen_ai.agent.name"
 
 
 def reward_attributes(rewards: dict[str, float]) -> dict[str, str | float]:
-    """Flatten named rewards into span attributes, the primary reward first."""
+    """Return named rewards as span attributes. The primary reward comes first."""
     flat: dict[str, str | float] = {}
     for index, (name, value) in enumerate(rewards.items()):
         flat[f"{REWARD_PREFIX}.{index}.name"] = name

@@ -9,7 +9,7 @@ from typing import Any
 
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
-from raylight.components import build_component, find_component
+from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError
 
 
@@ -43,7 +43,7 @@ def as_agent(given: Any) -> LitAgent:
         ConfigError: it is none.
     """
     if isinstance(given, str):
-        given = find_component(given, "agent")
+        given = import_dotted_name(given, "agent")
     if isinstance(given, Mapping) or (isinstance(given, type) and issubclass(given, LitAgent)):
         given = build_component(given, LitAgent, "agent")
     if isinstance(given, LitAgent):

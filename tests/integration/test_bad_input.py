@@ -200,7 +200,7 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
             "no setting 'lrr'; it has: lr",
         ),
         (lambda path: fit(adder, path, engine={"port": 0}), errors.ConfigError, "EngineConfig.port"),
-        (lambda path: fit("agent", path), errors.ConfigError, "no dotted name"),
+        (lambda path: fit("agent", path), errors.ConfigError, "is not a dotted name"),
         (lambda path: fit(5, path), errors.ConfigError, "decorated with @rollout"),
         (
             lambda path: fit(lambda task, tools: 1.0, path),

@@ -104,21 +104,21 @@ def test_a_dict_is_not_changed() -> None:
         (None, "tool is missing; give a Tool, its class or its dotted name"),
         (3, "tool must be a Tool, its class, a dotted name or a dict with a 'type', not 3"),
         (int, "tool must be a Tool, its class, .* not <class 'int'>"),
-        (lambda: 3, "tool must be a Tool, but <lambda> made 3"),
-        (lambda: None, "tool must be a Tool, but <lambda> made None"),
-        ("Hammer", "tool='Hammer' is no dotted name; write 'package.module:Class'"),
+        (lambda: 3, "tool must be a Tool, but <lambda> returned 3"),
+        (lambda: None, "tool must be a Tool, but <lambda> returned None"),
+        ("Hammer", "tool='Hammer' is not a dotted name; write 'package.module:Class'"),
         (
             "no_such_package.x:Hammer",
             "tool='no_such_package.x:Hammer': cannot import no_such_package.x: No module named",
         ),
-        ("no_such_package:", "is no dotted name"),
+        ("no_such_package:", "is not a dotted name"),
         (f"{HERE}:Hamer", "has no 'Hamer'; it has: Hammer"),
         (f"{HERE}:Tool.Iner", "Tool has no 'Iner'; it has: Inner"),
         (f"{HERE}:NUMBER", "tool must be a Tool, .* not 3"),
         ({}, "tool as a dict needs a 'type', the class or its dotted name; it has: nothing"),
         ({"size": 1}, "needs a 'type', the class or its dotted name; it has: 'size'"),
         ({"type": Tool, "sise": 1}, "tool: Tool takes no 'sise'; it has: size"),
-        ({"type": TOOL, "size": 1}, "is made already and takes no 'size'"),
+        ({"type": TOOL, "size": 1}, "is an instance and takes no 'size'"),
         (Sized, "tool: Sized needs 'size'; give {'type': ..., 'size': ...}"),
     ],
 )
@@ -152,7 +152,7 @@ def test_of_anything_only_what_describes_something_is_called() -> None:
 
     for made in (Callable(), 3, [1], object()):
         assert build_component(made, object, "thing") is made
-    for spec, message in (("x", "thing='x' is no dotted name"), ({}, "thing as a dict needs a 'type'")):
+    for spec, message in (("x", "thing='x' is not a dotted name"), ({}, "thing as a dict needs a 'type'")):
         with pytest.raises(ConfigError, match=message):
             build_component(spec, object, "thing")
 

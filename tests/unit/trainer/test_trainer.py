@@ -318,8 +318,8 @@ def test_hooks_are_checked_before_any_runner_starts(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("x", "hooks='x' is no dotted name"),
-        (["x"], "hooks='x' is no dotted name"),
+        ("x", "hooks='x' is not a dotted name"),
+        (["x"], "hooks='x' is not a dotted name"),
         ({}, "hooks as a dict needs a 'type'"),
         ({"level": 3}, "hooks as a dict needs a 'type', .* it has: 'level'"),
         ("raylight:LogingHook", "has no 'LogingHook'"),
@@ -431,7 +431,7 @@ def test_an_agent_may_be_described(spec: Any, planned_runs: list[Run]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("agent", "agent='agent' is no dotted name"),
+        ("agent", "agent='agent' is not a dotted name"),
         ({"type": NotMade, "size": 3}, "agent: NotMade takes no 'size'"),
         ({"size": 3}, "agent as a dict needs a 'type'"),
         ("unit.trainer.test_trainer:Nothing", "has no 'Nothing'"),
