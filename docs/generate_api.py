@@ -30,7 +30,7 @@ PAGES = {
     "errors": ("Errors and logging", ("errors", "log")),
 }
 """By file, a title and the rooms of the package whose public names are there."""
-FOUNDATIONS = ("raylight.config.Config", "raylight.types.noun.Noun")
+FOUNDATIONS = ("raylight.config.Config", "raylight.types.rollouts.StrictModel")
 """Classes that others are built on, whose members say nothing of these."""
 CONSTRAINTS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 Documented = griffe.Class | griffe.Function | griffe.Attribute

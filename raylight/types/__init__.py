@@ -1,7 +1,8 @@
-"""The nouns of a rollout's way through the house, and the tables of their states.
+"""Domain types, and the transition tables of their states.
 
-A *rollout* is one task given to the agent; an *attempt* is one try at it; a *generation* is one response sampled from the
-engine, token for token; a *span* is anything that happened; a *trajectory* is the sequence of tokens that a learner sees.
+A *rollout* is one task given to the agent, an *attempt* one execution of it. A *generation* is one response
+sampled from the engine, with its token ids. A *span* is one recorded operation or event. A *trajectory* is a
+token sequence to train on.
 """
 
 from raylight.types.rollouts import (
@@ -11,7 +12,6 @@ from raylight.types.rollouts import (
     EnqueueRolloutRequest,
     Failure,
     FailureKind,
-    Noun,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -68,7 +68,6 @@ __all__ = [
     "FinishedRollout",
     "Generation",
     "Link",
-    "Noun",
     "OtelResource",
     "ResourcesUpdate",
     "Rollout",

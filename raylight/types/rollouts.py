@@ -1,4 +1,4 @@
-"""Rollouts and their attempts, and what the store keeps beside them."""
+"""Rollouts, attempts, workers and resources: the records that the store keeps."""
 
 from __future__ import annotations
 
@@ -11,45 +11,48 @@ from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, Wor
 
 FailureKind = Literal["agent", "reward", "hook", "timeout", "unresponsive", "cancelled", "infrastructure"]
 TRAINABLE_AGENTS = "trainable_agents"
-"""Key of a rollout's metadata: the agents that the rollout itself marked as trainable."""
+"""Metadata key of a rollout: ids of the agents that the rollout marked as trainable."""
 GREEDY = "greedy"
-"""Key of a rollout's metadata: it is to take the most probable tokens, and others are compared with it."""
+"""Metadata key of a rollout that is sampled greedily, as the baseline of others (ReMax)."""
 
 
-class Noun(BaseModel):
-    """Base of the records that travel between actors."""
+class StrictModel(BaseModel):
+    """Base class of the records that actors exchange: unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Failure(Noun):
-    """Why an attempt did not succeed. No failure is scored unless the algorithm says so."""
+class Failure(StrictModel):
+    """Reason why an attempt did not succeed.
+
+    A failed rollout has no reward, unless the algorithm assigns one with `failure_reward`.
+    """
 
     kind: FailureKind
     error: str
     """`TypeName: message` on one line."""
     trace: str = ""
-    """The agent's own part of the traceback."""
+    """Frames of the traceback that belong to the agent's code."""
 
 
 class RolloutConfig(Config):
-    """How one rollout is run and retried."""
+    """Time limits and retries of one rollout."""
 
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """Wall-clock limit of an attempt; None for no limit."""
+    """Wall-clock limit of an attempt. None: no limit."""
     unresponsive_seconds: float | None = Field(default=None, gt=0)
-    """Limit of the silence between two spans of an attempt (the first counts from its start); None for no limit."""
+    """Longest time between two spans of an attempt, and from its start to its first span. None: no limit."""
     max_attempts: int = Field(default=1, ge=1)
-    """Attempts in all, the first one included; those lost to the infrastructure do not count."""
+    """Maximum number of attempts, the first included. Attempts lost to the infrastructure do not count."""
     retry_condition: frozenset[Literal["failed", "unresponsive", "timeout"]] = frozenset()
-    """Attempts that end so are tried again while there are attempts left."""
+    """Endings of an attempt after which the rollout is retried, while attempts are left."""
     infrastructure_retries: int = Field(default=2, ge=0)
-    """How often a rollout is tried again, whatever `retry_condition` says, because the infrastructure failed it: its runner died
-    or was not heard of again, or the engine was down."""
+    """Maximum number of retries, regardless of `retry_condition`, after failures of the infrastructure: the
+    runner died or stopped sending heartbeats, or the engine was down."""
 
 
-class Attempt(Noun):
-    """One try at a rollout."""
+class Attempt(StrictModel):
+    """One execution of a rollout."""
 
     rollout_id: str
     attempt_id: str
@@ -60,28 +63,30 @@ class Attempt(Noun):
     start_time: float
     end_time: float | None = None
     last_heartbeat_time: float | None = None
-    """When its last span came, or its worker last said that it works on it."""
+    """Time of its last span, or of the last heartbeat of its worker for it."""
     failure: Failure | None = None
     metadata: dict[str, Any] | None = None
 
 
-class EnqueueRolloutRequest(Noun):
-    """What an algorithm asks for."""
+class EnqueueRolloutRequest(StrictModel):
+    """Request of an algorithm for one rollout."""
 
     input: Any
+    """The task, as the agent receives it."""
     mode: RolloutMode | None = None
     group_id: str | None = None
-    """Rollouts of the same task that are compared with one another (GRPO) share a group."""
+    """Group of rollouts of the same task, whose rewards are compared with one another (GRPO)."""
     resources_id: str | None = None
-    """Version of the resources; None takes the latest when the rollout is enqueued."""
+    """Version of the resources. None: the latest one at the time of enqueueing."""
     config: RolloutConfig = Field(default_factory=RolloutConfig)
     metadata: dict[str, Any] = Field(default_factory=dict)
     rollout_id: str | None = None
-    """An id of one's own: enqueueing it again changes nothing and gives the rollout that is there."""
+    """Id chosen by the caller. None: the store assigns one. Enqueueing a known id returns the existing
+    rollout."""
 
     @field_validator("metadata", mode="before")
     @classmethod
-    def _none_is_empty(cls, metadata: Any) -> Any:
+    def _replace_none(cls, metadata: Any) -> Any:
         return {} if metadata is None else metadata
 
 
@@ -90,22 +95,25 @@ class Rollout(EnqueueRolloutRequest):
 
     rollout_id: str
     resources_version: int | None = None
-    """Of its resources, when this was read."""
+    """Version of its resources at the time of reading."""
     status: RolloutStatus = "queuing"
     start_time: float
     end_time: float | None = None
     attempt: Attempt | None = None
-    """The latest attempt; it alone decides the rollout."""
+    """The latest attempt, which alone decides the rollout."""
 
     def mark_agent_as_trainable(self, agent_id: str) -> None:
-        """Train on this agent's calls; as soon as one agent is marked, those of others are left out. Call it inside the rollout."""
+        """Mark an agent, so that its calls are trained on.
+
+        Once one agent is marked, calls of unmarked agents are not trained on. Call it inside the rollout.
+        """
         marked = self.metadata.setdefault(TRAINABLE_AGENTS, [])
         if agent_id not in marked:
             marked.append(agent_id)
 
 
-class Worker(Noun):
-    """What the store knows of a runner."""
+class Worker(StrictModel):
+    """State of a runner, as the store knows it."""
 
     worker_id: str
     status: WorkerStatus = "unknown"
@@ -113,20 +121,20 @@ class Worker(Noun):
     last_heartbeat_time: float | None = None
     last_dequeue_time: float | None = None
     last_busy_time: float | None = None
-    """When it last began an attempt."""
+    """Time at which it last began an attempt."""
     last_idle_time: float | None = None
-    """When it last ended its only attempt."""
+    """Time at which it last finished its only running attempt."""
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
-    """The attempt that it began last, if that goes on."""
+    """The attempt that it began last, while that is running."""
 
 
-class ResourcesUpdate(Noun):
+class ResourcesUpdate(StrictModel):
     """One version of the named resources."""
 
     resources_id: str
     version: int
-    """1 for the first; `update_resources` raises it."""
+    """1 for the first version; `update_resources` increments it."""
     create_time: float
     update_time: float
     resources: dict[str, Any]

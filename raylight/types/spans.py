@@ -1,4 +1,4 @@
-"""Spans: OpenTelemetry's model of what happened, keyed to an attempt."""
+"""Spans in the data model of OpenTelemetry, each assigned to an attempt."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 AttributeValue = Any
-"""str, bool, int, float, or a sequence of one of these."""
+"""A str, bool, int, float, or a sequence of one of these."""
 Attributes = dict[str, AttributeValue]
 StatusCode = Literal["UNSET", "OK", "ERROR"]
 MAX_SEQUENCE_ID = 2**62
 """Exclusive upper limit of sequence ids; the numbers above are reserved for later spans."""
 
 
-class SpanPart(BaseModel):
-    """Base of a span's parts; what other versions of OpenTelemetry add is kept."""
+class ExtensibleModel(BaseModel):
+    """Base class of spans and their parts: fields that other versions of OpenTelemetry add are kept."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class TraceStatus(SpanPart):
-    """Whether the operation succeeded."""
+class TraceStatus(ExtensibleModel):
+    """Outcome of a span's operation."""
 
     status_code: StatusCode = "UNSET"
     description: str | None = None
 
 
-class SpanEvent(SpanPart):
-    """Something at one moment of a span."""
+class SpanEvent(ExtensibleModel):
+    """An event at one moment of a span."""
 
     name: str
     attributes: Attributes = Field(default_factory=dict)
     timestamp: float | None = None
 
 
-class SpanContext(SpanPart):
-    """Ids of a span, in hex."""
+class SpanContext(ExtensibleModel):
+    """Ids of a span, as hexadecimal text."""
 
     trace_id: str
     span_id: str
@@ -54,22 +54,22 @@ class SpanContext(SpanPart):
     trace_state: dict[str, str] = Field(default_factory=dict)
 
 
-class Link(SpanPart):
-    """A relation to another span."""
+class Link(ExtensibleModel):
+    """A link from one span to another."""
 
     context: SpanContext
     attributes: Attributes | None = None
 
 
-class OtelResource(SpanPart):
-    """What produced the span."""
+class OtelResource(ExtensibleModel):
+    """Description of the process that produced a span."""
 
     attributes: Attributes = Field(default_factory=dict)
     schema_url: str = ""
 
 
 class SpanCoreFields(BaseModel):
-    """A span that is not yet keyed to an attempt."""
+    """A span that is not yet assigned to an attempt."""
 
     name: str
     status: TraceStatus = Field(default_factory=lambda: TraceStatus(status_code="OK"))
@@ -78,16 +78,19 @@ class SpanCoreFields(BaseModel):
     end_time: float | None = None
 
 
-class Span(SpanPart):
-    """Something that happened during an attempt. Times are seconds since the epoch, ids are hex as OpenTelemetry writes them."""
+class Span(ExtensibleModel):
+    """One recorded operation or event of an attempt.
+
+    Times are in seconds since the epoch. Ids are hexadecimal text, as in OpenTelemetry.
+    """
 
     rollout_id: str = ""
     attempt_id: str = ""
     sequence_id: int = 0
-    """Order within the attempt; 0 lets the store give the next number."""
+    """Position within the attempt. 0: the store assigns the next number."""
     trace_id: str
     span_id: str
-    """Unique within an attempt; the same id again is ignored."""
+    """Unique id within the attempt. The store ignores a second span with the same id."""
     parent_id: str | None = None
     name: str
     status: TraceStatus = Field(default_factory=TraceStatus)
@@ -100,25 +103,30 @@ class Span(SpanPart):
 
     @property
     def context(self) -> SpanContext:
+        """Ids of this span."""
         return SpanContext(trace_id=self.trace_id, span_id=self.span_id)
 
     @property
     def parent(self) -> SpanContext | None:
+        """Ids of the parent span; None for a root span."""
         return SpanContext(trace_id=self.trace_id, span_id=self.parent_id) if self.parent_id else None
 
     @classmethod
     def from_attributes(cls, *, attributes: Attributes, name: str | None = None, **fields: Any) -> Self:
-        """A span made by hand: what is not given is generated, or left empty."""
-        given = {key: value for key, value in fields.items() if value is not None}
-        ids = {"trace_id": secrets.token_hex(16), "span_id": secrets.token_hex(8)}
-        made: dict[str, Any] = ids | {"status": TraceStatus(status_code="OK")}
-        return cls(name=name or VIRTUAL, attributes=attributes, **(made | given))
+        """Create a span by hand. Missing ids are generated; other missing fields get their defaults."""
+        defaults: dict[str, Any] = {
+            "trace_id": secrets.token_hex(16),
+            "span_id": secrets.token_hex(8),
+            "status": TraceStatus(status_code="OK"),
+        }
+        fields = {key: value for key, value in fields.items() if value is not None}
+        return cls(name=name or VIRTUAL, attributes=attributes, **(defaults | fields))
 
     @classmethod
     def from_core_fields(
         cls, core: SpanCoreFields, *, rollout_id: str = "", attempt_id: str = "", sequence_id: int = 0
     ) -> Self:
-        """A core span keyed to an attempt."""
+        """Assign core fields to an attempt."""
         now = time.time()
         return cls.from_attributes(
             attributes=core.attributes,
@@ -135,14 +143,16 @@ class Span(SpanPart):
     def from_opentelemetry(
         cls, src: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int = 0
     ) -> Self:
-        """A span of the OpenTelemetry SDK, keyed to an attempt.
+        """Convert a span of the OpenTelemetry SDK, and assign it to an attempt.
 
         Raises:
             ValueError: the span has no context.
         """
         context = src.get_span_context()
         if context is None:
-            raise ValueError(f"span {src.name!r} has no context, so that it cannot be told from others")
+            raise ValueError(
+                f"span {src.name!r} has no context, and so no id; start it with a tracer of a provider"
+            )
         return cls(
             rollout_id=rollout_id,
             attempt_id=attempt_id,
@@ -212,7 +222,10 @@ SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 def plain_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
-    """A copy that JSON can hold: OpenTelemetry allows bytes, which become hex as they do when they come by OTLP."""
+    """Return a copy of attributes that JSON can represent.
+
+    Bytes, which OpenTelemetry allows, become hexadecimal text, as they do in spans received over OTLP.
+    """
     if not attributes:
         return {}
     return {key: value if type(value) in SCALARS else _plain(value) for key, value in attributes.items()}
@@ -221,7 +234,7 @@ def plain_attributes(attributes: Mapping[str, Any] | None) -> Attributes:
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, tuple | list):  # mostly long lists of numbers, which need no look at each
+    if isinstance(value, tuple | list):  # fast path for long lists of numbers
         return value if SCALARS.issuperset(map(type, value)) else type(value)(_plain(item) for item in value)
     if isinstance(value, Mapping):
         return plain_attributes(value)
@@ -229,14 +242,15 @@ def _plain(value: Any) -> Any:
 
 
 def seconds(nanoseconds: int | None) -> float | None:
+    """Convert nanoseconds to seconds."""
     return None if nanoseconds is None else nanoseconds / 1e9
 
 
 class Triplet(BaseModel):
-    """One call of a model: what it saw, what it answered, and the reward of that."""
+    """One call of a model: its prompt, its response, and the reward of the response."""
 
     prompt: Any
-    """Usually `{"token_ids": [...]}`, with the raw messages where they are known."""
+    """Usually `{"token_ids": [...]}`, with the raw messages if they are known."""
     response: Any
     reward: float | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""States of rollouts, attempts and workers, and the tables of their changes."""
+"""States of rollouts, attempts and workers, and the tables of allowed transitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ ROLLOUT_TRANSITIONS: dict[RolloutStatus, frozenset[RolloutStatus]] = {
     "failed": frozenset({"running", "succeeded"}),
     "cancelled": frozenset(),
 }
-"""A requeued or failed rollout goes on where its latest attempt, thought unresponsive, gives a sign of life after all."""
+"""Allowed changes of a rollout's status.
+
+A requeued or failed rollout returns to running, or succeeds, when its latest attempt, which was taken for
+unresponsive, responds again.
+"""
 
 ATTEMPT_TRANSITIONS: dict[AttemptStatus, frozenset[AttemptStatus]] = {
     "preparing": frozenset({"running", "succeeded", "failed", "unresponsive", "timeout"}),
@@ -28,13 +32,17 @@ ATTEMPT_TRANSITIONS: dict[AttemptStatus, frozenset[AttemptStatus]] = {
     "failed": frozenset(),
     "timeout": frozenset(),
 }
+"""Allowed changes of an attempt's status."""
 
 WAITING: frozenset[RolloutStatus] = frozenset({"queuing", "requeuing"})
+"""Statuses of rollouts in the queue."""
 FINISHED: frozenset[RolloutStatus] = frozenset({"succeeded", "failed", "cancelled"})
+"""Final statuses of rollouts."""
 LIVE: frozenset[AttemptStatus] = frozenset({"preparing", "running"})
-"""Attempts that somebody works on."""
+"""Statuses of attempts that a worker is executing."""
 ATTEMPT_FINISHED: frozenset[AttemptStatus] = frozenset(
-    s for s, following in ATTEMPT_TRANSITIONS.items() if not following
+    status for status, following in ATTEMPT_TRANSITIONS.items() if not following
 )
+"""Final statuses of attempts."""
 RETRIED: frozenset[AttemptStatus] = frozenset({"failed", "unresponsive", "timeout"})
-"""What a `retry_condition` may name."""
+"""Statuses that a `retry_condition` may name."""

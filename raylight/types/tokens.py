@@ -1,4 +1,4 @@
-"""What was sampled, token for token, and what a learner sees of it."""
+"""Sampled tokens, and the token sequences that a learner trains on."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from raylight.types.rollouts import Rollout
 from raylight.types.spans import Span
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature means the most probable token, as in vLLM; dividing by it would overflow."""
+"""Temperatures below this limit mean greedy sampling, as in vLLM; dividing logits by them would overflow."""
 
 FinishReason = Literal["stop", "length", "aborted"]
 
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """Names one call to the engine within an attempt."""
+    """Identity of one call to the engine within an attempt."""
 
     rollout_id: str
     attempt_id: str
     call_id: str
     request: str = field(default="", compare=False, repr=False)
-    """A digest of what was asked. Where the replica that was asked died, the same request again tells that it had not answered."""
+    """Digest of the request. After the death of a replica, a repeated request with the same digest shows that
+    the first one was never answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One sampled response, exactly as the engine saw it.
+    """One sampled response with the engine's own token ids.
 
-    Invariants: `len(output_ids) == len(logprobs) == len(weight_versions)`; ids are the engine's own and were never re-tokenised;
-    `logprobs` are of the distribution really sampled from.
+    Invariants: `len(output_ids) == len(logprobs) == len(weight_versions)`. Token ids are never re-tokenised.
+    `logprobs` are those of the distribution that was sampled from, after temperature and truncation.
+
+    Raises:
+        ValueError: the three lists differ in length.
     """
 
     key: CallKey
@@ -44,28 +48,29 @@ class Generation:
     end_time: float
     sampling: dict[str, Any] = field(default_factory=dict)
     agent: str | None = None
-    """The agent that called, where the rollout has several and names them (`llm.for_agent`)."""
+    """Id of the calling agent, if the rollout has several agents and names them (`llm.for_agent`)."""
 
     @property
     def temperature(self) -> float:
-        """Temperature of the distribution that `logprobs` are of; 1 for the most probable token (temperature 0)."""
+        """Temperature of the distribution of `logprobs`; 1 for greedy sampling (temperature 0)."""
         temperature = self.sampling.get("temperature", 1.0)
         return temperature if temperature >= GREEDY_BELOW else 1.0
 
     def __post_init__(self) -> None:
         if not len(self.output_ids) == len(self.logprobs) == len(self.weight_versions):
             raise ValueError(
-                f"generation {self.key.call_id}: {len(self.output_ids)} tokens, {len(self.logprobs)} log-probs and "
-                f"{len(self.weight_versions)} weight versions must be equally many"
+                f"generation {self.key.call_id}: {len(self.output_ids)} tokens, {len(self.logprobs)} "
+                f"log-probs and {len(self.weight_versions)} weight versions must be equally many"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A token sequence to be trained on: prompt, responses and the observations between them.
+    """A token sequence to train on: the prompt, the responses, and the observations between them.
 
-    All lists have one entry per token. Invariants: `mask[i] == 1` exactly where the token was sampled in this attempt and is
-    trained here; `logprobs[i]` and `weight_versions[i]` are 0 and -1 where `mask[i] == 0`; `mask[0] == 0`.
+    All lists have one entry per token. Invariants: `mask[i] == 1` exactly where the token was sampled in this
+    attempt and is trained in this trajectory. Where `mask[i] == 0`, `logprobs[i] == 0` and
+    `weight_versions[i] == -1`. `mask[0] == 0`.
     """
 
     rollout_id: str
@@ -74,27 +79,29 @@ class Trajectory:
     logprobs: list[float]
     weight_versions: list[int]
     temperature: float = 1.0
-    """At which all its trained tokens were sampled."""
+    """Sampling temperature of all its trained tokens."""
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first trained one."""
+        """Number of tokens before the first trained one."""
         return self.mask.index(1)
 
     @property
     def trained_tokens(self) -> int:
+        """Number of trained tokens."""
         return sum(self.mask)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRollout:
-    """What an algorithm gets back: the rollout, and what its latest attempt left."""
+    """A finished rollout with the reward, generations and spans of its latest attempt."""
 
     rollout: Rollout
     reward: float | None
+    """Primary reward; None if there is none."""
     generations: list[Generation]
-    """In the order in which the calls began."""
+    """Generations in the order in which their calls began."""
     spans: list[Span] = field(default_factory=list)
-    """In the order of their sequence ids; empty where only tokens were asked for."""
+    """Spans in the order of their sequence ids; empty if only tokens were requested."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """All rewards that were given together with `reward`, by name, that one first; empty without a reward."""
+    """All rewards emitted together with `reward`, by name, with `reward` first; empty without a reward."""
