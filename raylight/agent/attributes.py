@@ -41,11 +41,11 @@ def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> dict[str, 
 
 
 def _is_leaf_list(nested: Any) -> bool:
-    kinds = {type(plain(item)) for item in nested} if isinstance(nested, list | tuple) else set()
+    kinds = {type(to_builtin(item)) for item in nested} if isinstance(nested, list | tuple) else set()
     return len(kinds) == 1 and kinds <= {str, bool, int, float}
 
 
-def plain(value: Any) -> Any:
+def to_builtin(value: Any) -> Any:
     """A primitive of a subclass, of numpy or of torch as Python's own, which any process can read; other values as they are."""
     if isinstance(value, bool):
         return value
@@ -60,13 +60,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def encode(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """A value as a span can hold it; what is not primitive becomes JSON text, and never fails."""
-    value = plain(value)
+    value = to_builtin(value)
     if isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list | tuple) and (not value or _is_leaf_list(value)):
-        return [plain(item) for item in value]
+        return [to_builtin(item) for item in value]
     try:
         return json.dumps(value, default=str)
     except Exception:  # recording must not fail the agent, whose objects may do anything in __str__
@@ -81,7 +81,7 @@ def as_attributes(nested: Mapping[str, Any] | None) -> Attributes:
     """
     if nested is not None and not isinstance(nested, Mapping):
         raise EmitError(f"attributes must be a dict, not {type(nested).__name__}")
-    return {key: encode(value) for key, value in flatten(nested or {}).items()}
+    return {key: encode_value(value) for key, value in flatten(nested or {}).items()}
 
 
 def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
@@ -92,7 +92,7 @@ def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
     """
     attributes = as_attributes(annotation)
     for key, value in flatten(annotation).items():
-        leaf = plain(value)
+        leaf = to_builtin(value)
         if not isinstance(leaf, str | bool | int | float | list | tuple | Mapping) or (
             isinstance(leaf, Mapping) and leaf
         ):
@@ -103,15 +103,15 @@ def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
     return attributes
 
 
-def recorded(prefix: str, value: Any) -> Attributes:
+def value_attributes(prefix: str, value: Any) -> Attributes:
     """A function's argument or result under `prefix`. Whatever it is, recording it does not fail."""
     try:
         flat = flatten({prefix: value})
     except Exception:  # keys that are no strings, or a container of the user's that cannot be walked
         flat = {}
     if not 0 < len(flat) <= MAX_KEYS:
-        return {prefix: encode(value)}
-    return {key: encode(leaf) for key, leaf in flat.items()}
+        return {prefix: encode_value(value)}
+    return {key: encode_value(leaf) for key, leaf in flat.items()}
 
 
 def exception_attributes(error: BaseException) -> Attributes:
@@ -121,12 +121,12 @@ def exception_attributes(error: BaseException) -> Attributes:
         "exception.type": kind.__qualname__
         if kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}",
-        "exception.message": message_of(error),
+        "exception.message": exception_message(error),
         "exception.stacktrace": "".join(traceback.format_exception(error)),
     }
 
 
-def message_of(error: BaseException) -> str:
+def exception_message(error: BaseException) -> str:
     """An exception's text; an exception of the user's may fail to tell it."""
     try:
         return str(error)
@@ -164,4 +164,4 @@ def make_link_attributes(links: Mapping[str, str]) -> Attributes:
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise EmitError(f"{what} is {value!r:.80} of type {type(value).__name__}; it must be a string")
-    return plain(value)
+    return to_builtin(value)

@@ -16,9 +16,9 @@ from raylight.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-GIVEN = frozenset({"task", "rollout", "resources"})
+BUILTIN_PARAMETERS = frozenset({"task", "rollout", "resources"})
 """Parameters that are always filled; no resource can have these names."""
-BY_TYPE: dict[str, Callable[[Any], bool]] = {
+TYPED_PARAMETERS: dict[str, Callable[[Any], bool]] = {
     "llm": lambda resource: isinstance(resource, LLM) and not resource.tokenizer_only,
     "prompt_template": lambda resource: isinstance(resource, PromptTemplate),
     "tokenizer": lambda resource: isinstance(resource, LLM) and resource.tokenizer_only,
@@ -63,7 +63,7 @@ class FunctionalLitAgent(LitAgent[Any]):
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             type(_bare(function)).__call__
         )
-        if taken := GIVEN & self._declared.keys():
+        if taken := BUILTIN_PARAMETERS & self._declared.keys():
             raise AgentSignatureError(
                 f"@rollout cannot declare a resource {', '.join(sorted(taken))}; raylight gives these itself"
             )
@@ -112,7 +112,7 @@ class FunctionalLitAgent(LitAgent[Any]):
             fitting = [
                 other
                 for other in there
-                if name not in there and name in BY_TYPE and BY_TYPE[name](there[other])
+                if name not in there and name in TYPED_PARAMETERS and TYPED_PARAMETERS[name](there[other])
             ]
             if len(fitting) > 1:
                 logger.warning(
@@ -143,7 +143,11 @@ class FunctionalLitAgent(LitAgent[Any]):
         return "rollout_async" if self._async else "rollout"
 
     def _can_fill(self, name: str, there: Mapping[str, Any]) -> bool:
-        return name in GIVEN or name in there or (name in BY_TYPE and any(map(BY_TYPE[name], there.values())))
+        return (
+            name in BUILTIN_PARAMETERS
+            or name in there
+            or (name in TYPED_PARAMETERS and any(map(TYPED_PARAMETERS[name], there.values())))
+        )
 
     def _arguments(self, task: Any, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         given = {"task": task, "rollout": rollout, "resources": resources}
@@ -158,7 +162,9 @@ class FunctionalLitAgent(LitAgent[Any]):
         return arguments
 
     def _resource(self, name: str, resources: NamedResources, rollout: Rollout) -> Any:
-        found = resources[name] if name in resources else next(filter(BY_TYPE[name], resources.values()))
+        found = (
+            resources[name] if name in resources else next(filter(TYPED_PARAMETERS[name], resources.values()))
+        )
         return (
             found.with_attempted_rollout(rollout) if self._strip_proxy and isinstance(found, LLM) else found
         )
@@ -166,7 +172,7 @@ class FunctionalLitAgent(LitAgent[Any]):
     def _lacks(self, missing: list[str], there: Iterable[str]) -> str:
         return (
             f"rollout function {self._name} asks for {', '.join(map(repr, missing))}, which nothing fills; "
-            f"there are: {', '.join(sorted({*there, *GIVEN}))}. Declare it in @rollout(...), or give it to the Trainer as an "
+            f"there are: {', '.join(sorted({*there, *BUILTIN_PARAMETERS}))}. Declare it in @rollout(...), or give it to the Trainer as an "
             "initial resource"
         )
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raylight.agent.attributes import as_attributes, exception_attributes, plain, strict_attributes
-from raylight.agent.nesting import current_place
+from raylight.agent.attributes import as_attributes, exception_attributes, strict_attributes, to_builtin
+from raylight.agent.parent_span import current_parent
 from raylight.errors import EmitError, RewardError
 from raylight.semconv import (
     ANNOTATION,
@@ -79,7 +79,7 @@ def emit_message(
         raise EmitError(
             f"emit_message takes a string, not {type(message).__name__}; emit_object takes other things"
         )
-    return _emit(MESSAGE, {MESSAGE_BODY: plain(message)} | as_attributes(attributes), propagate)
+    return _emit(MESSAGE, {MESSAGE_BODY: to_builtin(message)} | as_attributes(attributes), propagate)
 
 
 def emit_object(
@@ -113,7 +113,7 @@ def _emit(name: str, attributes: Attributes, propagate: bool) -> SpanCoreFields:
     core = SpanCoreFields(name=name, attributes=attributes, start_time=now, end_time=now)
     trace = current_trace() if propagate else None
     if trace is not None:
-        place = current_place()
+        place = current_parent()
         trace.add(
             Span.from_attributes(
                 name=name,
@@ -131,7 +131,7 @@ def _emit(name: str, attributes: Attributes, propagate: bool) -> SpanCoreFields:
 def _encode_object(value: Any) -> Attributes:
     if isinstance(value, bytes):
         return {OBJECT_TYPE: "bytes", OBJECT_LITERAL: base64.b64encode(value).decode()}
-    primitive = plain(value)
+    primitive = to_builtin(value)
     if isinstance(primitive, str | bool | int | float):
         return {OBJECT_TYPE: type(primitive).__name__, OBJECT_LITERAL: str(primitive)}
     kind = type(value)

@@ -9,14 +9,14 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from raylight.agent.attributes import message_of
+from raylight.agent.attributes import exception_message
 from raylight.errors import HookError
 from raylight.traces.rewards import find_final_reward
 
 logger = logging.getLogger(__name__)
 
 _ALWAYS = ("agent", "runner", "tracer", "rollout")
-EVENTS: dict[str, tuple[str, ...]] = {
+HOOK_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "on_rollout_start": _ALWAYS,
     "on_trace_start": _ALWAYS,
     "on_trace_end": (*_ALWAYS, "spans"),
@@ -76,7 +76,7 @@ def _title(rollout: Any) -> str:
     return f"rollout {rollout.rollout_id}" + (f", attempt {attempt.attempt_id}" if attempt else "")
 
 
-class HookSet:
+class HookDispatcher:
     """Calls hooks in their order, each with the arguments that it takes.
 
     Args:
@@ -88,13 +88,13 @@ class HookSet:
 
     def __init__(self, hooks: Iterable[Any] | Any = ()) -> None:
         given = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
-        self._calls: dict[str, list[tuple[Any, frozenset[str]]]] = {event: [] for event in EVENTS}
+        self._calls: dict[str, list[tuple[Any, frozenset[str]]]] = {event: [] for event in HOOK_ARGUMENTS}
         for hook in given:
             _check(hook)
-            for event in EVENTS:
+            for event in HOOK_ARGUMENTS:
                 method = getattr(hook, event, None)
                 if method is not None and getattr(method, "__func__", None) is not getattr(Hook, event):
-                    self._calls[event].append((hook, _wanted(hook, event)))
+                    self._calls[event].append((hook, _accepted_arguments(hook, event)))
 
     def __bool__(self) -> bool:
         """Whether there is anything to call."""
@@ -104,7 +104,7 @@ class HookSet:
         """Call the hooks of an event. One that fails is logged, and the others are called all the same.
 
         Args:
-            available: what `EVENTS` lists for the event.
+            available: what `HOOK_ARGUMENTS` lists for the event.
 
         Raises:
             HookError: a strict hook failed; its exception is the cause.
@@ -118,17 +118,19 @@ class HookSet:
                 if inspect.isawaitable(returned):
                     await returned
             except BaseException as error:  # the hook is the user's code, and must not end the runner
-                if _is_from_outside(error):
+                if _is_cancellation(error):
                     raise
                 logger.exception("the hook %s failed", name)
                 if getattr(hook, "strict", False):
                     failed.append((name, error))
         if failed:
-            said = "; ".join(f"{name}: {type(error).__name__}: {message_of(error)}" for name, error in failed)
+            said = "; ".join(
+                f"{name}: {type(error).__name__}: {exception_message(error)}" for name, error in failed
+            )
             raise HookError(f"a strict hook failed: {said}") from failed[0][1]
 
 
-def _is_from_outside(error: BaseException) -> bool:
+def _is_cancellation(error: BaseException) -> bool:
     """Whether the task that called the hook is cancelled or closed, which is no failure of the hook."""
     task = asyncio.current_task()
     return isinstance(error, GeneratorExit) or (
@@ -141,20 +143,20 @@ def _check(hook: Any) -> None:
     if isinstance(hook, type):
         raise HookError(f"hooks takes instances; write {hook.__name__}() instead of {hook.__name__}")
     title = type(hook).__name__
-    if not any(callable(getattr(hook, event, None)) for event in EVENTS):
-        raise HookError(f"{title} is no hook; define one of {', '.join(EVENTS)}")
+    if not any(callable(getattr(hook, event, None)) for event in HOOK_ARGUMENTS):
+        raise HookError(f"{title} is no hook; define one of {', '.join(HOOK_ARGUMENTS)}")
     for name in dir(type(hook)):
-        near = difflib.get_close_matches(name, EVENTS, 1, 0.8)
-        if name.startswith("on_") and name not in EVENTS and near:
+        near = difflib.get_close_matches(name, HOOK_ARGUMENTS, 1, 0.8)
+        if name.startswith("on_") and name not in HOOK_ARGUMENTS and near:
             raise HookError(
-                f"{title}.{name} is never called; is {near[0]} meant? The events are {', '.join(EVENTS)}"
+                f"{title}.{name} is never called; is {near[0]} meant? The events are {', '.join(HOOK_ARGUMENTS)}"
             )
 
 
-def _wanted(hook: Any, event: str) -> frozenset[str]:
+def _accepted_arguments(hook: Any, event: str) -> frozenset[str]:
     """Names of the arguments to call a hook's method with."""
     title = f"{type(hook).__name__}.{event}"
-    available = EVENTS[event]
+    available = HOOK_ARGUMENTS[event]
     wanted: set[str] = set()
     for parameter in inspect.signature(getattr(hook, event)).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -10,8 +10,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from raylight.agent.attributes import as_attributes, exception_attributes, message_of, recorded
-from raylight.agent.nesting import Place, current_place, inside, place_of, start_otel
+from raylight.agent.attributes import as_attributes, exception_attributes, exception_message, value_attributes
+from raylight.agent.parent_span import (
+    ParentSpan,
+    current_parent,
+    inside,
+    parent_from_context,
+    start_otel_span,
+)
 from raylight.errors import EmitError
 from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
 from raylight.traces.context import current_trace
@@ -31,13 +37,13 @@ class Recording:
     def __init__(self, attributes: Attributes, propagate: bool = True) -> None:
         self.attributes = dict(attributes)
         self._trace = current_trace() if propagate else None
-        outer = current_place()
+        outer = current_parent()
         self._parent_id = outer.span_id if outer else None
-        self._otel = start_otel(self._trace) if self._trace else None
+        self._otel = start_otel_span(self._trace) if self._trace else None
         if self._otel is not None:
-            self._place = place_of(self._otel.get_span_context())
+            self._place = parent_from_context(self._otel.get_span_context())
         else:
-            self._place = Place(
+            self._place = ParentSpan(
                 outer.trace_id if outer else self._trace.trace_id if self._trace else secrets.token_hex(16)
             )
         self._start = time.time()
@@ -56,7 +62,7 @@ class Recording:
         status = TraceStatus(status_code="OK")
         if error is not None:
             status = TraceStatus(
-                status_code="ERROR", description=f"{type(error).__name__}: {message_of(error)}"
+                status_code="ERROR", description=f"{type(error).__name__}: {exception_message(error)}"
             )
         core = SpanCoreFields(
             name=OPERATION,
@@ -138,7 +144,7 @@ class Operation:
         Raises:
             EmitError: outside the block.
         """
-        self._open().attributes.update(recorded(OPERATION_OUTPUT, output))
+        self._open().attributes.update(value_attributes(OPERATION_OUTPUT, output))
 
     def span(self) -> SpanCoreFields:
         """What was recorded of the last block.
@@ -211,7 +217,7 @@ def operation(fn: Any = None, *, propagate: bool = True, name: str | None = None
     return made if fn is None else made(fn)
 
 
-Begin = Callable[[tuple[Any, ...], dict[str, Any]], Recording | None]
+StartRecording = Callable[[tuple[Any, ...], dict[str, Any]], Recording | None]
 """Starts the recording of a call with its arguments; None where there is no attempt that it belongs to."""
 
 
@@ -253,7 +259,7 @@ def _inputs(
                 del named[next(iter(named))]
     flat: Attributes = {}
     for name, value in named.items():
-        flat |= recorded(f"{OPERATION_INPUT}.{name}", value)
+        flat |= value_attributes(f"{OPERATION_INPUT}.{name}", value)
     return flat
 
 
@@ -271,33 +277,33 @@ def _ending(recording: Recording) -> Iterator[None]:
     recording.end()
 
 
-def _wrap_plain(function: Any, begin: Begin) -> Any:
+def _wrap_plain(function: Any, begin: StartRecording) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         recording = begin(args, kwargs)
         if recording is None:
             return function(*args, **kwargs)
         with _ending(recording), recording.inside():
             result = function(*args, **kwargs)
-            recording.attributes.update(recorded(OPERATION_OUTPUT, result))
+            recording.attributes.update(value_attributes(OPERATION_OUTPUT, result))
             return result
 
     return call
 
 
-def _wrap_coroutine(function: Any, begin: Begin) -> Any:
+def _wrap_coroutine(function: Any, begin: StartRecording) -> Any:
     async def call(*args: Any, **kwargs: Any) -> Any:
         recording = begin(args, kwargs)
         if recording is None:
             return await function(*args, **kwargs)
         with _ending(recording), recording.inside():
             result = await function(*args, **kwargs)
-            recording.attributes.update(recorded(OPERATION_OUTPUT, result))
+            recording.attributes.update(value_attributes(OPERATION_OUTPUT, result))
             return result
 
     return call
 
 
-def _wrap_generator(function: Any, begin: Begin) -> Any:
+def _wrap_generator(function: Any, begin: StartRecording) -> Any:
     def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         recording = begin(args, kwargs)
         generator = function(*args, **kwargs)
@@ -308,7 +314,7 @@ def _wrap_generator(function: Any, begin: Begin) -> Any:
             try:
                 return (yield from _stepped(generator, recording, items))
             finally:
-                recording.attributes.update(recorded(OPERATION_OUTPUT, items))
+                recording.attributes.update(value_attributes(OPERATION_OUTPUT, items))
 
     return call
 
@@ -336,7 +342,7 @@ def _stepped(
             resume = functools.partial(generator.throw, thrown)
 
 
-def _wrap_async_generator(function: Any, begin: Begin) -> Any:
+def _wrap_async_generator(function: Any, begin: StartRecording) -> Any:
     async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         recording = begin(args, kwargs) or Recording({}, propagate=False)
         generator = function(*args, **kwargs)
@@ -361,12 +367,12 @@ def _wrap_async_generator(function: Any, begin: Begin) -> Any:
                     except BaseException as thrown:
                         resume = functools.partial(generator.athrow, thrown)
             finally:
-                recording.attributes.update(recorded(OPERATION_OUTPUT, items))
+                recording.attributes.update(value_attributes(OPERATION_OUTPUT, items))
 
     return call
 
 
-_WRAPPERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Begin], Any]], ...] = (
+_WRAPPERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, StartRecording], Any]], ...] = (
     (inspect.iscoroutinefunction, _wrap_coroutine),
     (inspect.isasyncgenfunction, _wrap_async_generator),
     (inspect.isgeneratorfunction, _wrap_generator),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raylight.agent.keys import attempt_path, scoped_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.config import take_synonyms
 from raylight.errors import ConfigError
 
@@ -88,7 +88,7 @@ class LLM(Resource):
         """The same model under a URL and key that belong to one attempt; one without a URL per attempt is returned as it is."""
         if not self.routed:
             return self
-        key = scoped_key(secret, rollout_id, attempt_id) if self.traced else self.api_key
+        key = attempt_key(secret, rollout_id, attempt_id) if self.traced else self.api_key
         return self.model_copy(
             update={"endpoint": self._route(attempt_path(rollout_id, attempt_id)), "api_key": key}
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raylight.agent.hooks import HookSet
+from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import HookError
@@ -30,7 +30,7 @@ class RolloutContext:
 
     agent: LitAgent
     tracer: Tracer
-    hooks: HookSet
+    hooks: HookDispatcher
     secret: str
     """The run's secret, from which each attempt's API key is derived."""
     threads: AgentThreads
@@ -70,7 +70,7 @@ async def execute(
 
 
 async def _end(
-    hooks: HookSet, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome, result: list[Span]
+    hooks: HookDispatcher, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome, result: list[Span]
 ) -> Outcome:
     """Call the hooks of the end; one that is strict fails an attempt that had succeeded.
 

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 import raylight
-from raylight.agent.attributes import message_of
+from raylight.agent.attributes import exception_message
 from raylight.errors import RewardError
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.rows import span_row
@@ -119,7 +119,7 @@ def describe(error: BaseException) -> Failure:
     trace = "".join(shown.format(chain=False)) if shown.stack else ""
     return Failure(
         kind=classify(error),
-        error=one_line(f"{type(error).__name__}: {message_of(error)}"),
+        error=one_line(f"{type(error).__name__}: {exception_message(error)}"),
         trace=_storable(trace),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from raylight.agent.hooks import Hook, HookSet
+from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError, summarize_ray_error
@@ -48,7 +48,7 @@ class RunnerActor:
             store,
             payload.agent,
             payload.tracer,
-            HookSet(payload.hooks),
+            HookDispatcher(payload.hooks),
             payload.secret,
             config.max_concurrent,
             config.max_rollouts,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import psutil
 
-from raylight.agent.hooks import HookSet
+from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.errors import SpanError
@@ -66,7 +66,7 @@ class Runner:
         store: StoreClient,
         agent: LitAgent,
         tracer: Tracer,
-        hooks: HookSet,
+        hooks: HookDispatcher,
         secret: str,
         max_concurrent: int,
         max_rollouts: int | None = None,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from raylight.agent.hooks import Hook, HookSet
+from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
@@ -375,7 +375,7 @@ def _hooks(given: Any) -> tuple[Hook, ...]:
     several = isinstance(given, Iterable) and not isinstance(given, type | str | Mapping | Hook)
     hooks: tuple[Any, ...] = tuple(given) if several else () if given is None else (given,)
     made = tuple(build_component(hook, object, "hooks") for hook in hooks)
-    HookSet(made)
+    HookDispatcher(made)
     return cast("tuple[Hook, ...]", made)
 
 

@@ -186,7 +186,7 @@ def main() -> None:
 def compare(count: int, peer_url: str | None, engine_s: float) -> None:
     import ray
 
-    from raylight.agent.keys import attempt_path, scoped_key
+    from raylight.agent.attempt_keys import attempt_key, attempt_path
     from raylight.config import StoreConfig
     from raylight.store.actor import start_store
     from raylight.store.client import StoreClient
@@ -198,7 +198,7 @@ def compare(count: int, peer_url: str | None, engine_s: float) -> None:
         ids = asyncio.run(attempt_of(store))
         targets = {
             "bare": (f"{bare}/chat/completions", "unused"),
-            "captured": (f"{captured}{attempt_path(*ids)}/v1/chat/completions", scoped_key("secret", *ids)),
+            "captured": (f"{captured}{attempt_path(*ids)}/v1/chat/completions", attempt_key("secret", *ids)),
         } | ({"peer": (peer_url, "unused")} if peer_url else {})
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in targets}
         for _ in range(3):

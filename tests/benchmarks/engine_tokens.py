@@ -137,7 +137,7 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from raylight.agent.keys import attempt_path, scoped_key
+    from raylight.agent.attempt_keys import attempt_key, attempt_path
     from raylight.config import StoreConfig
     from raylight.serving.capture.recorder import Recorder
     from raylight.serving.gateway.gateway import build_gateway
@@ -155,7 +155,7 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
             ways,
         ):
             app = build_gateway(await engine.app(), engine, SECRET, Recorder(store.capture), None)
-            path, key = f"{attempt_path(*ids)}/v1/chat/completions", scoped_key(SECRET, *ids)
+            path, key = f"{attempt_path(*ids)}/v1/chat/completions", attempt_key(SECRET, *ids)
 
             def captured(stream: bool) -> Callable[[int], Awaitable[Any]]:
                 async def ask(tokens: int) -> None:

@@ -13,7 +13,7 @@ from examples.small_gpu import benchmark, train_math_agent
 from examples.small_gpu.make_problems import DATA, make_problems
 from examples.small_gpu.questions import benchmark_questions, training_questions
 from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward, is_right, read_number
-from raylight.agent.hooks import HookSet
+from raylight.agent.hooks import HookDispatcher
 from raylight.algorithms.minigrpo.memory import account_of
 from raylight.types import Rollout, Span
 
@@ -100,7 +100,7 @@ async def test_the_hook_rewards_the_last_message(text: str, rewards: dict[str, f
     with tracing(trace):
         rl.emit_message(text)
         known: dict[str, Any] = {"agent": None, "runner": None, "tracer": None, "rollout": rollout}
-        await HookSet(NumberReward("cot")).call("on_rollout_end", **known, spans=list(trace.spans))
+        await HookDispatcher(NumberReward("cot")).call("on_rollout_end", **known, spans=list(trace.spans))
     span: Span = rl.find_reward_spans(trace.spans)[-1]
     assert {reward.name: reward.value for reward in rl.get_rewards_from_span(span)} == rewards
 

@@ -13,7 +13,7 @@ import pytest
 from feature_site import SECRET, Site
 from feature_speakers import Dialect, Said
 
-from raylight.agent.keys import attempt_path, scoped_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.semconv import DIALECT, PROMPT_SOURCE
 from raylight.types import FinishedRollout
 
@@ -38,7 +38,7 @@ class Talk:
         base = f"http://127.0.0.1:{site.port}{attempt_path(*ids)}"
         self._given: dict[str, Any] = {
             "base_url": dialect.base(base),
-            "api_key": scoped_key(SECRET, *ids),
+            "api_key": attempt_key(SECRET, *ids),
             "max_retries": 0,
         }
         self.client = dialect.sync_client(**self._given)

@@ -17,7 +17,7 @@ import ray
 from ray.util.state import list_actors
 from ray_cluster import Cluster
 
-from raylight.agent.keys import attempt_path, scoped_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.config import EngineConfig, StoreConfig
 from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import PROMPT_SOURCE
@@ -42,7 +42,7 @@ class Served:
 
     def client(self, rollout: Rollout, retries: int = 0, key_of: Rollout | None = None) -> openai.AsyncOpenAI:
         base = f"{self.url}{attempt_path(*ids(rollout))}/v1"
-        key = scoped_key(SECRET, *ids(key_of or rollout))
+        key = attempt_key(SECRET, *ids(key_of or rollout))
         return openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=retries, timeout=60)
 
     async def rollouts(self, count: int) -> list[Rollout]:

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import raylight as rl
-from raylight.agent.hooks import HookSet
+from raylight.agent.hooks import HookDispatcher
 from raylight.algorithms.minigrpo.endpoint import Endpoint
 from raylight.errors import DatasetError, PortInUseError
 from raylight.quickstart import STARTER_MODEL
@@ -60,7 +60,9 @@ async def train(folder: Path, val: list[Any], **settings: Any) -> tuple[Report, 
     report = Report(folder, display, algorithm.resolved())
     algorithm.set_store(store)
     algorithm.set_run_context(TrainerRunContext(report, "secret", {}, None))
-    running = asyncio.create_task(Runner("w", store, adder, DummyTracer(), HookSet(()), "secret", 32).serve())
+    running = asyncio.create_task(
+        Runner("w", store, adder, DummyTracer(), HookDispatcher(()), "secret", 32).serve()
+    )
     try:
         async with asyncio.timeout(120):
             await algorithm.run(additions(0)[0][:64], val)

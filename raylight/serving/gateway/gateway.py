@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from raylight.agent.keys import key_opens
+from raylight.agent.attempt_keys import is_attempt_key
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, dialect_of
@@ -139,7 +139,7 @@ class Gateway:
 
     def _opens(self, key: str, secret: str, inside: AttemptScope | None) -> bool:
         if inside is not None:
-            return key_opens(key, secret, inside.rollout_id, inside.attempt_id)
+            return is_attempt_key(key, secret, inside.rollout_id, inside.attempt_id)
         return hmac.compare_digest(key.encode(), secret.encode())
 
     async def _serve(

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 from unit_helpers import make_rollout
 
-from raylight.agent.hooks import EVENTS, Hook, HookSet, LoggingHook
+from raylight.agent.hooks import HOOK_ARGUMENTS, Hook, HookDispatcher, LoggingHook
 from raylight.errors import HookError
 from raylight.semconv import reward_attributes
 from raylight.types import Span
@@ -18,8 +18,8 @@ from raylight.types import Span
 AVAILABLE: dict[str, Any] = {"agent": "A", "runner": "R", "tracer": "T", "rollout": "O"}
 
 
-async def call_all(hooks: HookSet) -> None:
-    for event, names in EVENTS.items():
+async def call_all(hooks: HookDispatcher) -> None:
+    for event, names in HOOK_ARGUMENTS.items():
         await hooks.call(event, **{name: {**AVAILABLE, "spans": ["S"]}[name] for name in names})
 
 
@@ -50,7 +50,7 @@ class Subsets(Seen):
 
 async def test_a_method_gets_the_arguments_that_it_names() -> None:
     hook = Subsets()
-    await call_all(HookSet([hook]))
+    await call_all(HookDispatcher([hook]))
     assert hook.seen == [
         (),
         ("O", "A"),
@@ -80,7 +80,7 @@ class Lightning(Hook, Seen):
 
 async def test_agent_lightnings_signatures_work() -> None:
     hook = Lightning()
-    await call_all(HookSet(hook))
+    await call_all(HookDispatcher(hook))
     assert hook.seen == [
         ("start", "A", "R", "O"),
         ("trace_start", "A", "R", "T", "O"),
@@ -94,13 +94,13 @@ async def test_a_hook_that_overrides_one_method_is_called_for_that_event_only() 
         def on_trace_end(self, *, rollout: Any) -> None:  # type: ignore[override]
             raise AssertionError("called")
 
-    hooks = HookSet([One()])
+    hooks = HookDispatcher([One()])
     assert hooks
     await hooks.call("on_rollout_start", **AVAILABLE)
-    assert not HookSet([Hook()])
-    assert not HookSet()
-    assert not HookSet(None)
-    await call_all(HookSet([Hook()]))
+    assert not HookDispatcher([Hook()])
+    assert not HookDispatcher()
+    assert not HookDispatcher(None)
+    await call_all(HookDispatcher([Hook()]))
 
 
 # failure
@@ -123,7 +123,7 @@ async def test_a_failing_hook_is_logged_by_name_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log: list[str] = []
-    hooks = HookSet([failing(False, log, "Bad", ValueError("no")), failing(False, log, "Good")])
+    hooks = HookDispatcher([failing(False, log, "Bad", ValueError("no")), failing(False, log, "Good")])
     with caplog.at_level(logging.ERROR, "raylight"):
         await hooks.call("on_trace_end", **AVAILABLE, spans=[])
     assert log == ["Bad", "Good"]
@@ -135,7 +135,7 @@ async def test_a_failing_hook_is_logged_by_name_and_the_others_go_on(
 
 async def test_strict_hooks_fail_after_all_were_called() -> None:
     log: list[str] = []
-    hooks = HookSet(
+    hooks = HookDispatcher(
         [
             failing(True, log, "One", ValueError("first")),
             failing(True, log, "Two", SystemExit(3)),
@@ -159,7 +159,7 @@ async def test_a_cancelled_rollout_is_not_a_failing_hook(caplog: pytest.LogCaptu
             begun.set()
             await asyncio.Event().wait()
 
-    calling = asyncio.create_task(HookSet([Slow()]).call("on_trace_end", **AVAILABLE, spans=[]))
+    calling = asyncio.create_task(HookDispatcher([Slow()]).call("on_trace_end", **AVAILABLE, spans=[]))
     await begun.wait()
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -182,17 +182,19 @@ class Unprintable(Exception):
 async def test_whatever_a_hook_raises_is_its_own_failure(error: BaseException) -> None:
     """Also a cancellation that nobody but the hook asked for: it may have awaited a task of its own."""
     log: list[str] = []
-    await HookSet([failing(False, log, "Lax", error)]).call("on_trace_end", **AVAILABLE, spans=[])
+    await HookDispatcher([failing(False, log, "Lax", error)]).call("on_trace_end", **AVAILABLE, spans=[])
     with pytest.raises(HookError, match=f"Strict.on_trace_end: {type(error).__name__}"):
-        await HookSet([failing(True, log, "Strict", error)]).call("on_trace_end", **AVAILABLE, spans=[])
+        await HookDispatcher([failing(True, log, "Strict", error)]).call(
+            "on_trace_end", **AVAILABLE, spans=[]
+        )
     assert log == ["Lax", "Strict"]
 
 
 async def test_what_the_runner_does_not_give_is_the_runners_error() -> None:
     with pytest.raises(KeyError, match="rollout"):
-        await HookSet([failing(False, [], "H")]).call("on_trace_end", spans=[])
+        await HookDispatcher([failing(False, [], "H")]).call("on_trace_end", spans=[])
     with pytest.raises(KeyError, match="on_nothing"):
-        await HookSet().call("on_nothing")
+        await HookDispatcher().call("on_nothing")
 
 
 # what is refused when it is made
@@ -230,7 +232,7 @@ class Nothing:
 )
 def test_what_could_not_be_called_is_refused(hook: Any, message: str) -> None:
     with pytest.raises(HookError, match=message):
-        HookSet([hook])
+        HookDispatcher([hook])
 
 
 def test_other_methods_of_a_hook_are_its_own_business() -> None:
@@ -239,11 +241,11 @@ def test_other_methods_of_a_hook_are_its_own_business() -> None:
 
         def on_trace_end(self, **kwargs: Any) -> None: ...
 
-    HookSet([Busy()])
+    HookDispatcher([Busy()])
 
 
 async def test_hooks_travel() -> None:
-    hooks = cloudpickle.loads(cloudpickle.dumps(HookSet([Subsets()])))
+    hooks = cloudpickle.loads(cloudpickle.dumps(HookDispatcher([Subsets()])))
     await call_all(hooks)
     assert len(hooks._calls["on_trace_end"][0][0].seen) == 4
 
@@ -251,7 +253,7 @@ async def test_hooks_travel() -> None:
 async def test_the_logging_hook_tells_beginning_and_end(caplog: pytest.LogCaptureFixture) -> None:
     rollout = make_rollout("ro-9", mode="train")
     spans = [Span.from_attributes(attributes=reward_attributes({"r": 0.25}), name="x")]
-    hooks = HookSet([LoggingHook()])
+    hooks = HookDispatcher([LoggingHook()])
     with caplog.at_level(logging.INFO, "raylight"):
         await hooks.call("on_rollout_start", agent=None, runner=None, tracer=None, rollout=rollout)
         await hooks.call("on_rollout_end", agent=None, runner=None, tracer=None, rollout=rollout, spans=spans)
@@ -260,7 +262,7 @@ async def test_the_logging_hook_tells_beginning_and_end(caplog: pytest.LogCaptur
         "rollout ro-9, attempt at-1 ends with 1 spans, reward 0.25",
     ]
     caplog.clear()
-    await HookSet([LoggingHook(level=logging.DEBUG)]).call(
+    await HookDispatcher([LoggingHook(level=logging.DEBUG)]).call(
         "on_rollout_start", **{**AVAILABLE, "rollout": rollout}
     )
     assert caplog.messages == []

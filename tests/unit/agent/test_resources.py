@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from unit_helpers import make_rollout
 
-from raylight.agent.keys import scoped_key
+from raylight.agent.attempt_keys import attempt_key
 from raylight.agent.resources import LLM, ProxyLLM
 from raylight.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_an_agent_is_named_in_the_address_before_or_after_the_attempt_is_known()
     after = TRACED.for_attempt("ro-1", "at-1", "s").for_agent("planner")
     assert before == after
     assert after.get_base_url() == f"{ROUTE}/agent/planner/v1"
-    assert after.api_key == scoped_key("s", "ro-1", "at-1")
+    assert after.api_key == attempt_key("s", "ro-1", "at-1")
     assert TRACED.agent_id is None
 
 
@@ -146,7 +146,7 @@ def test_a_traced_proxy_gets_the_attempts_key() -> None:
     proxy = ProxyLLM(endpoint="http://p:1", traced=True).for_attempt("ro-1", "at-1", "s")
     assert (proxy.endpoint, proxy.api_key) == (
         "http://p:1/rollout/ro-1/attempt/at-1/v1",
-        scoped_key("s", "ro-1", "at-1"),
+        attempt_key("s", "ro-1", "at-1"),
     )
 
 

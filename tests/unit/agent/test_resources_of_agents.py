@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from ray import cloudpickle
 from unit_helpers import make_rollout
 
+from raylight.agent.attempt_keys import attempt_key, attempt_path, is_attempt_key
 from raylight.agent.decorators import rollout
-from raylight.agent.keys import attempt_path, key_opens, scoped_key
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
 from raylight.errors import AgentSignatureError
@@ -158,16 +158,16 @@ IDS = st.text("abcdefgh0123456789-/%. é", min_size=1, max_size=12)
 
 @given(secret=st.text(min_size=1), mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
 def test_a_key_opens_its_own_attempt_only(secret: str, mine: tuple[str, str], other: tuple[str, str]) -> None:
-    key = scoped_key(secret, *mine)
-    assert key_opens(key, secret, *mine)
-    assert key_opens(key, secret, *other) == (mine == other)
-    assert not key_opens(key, secret + "x", *mine)
+    key = attempt_key(secret, *mine)
+    assert is_attempt_key(key, secret, *mine)
+    assert is_attempt_key(key, secret, *other) == (mine == other)
+    assert not is_attempt_key(key, secret + "x", *mine)
 
 
 def test_a_slash_in_an_id_does_not_make_another_attempts_key() -> None:
-    assert scoped_key("s", "a/b", "c") != scoped_key("s", "a", "b/c")
-    assert scoped_key("s", "a/attempt/b", "c") != scoped_key("s", "a", "b/attempt/c")
-    assert scoped_key("s", "a%2Fb", "c") != scoped_key("s", "a/b", "c")
+    assert attempt_key("s", "a/b", "c") != attempt_key("s", "a", "b/c")
+    assert attempt_key("s", "a/attempt/b", "c") != attempt_key("s", "a", "b/attempt/c")
+    assert attempt_key("s", "a%2Fb", "c") != attempt_key("s", "a/b", "c")
 
 
 @pytest.mark.parametrize(
@@ -179,18 +179,18 @@ def test_an_id_is_one_segment_that_no_client_takes_for_a_way_up(name: str, segme
 
 @pytest.mark.parametrize("key", ["", "unused", "rl-", "schlüssel", "secret"])
 def test_what_is_no_key_opens_nothing(key: str) -> None:
-    assert not key_opens(key, "secret", "ro-1", "at-1")
+    assert not is_attempt_key(key, "secret", "ro-1", "at-1")
 
 
 def test_the_key_does_not_show_the_secret() -> None:
-    assert "secret" not in scoped_key("secret", "ro-1", "at-1")
+    assert "secret" not in attempt_key("secret", "ro-1", "at-1")
 
 
 def test_a_traced_model_gets_the_url_and_key_of_the_attempt_and_stays_as_it_is_itself() -> None:
     llm = LLM(endpoint="http://e:8000/run", model="policy", traced=True)
     scoped = llm.for_attempt("ro-1", "at-2", "secret")
     assert scoped.get_base_url() == f"http://e:8000/run{attempt_path('ro-1', 'at-2')}/v1"
-    assert scoped.api_key == scoped_key("secret", "ro-1", "at-2")
+    assert scoped.api_key == attempt_key("secret", "ro-1", "at-2")
     assert scoped.model == "policy"
     assert (llm.endpoint, llm.api_key) == ("http://e:8000/run", "unused")
 

@@ -11,7 +11,7 @@ import httpx
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylight.agent.keys import attempt_path, scoped_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.engines.capture_context import SCOPE
 from raylight.serving.gateway.gateway import Gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -23,7 +23,7 @@ DEADLINE_S = 10.0
 SECRET = "run-secret"
 CHAT = "/v1/chat/completions"
 MINE = attempt_path("ro-1", "at-1")
-KEY = scoped_key(SECRET, "ro-1", "at-1")
+KEY = attempt_key(SECRET, "ro-1", "at-1")
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 POSTED = [
     CHAT,

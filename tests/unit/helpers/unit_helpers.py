@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from raylight.agent.decorators import rollout as decorate
-from raylight.agent.hooks import HookSet
+from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import Outcome
@@ -124,7 +124,7 @@ def make_bench(
     return RolloutContext(
         as_agent(agent),
         DummyTracer(),
-        HookSet(hooks),
+        HookDispatcher(hooks),
         "secret",
         threads or AgentThreads(),
         lambda: 7.0,
@@ -172,7 +172,7 @@ def make_runner(
         store,
         as_agent(agent),
         tracer or DummyTracer(),
-        HookSet(hooks),
+        HookDispatcher(hooks),
         "secret",
         max_concurrent,
         max_rollouts,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from unit_helpers import make_bench, make_rollout, run_attempt, until, within
 
+from raylight.agent.attempt_keys import is_attempt_key
 from raylight.agent.emit import emit_reward
-from raylight.agent.keys import key_opens
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, ProxyLLM
 from raylight.errors import RewardError
@@ -298,7 +298,7 @@ async def test_each_model_is_scoped_to_the_attempt_as_its_kind_wants() -> None:
     route = "rollout/ro-1/attempt/at-1"
     assert given["coder"].endpoint == f"http://engine/run/{route}/v1"
     assert given["planner"].endpoint == f"http://engine/run/{route}/agent/planner/v1"
-    assert key_opens(given["coder"].api_key, "secret", "ro-1", "at-1")
+    assert is_attempt_key(given["coder"].api_key, "secret", "ro-1", "at-1")
     assert given["planner"].api_key == given["coder"].api_key
     assert given["judge"] is judge
     assert (given["proxied"].endpoint, given["proxied"].api_key) == (f"http://proxy/{route}/v1", "theirs")

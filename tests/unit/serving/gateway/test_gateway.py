@@ -13,7 +13,7 @@ from gateway_helpers import BODY, CHAT, KEY, MINE, POSTED, SECRET, Site, asgi_sc
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from raylight.agent.keys import attempt_path, scoped_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path
 
 
 async def test_a_call_in_an_attempts_scope_is_answered_within_it() -> None:
@@ -45,9 +45,9 @@ async def test_the_runs_secret_opens_the_plain_routes_outside_of_any_attempt() -
         (MINE + CHAT, "wrong"),
         (MINE + CHAT, ""),
         (MINE + CHAT, SECRET),
-        (MINE + CHAT, scoped_key(SECRET, "ro-1", "at-2")),
-        (MINE + CHAT, scoped_key(SECRET, "ro-2", "at-1")),
-        (MINE + CHAT, scoped_key("other", "ro-1", "at-1")),
+        (MINE + CHAT, attempt_key(SECRET, "ro-1", "at-2")),
+        (MINE + CHAT, attempt_key(SECRET, "ro-2", "at-1")),
+        (MINE + CHAT, attempt_key("other", "ro-1", "at-1")),
         (CHAT, "wrong"),
         (CHAT, KEY),
         ("/v1/models", "wrong"),
@@ -171,7 +171,7 @@ async def test_concurrent_calls_keep_their_scopes_apart() -> None:
         await JSONResponse({})(scope, receive, send)
 
     site.inner.app = wait
-    calls = [site.post(attempt_path(*ids) + CHAT, scoped_key(SECRET, *ids)) for ids in names]
+    calls = [site.post(attempt_path(*ids) + CHAT, attempt_key(SECRET, *ids)) for ids in names]
     assert {answer.status_code for answer in await asyncio.gather(*calls, site.post(CHAT, SECRET))} == {200}
     assert sorted(site.inner.attempts) == sorted(names)
 

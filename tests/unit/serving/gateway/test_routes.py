@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from raylight.agent.keys import attempt_path, key_opens, scoped_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path, is_attempt_key
 from raylight.agent.resources import LLM
 from raylight.serving.gateway.routes import find_attempt
 
@@ -110,8 +110,8 @@ PATHS = joined(
 @settings(max_examples=300, deadline=None)
 def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: tuple[str, str]) -> None:
     site = Site()
-    key = scoped_key(SECRET, *mine)
-    assert key_opens(key, SECRET, *other) == (mine == other)
+    key = attempt_key(SECRET, *mine)
+    assert is_attempt_key(key, SECRET, *other) == (mine == other)
     assert asyncio.run(status(site, attempt_path(*mine) + CHAT, key)) == 200
     assert site.inner.attempts == [mine]
     if mine != other:
@@ -123,7 +123,7 @@ def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: 
 @settings(max_examples=500, deadline=None)
 def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
     site = Site()
-    key = scoped_key(SECRET, "ro-1", "at-1")
+    key = attempt_key(SECRET, "ro-1", "at-1")
     for sent in (
         path,
         attempt_path("ro-1", "at-1") + path,
@@ -153,7 +153,7 @@ def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
 async def test_an_address_that_is_written_otherwise_names_no_attempt(path: str) -> None:
     """Not even the run's own secret records a call for it."""
     site = Site()
-    assert await status(site, path + CHAT, scoped_key(SECRET, "ro-2", "at-2")) == 401
+    assert await status(site, path + CHAT, attempt_key(SECRET, "ro-2", "at-2")) == 401
     assert await status(site, path + CHAT, SECRET) == 404
     assert site.inner.seen == []
 
@@ -162,7 +162,7 @@ async def test_two_attempts_in_one_address_are_none() -> None:
     site = Site()
     path = attempt_path("ro-1", "at-1") + "/v1" + attempt_path("ro-2", "at-2") + CHAT
     codes = {
-        await status(site, path, scoped_key(SECRET, *ids)) for ids in [("ro-1", "at-1"), ("ro-2", "at-2")]
+        await status(site, path, attempt_key(SECRET, *ids)) for ids in [("ro-1", "at-1"), ("ro-2", "at-2")]
     }
     assert codes == {401, 404}
     assert site.inner.seen == []
@@ -174,8 +174,8 @@ async def test_the_application_may_stand_below_a_prefix(rollout_id: str) -> None
     site = Site()
     outer = Starlette(routes=[Mount("/the run", app=site.app)])
     path = "/the%20run" + attempt_path(rollout_id, "at-1", "x/y") + CHAT
-    assert await status(site, path, scoped_key(SECRET, rollout_id, "at-1"), outer) == 200
-    assert await status(site, path, scoped_key(SECRET, "ro-2", "at-1"), outer) == 401
+    assert await status(site, path, attempt_key(SECRET, rollout_id, "at-1"), outer) == 200
+    assert await status(site, path, attempt_key(SECRET, "ro-2", "at-1"), outer) == 401
     assert await status(site, "/the%20run" + CHAT, SECRET, outer) == 200
     assert [rollout for rollout, _ in site.inner.attempts] == [rollout_id]
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from raylight.agent.keys import attempt_path, scoped_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.errors import StoreLostError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
 from raylight.store.client import StoreClient
@@ -78,7 +78,7 @@ async def test_spans_sent_to_an_attempts_address_are_its_own(site: Site, rollout
     rollout = await site.store.start_rollout("task", rollout_id=rollout_id)
     ids = ids_of(rollout)
     answer = await site.post(
-        attempt_path(*ids) + TRACES, scoped_key(SECRET, *ids), [a_span("one", 1), a_span("two", 2)]
+        attempt_path(*ids) + TRACES, attempt_key(SECRET, *ids), [a_span("one", 1), a_span("two", 2)]
     )
     assert (answer.status_code, answer.json()) == (200, {})
     assert await site.names(rollout) == ["one", "two"]
@@ -88,7 +88,7 @@ async def test_spans_sent_to_an_attempts_address_are_its_own(site: Site, rollout
 
 async def test_an_attempts_address_takes_no_spans_of_another(site: Site) -> None:
     mine, other = await site.store.start_rollout(1), await site.store.start_rollout(2)
-    path, key = attempt_path(*ids_of(mine)) + TRACES, scoped_key(SECRET, *ids_of(mine))
+    path, key = attempt_path(*ids_of(mine)) + TRACES, attempt_key(SECRET, *ids_of(mine))
     answer = await site.post(path, key, [a_span("stolen")], **keyed(other))
     assert answer.status_code == 200
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
@@ -174,8 +174,8 @@ async def test_a_key_that_does_not_fit_stores_nothing(site: Site, where: str, ke
     rollout = await site.store.start_rollout(1)
     ids = ids_of(rollout)
     path = attempt_path(*ids) + TRACES if where == "attempt" else TRACES
-    other = {"attempt": SECRET, "run": scoped_key(SECRET, *ids)}[where]
-    real = {"the other attempt's": scoped_key(SECRET, ids[0], "at-2"), "the other address's": other}.get(
+    other = {"attempt": SECRET, "run": attempt_key(SECRET, *ids)}[where]
+    real = {"the other attempt's": attempt_key(SECRET, ids[0], "at-2"), "the other address's": other}.get(
         key, key
     )
     answer = await site.post(path, real, [a_span("x")], **keyed(rollout))

@@ -18,12 +18,12 @@ def _segment(name: str) -> str:
     return quote(name, safe="") if name.strip(".") else name.replace(".", "%2E")
 
 
-def scoped_key(secret: str, rollout_id: str, attempt_id: str) -> str:
+def attempt_key(secret: str, rollout_id: str, attempt_id: str) -> str:
     """The API key of one attempt, derived from the run's secret and the attempt's path, which tells any two attempts apart."""
     digest = hmac.new(secret.encode(), attempt_path(rollout_id, attempt_id).encode(), hashlib.sha256)
     return f"rl-{digest.hexdigest()[:40]}"
 
 
-def key_opens(key: str, secret: str, rollout_id: str, attempt_id: str) -> bool:
+def is_attempt_key(key: str, secret: str, rollout_id: str, attempt_id: str) -> bool:
     """Whether `key` is the attempt's own, compared in constant time."""
-    return hmac.compare_digest(key.encode(), scoped_key(secret, rollout_id, attempt_id).encode())
+    return hmac.compare_digest(key.encode(), attempt_key(secret, rollout_id, attempt_id).encode())

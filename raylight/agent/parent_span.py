@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParentSpan:
     """A span below which others may hang; ids in hex."""
 
     trace_id: str
     span_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
-_OPERATION: ContextVar[tuple[Place, Place | None] | None] = ContextVar("raylight_operation", default=None)
+_OPERATION: ContextVar[tuple[ParentSpan, ParentSpan | None] | None] = ContextVar(
+    "raylight_operation", default=None
+)
 """The innermost operation, and what was OpenTelemetry's current span when it began."""
 
 
-def current_place() -> Place | None:
+def current_parent() -> ParentSpan | None:
     """The innermost span that is open here; None if there is none."""
     otel = _otel_place()
     operation = _OPERATION.get()
@@ -39,21 +41,21 @@ def current_place() -> Place | None:
     return operation[0]
 
 
-def _otel_place() -> Place | None:
+def _otel_place() -> ParentSpan | None:
     """OpenTelemetry's current span, if the process has loaded it at all."""
     if "opentelemetry" not in sys.modules:
         return None
     from opentelemetry import trace
 
     context = trace.get_current_span().get_span_context()
-    return place_of(context) if context.is_valid else None
+    return parent_from_context(context) if context.is_valid else None
 
 
-def place_of(context: SpanContext) -> Place:
-    return Place(f"{context.trace_id:032x}", f"{context.span_id:016x}")
+def parent_from_context(context: SpanContext) -> ParentSpan:
+    return ParentSpan(f"{context.trace_id:032x}", f"{context.span_id:016x}")
 
 
-def start_otel(trace: AttemptTrace) -> OtelSpan | None:
+def start_otel_span(trace: AttemptTrace) -> OtelSpan | None:
     """A span of OpenTelemetry for an operation, which our tracer adds to the trace when it ends; None if none is listening.
 
     Libraries' spans then hang below it, also in threads that know only OpenTelemetry's context, and it is exported with them.
@@ -71,7 +73,7 @@ def start_otel(trace: AttemptTrace) -> OtelSpan | None:
 
 
 @contextlib.contextmanager
-def inside(place: Place, otel: OtelSpan | None) -> Iterator[None]:
+def inside(place: ParentSpan, otel: OtelSpan | None) -> Iterator[None]:
     """Hang spans made in here below `place`: those of the emitters, and where `otel` is its span, also those of libraries."""
     outer, otel_outer = _OPERATION.get(), _enter_otel(otel)
     _OPERATION.set((place, _otel_place()))
