@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raylight.http.errors import DialectName
 from raylight.types import CallKey, FinishReason
 
 CONSTRAINED = "constrained"
@@ -54,7 +53,7 @@ class CaptureContext:
     """A request within an attempt's scope, and its samples."""
 
     scope: AttemptScope
-    dialect: DialectName
+    dialect: str
     """What the agent spoke; `body` is in the engine's words all the same."""
     body: dict[str, Any]
     """The chat or completions request as it goes to the engine, without a prompt in tokens."""

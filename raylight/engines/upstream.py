@@ -135,11 +135,11 @@ class UpstreamEngine:
                 raise RequestError("an upstream model has no such route", 404, "not_found_error")
         except RequestError as error:
             if not started.yes:
-                await error_response("chat", error)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
             elif not started.between_events:  # the connection is cut
                 raise
             else:
-                await send({"type": "http.response.body", "body": sse_bytes(error_body("chat", error))})
+                await send({"type": "http.response.body", "body": sse_bytes(error_body(error))})
         except ClientDisconnect:
             logger.debug("a client left before its request was read")
 
@@ -200,7 +200,7 @@ class UpstreamEngine:
                 }
                 if answer.status_code >= 300:
                     await answer.aread()
-                    refusal = error_response("chat", _refusal(answer, scope["path"]))
+                    refusal = error_response(_refusal(answer, scope["path"]))
                     refusal.headers.update(told | {"content-type": "application/json"})
                     await send(
                         {

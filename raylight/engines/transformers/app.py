@@ -139,7 +139,7 @@ async def _body(request: Request) -> Any:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response("chat", error)
+    return error_response(error)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:

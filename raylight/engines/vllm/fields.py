@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from raylight.http.errors import RequestError, dialect_of, error_response
+from raylight.http.errors import RequestError, error_response
 from raylight.http.request import json_request
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -49,7 +49,7 @@ class KnownFields:
             request = await json_request(scope, receive)
             self._check(request.fields, known)
         except RequestError as error:
-            await error_response(dialect_of(scope["path"]), error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
         else:
             request = request.with_receive(receive)
             await self._app(request.put_into(scope), request, send)

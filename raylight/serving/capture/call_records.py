@@ -7,37 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from raylight.engines.capture_context import CaptureContext, Sample
-from raylight.http.errors import DialectName
 from raylight.semconv import (
     AGENT_NAME,
     CALL_ID,
-    CHAT_SPAN,
-    COMPLETION_SPAN,
     DIALECT,
     FINISH_REASONS,
     INPUT_MESSAGES,
-    MESSAGES_SPAN,
     OUTPUT_MESSAGES,
     PROMPT_SOURCE,
     REQUEST_MODEL,
     REQUEST_PARAMETERS,
     RESPONSE_ID,
-    RESPONSES_SPAN,
     TIME_TO_FIRST_TOKEN,
     TOOL_DEFINITIONS,
 )
 from raylight.serving.capture.recorder import Closed
 from raylight.serving.dialects.answers import Answer, Choice
+from raylight.serving.dialects.registry import DIALECTS
 from raylight.types import Attributes, CallKey, Generation, Span
 
-SPAN_NAMES: dict[DialectName, str] = {
-    "chat": CHAT_SPAN,
-    "completions": COMPLETION_SPAN,
-    "responses": RESPONSES_SPAN,
-    "messages": MESSAGES_SPAN,
-}
-ID_PREFIXES: dict[DialectName, str] = {"responses": "resp_", "messages": "msg_"}
-"""Dialects whose answers have ids of their own, made of the chat answer's."""
 APART = frozenset({"messages", "prompt", "tools"})
 """Fields of a request that its span has attributes for."""
 
@@ -78,7 +66,7 @@ def records_of(
         )  # without tokens, the answer's id says all
         attributes = common | named | _own(choice, reason)
         span = Span.from_attributes(
-            name=SPAN_NAMES[exchange.dialect],
+            name=DIALECTS[exchange.dialect].span_name,
             attributes=attributes,
             rollout_id=key.rollout_id,
             attempt_id=key.attempt_id,
@@ -123,11 +111,8 @@ def _common(exchange: CaptureContext, answer: Answer, first_piece: float | None)
     if tools := body.get("tools"):
         found[TOOL_DEFINITIONS] = json.dumps(tools)
     if answer.id is not None:
-        found[RESPONSE_ID] = (
-            ID_PREFIXES[dialect] + answer.id.removeprefix("chatcmpl-")
-            if dialect in ID_PREFIXES
-            else answer.id
-        )
+        prefix = DIALECTS[dialect].id_prefix
+        found[RESPONSE_ID] = answer.id if prefix is None else prefix + answer.id.removeprefix("chatcmpl-")
     if exchange.scope.agent:
         found[AGENT_NAME] = exchange.scope.agent
     if first_piece is not None:

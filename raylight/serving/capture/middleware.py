@@ -25,6 +25,7 @@ from raylight.serving.capture.conversation_loader import ConversationLoader, His
 from raylight.serving.capture.finished_attempts import FinishedAttempts
 from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
 from raylight.serving.conversations.conversations import Conversations
+from raylight.serving.dialects.translate import DIALECT_KEY
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES = 1024
@@ -35,8 +36,6 @@ TOKEN_IN = b"x-raylight-token-in"
 """A request with this header and the value `off` has its prompt rendered from its messages alone."""
 REQUEST_ID = b"x-request-id"
 """Engines make the answer's id of it, so that it names the call."""
-DIALECT = "raylight.dialect"
-"""In an ASGI scope: what the agent spoke, where it was translated."""
 
 
 class CaptureMiddleware:
@@ -86,7 +85,7 @@ class CaptureMiddleware:
             request = await json_request(scope, receive)
             await self._record(inside, request, scope, receive, send)
         except RequestError as error:
-            refusal = error_response("chat", error)  # outer layers put it into the dialect's own shape
+            refusal = error_response(error)  # outer layers put it into the dialect's own shape
             if isinstance(error, Overloaded):
                 refusal.headers["retry-after"] = str(error.retry_after)
             await refusal(scope, receive, send)
@@ -140,7 +139,7 @@ class CaptureMiddleware:
         chat = scope["path"] == CHAT
         keys = new_keys(inside, count_choices(body, chat), _digest(body))
         return CaptureContext(
-            inside, scope.get(DIALECT) or ("chat" if chat else "completions"), body, self._clock(), keys
+            inside, scope.get(DIALECT_KEY) or ("chat" if chat else "completions"), body, self._clock(), keys
         )
 
     async def _prompt(self, exchange: CaptureContext, headers: dict[bytes, bytes]) -> list[int] | None:

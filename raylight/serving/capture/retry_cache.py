@@ -22,8 +22,8 @@ from starlette.types import Scope as AsgiScope
 from raylight.aio import BroadcastCondition
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.http.request import JsonRequest, json_request, until_disconnect
+from raylight.serving.dialects.registry import sampling_dialect
 
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 RETRY_COUNT = b"x-stainless-retry-count"
 """How often the SDK has sent this request before; those of OpenAI and Anthropic say so."""
 TTL_S = 300.0
@@ -91,7 +91,7 @@ class RetryCache:
             inside is None
             or scope["type"] != "http"
             or scope["method"] != "POST"
-            or scope["path"] not in PATHS
+            or sampling_dialect(scope["path"]) is None
         ):
             await self._app(scope, receive, send)
             return

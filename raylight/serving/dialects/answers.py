@@ -63,7 +63,7 @@ class AnswerReader:
         choices = [self._choices[index] for index in sorted(self._choices)]
         for choice in choices:
             if choice.message is not None:
-                choice.message = tidy_message(choice.message)
+                choice.message = normalize_message(choice.message)
         return Answer(self._id, choices)
 
     def _merge(self, chunk: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class AnswerReader:
                 choice.text = (choice.text or "") + text
 
 
-def tidy_message(message: dict[str, Any]) -> dict[str, Any]:
+def normalize_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message as it would be sent back: without what is empty, tool calls without their indices, reasoning under one name."""
     known = {"role", "content", "tool_calls", "reasoning", "reasoning_content"}
     calls = [_tidy_call(call) for call in _dicts(message.get("tool_calls"))]

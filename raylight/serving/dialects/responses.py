@@ -1,162 +1,186 @@
-"""OpenAI's responses dialect: its requests as chat requests.
-
-A response is remembered by its replica for `previous_response_id` unless it was made with `store=false`; it is never stored for
-later reading, so answers say `store: false`. `metadata` is echoed; `user`, `safety_identifier` and keys of caches are tags that
-mean nothing here. Developers' messages are the system's. Who includes `reasoning.encrypted_content`, as agent-framework's client
-always does, gets reasoning in plain words, which may be sent back as they are.
-"""
+"""OpenAI's responses dialect: requests as chat requests, chat answers as its responses, whole or streamed."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BeforeValidator, Field
+from raylight.engines.capture_context import AttemptScope
+from raylight.http.errors import RequestError
+from raylight.semconv import RESPONSES_SPAN
+from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
+from raylight.serving.dialects.response_history import ResponseHistory
+from raylight.serving.dialects.responses_items import item_id
+from raylight.serving.dialects.responses_request import ResponsesRequest
+from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
 
-from raylight.http.body import Asked
-from raylight.serving.dialects.responses_input import InputItem, as_items, to_messages
-
-
-class FunctionTool(Asked):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class FunctionChoice(Asked):
-    type: Literal["function"]
-    name: str
+ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+"""Prefixes of the ids of output items, by kind of block."""
+TEXT_NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+"""Names of a block's text in events, by kind of block."""
+INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Reasons of an incomplete response, by the engine's finish reason."""
 
 
-class TextFormat(Asked):
-    type: Literal["text", "json_object"]
+class ResponsesDialect(Dialect):
+    """OpenAI's responses. Each replica remembers its own recent ones for `previous_response_id`."""
+
+    name = "responses"
+    path = "/v1/responses"
+    span_name = RESPONSES_SPAN
+    id_prefix = "resp_"
+
+    def __init__(self, history: ResponseHistory | None = None) -> None:
+        self._history = history or ResponseHistory()
+
+    def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
+        return ResponsesTranslation(ResponsesRequest.read(body), self._history, scope)
 
 
-class SchemaFormat(Asked):
-    type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
+class ResponsesTranslation(Translation):
+    """A request to `/v1/responses`.
 
+    Args:
+        history: conversations that requests may continue.
+        scope: the attempt that calls; it finds its own responses only.
 
-class TextConfig(Asked):
-    format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] = TextFormat(type="text")
+    Raises:
+        RequestError: 400, there is no input; 404, there is no such previous response.
+    """
 
+    def __init__(
+        self, request: ResponsesRequest, history: ResponseHistory, scope: AttemptScope | None
+    ) -> None:
+        self._request = request
+        self._history = history
+        self._scope = scope
+        previous = request.previous_response_id
+        self._messages = (history.find(scope, previous) if previous else []) + request.messages()
+        if not self._messages:
+            raise RequestError("input: it is empty; send at least one message")
+        super().__init__(request.to_chat(self._messages))
 
-class Reasoning(Asked):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+        return self.complete(read_turn(answer))
 
+    def start_stream(self) -> ResponsesStream:
+        return ResponsesStream(self)
 
-class StreamOptions(Asked):
-    include_obfuscation: Literal[False] = False
+    def complete(self, turn: Turn) -> dict[str, Any]:
+        """Return the response of a complete turn, and remember it unless the request forbids that.
 
-
-def _named(choice: Any) -> Any:
-    """The words among the choices of tools become objects, so that a wrong choice is told of once."""
-    return {"type": choice} if isinstance(choice, str) else choice
-
-
-class FreeChoice(Asked):
-    type: Literal["none", "auto", "required"]
-
-
-class ResponsesRequest(Asked):
-    """A request to `/v1/responses`."""
-
-    model: str
-    input: Annotated[list[InputItem], BeforeValidator(as_items)] = Field(default=[])
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = None
-    tools: list[FunctionTool] = Field(default=[])
-    tool_choice: (
-        Annotated[FreeChoice | FunctionChoice, Field(discriminator="type"), BeforeValidator(_named)] | None
-    ) = None
-    parallel_tool_calls: bool | None = None
-    text: TextConfig = TextConfig()
-    reasoning: Reasoning = Reasoning()
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    store: bool = True
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    truncation: Literal["disabled"] = "disabled"
-    background: Literal[False] = False
-    service_tier: Literal["auto", "default"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] = Field(default=[])
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-
-    def to_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The chat request.
-
-        Args:
-            messages: the conversation, this request's input included.
+        Raises:
+            RequestError: 503, the turn is incomplete.
         """
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        settings: dict[str, Any] = {
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "tools": [_tool(tool) for tool in self.tools] or None,
-            "tool_choice": self._choice(),
-            "response_format": _response_format(self.text.format),
-            "reasoning_effort": self.reasoning.effort,
+        if turn.finish_reason not in ("stop", "tool_calls", *INCOMPLETE_REASONS):
+            raise turn.incomplete_error()
+        reason = INCOMPLETE_REASONS.get(turn.finish_reason)
+        response = self.response(turn, "incomplete" if reason else "completed") | {
+            "output": [_item(turn, block, _status(turn, block)) for block in turn.blocks],
+            "incomplete_details": {"reason": reason} if reason else None,
+            "usage": _usage(turn),
         }
-        chat: dict[str, Any] = {"model": self.model, "messages": system + messages}
-        chat |= {name: value for name, value in settings.items() if value is not None}
-        return chat | ({"stream": True, "stream_options": {"include_usage": True}} if self.stream else {})
+        if self._request.store:
+            self._history.remember(self._scope, response["id"], [*self._messages, turn.message()])
+        return response
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The input as chat messages."""
-        return to_messages(self.input)
-
-    def echo(self) -> dict[str, Any]:
-        """The fields of a response that repeat its request."""
-        choice = self.tool_choice
-        return {
-            "instructions": self.instructions,
-            "previous_response_id": self.previous_response_id,
-            "max_output_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "tools": [tool.model_dump() for tool in self.tools],
-            "tool_choice": choice.model_dump()
-            if isinstance(choice, FunctionChoice)
-            else choice.type
-            if choice
-            else "auto",
-            "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "text": {"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "reasoning": {"effort": self.reasoning.effort, "summary": None},
-            "metadata": self.metadata or {},
-            "truncation": self.truncation,
-            "background": self.background,
-            "user": self.user,
-            "store": False,
+    def response(self, turn: Turn, status: str) -> dict[str, Any]:
+        """Return a response without output."""
+        head = {
+            "id": f"resp_{turn.id}",
+            "object": "response",
+            "created_at": turn.created,
+            "model": turn.model,
+            "status": status,
         }
-
-    def _choice(self) -> str | dict[str, Any] | None:
-        if isinstance(self.tool_choice, FunctionChoice):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
-        return self.tool_choice.type if self.tool_choice else None
+        empty: dict[str, Any] = {"output": [], "error": None, "incomplete_details": None, "usage": None}
+        return head | empty | self._request.echo()
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+class ResponsesStream(AnswerStream):
+    """Writer of a streamed response."""
+
+    def __init__(self, translation: ResponsesTranslation) -> None:
+        self._translation = translation
+        self._reader = BlockReader()
+        self._sequence_number = 0
+
+    def feed(self, chunk: dict[str, Any]) -> list[Event]:
+        steps = self._reader.feed(chunk)
+        return [*self._start(), *(event for step in steps for event in self._events(step))]
+
+    def finish(self) -> list[Event]:
+        steps = self._reader.finish()
+        response = self._translation.complete(self._reader.turn)
+        events = [event for step in steps for event in self._events(step)]
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def fail(self, error: RequestError, error_body: Event) -> list[Event]:
+        start = self._start()
+        failure = {"code": "server_error", "message": error.message}
+        response = self._translation.response(self._reader.turn, "failed") | {"error": failure}
+        return [
+            *start,
+            self._event("error", **failure, param=None),
+            self._event("response.failed", response=response),
+        ]
+
+    def _start(self) -> list[Event]:
+        if self._sequence_number:
+            return []
+        response = self._translation.response(self._reader.turn, "in_progress")
+        return [self._event(name, response=response) for name in ("response.created", "response.in_progress")]
+
+    def _events(self, step: Step) -> list[Event]:
+        block = step.block
+        item = _item(self._reader.turn, block, _status(self._reader.turn, block))
+        position: dict[str, Any] = {"output_index": block.index, "item_id": item["id"]}
+        if block.kind != "call":
+            position["content_index"] = 0
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        text, part = f"response.{TEXT_NAMES[block.kind]}", "response.content_part"
+        if step.kind == "delta":
+            return [self._event(f"{text}.delta", **position, delta=step.text, **logprobs)]
+        if step.kind == "start":
+            empty = Block(block.kind, block.index, call_id=block.call_id, name=block.name)
+            new_item = _item(self._reader.turn, empty, "in_progress")
+            parts = new_item.pop("content", [])
+            started = new_item if block.kind == "call" else new_item | {"content": []}
+            added = [self._event("response.output_item.added", output_index=block.index, item=started)]
+            return added + [self._event(f"{part}.added", **position, part=one) for one in parts]
+        full_text = {"arguments": block.text} if block.kind == "call" else {"text": block.text}
+        done = [self._event(f"{text}.done", **position, **full_text, **logprobs)]
+        done += [self._event(f"{part}.done", **position, part=one) for one in item.get("content", [])]
+        return [*done, self._event("response.output_item.done", output_index=block.index, item=item)]
+
+    def _event(self, name: str, **fields: Any) -> Event:
+        event = {"type": name, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        return event
 
 
-def _response_format(wanted: TextFormat | SchemaFormat) -> dict[str, Any] | None:
-    if isinstance(wanted, SchemaFormat):
-        return {
-            "type": "json_schema",
-            "json_schema": wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True),
-        }
-    return None if wanted.type == "text" else {"type": wanted.type}
+def _status(turn: Turn, block: Block) -> str:
+    was_cut = turn.finish_reason in INCOMPLETE_REASONS and block is turn.blocks[-1]
+    return "incomplete" if was_cut else "completed"
+
+
+def _item(turn: Turn, block: Block, status: str) -> dict[str, Any]:
+    """Return the output item of a block."""
+    head = {"id": item_id(ID_PREFIXES[block.kind], turn.id, block.index), "status": status}
+    if block.kind == "call":
+        call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+        return head | {"type": "function_call"} | call
+    if block.kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": block.text}]
+        return head | {"type": "reasoning", "summary": [], "content": content}
+    text = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return head | {"type": "message", "role": "assistant", "content": [text]}
+
+
+def _usage(turn: Turn) -> dict[str, Any]:
+    return {
+        "input_tokens": turn.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": turn.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": turn.reasoning_tokens},
+        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+    }

@@ -1,6 +1,6 @@
-"""An engine's chat answer as a sequence of blocks (reasoning, text, calls of tools), which is how both other dialects tell it.
+"""An engine's chat answer as a turn of blocks: reasoning, text and tool calls, in the order in which the model wrote them.
 
-A turn has one choice. Blocks never overlap: what an engine says between the pieces of a call comes after the call.
+Translated dialects answer in blocks. A turn is one choice. Blocks never overlap: text between the pieces of a call follows the call.
 """
 
 from __future__ import annotations
@@ -10,45 +10,42 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.answers import tidy_message
+from raylight.serving.dialects.answers import normalize_message
 
-Kind = Literal["reasoning", "text", "call"]
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass
 class Block:
     """A part of a turn."""
 
-    kind: Kind
+    kind: BlockKind
     index: int
-    """Among the blocks of the turn."""
+    """Position among the blocks of the turn."""
     text: str = ""
-    """Of a call: its arguments."""
+    """The text; of a call its arguments as JSON."""
     call_id: str = ""
     name: str = ""
-    """Of the tool."""
+    """Name of the called tool."""
 
 
 @dataclass
 class Turn:
-    """An answer, as far as it came."""
+    """An answer, as far as it has arrived."""
 
     id: str = ""
-    """The engine's own, without what says that it is a chat completion."""
+    """The engine's id without `chatcmpl-`."""
     model: str = ""
     created: int = 0
-    """When, in seconds since 1970."""
+    """Time of the answer, in seconds since the epoch."""
     blocks: list[Block] = field(default_factory=list)
     finish_reason: str | None = None
     stop_word: str | None = None
-    """The word that ended it, where the engine tells."""
+    """The stop word that ended the turn, if the engine names it."""
     usage: dict[str, Any] = field(default_factory=dict)
 
     def message(self) -> dict[str, Any]:
-        """The turn as a message of chat, as it would be sent back."""
-        texts = {
-            kind: "".join(b.text for b in self.blocks if b.kind == kind) for kind in ("reasoning", "text")
-        }
+        """Return the turn as a chat message that a later request can send back."""
         calls = [
             {
                 "id": block.call_id,
@@ -58,14 +55,21 @@ class Turn:
             for block in self.blocks
             if block.kind == "call"
         ]
-        return tidy_message(
+        return normalize_message(
             {
                 "role": "assistant",
-                "content": texts["text"],
-                "reasoning_content": texts["reasoning"],
+                "content": self._joined("text"),
+                "reasoning_content": self._joined("reasoning"),
                 "tool_calls": calls,
             }
         )
+
+    def incomplete_error(self) -> RequestError:
+        """Return the error for a turn that has no usable finish reason."""
+        message = (
+            f"the engine's answer is incomplete (finish reason: {self.finish_reason}); send the request again"
+        )
+        return RequestError(message, 503, "server_error")
 
     @property
     def prompt_tokens(self) -> int:
@@ -83,120 +87,123 @@ class Turn:
     def reasoning_tokens(self) -> int:
         return (self.usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
 
+    def _joined(self, kind: BlockKind) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
 
 @dataclass(frozen=True)
 class Step:
-    """What happened to a block; blocks start and stop one after the other."""
+    """A change of a block. Each block starts, grows and stops before the next one starts."""
 
-    what: Literal["start", "delta", "stop"]
+    kind: Literal["start", "delta", "stop"]
     block: Block
     text: str = ""
-    """The delta."""
+    """The text that a delta adds."""
 
 
 class BlockReader:
-    """Reads the chunks of a streamed chat answer.
+    """Reads the chunks of a streamed chat answer as steps of blocks.
 
     Attributes:
-        turn: what came so far.
+        turn: the answer, as far as it has arrived.
     """
 
     def __init__(self) -> None:
         self.turn = Turn()
         self._open: Block | None = None
-        self._call: int | None = None
-        self._held: list[tuple[Kind, str]] = []
+        self._call_index: int | None = None
+        self._held_back: list[tuple[BlockKind, str]] = []
 
     def feed(self, chunk: dict[str, Any]) -> list[Step]:
-        """The steps of a chunk.
+        """Return the steps of a chunk.
 
         Raises:
-            RequestError: it is not a chunk of chat, or goes back to a call that is over.
+            RequestError: 502, it is not a chunk of a chat answer, or it continues a call that has stopped.
         """
         try:
             _read_head(self.turn, chunk)
-            return [step for choice in chunk["choices"] for step in self._choice(choice)]
+            return [step for choice in chunk["choices"] for step in self._read_choice(choice)]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise _unreadable(error) from error
 
     def finish(self) -> list[Step]:
-        """The steps at the end of the answer."""
+        """Return the steps at the end of the answer."""
         return list(self._stop())
 
-    def _choice(self, choice: dict[str, Any]) -> Iterator[Step]:
+    def _read_choice(self, choice: dict[str, Any]) -> Iterator[Step]:
         delta = choice.get("delta") or {}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            yield from self._say("reasoning", reasoning)
+            yield from self._add_text("reasoning", reasoning)
         if content := delta.get("content") or delta.get("refusal"):
-            yield from self._say("text", content)
+            yield from self._add_text("text", content)
         for piece in delta.get("tool_calls") or []:
-            yield from self._call_piece(piece)
+            yield from self._add_call_piece(piece)
         _read_end(self.turn, choice)
 
-    def _say(self, kind: Kind, text: str) -> Iterator[Step]:
+    def _add_text(self, kind: BlockKind, text: str) -> Iterator[Step]:
         if self._open is not None and self._open.kind == "call":
-            self._held.append((kind, text))
+            self._held_back.append((kind, text))
             return
         if self._open is None or self._open.kind != kind:
             yield from self._stop()
             yield self._start(kind)
-        yield self._add(text)
+        yield self._grow(text)
 
-    def _call_piece(self, piece: dict[str, Any]) -> Iterator[Step]:
+    def _add_call_piece(self, piece: dict[str, Any]) -> Iterator[Step]:
         index, function = piece["index"], piece.get("function") or {}
-        if self._call is None or index > self._call:
+        if self._call_index is None or index > self._call_index:
             yield from self._stop()
-            self._call = index
+            self._call_index = index
             yield self._start("call", piece["id"], function["name"])
-        elif index < self._call or self._open is None or self._open.kind != "call":
-            raise ValueError(f"a piece of call {index} came after the end of this call")
+        elif index < self._call_index or self._open is None or self._open.kind != "call":
+            raise ValueError(f"a piece of call {index} follows the end of this call")
         if arguments := function.get("arguments"):
-            yield self._add(arguments)
+            yield self._grow(arguments)
 
-    def _start(self, kind: Kind, call_id: str = "", name: str = "") -> Step:
+    def _start(self, kind: BlockKind, call_id: str = "", name: str = "") -> Step:
         self._open = Block(kind, len(self.turn.blocks), call_id=call_id, name=name)
         self.turn.blocks.append(self._open)
         return Step("start", self._open)
 
-    def _add(self, text: str) -> Step:
+    def _grow(self, text: str) -> Step:
         assert self._open is not None
         self._open.text += text
         return Step("delta", self._open, text)
 
     def _stop(self) -> Iterator[Step]:
-        """End the open block, and say what was held back meanwhile."""
+        """Stop the open block, then add the text that was held back meanwhile."""
         while self._open is not None:
             yield Step("stop", self._open)
             self._open = None
-            held, self._held = self._held, []
-            for kind, text in held:
-                yield from self._say(kind, text)
+            held_back, self._held_back = self._held_back, []
+            for kind, text in held_back:
+                yield from self._add_text(kind, text)
 
 
 def read_turn(answer: dict[str, Any]) -> Turn:
-    """The turn of a whole chat answer.
+    """Return the turn of a whole chat answer.
 
     Raises:
-        RequestError: it is not an answer of chat.
+        RequestError: 502, it is not a chat answer.
     """
     turn = Turn()
     try:
         _read_head(turn, answer)
         choice = answer["choices"][0]
-        message = tidy_message(choice["message"])
+        message = normalize_message(choice["message"])
         _read_end(turn, choice)
-        said: list[tuple[Kind, Any]] = [("reasoning", message.get("reasoning_content"))]
-        said.append(("text", message["content"] or message.get("refusal")))
-        for kind, text in said:
+        texts: list[tuple[BlockKind, Any]] = [
+            ("reasoning", message.get("reasoning_content")),
+            ("text", message["content"] or message.get("refusal")),
+        ]
+        for kind, text in texts:
             if text:
                 if not isinstance(text, str):
                     raise TypeError(f"its {kind} is not a string")
                 turn.blocks.append(Block(kind, len(turn.blocks), text))
         for call in message.get("tool_calls", []):
-            function = call["function"]
-            turn.blocks.append(
-                Block("call", len(turn.blocks), function["arguments"], call["id"], function["name"])
-            )
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            turn.blocks.append(Block("call", len(turn.blocks), arguments, call["id"], name))
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise _unreadable(error) from error
     return turn
@@ -217,6 +224,5 @@ def _read_end(turn: Turn, choice: dict[str, Any]) -> None:
 
 def _unreadable(error: Exception) -> RequestError:
     problem = f"{type(error).__name__}: {error}"
-    return RequestError(
-        f"the engine's answer cannot be read as one of chat completions: {problem}", 502, "server_error"
-    )
+    message = f"the engine's answer cannot be read as a chat completion: {problem}"
+    return RequestError(message, 502, "server_error")

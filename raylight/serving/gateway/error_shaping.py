@@ -8,7 +8,9 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from raylight.http.errors import DialectName, RequestError, error_body, read_error
+from raylight.http.errors import RequestError, read_error
+from raylight.serving.dialects.dialect import Dialect
+from raylight.serving.dialects.native import ChatDialect
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ class ShapedSend:
         dialect: None leaves errors as they are, for routes with a shape of their own.
     """
 
-    def __init__(self, send: Send, dialect: DialectName | None) -> None:
+    def __init__(self, send: Send, dialect: type[Dialect] | None) -> None:
         self._send = send
         self._dialect = dialect
         self._error: Message | None = None
@@ -45,15 +47,15 @@ class ShapedSend:
         elif kind == "http.response.body":
             self._body += message.get("body", b"")[: MAX_ERROR - len(self._body)]
             if not message.get("more_body", False):
-                await self._send_error(self._dialect or "chat", self._error)
+                await self._send_held_error(self._dialect or ChatDialect, self._error)
 
-    async def refuse(
-        self, dialect: DialectName, error: RequestError, headers: list[tuple[bytes, bytes]] | None = None
+    async def send_error(
+        self, dialect: type[Dialect], error: RequestError, headers: list[tuple[bytes, bytes]] | None = None
     ) -> None:
         """Answer with an error of one's own, in place of one that was held back."""
-        await self._answer(error.status, error_body(dialect, error), headers or [])
+        await self._answer(error.status, dialect.error_body(error), headers or [])
 
-    async def _send_error(self, dialect: DialectName, start: Message) -> None:
+    async def _send_held_error(self, dialect: type[Dialect], start: Message) -> None:
         status = 400 if start["status"] == 422 else start["status"]
         body = bytes(self._body)
         kept = [pair for pair in start.get("headers", []) if pair[0].lower() not in RESHAPED]
@@ -63,8 +65,8 @@ class ShapedSend:
             told = json.loads(body)
         except (ValueError, RecursionError):
             told = None
-        if not _has_shape(told, dialect):
-            told = error_body(dialect, read_error(status, body))
+        if not _has_shape(told, dialect.error_body(RequestError(""))):
+            told = dialect.error_body(read_error(status, body))
         await self._answer(status, told, kept)
 
     async def _answer(self, status: int, told: Any, headers: list[tuple[bytes, bytes]]) -> None:
@@ -76,13 +78,13 @@ class ShapedSend:
         self.complete = True
 
 
-def _has_shape(told: Any, dialect: DialectName) -> bool:
-    """Whether a decoded answer is an error as clients of the dialect read it."""
-    if not isinstance(told, dict) or not isinstance(told.get("error"), dict):
-        return False
-    error = told["error"]
-    known = isinstance(error.get("message"), str) and isinstance(error.get("type"), str)
-    return known and (dialect != "messages" or told.get("type") == "error")
+def _has_shape(value: Any, example: Any) -> bool:
+    """Return True if a decoded value has all keys of an example, with values of the same types where the example has any."""
+    if isinstance(example, dict):
+        return isinstance(value, dict) and all(
+            _has_shape(value.get(key), part) for key, part in example.items()
+        )
+    return example is None or isinstance(value, type(example))
 
 
 async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:

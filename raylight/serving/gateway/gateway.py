@@ -14,7 +14,7 @@ from starlette.types import Scope as AsgiScope
 from raylight.agent.attempt_keys import is_attempt_key
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
-from raylight.http.errors import RequestError, dialect_of
+from raylight.http.errors import RequestError
 from raylight.http.request import MAX_BODY, read_request
 from raylight.serving.capture.conversation_loader import History
 from raylight.serving.capture.finished_attempts import Ask, FinishedAttempts
@@ -22,7 +22,8 @@ from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
-from raylight.serving.dialects.translate import Translate
+from raylight.serving.dialects.registry import dialect_of
+from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ShapedSend, refuse_websocket
 from raylight.serving.gateway.metrics import CONTENT_TYPE, Metrics, Watch
 from raylight.serving.gateway.routes import MethodError, Route, below_root, find_attempt, find_route
@@ -30,8 +31,6 @@ from raylight.traces.otlp import Sink, traces_route
 
 logger = logging.getLogger(__name__)
 
-CALLS = frozenset({"chat", "completions", "responses", "messages"})
-"""Routes whose requests are announced to the store."""
 SECRETS = (b"authorization", b"x-api-key", b"cookie", b"proxy-authorization")
 """Headers that no inner layer is shown."""
 
@@ -98,14 +97,14 @@ class Gateway:
         except RequestError as error:
             if shaped.started:
                 raise
-            await shaped.refuse(dialect, error, _headers_of(error))
+            await shaped.send_error(dialect, error, _headers_of(error))
         except ClientDisconnect:
             logger.debug("a client left before its request was read")
         except Exception:
             if shaped.started:  # the server cuts the connection, so that the client knows
                 raise
             logger.exception("%s %s failed", scope["method"], path)
-            await shaped.refuse(
+            await shaped.send_error(
                 dialect, RequestError("the server failed; its log tells why", 500, "server_error")
             )
         finally:
@@ -133,7 +132,7 @@ class Gateway:
         Raises:
             AttemptOver: it is.
         """
-        announced = route.name in CALLS and headers.get(RETRY_COUNT, b"0") == b"0"
+        announced = route.samples and headers.get(RETRY_COUNT, b"0") == b"0"
         if inside in self._over or (not announced and await self._over.asked(inside)):
             raise AttemptOver
 
@@ -249,7 +248,7 @@ def build_gateway(
         conversations = Conversations(engine.tokenizer) if token_in and engine.tokenizer is not None else None
         _show_calls(recorder, conversations, metrics)
         app = CaptureMiddleware(app, engine, recorder, conversations, history, over=over)
-    app = Translate(app)
+    app = TranslationMiddleware(app)
     if recorder is not None:
         app = RetryCache(app, on_replay=metrics.replays.inc)
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)

@@ -10,6 +10,7 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import RequestError
+from raylight.serving.dialects.registry import dialect_of
 
 ATTEMPT = re.compile(r"(/rollout/([^/]+)/attempt/([^/]+)(?:/agent/([^/]+))?)(/v1/.*|/tokenize|/detokenize)$")
 """The end of a path as it was sent: ids are percent-encoded, so that each is one segment, whatever characters it has."""
@@ -32,21 +33,18 @@ class Route:
         name: what metrics call it.
         inner: the path under which the inner layers know it.
         model: what is asked for, where the address names a model.
+        samples: True if its requests sample, so that capture announces them to the store.
     """
 
     name: str
     inner: str
     methods: tuple[str, ...] = ("POST",)
     model: str | None = None
+    samples: bool = False
 
 
 READ = ("GET",)
 ROUTES = {
-    "/v1/chat/completions": Route("chat", "/v1/chat/completions"),
-    "/v1/completions": Route("completions", "/v1/completions"),
-    "/v1/responses": Route("responses", "/v1/responses"),
-    "/v1/messages": Route("messages", "/v1/messages"),
-    "/v1/messages/count_tokens": Route("count_tokens", "/v1/messages/count_tokens"),
     "/tokenize": Route("tokenize", "/tokenize"),
     "/detokenize": Route("detokenize", "/detokenize"),
     "/v1/tokenize": Route("tokenize", "/tokenize"),
@@ -56,6 +54,7 @@ ROUTES = {
     "/health": Route("health", "/health", ("GET", "HEAD")),
     "/metrics": Route("metrics", "/metrics", READ),
 }
+"""Routes by path, besides those of the dialects."""
 
 
 def sent_path(scope: AsgiScope) -> str:
@@ -88,7 +87,7 @@ def find_route(scope: AsgiScope, path: str) -> Route:
         MethodError: it takes another method.
     """
     method, sent = scope["method"], sent_path(scope)
-    route = ROUTES.get(path)
+    route = ROUTES.get(path) or _dialect_route(path)
     if route is None and path.startswith(MODEL):
         model = unquote(sent.rpartition(MODEL)[2])
         route = Route("models", ROUTES["/v1/models"].inner, READ, model=model) if model else None
@@ -102,6 +101,14 @@ def find_route(scope: AsgiScope, path: str) -> Route:
             f"{_shown(path)} takes {' or '.join(route.methods)}, not {method:.20}", route.methods
         )
     return route
+
+
+def _dialect_route(path: str) -> Route | None:
+    dialect = dialect_of(path)
+    if path == dialect.path:
+        return Route(dialect.name, path, samples=True)
+    name = dialect.other_paths.get(path)
+    return Route(name, path) if name else None
 
 
 def _shown(path: str) -> str:

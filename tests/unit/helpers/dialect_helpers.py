@@ -16,7 +16,7 @@ import openai
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raylight.serving.dialects.translate import Translate
+from raylight.serving.dialects.translate import TranslationMiddleware
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -162,7 +162,7 @@ def openai_client(app: ASGIApp) -> openai.AsyncOpenAI:
 
 def translated(*says: Say) -> tuple[FakeChat, ASGIApp]:
     fake = FakeChat(*says)
-    return fake, Translate(fake)
+    return fake, TranslationMiddleware(fake)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.capture.retry_cache import RetryCache
-from raylight.serving.dialects.translate import Translate
+from raylight.serving.dialects.translate import TranslationMiddleware
 
 STREAMED = ASKED | {"stream": True}
 
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self, **limits: Any) -> None:
         self.sink, self.app, self.now = Sink(), FakeApp(), 0.0
         tap = CaptureMiddleware(self.app, ENGINE, Recorder(self.sink), None)
-        self.replay = RetryCache(Translate(tap), clock=lambda: self.now, **limits)
+        self.replay = RetryCache(TranslationMiddleware(tap), clock=lambda: self.now, **limits)
 
     def call(
         self,

@@ -15,7 +15,7 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.response_history import EarlierResponses
+from raylight.serving.dialects.response_history import ResponseHistory
 
 ASK = {"model": "policy", "input": "hi"}
 TOOL = {
@@ -356,7 +356,7 @@ async def test_only_the_own_attempt_finds_a_response_and_only_if_it_was_to_be_st
 
 
 def test_the_least_recently_used_responses_are_forgotten() -> None:
-    earlier = EarlierResponses(capacity=400)
+    earlier = ResponseHistory(capacity=400)
     for name in "ab":
         earlier.remember(None, name, [{"role": "user", "content": name * 50}])
     earlier.find(None, "a")
@@ -367,7 +367,7 @@ def test_the_least_recently_used_responses_are_forgotten() -> None:
 
 
 def test_a_response_remembered_twice_counts_once() -> None:
-    earlier = EarlierResponses(capacity=400)
+    earlier = ResponseHistory(capacity=400)
     for _ in range(10):
         earlier.remember(None, "a", [{"role": "user", "content": "a" * 50}])
     earlier.remember(None, "b", [{"role": "user", "content": "b" * 50}])
@@ -391,7 +391,7 @@ def test_a_response_remembered_twice_counts_once() -> None:
         ({"tool_choice": "always"}, "'always' is not supported"),
         ({"temperature": "hot"}, "temperature: "),
         ({"max_output_tokens": 0}, "max_output_tokens: "),
-        ({"input": []}, "input: there is none"),
+        ({"input": []}, "input: it is empty"),
         ({"input": 5}, "input: "),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: this item is not supported"),
         (
@@ -455,7 +455,7 @@ async def test_a_stream_that_breaks_off_fails(say: Say) -> None:
 
 
 async def test_an_aborted_answer_is_an_error_that_may_be_tried_again() -> None:
-    with pytest.raises(openai.InternalServerError, match=r"broke off.*abort") as refused:
+    with pytest.raises(openai.InternalServerError, match=r"is incomplete.*abort") as refused:
         await ask(Say("hel", finish="abort"))
     assert refused.value.status_code == 503
 

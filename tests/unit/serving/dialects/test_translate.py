@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.http.sse import SseReader, sse_bytes
-from raylight.serving.dialects.translate import Translate
+from raylight.serving.dialects.translate import TranslationMiddleware
 
 
 def asking(path: str = "/v1/messages", method: str = "POST", **more: Any) -> Scope:
@@ -78,7 +78,7 @@ async def test_other_paths_pass_through_untouched(path: str) -> None:
         seen.extend([scope, receive, send])
 
     scope, things = asking(path), [object(), object()]
-    await Translate(inner)(scope, *things)  # type: ignore[arg-type]
+    await TranslationMiddleware(inner)(scope, *things)  # type: ignore[arg-type]
     assert seen[0] is scope
     assert seen[1:] == things
 
@@ -183,7 +183,7 @@ async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrive
 
     inbox.put_nowait({"type": "http.request", "body": ASK})
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        group.create_task(Translate(inner)(asking(), inbox.get, outbox.put))
+        group.create_task(TranslationMiddleware(inner)(asking(), inbox.get, outbox.put))
         start = await outbox.get()
         assert dict(start["headers"]) == {b"content-type": b"text/event-stream; charset=utf-8", b"x-a": b"b"}
         seen = []
@@ -201,7 +201,7 @@ async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrive
 
 async def test_a_piece_without_news_sends_nothing() -> None:
     fake = FakeChat(Say("a"))
-    sent = await talk(Translate(fake), asking(), {"type": "http.request", "body": ASK})
+    sent = await talk(TranslationMiddleware(fake), asking(), {"type": "http.request", "body": ASK})
     assert all(message["body"] for message in sent[1:-1])
     assert (
         sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
@@ -230,7 +230,7 @@ async def test_a_stream_that_is_none_ends_in_an_error_event(path: str, piece: by
         )
 
     body = ASK if path == "/v1/messages" else b'{"model": "m", "input": "hi", "stream": true}'
-    sent = await talk(Translate(inner), asking(path), {"type": "http.request", "body": body})
+    sent = await talk(TranslationMiddleware(inner), asking(path), {"type": "http.request", "body": body})
     events = SseReader().feed(b"".join(message["body"] for message in sent[1:]))
     wanted = "error" if path == "/v1/messages" else "response.failed"
     assert events[-1].event == wanted
@@ -253,7 +253,7 @@ async def test_an_answer_that_is_none_is_a_bad_gateway(answer: bytes) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
         await send({"type": "http.response.body", "body": answer})
 
-    sent = await talk(Translate(inner), asking(), {"type": "http.request", "body": ASK})
+    sent = await talk(TranslationMiddleware(inner), asking(), {"type": "http.request", "body": ASK})
     assert sent[0]["status"] == 502
     assert json.loads(sent[1]["body"])["error"]["type"] == "api_error"
     assert dict(sent[0]["headers"])[b"content-length"] == str(len(sent[1]["body"])).encode()
@@ -271,7 +271,7 @@ async def test_headers_of_a_refusal_stay() -> None:
         await send({"type": "http.response.body", "body": b"slow ", "more_body": True})
         await send({"type": "http.response.body", "body": b"down"})
 
-    sent = await talk(Translate(inner), asking(), {"type": "http.request", "body": ASK})
+    sent = await talk(TranslationMiddleware(inner), asking(), {"type": "http.request", "body": ASK})
     assert dict(sent[0]["headers"])[b"retry-after"] == b"3"
     assert json.loads(sent[1]["body"])["error"] == {"type": "rate_limit_error", "message": "slow down"}
 
@@ -281,7 +281,7 @@ async def test_an_application_that_fails_fails_outside_too() -> None:
         raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        await talk(Translate(inner), asking(), {"type": "http.request", "body": ASK})
+        await talk(TranslationMiddleware(inner), asking(), {"type": "http.request", "body": ASK})
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=4)

@@ -10,9 +10,11 @@ from dialect_helpers import Say, call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raylight.http.errors import RequestError, dialect_of, error_body, error_response, read_error
+from raylight.http.errors import RequestError, error_body, error_response, read_error
 from raylight.http.sse import ServerSentEvent, SseReader, sse_bytes
 from raylight.serving.dialects.answers import Answer, AnswerReader, Choice
+from raylight.serving.dialects.messages import MessagesDialect
+from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.turns import BlockReader
 
 # events
@@ -185,7 +187,7 @@ def test_what_is_said_between_the_pieces_of_a_call_comes_after_it() -> None:
     steps += (
         reader.feed(chunk_of(tool_calls=[{"index": 0, "function": {"arguments": "}"}}])) + reader.finish()
     )
-    assert [(step.what, step.block.index, step.text) for step in steps] == [
+    assert [(step.kind, step.block.index, step.text) for step in steps] == [
         ("start", 0, ""),
         ("delta", 0, "{"),
         ("delta", 0, "}"),
@@ -206,7 +208,7 @@ def test_going_back_to_a_call_that_is_over_is_an_error() -> None:
     reader = BlockReader()
     for index in (0, 1):
         reader.feed(chunk_of(tool_calls=[{"index": index, "id": str(index), "function": {"name": "f"}}]))
-    with pytest.raises(RequestError, match="after the end of this call") as refused:
+    with pytest.raises(RequestError, match="follows the end of this call") as refused:
         reader.feed(chunk_of(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}]))
     assert refused.value.status == 502
 
@@ -244,19 +246,17 @@ def test_what_is_no_chunk_is_an_error(chunk: dict[str, Any]) -> None:
     ],
 )
 def test_the_dialect_of_a_path(path: str, dialect: str) -> None:
-    assert dialect_of(path) == dialect
+    assert dialect_of(path).name == dialect
 
 
 def test_errors_in_both_shapes() -> None:
     error = RequestError("no \ud800", 418, "odd")
-    assert error_body("chat", error) == {
-        "error": {"message": "no ?", "type": "odd", "param": None, "code": None}
-    }
-    assert error_body("messages", error) == {
+    assert error_body(error) == {"error": {"message": "no ?", "type": "odd", "param": None, "code": None}}
+    assert MessagesDialect.error_body(error) == {
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "no ?"},
     }
-    assert error_response("responses", error).status_code == 418
+    assert error_response(error).status_code == 418
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from raylight.http.body import Asked, as_content, image_part, text_part
-from raylight.serving.dialects.answers import tidy_message
+from raylight.serving.dialects.answers import normalize_message
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -164,7 +164,7 @@ class _Said:
 
     def message(self) -> dict[str, Any]:
         reasoning = "".join(self.reasoning)
-        return tidy_message(
+        return normalize_message(
             {
                 "role": "assistant",
                 "content": "".join(self.texts),

@@ -1,0 +1,106 @@
+"""The seam for dialects: HTTP APIs that agents call, translated to and from the engine's chat completions.
+
+A new dialect is one class in a file of its own and one entry in `registry.DIALECTS`. The gateway then serves its routes, capture
+records its calls, the retry cache answers its retries, and every error leaves in its shape.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from raylight.engines.capture_context import AttemptScope
+from raylight.http.errors import RequestError, error_body
+
+Event = dict[str, Any]
+"""Data of a server-sent event. Its `type`, if it has one, becomes the name of the event."""
+
+
+class AnswerStream(ABC):
+    """Writer of a streamed answer: chunks of a chat completion in, events of the dialect out."""
+
+    @abstractmethod
+    def feed(self, chunk: dict[str, Any]) -> list[Event]:
+        """Return the events of a chunk.
+
+        Raises:
+            RequestError: the chunk cannot be read.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """Return the events at the end of the engine's answer.
+
+        Raises:
+            RequestError: the answer is incomplete.
+        """
+
+    def fail(self, error: RequestError, error_body: Event) -> list[Event]:
+        """Return the events that end a broken answer; by default one with the dialect's error body."""
+        return [error_body]
+
+
+class Translation(ABC):
+    """A request translated for the engine, and the writer of its answer.
+
+    Args:
+        engine_request: the body for the engine's route.
+
+    Attributes:
+        engine_path: route of the engine that answers.
+    """
+
+    engine_path: ClassVar[str] = "/v1/chat/completions"
+
+    def __init__(self, engine_request: dict[str, Any]) -> None:
+        self.engine_request = engine_request
+
+    @abstractmethod
+    def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the dialect's answer for the engine's.
+
+        Raises:
+            RequestError: the engine's answer cannot be read or is incomplete.
+        """
+
+    @abstractmethod
+    def start_stream(self) -> AnswerStream:
+        """Return the writer of a streamed answer."""
+
+
+class Dialect(ABC):
+    """An HTTP API that agents call. Each replica has one instance, which may hold state.
+
+    Attributes:
+        name: recorded on spans as `raylight.dialect`; the route's label in metrics.
+        path: route whose requests sample, below `/v1/`. Its first segment belongs to this dialect alone.
+        other_paths: further routes below it that sample nothing, each with its label in metrics.
+        span_name: name of the spans of its calls. The triplet adapter finds those that match its `llm_call_match`.
+        id_prefix: replaces `chatcmpl-` in the id of an answer; None: the engine's id is kept.
+        native: True if engines serve its routes themselves, so that nothing is translated.
+    """
+
+    name: ClassVar[str]
+    path: ClassVar[str]
+    other_paths: ClassVar[Mapping[str, str]] = {}
+    span_name: ClassVar[str]
+    id_prefix: ClassVar[str | None] = None
+    native: ClassVar[bool] = False
+
+    @abstractmethod
+    def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
+        """Translate a request to one of the dialect's routes.
+
+        Args:
+            path: `path` or one of `other_paths`.
+            scope: the attempt that calls; None outside attempts.
+
+        Raises:
+            RequestError: the request is not supported.
+        """
+
+    @classmethod
+    def error_body(cls, error: RequestError) -> dict[str, Any]:
+        """Return the body of an error answer; by default in the shape of OpenAI."""
+        return error_body(error)

@@ -1,0 +1,27 @@
+"""Registry of the dialects that are served."""
+
+from __future__ import annotations
+
+from raylight.serving.dialects.dialect import Dialect
+from raylight.serving.dialects.messages import MessagesDialect
+from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
+from raylight.serving.dialects.responses import ResponsesDialect
+
+DIALECTS: dict[str, type[Dialect]] = {
+    dialect.name: dialect for dialect in (ChatDialect, CompletionsDialect, ResponsesDialect, MessagesDialect)
+}
+"""Dialects by name. A new one is served once it is in here."""
+
+
+def dialect_of(path: str) -> type[Dialect]:
+    """Return the dialect of a path, with or without an attempt before its `/v1/`; `ChatDialect` for all other paths."""
+    segment = path.rpartition("/v1/")[2].partition("/")[0]
+    for dialect in DIALECTS.values():
+        if f"{dialect.path}/".startswith(f"/v1/{segment}/"):
+            return dialect
+    return ChatDialect
+
+
+def sampling_dialect(path: str) -> type[Dialect] | None:
+    """Return the dialect whose requests to this path sample; None if no dialect's do."""
+    return next((dialect for dialect in DIALECTS.values() if dialect.path == path), None)

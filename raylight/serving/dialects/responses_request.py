@@ -1,0 +1,162 @@
+"""OpenAI's responses dialect: its requests as chat requests.
+
+A response is remembered by its replica for `previous_response_id` unless it was made with `store=false`; it is never stored for
+later reading, so answers say `store: false`. `metadata` is echoed; `user`, `safety_identifier` and keys of caches are tags that
+mean nothing here. Developers' messages are the system's. Who includes `reasoning.encrypted_content`, as agent-framework's client
+always does, gets reasoning in plain words, which may be sent back as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from raylight.http.body import Asked
+from raylight.serving.dialects.responses_items import InputItem, as_items, to_messages
+
+
+class FunctionTool(Asked):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Asked):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Asked):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Asked):
+    type: Literal["json_schema"]
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Asked):
+    format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] = TextFormat(type="text")
+
+
+class Reasoning(Asked):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class StreamOptions(Asked):
+    include_obfuscation: Literal[False] = False
+
+
+def _named(choice: Any) -> Any:
+    """The words among the choices of tools become objects, so that a wrong choice is told of once."""
+    return {"type": choice} if isinstance(choice, str) else choice
+
+
+class FreeChoice(Asked):
+    type: Literal["none", "auto", "required"]
+
+
+class ResponsesRequest(Asked):
+    """A request to `/v1/responses`."""
+
+    model: str
+    input: Annotated[list[InputItem], BeforeValidator(as_items)] = Field(default=[])
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = None
+    tools: list[FunctionTool] = Field(default=[])
+    tool_choice: (
+        Annotated[FreeChoice | FunctionChoice, Field(discriminator="type"), BeforeValidator(_named)] | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    store: bool = True
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    service_tier: Literal["auto", "default"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] = Field(default=[])
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    def to_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The chat request.
+
+        Args:
+            messages: the conversation, this request's input included.
+        """
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        settings: dict[str, Any] = {
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "tools": [_tool(tool) for tool in self.tools] or None,
+            "tool_choice": self._choice(),
+            "response_format": _response_format(self.text.format),
+            "reasoning_effort": self.reasoning.effort,
+        }
+        chat: dict[str, Any] = {"model": self.model, "messages": system + messages}
+        chat |= {name: value for name, value in settings.items() if value is not None}
+        return chat | ({"stream": True, "stream_options": {"include_usage": True}} if self.stream else {})
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as chat messages."""
+        return to_messages(self.input)
+
+    def echo(self) -> dict[str, Any]:
+        """The fields of a response that repeat its request."""
+        choice = self.tool_choice
+        return {
+            "instructions": self.instructions,
+            "previous_response_id": self.previous_response_id,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [tool.model_dump() for tool in self.tools],
+            "tool_choice": choice.model_dump()
+            if isinstance(choice, FunctionChoice)
+            else choice.type
+            if choice
+            else "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "text": {"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "metadata": self.metadata or {},
+            "truncation": self.truncation,
+            "background": self.background,
+            "user": self.user,
+            "store": False,
+        }
+
+    def _choice(self) -> str | dict[str, Any] | None:
+        if isinstance(self.tool_choice, FunctionChoice):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return self.tool_choice.type if self.tool_choice else None
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _response_format(wanted: TextFormat | SchemaFormat) -> dict[str, Any] | None:
+    if isinstance(wanted, SchemaFormat):
+        return {
+            "type": "json_schema",
+            "json_schema": wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True),
+        }
+    return None if wanted.type == "text" else {"type": wanted.type}
