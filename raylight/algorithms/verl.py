@@ -1,4 +1,4 @@
-"""verl's and agent-lightning's configuration, carried out by raylight's actors."""
+"""VERL: verl's and agent-lightning's configuration as an algorithm of raylight."""
 
 from __future__ import annotations
 
@@ -8,59 +8,60 @@ from typing import Any, ClassVar, Self
 from pydantic import PrivateAttr
 
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
-from raylight.algorithms.verl_config.combine import combine
-from raylight.algorithms.verl_config.resolve import Resolution, resolve
+from raylight.algorithms.verl_config.resolution import Resolution, resolve
+from raylight.algorithms.verl_config.run_settings import combine_settings
 from raylight.errors import ConfigError
 from raylight.experience.unused_settings import unused_settings
 
 
 class VERL(PolicyAlgorithm):
-    """An algorithm with its engine and learners from verl's nested configuration, whose defaults fill what is
-    not given.
+    """Algorithm, engine and learner settings from verl's nested configuration, with verl's defaults.
 
-    Its fields are the settings that the configuration means. docs/verl.md has the table of keys.
+    Its fields are the settings that the configuration resolves to. docs/verl.md has the table of keys.
 
     Args:
-        config: nested dicts, dotted keys, or a DictConfig of OmegaConf.
-        strict: False turns a key or a value that raylight does not honour into a warning, and leaves it out.
+        config: nested dicts, dotted keys, or OmegaConf's DictConfig.
+        strict: False turns a key or a value that raylight does not support into a warning, and ignores it.
 
     Raises:
-        ConfigError: a key or a value is not honoured, or does not fit; names the nearest keys that are.
+        ConfigError: a key or a value is not supported, or out of range; the message has the nearest supported
+            keys.
     """
 
     rejects_unused_settings: ClassVar[bool] = False  # verl ignores them, too
 
-    _found: Resolution = PrivateAttr()
+    _resolution: Resolution = PrivateAttr()
     _strict: bool = PrivateAttr()
 
     def __init__(self, config: Any, *, strict: bool = True) -> None:
-        found = resolve(config, strict=strict)
+        resolution = resolve(config, strict=strict)
         try:
-            super().__init__(**found.algorithm())
+            super().__init__(**resolution.algorithm_settings())
         except ConfigError as error:
-            raise ConfigError(found.in_words_of_verl(str(error), type(self).__name__)) from None
-        self._found, self._strict = found, strict
+            raise ConfigError(resolution.with_verl_keys(str(error), type(self).__name__)) from None
+        self._resolution, self._strict = resolution, strict
 
-    def adjust_run_settings(self, given: RunSettings) -> RunSettings:
-        """Engine, learners and the rest of a run, where the Trainer leaves them open.
+    def adjust_run_settings(self, settings: RunSettings) -> RunSettings:
+        """Return the settings of a run: the Trainer's, and the configuration's where the Trainer has none.
 
         Raises:
             ConfigError: the Trainer and the configuration contradict each other.
         """
-        settings = combine(self._found, given, self._strict)
+        combined = combine_settings(self._resolution, settings, self._strict)
         notes = tuple(f"nothing reads {name}" for name in unused_settings(self))
-        return replace(settings, notes=(*settings.notes, *notes))
+        return replace(combined, notes=(*combined.notes, *notes))
 
     def with_epochs(self, n_epochs: int) -> Self:
-        """The same with another number of passes over the tasks.
+        """Return a copy with another number of passes over the training tasks.
 
         Raises:
-            ConfigError: the configuration says otherwise.
+            ConfigError: the configuration has another number.
         """
-        total = self._found.found["algorithm.n_epochs"]
-        if total.given and total.value != n_epochs:
+        total = self._resolution.settings["algorithm.n_epochs"]
+        if total.from_user and total.value != n_epochs:
             raise ConfigError(
-                f"the Trainer says num_epochs={n_epochs}, and trainer.total_epochs is {total.value}; give it once"
+                f"the Trainer has num_epochs={n_epochs}, and the configuration has "
+                f"trainer.total_epochs={total.value}; remove one"
             )
         if n_epochs < 1:
             raise ConfigError(f"num_epochs={n_epochs} must be at least 1")

@@ -10,9 +10,10 @@ from typing import Any, get_args
 import pytest
 from omegaconf import OmegaConf
 
-from raylight.algorithms.verl_config.convert import GROUPED, KL
-from raylight.algorithms.verl_config.defaults import verl_defaults
+from raylight.algorithms.verl_config.converters import KL_TYPES
 from raylight.algorithms.verl_config.keys import AGENT_LIGHTNING, KEYS
+from raylight.algorithms.verl_config.merged_config import verl_defaults
+from raylight.experience.registry import ESTIMATORS
 from raylight.experience.settings import LossAggregation
 from raylight.learner import verl_api
 
@@ -68,7 +69,7 @@ DIFFER = {
 
 
 def test_names_that_are_known_here_are_verls() -> None:
-    for name in GROUPED:
+    for name in ESTIMATORS:
         assert verl_api.get_adv_estimator_fn(name)
     assert set(get_args(LossAggregation)) == {
         "token-mean",
@@ -84,7 +85,7 @@ def test_kl_names_mean_what_verl_means() -> None:
     from verl.trainer.ppo.core_algos import kl_penalty_forward
 
     ours, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
-    for verls, name in KL.items():
+    for verls, name in KL_TYPES.items():
         assert torch.equal(kl_penalty_forward(ours, ref, verls), kl_penalty_forward(ours, ref, name)), verls
 
 

@@ -1,1 +1,1 @@
-"""verl's and agent-lightning's nested configuration, read as settings of raylight."""
+"""Translation of verl's and agent-lightning's nested configuration into raylight's settings."""

@@ -1,4 +1,4 @@
-"""VERL(config): what users of verl and agent-lightning have, as settings of raylight."""
+"""VERL(config): configurations of verl and agent-lightning resolve to raylight's settings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from unit_helpers import ReachedRay
-from verl_configs import BASE, MATH, OPEN, TAU2, changed, settings_of
+from verl_configs import BASE, MATH, OPEN, TAU2, changed, doc_row, settings_of
 
 import raylight
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl import VERL
-from raylight.algorithms.verl_config import combine
-from raylight.algorithms.verl_config.resolve import nearest
+from raylight.algorithms.verl_config import run_settings
+from raylight.algorithms.verl_config.keys import KEYS, SECTIONS
+from raylight.algorithms.verl_config.resolution import nearest
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.trainer.trainer import Trainer
@@ -24,8 +25,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.fixture(autouse=True)
-def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combine, "has_vllm", lambda: True)
+def pretend_vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_settings, "has_vllm", lambda: True)
 
 
 SHARED = {
@@ -82,7 +83,7 @@ SHARED = {
     "run.seed": None,
     "run.cpu_fallback": True,
 }
-"""What both examples resolve to."""
+"""Settings that both examples resolve to."""
 
 
 @pytest.mark.parametrize(
@@ -128,9 +129,12 @@ def test_the_examples_are_taken_unchanged(config: dict[str, Any], own: dict[str,
     assert "critic.lr" not in settings
 
 
-def test_a_logger_that_raylight_has_not_is_told() -> None:
+def test_an_unsupported_logger_is_noted() -> None:
     notes = VERL(MATH).adjust_run_settings(OPEN).notes
-    assert any("trainer.logger: wandb gets nothing; metrics are in metrics.jsonl" in note for note in notes)
+    assert any(
+        "trainer.logger: wandb is not supported and receives no metrics; they are in metrics.jsonl" in note
+        for note in notes
+    )
     assert not any(
         "logger" in note
         for note in VERL(BASE | {"trainer.logger": ["console"]}).adjust_run_settings(OPEN).notes
@@ -152,9 +156,13 @@ def test_verls_own_defaults_fill_what_is_not_given() -> None:
     ) == (1024, 4, 30, "gae")
     assert algorithm.critic is not None
     assert (algorithm.critic.lr, algorithm.critic.mini_batches, algorithm.lr) == (1e-5, 4, 1e-6)
-    around = algorithm.adjust_run_settings(OPEN)
-    assert (around.learner.n, around.engine.replicas, around.engine.args["tensor_parallel_size"]) == (2, 1, 2)
-    assert (around.engine.max_model_len, around.learner.max_tokens_per_micro_batch) == (1024, 16384)
+    combined = algorithm.adjust_run_settings(OPEN)
+    assert (combined.learner.n, combined.engine.replicas, combined.engine.args["tensor_parallel_size"]) == (
+        2,
+        1,
+        2,
+    )
+    assert (combined.engine.max_model_len, combined.learner.max_tokens_per_micro_batch) == (1024, 16384)
 
 
 def test_dotted_keys_and_an_omegaconf_say_the_same_as_nested_ones() -> None:
@@ -177,7 +185,7 @@ def test_dotted_keys_and_an_omegaconf_say_the_same_as_nested_ones() -> None:
 
 def test_a_whole_configuration_of_verl_is_taken_too() -> None:
     """As hydra composes it: every key of verl's, those that raylight does not honour at their defaults."""
-    from raylight.algorithms.verl_config.defaults import verl_defaults
+    from raylight.algorithms.verl_config.merged_config import verl_defaults
 
     # what would be an adapter of Megatron, or a parser chosen without a look, is given by such a configuration
     whole = OmegaConf.merge(verl_defaults(), changed(MATH, {}))
@@ -205,7 +213,9 @@ def test_a_whole_configuration_of_verl_is_taken_too() -> None:
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, near: str) -> None:
     assert near in nearest(key)
-    with pytest.raises(ConfigError, match=rf"does not honour {key}; it does: .*\b{near}\b"):
+    with pytest.raises(
+        ConfigError, match=rf"does not support {key}; the nearest keys that it supports: .*\b{near}\b"
+    ):
         VERL(BASE | {key: 1})
 
 
@@ -213,8 +223,8 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         VERL(BASE | {"trainer.no_such": 1, "data.shuffle": False, f"{ROLLOUT}.name": "sglang"})
     for part in (
-        "does not honour trainer.no_such",
-        "data.shuffle=False is not what",
+        "does not support trainer.no_such",
+        "data.shuffle=False is not supported",
         "'sglang' must be one of vllm, hf",
     ):
         assert part in str(error.value)
@@ -222,14 +232,14 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 def test_without_strict_each_is_one_warning_and_left_out() -> None:
     config = BASE | {"trainer.no_such": 1, "data.shuffle": False}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         algorithm = VERL(config, strict=False)
-    assert [str(item.message).split(";")[0] for item in told] == [
-        "left out: raylight does not honour trainer.no_such",
-        "left out: data.shuffle=False is not what raylight does: each pass over the tasks is shuffled anew",
+    assert [str(item.message).split(";")[0] for item in caught] == [
+        "ignored: raylight does not support trainer.no_such",
+        "ignored: data.shuffle=False is not supported: every epoch is shuffled",
     ]
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     assert algorithm.model_dump() == VERL(BASE).model_dump()
 
 
@@ -244,11 +254,11 @@ def test_without_strict_each_is_one_warning_and_left_out() -> None:
             {"actor_rollout_ref.actor.ppo_mini_batch_size": 16},
             "ppo_mini_batch_size=16 must divide data.train_batch_size=8",
         ),
-        ({f"{ROLLOUT}.n": 1}, "grpo compares the rollouts of a task with one another"),
+        ({f"{ROLLOUT}.n": 1}, "must be 2 or more: grpo compares the rollouts of a task with one another"),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, "1 GPUs .* cannot be divided into engines"),
         (
             {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
-            "give lr_warmup_steps, or trainer.total_training_steps",
+            "set lr_warmup_steps or trainer.total_training_steps",
         ),
         (
             {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1000},
@@ -258,23 +268,23 @@ def test_without_strict_each_is_one_warning_and_left_out() -> None:
             {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "full"},
             "must be one of kl, k1",
         ),
-        ({"algorithm.filter_groups.enable": True}, "say how often tasks are rolled out for it at most"),
+        ({"algorithm.filter_groups.enable": True}, "means no limit of rounds per step; set a limit"),
         (
             {"actor_rollout_ref.actor.grad_clip": 0.5, "actor_rollout_ref.actor.optim.clip_grad": 1.0},
-            "mean the same",
+            "grad_clip=0.5 and .*clip_grad=1.0 both set algorithm.grad_clip; remove one",
         ),
         (
             {"actor_rollout_ref.actor.optim.lr": "fast"},
             r"actor_rollout_ref.actor.optim.lr \(lr\): Input should be",
         ),
         ({"data.train_batch_size": "many"}, "data.train_batch_size"),
-        ({"data": {"train_batch_size": 4}}, "data.train_batch_size is given twice, as 8 and as 4"),
+        ({"data": {"train_batch_size": 4}}, "data.train_batch_size has two values, 8 and 4; remove one"),
         (
             {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.gpu_memory_utilization": 0.5},
-            "is for vLLM, and .*name is 'hf'",
+            "is an argument of vLLM, and .*name is 'hf'",
         ),
         ({"critic.enable": True}, "critic need each other"),
-        ({"data.truncation": "left"}, "prompts are never cut"),
+        ({"data.truncation": "left"}, "prompts are never truncated"),
         ({f"{ROLLOUT}.temperature": "hot"}, "temperature='hot' must be a number above 0"),
         ({f"{ROLLOUT}.temperature": 0.0}, "temperature=0.0 must be a number above 0"),
         ({f"{ROLLOUT}.engine_kwargs.vllm": "fast"}, "engine_kwargs.vllm='fast' must be a mapping"),
@@ -284,7 +294,7 @@ def test_without_strict_each_is_one_warning_and_left_out() -> None:
         ),
         (
             {"actor_rollout_ref.actor.optim.betas.first": 0.9},
-            "does not honour actor_rollout_ref.actor.optim.betas.first",
+            "does not support actor_rollout_ref.actor.optim.betas.first",
         ),
         ({"actor_rollout_ref.actor.optim.betas": [2.0, 0.9]}, "less than 1"),
         (
@@ -368,21 +378,21 @@ def test_the_trainer_counts_where_the_configuration_says_nothing() -> None:
     [
         (
             {"n_learners": 2},
-            r"Trainer says learner.n=2, and trainer.n_gpus_per_node in the configuration 1; give it once",
+            r"the Trainer has learner.n=2, and the configuration has trainer.n_gpus_per_node=1; remove one",
         ),
         (
             {"engine": {"kind": "transformers"}},
-            "engine.kind='transformers', and actor_rollout_ref.rollout.name .*'vllm'",
+            "engine.kind='transformers', and .* actor_rollout_ref.rollout.name='vllm'",
         ),
         (
             {"engine": {"args": {"gpu_memory_utilization": 0.1}}},
-            "engine.args.gpu_memory_utilization=0.1, and .* 0.6",
+            "engine.args.gpu_memory_utilization=0.1, and .*=0.6",
         ),
         (
             {"learner": {"param_offload": False}},
             "learner.param_offload=False, and .*fsdp_config.param_offload",
         ),
-        ({"num_epochs": 5}, "num_epochs=5, and trainer.total_epochs is 2"),
+        ({"num_epochs": 5}, "num_epochs=5, and the configuration has trainer.total_epochs=2"),
     ],
 )
 def test_a_contradiction_is_an_error(arguments: dict[str, Any], message: str) -> None:
@@ -394,9 +404,9 @@ def test_seed_and_folder_may_contradict_too() -> None:
     config = BASE | {"data.seed": 3, "trainer.default_local_dir": "there"}
     assert Trainer(algorithm=VERL(config)).seed == 3
     assert Trainer(algorithm=VERL(config)).output_dir == "there"
-    with pytest.raises(ConfigError, match=r"seed=4, and data\.seed"):
+    with pytest.raises(ConfigError, match=r"seed=4, and the configuration has data\.seed=3"):
         Trainer(algorithm=VERL(config), seed=4)
-    with pytest.raises(ConfigError, match=r"output_dir=.*here.*, and trainer.default_local_dir"):
+    with pytest.raises(ConfigError, match=r"output_dir=.*here.*, and .* trainer.default_local_dir"):
         Trainer(algorithm=VERL(config), output_dir=Path("here"))
 
 
@@ -427,7 +437,7 @@ def test_on_a_cluster_without_gpus_as_many_ranks_compute_on_cpus() -> None:
         False,
     )
     assert on_cpus.engine.args == {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
-    assert "= 4 learner ranks compute on CPUs" in on_cpus.notes[-1]
+    assert "= 4 learner ranks run on CPUs" in on_cpus.notes[-1]
     assert VERL(config | {"trainer.device": "cpu"}).adjust_run_settings(OPEN) == on_cpus
     assert VERL(config | {"trainer.device": "cuda"}).adjust_run_settings(OPEN).cpu_fallback is None
 
@@ -465,14 +475,14 @@ def test_a_run_settles_on_what_the_cluster_has(
 
 def test_what_the_trainer_says_of_gpus_holds_on_either() -> None:
     given = OPEN.__class__(OPEN.engine, LearnerConfig(num_gpus=1), OPEN.checkpoint)
-    around = VERL(BASE).adjust_run_settings(given)
-    assert around.cpu_fallback is not None
-    assert (around.learner.num_gpus, around.cpu_fallback.learner.num_gpus) == (1, 1)
+    combined = VERL(BASE).adjust_run_settings(given)
+    assert combined.cpu_fallback is not None
+    assert (combined.learner.num_gpus, combined.cpu_fallback.learner.num_gpus) == (1, 1)
 
 
 def test_vllm_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combine, "has_vllm", lambda: False)
-    with pytest.raises(ConfigError, match=r"name is vllm, which is not installed: .*; or say hf there"):
+    monkeypatch.setattr(run_settings, "has_vllm", lambda: False)
+    with pytest.raises(ConfigError, match=r"name is vllm, which is not installed: .*; or set it to hf"):
         Trainer(algorithm=VERL(MATH))
     trainer = Trainer(algorithm=VERL(MATH, strict=False))
     assert (trainer.engine.kind, trainer.engine.args, trainer.engine.sleep_while_learning) == (
@@ -481,19 +491,15 @@ def test_vllm_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch)
         False,
     )
     assert any(
-        "vLLM is not installed, so that the transformers engine serves" in note
-        for note in trainer.run_settings.notes
+        "vLLM is not installed: the transformers engine serves" in note for note in trainer.run_settings.notes
     )
 
 
-def test_the_documentation_has_every_key() -> None:
-    from raylight.algorithms.verl_config.keys import KEYS, SECTIONS
-
+def test_the_documented_table_is_that_of_the_rules() -> None:
     text = (Path(__file__).parents[3] / "docs" / "verl.md").read_text()
-    for section, rows in SECTIONS.items():
-        part = text.partition(f"### `{section}`\n")[2].partition("\n###")[0]
-        for row in rows:
-            assert f"| `{row.key}` |" in part, f"{section}.{row.key} is not in docs/verl.md"
+    for section, rules in SECTIONS.items():
+        table = text.partition(f"### `{section}`\n")[2].partition("\n###")[0].splitlines()
+        assert [line for line in table if line.startswith("| `")] == [doc_row(rule) for rule in rules]
     assert len([line for line in text.splitlines() if line.startswith("| `")]) == len(KEYS)
 
 

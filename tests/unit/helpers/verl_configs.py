@@ -1,4 +1,5 @@
-"""Configurations as users of agent-lightning write them, and what VERL makes of one."""
+"""Configurations of agent-lightning's examples, the settings that VERL resolves one to, and the table of
+docs/verl.md."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.verl import VERL
+from raylight.algorithms.verl_config.key_rules import KeyRule
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 
 MATH: dict[str, Any] = {
@@ -48,7 +50,7 @@ MATH: dict[str, Any] = {
         "total_epochs": 2,
     },
 }
-"""The keys and values of agent-lightning's examples/calc_x, but for the model."""
+"""Configuration of agent-lightning's examples/calc_x, with another model."""
 TAU2: dict[str, Any] = {
     "agentlightning": {"port": 9999},
     "algorithm": {"adv_estimator": "grpo"},
@@ -85,7 +87,7 @@ TAU2: dict[str, Any] = {
         "total_epochs": 8,
     },
 }
-"""Those of the tau2 example of agent-framework's lab, but for the model."""
+"""Configuration of the tau2 example of agent-framework's lab, with another model."""
 BASE: dict[str, Any] = {
     "algorithm.adv_estimator": "grpo",
     "data.train_batch_size": 8,
@@ -95,13 +97,13 @@ BASE: dict[str, Any] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "trainer.n_gpus_per_node": 1,
 }
-"""The least that trains, in dotted keys."""
+"""Smallest configuration that trains, in dotted keys."""
 OPEN = RunSettings(EngineConfig(), LearnerConfig(), CheckpointConfig())
-"""What a Trainer without arguments says."""
+"""Settings of a Trainer without arguments."""
 
 
 def changed(config: dict[str, Any], dotted: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a nested configuration with other values."""
+    """Return a copy of a nested configuration with other values."""
     config = copy.deepcopy(config)
     for key, value in dotted.items():
         *path, last = key.split(".")
@@ -113,16 +115,20 @@ def changed(config: dict[str, Any], dotted: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Every setting of a run, by target."""
+    """Return every setting of a run, by target."""
     algorithm = VERL(config)
-    around = algorithm.adjust_run_settings(OPEN)
-    settings = {"run.seed": around.seed, "run.output_dir": around.output_dir, "run.outputs": around.outputs}
-    settings["run.cpu_fallback"] = around.cpu_fallback is not None
+    combined = algorithm.adjust_run_settings(OPEN)
+    settings = {
+        "run.seed": combined.seed,
+        "run.output_dir": combined.output_dir,
+        "run.outputs": combined.outputs,
+    }
+    settings["run.cpu_fallback"] = combined.cpu_fallback is not None
     sections = {
         "algorithm": algorithm,
-        "engine": around.engine,
-        "learner": around.learner,
-        "checkpoint": around.checkpoint,
+        "engine": combined.engine,
+        "learner": combined.learner,
+        "checkpoint": combined.checkpoint,
     }
     if algorithm.critic is not None:
         sections["critic"] = algorithm.critic
@@ -134,6 +140,22 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `after` that are not those of `before`."""
+    """Return the settings of `after` that differ from `before`."""
     assert before.keys() <= after.keys()
     return {name: value for name, value in after.items() if name not in before or before[name] != value}
+
+
+def doc_row(rule: KeyRule) -> str:
+    """Return the row of a key in the tables of docs/verl.md."""
+    if rule.target:
+        others = ", ".join(f"`{name.removeprefix('.')}`" for name in rule.reads)
+        text = f"`{rule.target}`" + (f" (with {others})" if others else "")
+        text += "; raylight's default if it is not set" if rule.own_default else ""
+    elif rule.used_by:
+        text = f"read with `{rule.used_by.removeprefix('.')}`"
+    elif rule.accepted is not None:
+        values = (value if isinstance(value, str) else repr(value) for value in rule.accepted)
+        text = f"only {' or '.join(f'`{value}`' for value in values)}: {rule.reason}"
+    else:
+        text = f"ignored: {rule.reason}"
+    return f"| `{rule.key}` | {text} |"

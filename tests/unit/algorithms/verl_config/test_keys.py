@@ -1,4 +1,4 @@
-"""Each key of verl's configuration changes exactly the settings that the table says."""
+"""Each key of verl's configuration changes exactly the settings that its rule names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from verl_configs import BASE, difference, settings_of
 
 from raylight.algorithms.verl import VERL
-from raylight.algorithms.verl_config import combine
+from raylight.algorithms.verl_config import run_settings
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError
@@ -30,7 +30,7 @@ STEPS = {f"{T}.total_training_steps": 50}
 EIGHT = {f"{T}.n_gpus_per_node": 8}
 DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
 
-# key, its value, what it changes, what must be there before
+# key, its value, settings that it changes, configuration that it needs
 CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{A}.adv_estimator", "rloo", {"algorithm.adv_estimator": "rloo"}, {}),
     (f"{A}.gamma", 0.9, {"algorithm.gamma": 0.9}, {}),
@@ -226,66 +226,69 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{T}.project_name", "mine", {"run.outputs": "outputs/mine"}, {}),
     (f"{T}.experiment_name", "one", {"run.outputs": "outputs/one"}, {}),
 ]
-ELSEWHERE = {f"{ROLLOUT}.name", f"{T}.logger"}
-"""Keys that tests of their own have."""
+TESTED_ELSEWHERE = {f"{ROLLOUT}.name", f"{T}.logger"}
+"""Keys with tests of their own."""
 
 
 @pytest.fixture(autouse=True)
-def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combine, "has_vllm", lambda: True)
+def pretend_vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_settings, "has_vllm", lambda: True)
 
 
 @functools.cache
-def before_of(config: str) -> dict[str, Any]:
+def settings_before(config: str) -> dict[str, Any]:
     return settings_of(ast.literal_eval(config))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "changes", "before"), CHANGES, ids=[f"{key}={value}" for key, value, *_ in CHANGES]
 )
-def test_a_key_changes_exactly_what_it_says(
+def test_a_key_changes_exactly_its_settings(
     key: str, value: Any, changes: dict[str, Any], before: dict[str, Any]
 ) -> None:
     base = BASE | before
-    assert difference(before_of(repr(base)), settings_of(base | {key: value})) == changes
+    assert difference(settings_before(repr(base)), settings_of(base | {key: value})) == changes
 
 
 def test_every_key_that_is_read_has_a_row_above() -> None:
-    read = {key for key, row in KEYS.items() if row.target or row.part_of}
-    assert read - ELSEWHERE == {key for key, *_ in CHANGES}
+    read = {key for key, rule in KEYS.items() if rule.target or rule.used_by}
+    assert read - TESTED_ELSEWHERE == {key for key, *_ in CHANGES}
 
 
-def test_rows_name_one_another() -> None:
-    for key, row in KEYS.items():
-        assert not set(row.reads) - KEYS.keys(), key
-        assert not row.part_of or KEYS[row.part_of].target, key
+def test_rules_name_keys_that_exist() -> None:
+    for key, rule in KEYS.items():
+        assert not set(rule.reads) - KEYS.keys(), key
+        assert not rule.used_by or KEYS[rule.used_by].target, key
 
 
-def test_keys_that_change_nothing_here_are_taken_whatever_they_say() -> None:
-    free = {key: 3 for key, row in KEYS.items() if not row.target and not row.part_of and row.agrees is None}
-    assert len(free) > 30
-    assert settings_of(BASE | free) == settings_of(BASE)
+def test_ignored_keys_accept_any_value() -> None:
+    ignored = {
+        key: 3 for key, rule in KEYS.items() if not rule.target and not rule.used_by and rule.accepted is None
+    }
+    assert len(ignored) > 30
+    assert settings_of(BASE | ignored) == settings_of(BASE)
 
 
-SAYS = {key: row.agrees for key, row in KEYS.items() if row.agrees is not None}
+ACCEPTED = {key: rule.accepted for key, rule in KEYS.items() if rule.accepted is not None}
 
 
-def test_keys_that_say_what_raylight_does_anyway() -> None:
+def test_accepted_values_change_nothing() -> None:
     for pick in (0, -1):
-        assert settings_of(BASE | {key: values[pick] for key, values in SAYS.items()}) == settings_of(BASE)
+        config = BASE | {key: values[pick] for key, values in ACCEPTED.items()}
+        assert settings_of(config) == settings_of(BASE)
 
 
-def test_such_a_key_that_says_something_else_is_an_error() -> None:
+def test_any_other_value_of_such_a_key_is_an_error() -> None:
     with pytest.raises(ConfigError) as error:
-        VERL(BASE | dict.fromkeys(SAYS, "something else"))
-    for key in SAYS:
-        assert (
-            f"{key}='something else' is not what raylight does: {KEYS[key].why}; leave it out, or say "
-            in str(error.value)
-        )
+        VERL(BASE | dict.fromkeys(ACCEPTED, "something else"))
+    for key in ACCEPTED:
+        expected = f"{key}='something else' is not supported: {KEYS[key].reason}; remove it, or set it to "
+        assert expected in str(error.value)
 
 
-def test_where_a_key_with_a_default_of_its_own_is_not_given_verls_does_not_hold() -> None:
-    """It would compile, choose a parser without a look at the model, or name a folder after an example."""
-    found = VERL(BASE)._found.found
-    assert not {key for key, row in KEYS.items() if row.own} & {setting.key for setting in found.values()}
+def test_verls_default_does_not_hold_for_an_unset_key_with_an_own_default() -> None:
+    """Else raylight would compile, choose a tool parser regardless of the model, or name a folder after an
+    example."""
+    settings = VERL(BASE)._resolution.settings
+    own_defaults = {key for key, rule in KEYS.items() if rule.own_default}
+    assert not own_defaults & {setting.key for setting in settings.values()}

@@ -1,0 +1,178 @@
+"""Resolution of a user's configuration into raylight's settings, by the table of keys."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from raylight.algorithms.verl_config.converters import MODEL, ROLLOUT, has_critic
+from raylight.algorithms.verl_config.key_rules import UNSET, KeyRule, UnsupportedValueError
+from raylight.algorithms.verl_config.keys import KEYS
+from raylight.algorithms.verl_config.merged_config import MergedConfig, flatten, verl_defaults
+from raylight.errors import ConfigError
+
+OPAQUE_KEYS = {f"{ROLLOUT}.engine_kwargs.vllm"}
+"""Keys whose value is a mapping with keys of its own."""
+MISSING: Final = object()
+
+
+@dataclass(frozen=True)
+class ResolvedSetting:
+    """Value of a raylight setting, and its origin in the configuration."""
+
+    value: Any
+    key: str
+    from_user: bool
+    """True if the user set the key or another that its converter reads; False: the value is verl's
+    default."""
+    key_is_set: bool
+    """True if the user set this very key."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Settings that a configuration resolves to, by target: `algorithm.lr`, `engine.args.enforce_eager`,
+    ..."""
+
+    settings: dict[str, ResolvedSetting] = field(default_factory=dict)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return the settings of a section by name; arguments of the engine are collected under `args`."""
+        values: dict[str, Any] = {}
+        for target, setting in self.settings.items():
+            section, _, rest = target.partition(".")
+            if section == name and rest.startswith("args."):
+                values.setdefault("args", {})[rest.removeprefix("args.")] = setting.value
+            elif section == name:
+                values[rest] = setting.value
+        return values
+
+    def get(self, target: str) -> Any:
+        """Return the value of a setting, or None."""
+        return self.settings[target].value if target in self.settings else None
+
+    def algorithm_settings(self) -> dict[str, Any]:
+        """Return the arguments of a PolicyAlgorithm."""
+        critic = self.section("critic")
+        return self.section("algorithm") | ({"critic": critic} if critic else {})
+
+    def with_verl_keys(self, message: str, prefix: str) -> str:
+        """Return an error message with verl's key before each name of a setting."""
+        for target, setting in self.settings.items():
+            name = target.removeprefix("algorithm.")
+            message = message.replace(f"{prefix}.{name}:", f"{setting.key} ({name}):")
+        return message
+
+    def add(self, target: str, setting: ResolvedSetting) -> None:
+        """Add a setting. Of two keys with one target, the one that the user set counts.
+
+        Raises:
+            ConfigError: the user set both keys, to different values.
+        """
+        present = self.settings.get(target)
+        if (
+            present is not None
+            and present.key_is_set
+            and setting.key_is_set
+            and present.value != setting.value
+        ):
+            raise ConfigError(
+                f"{present.key}={present.value!r} and {setting.key}={setting.value!r} both set {target}; "
+                f"remove one"
+            )
+        if present is None or (setting.key_is_set and not present.key_is_set):
+            self.settings[target] = setting
+
+
+def resolve(config: Any, *, strict: bool) -> Resolution:
+    """Resolve a configuration.
+
+    Args:
+        strict: False turns an unsupported key or value into a warning.
+
+    Raises:
+        ConfigError: the configuration is malformed, or, if `strict`, has an unsupported key or value.
+    """
+    flat = flatten(config, OPAQUE_KEYS)
+    merged = MergedConfig({key: value for key, value in flat.items() if key in KEYS})
+    if not merged.is_set(f"{MODEL}.path"):
+        raise ConfigError(
+            f"{MODEL}.path is missing; set it to the folder of a Hugging Face model, or its name in the "
+            f"local cache"
+        )
+    problems = [
+        f"raylight does not support {key}; the nearest keys that it supports: {', '.join(nearest(key))}"
+        for key, value in flat.items()
+        if key not in KEYS and not merged.has_default(key, value)
+    ]
+    problems += [
+        problem
+        for rule in KEYS.values()
+        if rule.key in flat
+        for problem in _check_value(rule, flat[rule.key])
+    ]
+    resolution = Resolution()
+    for rule in KEYS.values():
+        try:
+            _apply(rule, merged, resolution)
+        except UnsupportedValueError as error:
+            problems.append(f"{rule.key}={merged(rule.key)!r} {error}")
+    if problems and strict:
+        raise ConfigError("; ".join(problems) + ". VERL(config, strict=False) ignores what is not supported")
+    for problem in problems:
+        warnings.warn(f"ignored: {problem}", stacklevel=3)
+    return resolution
+
+
+def _apply(rule: KeyRule, merged: MergedConfig, resolution: Resolution) -> None:
+    """Add the setting that a rule makes, if any."""
+    key_is_set = merged.is_set(rule.key)
+    from_user = key_is_set or any(merged.is_set(key) for key in rule.reads)
+    if (
+        not rule.target
+        or (rule.own_default and not from_user)
+        or (rule.target.startswith("critic.") and not has_critic(merged))
+    ):
+        return
+    value = merged(rule.key)
+    if rule.own_default and value is None:
+        return
+    try:
+        converted = rule.converter(value, merged) if rule.converter else value
+    except TypeError as error:
+        values = ", ".join(f"{key}={merged(key)!r}" for key in (rule.key, *rule.reads))
+        raise ConfigError(f"one of {values} has a wrong type: {error}") from None
+    if converted is UNSET:
+        return
+    if rule.target != "engine.args":
+        resolution.add(rule.target, ResolvedSetting(converted, rule.key, from_user, key_is_set))
+        return
+    for name, argument in converted.items():
+        resolution.add(f"engine.args.{name}", ResolvedSetting(argument, rule.key, from_user, key_is_set))
+
+
+def _check_value(rule: KeyRule, value: Any) -> list[str]:
+    """Return the problem of a value that raylight does not support, or nothing."""
+    from omegaconf import OmegaConf
+
+    if (
+        rule.accepted is None
+        or value in rule.accepted
+        or value == OmegaConf.select(verl_defaults(), rule.key, default=MISSING)
+    ):
+        return []
+    accepted = " or ".join(repr(known) for known in rule.accepted)
+    return [f"{rule.key}={value!r} is not supported: {rule.reason}; remove it, or set it to {accepted}"]
+
+
+def nearest(key: str) -> list[str]:
+    """Return the three supported keys that resemble a key most, as a whole and in their last part."""
+
+    def similarity(known: str) -> float:
+        full = difflib.SequenceMatcher(None, key, known).ratio()
+        last_part = difflib.SequenceMatcher(None, key.rpartition(".")[2], known.rpartition(".")[2]).ratio()
+        return full + last_part
+
+    return sorted(KEYS, key=similarity, reverse=True)[:3]
