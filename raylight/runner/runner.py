@@ -24,7 +24,7 @@ from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
-from raylight.store.rows import packed, span_row
+from raylight.store.rows import pickled, span_row
 from raylight.traces.context import AttemptTrace
 from raylight.traces.tracer import Tracer
 from raylight.types import ResourcesUpdate, Rollout, Span
@@ -258,7 +258,7 @@ def _note(rollout: Rollout) -> bytes:
     noted: Any = rollout.metadata
     if not isinstance(noted, dict) or not all(isinstance(key, str) for key in noted):
         raise TypeError(f"rollout.metadata must stay a dict whose keys are strings; it is now {noted!r:.80}")
-    return packed(noted)
+    return pickled(noted)
 
 
 def _dropped(trace: AttemptTrace) -> dict[str, int] | None:

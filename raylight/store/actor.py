@@ -1,4 +1,7 @@
-"""The store as a Ray actor: a thin shell around StoreService that starts again where it was when it is killed."""
+"""The store as a Ray actor around StoreService.
+
+When it is killed it starts again with the state of its file.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,19 @@ STORE_NAME = "store"
 
 
 class StoreActor(StoreService):
-    """Holds rollouts, spans and generations of one run; asynchronous, so that long polls do not block one another."""
+    """Rollouts, spans and generations of one run.
+
+    The actor is asynchronous, so that long polls do not block one another.
+    """
 
 
 def start_store(namespace: str, path: str, config: StoreConfig) -> Any:
-    """Start the run's store and return its actor handle.
+    """Start the store of a run and return its actor handle.
 
-    It stays on this node, where its file is. When it dies it starts again there, and what had no answer is asked again by Ray.
+    The actor is bound to this node, where its file is. If it dies, Ray restarts it here and repeats the calls
+    without a response.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return (
         ray.remote(StoreActor)
         .options(
@@ -32,7 +39,7 @@ def start_store(namespace: str, path: str, config: StoreConfig) -> Any:
             max_concurrency=10_000,
             max_restarts=-1,
             max_task_retries=-1,
-            scheduling_strategy=here,
+            scheduling_strategy=this_node,
         )
         .remote(path, config)
     )

@@ -1,8 +1,11 @@
-"""How calls travel to the store: together, in order, and only once.
+"""Transport of calls to the store: in batches, in order, and executed once.
 
-Laws: what is called in one turn of the event loop travels in one message, and while a message is under way the next one gathers,
-so that a busy client needs few messages and an idle one waits for nothing; calls of one client take effect in their order; when the
-store's actor dies and starts again, Ray sends what had no answer once more, and the store recognises it.
+Laws:
+- Calls of one turn of the event loop share a message. While a message is in flight the next one collects, so
+  that a busy client sends few messages and an idle one does not wait.
+- Calls of one client take effect in their order.
+- When the store's actor restarts, Ray repeats the messages without a response, and the store recognises the
+  repetition.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ MAX_BATCH = 512
 
 
 class Channel:
-    """Sends calls to a store.
+    """Connection to a store.
 
     Args:
         target: a StoreActor's handle, or a StoreService in this process.
@@ -28,19 +31,19 @@ class Channel:
 
     def __init__(self, target: Any) -> None:
         self.target = target
-        self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CallBatcher] = (
+        self._batchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CallBatcher] = (
             weakref.WeakKeyDictionary()
         )
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A call that never waits in the store; it shares its message with others."""
+        """Execute a call that never waits in the store; it shares its message with other calls."""
         loop = asyncio.get_running_loop()
-        if loop not in self._lanes:
-            self._lanes[loop] = CallBatcher(self)
-        return await self._lanes[loop].call(method, args)
+        if loop not in self._batchers:
+            self._batchers[loop] = CallBatcher(self)
+        return await self._batchers[loop].call(method, args)
 
     async def send(self, method: str, *args: Any) -> Any:
-        """A message of its own, for what may wait.
+        """Execute a call that may wait in the store; it has a message of its own.
 
         Raises:
             StoreLostError: the store's actor is gone for good.
@@ -60,40 +63,41 @@ class Channel:
 
 
 class CallBatcher:
-    """Calls made on one event loop, waiting to be sent."""
+    """Calls of one event loop that wait to be sent."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = weakref.proxy(channel)
-        self._name = uuid.uuid4().hex
-        self._sent = 0
+        self._client_id = uuid.uuid4().hex
+        self._n_sent = 0
         self._waiting: list[tuple[Call, asyncio.Future[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(((method, args), answer))
+        """Execute a call with the next message; returns its result, or raises its error."""
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(((method, args), result))
         if self._sender is None or self._sender.done():
-            self._sender = asyncio.create_task(self._send())
-        return await answer
+            self._sender = asyncio.create_task(self._send_waiting())
+        return await result
 
-    async def _send(self) -> None:
+    async def _send_waiting(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-            self._sent += 1
+            self._n_sent += 1
             try:
                 results = await self._channel.send(
-                    "call", [call for call, _ in batch], self._name, self._sent
+                    "call", [call for call, _ in batch], self._client_id, self._n_sent
                 )
-            except BaseException as error:  # whoever waits for an answer must hear of it
-                for _, answer in batch:
-                    if not answer.done():
-                        answer.set_exception(
+            except BaseException as error:  # every caller that waits for a result must receive the error
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(
                             error if isinstance(error, Exception) else StoreLostError(f"not sent: {error!r}")
                         )
                 if not isinstance(error, Exception):
                     raise
             else:
-                for (_, answer), (succeeded, result) in zip(batch, results, strict=True):
-                    if not answer.done():
-                        answer.set_result(result) if succeeded else answer.set_exception(result)
-        self._sender = None  # it would keep its loop alive, and with it this lane
+                for (_, future), (succeeded, result) in zip(batch, results, strict=True):
+                    if not future.done():
+                        future.set_result(result) if succeeded else future.set_exception(result)
+        self._sender = None  # a reference would keep the event loop alive, and with it this batcher

@@ -1,4 +1,4 @@
-"""The store's client: the same methods whether the store is an actor or an object in this process."""
+"""Client of the store; its methods are the same for an actor and for an object in this process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from raylight.errors import StoreError
 from raylight.store.call_batcher import Channel
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
-    attempt_of,
-    config_text,
-    failure_text,
+    attempt_from_row,
+    config_json,
+    failure_json,
     generation_bytes,
     new_id,
-    packed,
+    pickled,
     request_row,
-    resources_of,
-    rollout_of,
+    resources_from_row,
+    rollout_from_row,
     span_row,
-    worker_of,
+    worker_from_row,
 )
 from raylight.types import (
     Attempt,
@@ -43,9 +43,9 @@ from raylight.types import (
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-SETTLE_TIMEOUT_S = 30.0
-"""How long a finishing attempt waits for the records of its calls."""
-ENQUEUE_AT_ONCE = 500
+RECORDS_TIMEOUT_S = 30.0
+"""Time that a finishing attempt waits for the records of its calls."""
+ENQUEUE_BATCH = 500
 """Rollouts in one message."""
 
 
@@ -55,13 +55,17 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
-"""Default of an `update_*` method's parameter: leave it as it is. None is a value like any other."""
+"""Default of the parameters of `update_*` methods: leave the value unchanged. None is a value."""
 
 
 class StoreClient(StoreReader):
-    """The store. All methods are asynchronous, and raise typed errors: UnknownIdError, InvalidTransitionError, StoreLostError.
+    """Client of a store.
 
-    A client may be sent to other processes. What a caller asked for twice, because an answer got lost, happens once.
+    All methods are asynchronous and raise typed errors: UnknownIdError, InvalidTransitionError,
+    StoreLostError.
+
+    A client can be pickled and sent to other processes. A request that is repeated because its response got
+    lost is executed once.
 
     Args:
         target: a StoreActor's handle, or a StoreService in this process.
@@ -70,7 +74,8 @@ class StoreClient(StoreReader):
     def __init__(self, target: Any) -> None:
         self._channel = Channel(target)
         self._announcements = Channel(target)
-        """A way of their own: an answer waits for its announcement, and that must not wait for what ended before."""
+        """Separate channel for calls that begin: their response waits for it, and must not wait for the
+        records of earlier calls."""
 
     @property
     def is_in_process(self) -> bool:
@@ -94,9 +99,9 @@ class StoreClient(StoreReader):
         worker_id: str | None = None,
         rollout_id: str | None = None,
     ) -> Rollout:
-        """Add a rollout with its first attempt, to be run by the caller at once; it never is in the queue."""
+        """Add a rollout with a first attempt that the caller executes; the rollout is never queued."""
         row = request_row(_request(input, mode, resources_id, config, metadata, rollout_id))
-        return rollout_of(await self._channel.call("start_rollout", row, new_id("at"), worker_id))
+        return rollout_from_row(await self._channel.call("start_rollout", row, new_id("at"), worker_id))
 
     async def enqueue_rollout(
         self,
@@ -107,7 +112,10 @@ class StoreClient(StoreReader):
         metadata: dict[str, Any] | None = None,
         rollout_id: str | None = None,
     ) -> Rollout:
-        """Queue a rollout. Waits while the queue is full. With a `rollout_id` that is there already, nothing changes."""
+        """Queue a rollout; waits while the queue is full.
+
+        A rollout that exists under `rollout_id` is unchanged.
+        """
         return (
             await self.enqueue_many_rollouts(
                 [_request(input, mode, resources_id, config, metadata, rollout_id)]
@@ -115,28 +123,29 @@ class StoreClient(StoreReader):
         )[0]
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
-        """Queue rollouts, in the order given. Waits while the queue is full."""
+        """Queue rollouts in the given order; waits while the queue is full."""
         rows = [request_row(request) for request in rollouts]
         queued: list[Any] = []
-        for start in range(0, len(rows), ENQUEUE_AT_ONCE):
-            queued += await self._channel.send("enqueue", rows[start : start + ENQUEUE_AT_ONCE])
-        return [rollout_of(row) for row in queued]
+        for start in range(0, len(rows), ENQUEUE_BATCH):
+            queued += await self._channel.send("enqueue", rows[start : start + ENQUEUE_BATCH])
+        return [rollout_from_row(row) for row in queued]
 
     async def dequeue_rollout(self, worker_id: str | None = None, timeout: float = 0.0) -> Rollout | None:
-        """Lease the oldest waiting rollout, with a new attempt; None if none came within `timeout` seconds."""
-        found = await self.dequeue_many_rollouts(worker_id=worker_id, timeout=timeout)
-        return found[0] if found else None
+        """Lease the oldest waiting rollout, with a new attempt; None if none arrived within `timeout`
+        seconds."""
+        rollouts = await self.dequeue_many_rollouts(worker_id=worker_id, timeout=timeout)
+        return rollouts[0] if rollouts else None
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0.0
     ) -> list[Rollout]:
         """Lease up to `limit` waiting rollouts, waiting up to `timeout` seconds for the first.
 
-        A lease ends when neither a span, a call nor a heartbeat (`heartbeat`, `update_worker`) renewed it in time: then the rollout
-        goes back to the queue.
+        A span, a call or a heartbeat (`heartbeat`, `update_worker`) renews the lease. When it expires, the
+        rollout goes back to the queue.
         """
         rows = await self._channel.send("dequeue", worker_id, limit, timeout, uuid.uuid4().hex)
-        return [rollout_of(row) for row in rows]
+        return [rollout_from_row(row) for row in rows]
 
     async def update_rollout(
         self,
@@ -148,38 +157,38 @@ class StoreClient(StoreReader):
         config: RolloutConfig = UNSET,
         metadata: dict[str, Any] | None = UNSET,
     ) -> Rollout:
-        """Change a rollout; a finished one whose status becomes "requeuing" is run again."""
-        given: dict[str, Any] = {"mode": mode, "resources_id": resources_id, "status": status}
-        values = {name: value for name, value in given.items() if value is not UNSET}
+        """Change a rollout. The status "requeuing" runs a finished rollout again."""
+        passed: dict[str, Any] = {"mode": mode, "resources_id": resources_id, "status": status}
+        values = {name: value for name, value in passed.items() if value is not UNSET}
         checked = {
             name: value
             for name, value in (("mode", mode), ("metadata", metadata or {}))
             if value is not UNSET
         }
-        EnqueueRolloutRequest.model_validate(
-            {"input": None, **checked}
-        )  # raises now, and not whenever the rollout is read
+        EnqueueRolloutRequest.model_validate({"input": None, **checked})  # raise now, not when it is read
         if input is not UNSET:
-            values["input"] = packed(input, "the input")
+            values["input"] = pickled(input, "the input")
         if config is not UNSET:
-            values["config"] = config_text(config or RolloutConfig())
+            values["config"] = config_json(config or RolloutConfig())
         if metadata is not UNSET:
-            values["metadata"] = packed(metadata or {}, "the metadata")
-        return rollout_of(await self._channel.call("update_rollout", rollout_id, values))
+            values["metadata"] = pickled(metadata or {}, "the metadata")
+        return rollout_from_row(await self._channel.call("update_rollout", rollout_id, values))
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        """Cancel a rollout unless it is decided; its runner is told with the next heartbeat."""
+        """Cancel a rollout unless it is decided; its runner learns it from the next heartbeat's response."""
         return (await self.cancel_rollouts([rollout_id]))[0]
 
     async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> list[Rollout]:
-        """Cancel the undecided among these rollouts."""
-        return [rollout_of(row) for row in await self._channel.call("cancel", list(rollout_ids))]
+        """Cancel those of these rollouts that are not decided."""
+        return [rollout_from_row(row) for row in await self._channel.call("cancel", list(rollout_ids))]
 
     # attempts
 
     async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> Rollout:
-        """Another attempt by hand, to be run by the caller at once."""
-        return rollout_of(await self._channel.call("start_attempt", rollout_id, new_id("at"), worker_id))
+        """Begin another attempt, which the caller executes."""
+        return rollout_from_row(
+            await self._channel.call("start_attempt", rollout_id, new_id("at"), worker_id)
+        )
 
     async def update_attempt(
         self,
@@ -191,13 +200,13 @@ class StoreClient(StoreReader):
         metadata: dict[str, Any] | None = UNSET,
         failure: Failure | None = None,
     ) -> Attempt:
-        """Change an attempt, or the "latest" one; a final status decides the rollout if it is the latest."""
-        given: dict[str, Any] = {
+        """Change an attempt, or the "latest" one; the final status of the latest one decides the rollout."""
+        passed: dict[str, Any] = {
             "worker_id": worker_id,
             "last_heartbeat_time": last_heartbeat_time,
             "metadata": metadata,
         }
-        values = {name: value for name, value in given.items() if value is not UNSET}
+        values = {name: value for name, value in passed.items() if value is not UNSET}
         checked = {
             "rollout_id": rollout_id,
             "attempt_id": attempt_id,
@@ -205,78 +214,86 @@ class StoreClient(StoreReader):
             "start_time": 0.0,
             **values,
         }
-        Attempt.model_validate(checked)  # raises now, and not whenever the attempt is read
+        Attempt.model_validate(checked)  # raise now, not when it is read
         if status is not UNSET:
             values["status"] = status
         if metadata is not UNSET:
-            values["metadata"] = packed(metadata, "the metadata")
+            values["metadata"] = pickled(metadata, "the metadata")
         if failure is not None:
-            values["failure"] = failure_text(failure)
-        return attempt_of(await self._channel.call("update_attempt", rollout_id, attempt_id, values))
+            values["failure"] = failure_json(failure)
+        return attempt_from_row(await self._channel.call("update_attempt", rollout_id, attempt_id, values))
 
     async def finish_attempt(
         self,
-        attempt_of: Rollout,
+        rollout: Rollout,
         status: AttemptStatus,
         failure: Failure | None = None,
         spans: Sequence[Span] = (),
         metadata: dict[str, Any] | None = None,
-        timeout: float = SETTLE_TIMEOUT_S,
+        timeout: float = RECORDS_TIMEOUT_S,
     ) -> Rollout:
-        """Store an attempt's last spans and decide it, in one step, once all its calls to the engine are recorded.
+        """Store an attempt's last spans and decide it, in one transaction, once all its calls to the engine
+        are recorded.
 
-        An attempt whose calls are not all recorded within `timeout` seconds is a failure of the infrastructure. One that was
-        decided before (it ran out of time) stays as it is.
+        If a call is not recorded within `timeout` seconds, the attempt fails as lost to the infrastructure.
+        An attempt that was decided before (by a timeout, for example) is unchanged.
+
+        Args:
+            rollout: the dequeued rollout with the attempt to finish.
         """
-        attempt = attempt_of.attempt
+        attempt = rollout.attempt
         assert attempt is not None, "only a dequeued rollout has an attempt to finish"
         ids, rows = (attempt.rollout_id, attempt.attempt_id), [span_row(span) for span in spans]
-        values: dict[str, Any] = {"status": status, "failure": failure_text(failure) if failure else None}
+        values: dict[str, Any] = {"status": status, "failure": failure_json(failure) if failure else None}
         if metadata is not None:
-            values["metadata"] = packed(metadata, "the metadata")
+            values["metadata"] = pickled(metadata, "the metadata")
         clock = asyncio.get_running_loop().time
-        end = clock() + timeout
+        deadline = clock() + timeout
         row = await self._channel.call("finish_attempt", *ids, values, rows, False)
         while row is None:
-            settled = await self._channel.send("settle", attempt.attempt_id, end - clock())
-            if not settled and status == "succeeded":
+            recorded = await self._channel.send("wait_for_records", attempt.attempt_id, deadline - clock())
+            if not recorded and status == "succeeded":
                 lost = Failure(
                     kind="infrastructure",
                     error=f"LostGeneration: calls were not recorded within {timeout:g} s",
                 )
-                values |= {"status": "failed", "failure": failure_text(lost)}
-            row = await self._channel.call("finish_attempt", *ids, values, rows, not settled)
-        return rollout_of(row)
+                values |= {"status": "failed", "failure": failure_json(lost)}
+            row = await self._channel.call("finish_attempt", *ids, values, rows, not recorded)
+        return rollout_from_row(row)
 
     # spans and calls
 
     async def add_span(self, span: Span) -> Span | None:
-        """Store a span, with a sequence id if it has none; None if it is there already. It is a sign of life of its attempt."""
-        (number,) = await self._channel.call("add_spans", [span_row(span)])
-        return None if number is None else span.model_copy(update={"sequence_id": number})
+        """Store a span, and assign a sequence id if it has none; None if it is stored already.
+
+        It counts as activity of its attempt.
+        """
+        (sequence_id,) = await self._channel.call("add_spans", [span_row(span)])
+        return None if sequence_id is None else span.model_copy(update={"sequence_id": sequence_id})
 
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Store spans, all or none; returns those that were not there already."""
-        numbers = await self._channel.call("add_spans", [span_row(span) for span in spans])
-        stored = zip(spans, numbers, strict=True)
+        """Store spans, all or none; returns those that were not stored before."""
+        sequence_ids = await self._channel.call("add_spans", [span_row(span) for span in spans])
         return [
-            span.model_copy(update={"sequence_id": number}) for span, number in stored if number is not None
+            span.model_copy(update={"sequence_id": sequence_id})
+            for span, sequence_id in zip(spans, sequence_ids, strict=True)
+            if sequence_id is not None
         ]
 
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:
-        """Store a span of the OpenTelemetry SDK; None if it is there already."""
+        """Store a span of the OpenTelemetry SDK; None if it is stored already."""
         return await self.add_span(
             Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
         )
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        """A number for a span of the attempt; numbers only grow."""
+        """Reserve a sequence id for a span of the attempt; ids only grow."""
         return (await self.get_many_span_sequence_ids([(rollout_id, attempt_id)]))[0]
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
-        """A number for a span of each attempt; an attempt that is named twice gets two."""
+        """Reserve a sequence id for a span of each attempt; an attempt that is listed twice gets two."""
         return await self._channel.call("next_sequence_ids", [tuple(ids) for ids in rollout_attempt_ids])
 
     async def capture(
@@ -285,18 +302,20 @@ class StoreClient(StoreReader):
         closed: Sequence[tuple[CallKey, Generation | None, Span | None]],
         recorder: str = "",
     ) -> list[CallKey]:
-        """Record that calls to the engine began (each with its time) and ended (each with what it sampled, and its span).
+        """Record that calls to the engine began (each with its time) and ended (each with its generation and
+        its span).
 
-        Returns those that could not begin, because their attempt is decided, or unknown.
+        Returns the calls that must not begin, because their attempt is decided or unknown.
 
         Args:
-            recorder: who will tell of the ends of those that begin; see `lose_recorder`.
+            recorder: name of the replica that will record the end of the calls that begin; see
+                `lose_recorder`.
         """
-        began = [
+        opened_rows = [
             (key.rollout_id, key.attempt_id, key.call_id, start, recorder, key.request)
             for key, start in opened
         ]
-        ended = [
+        closed_rows = [
             (
                 key.rollout_id,
                 key.attempt_id,
@@ -307,11 +326,13 @@ class StoreClient(StoreReader):
             for key, generation, span in closed
         ]
         channel = self._announcements if opened and not closed else self._channel
-        return [CallKey(*ids) for ids in await channel.call("capture", began, ended)]
+        return [CallKey(*ids) for ids in await channel.call("capture", opened_rows, closed_rows)]
 
     async def lose_recorder(self, recorder: str) -> None:
-        """A recorder is gone and will tell nothing any more. An attempt with calls of which it did not tell the end cannot succeed,
-        and is not kept waiting, unless the same was asked again: then the first answer was not used.
+        """Stop waiting for the records of a recorder that is gone.
+
+        An attempt with a call whose end it did not record cannot succeed, and fails without waiting. A call
+        that the agent retried elsewhere is dropped: the agent never received the first response.
         """
         await self._channel.call("lose_recorder", recorder)
 
@@ -319,36 +340,37 @@ class StoreClient(StoreReader):
 
     async def add_resources(self, resources: dict[str, Any]) -> ResourcesUpdate:
         """Store a new version of the named resources; it becomes the latest."""
-        return resources_of(
-            await self._channel.call("add_resources", new_id("rs"), packed(resources, "the resources"))
+        return resources_from_row(
+            await self._channel.call("add_resources", new_id("rs"), pickled(resources, "the resources"))
         )
 
     async def update_resources(self, resources_id: str, resources: dict[str, Any]) -> ResourcesUpdate:
-        """Replace a version in its place; it becomes the latest."""
-        return resources_of(
-            await self._channel.call("update_resources", resources_id, packed(resources, "the resources"))
+        """Replace the content of a version; it becomes the latest."""
+        return resources_from_row(
+            await self._channel.call("update_resources", resources_id, pickled(resources, "the resources"))
         )
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | None = None) -> Worker:
-        """A heartbeat: the worker lives, and so does all that it has."""
+        """Record a heartbeat of a worker, and renew the leases of all its attempts."""
         worker, _ = await self._channel.call("update_worker", worker_id, _json(heartbeat_stats), None)
-        return worker_of(worker)
+        return worker_from_row(worker)
 
     async def heartbeat(
         self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]
     ) -> list[str]:
-        """A heartbeat that names the attempts that the worker works on, so that one that never reached it is given to another.
+        """Record a heartbeat that lists the worker's attempts; the lease of an attempt that never reached it
+        is not renewed.
 
-        Returns those of them that nobody needs any more: cancelled, out of time, or begun again elsewhere.
+        Returns the obsolete attempts: cancelled, timed out, or started again elsewhere.
         """
-        _, over = await self._channel.call(
+        _, obsolete = await self._channel.call(
             "update_worker", worker_id, _json(heartbeat_stats), list(attempt_ids)
         )
-        return over
+        return obsolete
 
-    async def release_worker(self, worker_id: str, why: str) -> int:
-        """A worker is gone for good: what it had goes back to the queue. Returns how many attempts that were."""
-        return await self._channel.call("release_worker", worker_id, why)
+    async def release_worker(self, worker_id: str, reason: str) -> int:
+        """Mark a worker as gone for good; its attempts go back to the queue. Returns their number."""
+        return await self._channel.call("release_worker", worker_id, reason)
 
 
 def _json(stats: dict[str, Any] | None) -> str | None:

@@ -1,8 +1,10 @@
 """The store's state on disk: one SQLite file in the run directory.
 
-Laws: the file is the state, and there is no second copy of it in memory, so that a store that was killed goes on where it was and
-memory does not grow with the run; whatever one transaction changed is there whole or not at all; what was acknowledged had been
-committed (to the operating system: it survives the death of the process).
+Laws:
+- The file is the only copy of the state, so that a store that was killed continues where it was, and memory
+  does not grow with the run.
+- The changes of a transaction are stored completely or not at all.
+- Acknowledged changes are committed to the operating system: they survive the death of the process.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ from typing import Any
 from raylight.errors import StoreError
 
 VERSION = 3
-"""Of the schema; a file of another one, or of another program, is refused."""
+"""Version of the schema. A file with another version, or of another program, is refused."""
 
+# Columns that need a word: `queue` is the position in the queue; `lost` and `charged` are
+# InfrastructureLosses; `suspect` marks a rollout that may have crashed its runner; `silence` is
+# `unresponsive_seconds`, and `silent_at` the time at which it is over; `gone` marks a released worker;
+# `updated` orders resources by their last change. `lanes` keeps the last message of each client and its
+# results, so that a repeated message gets the same results.
 SCHEMA = """
 CREATE TABLE rollouts (
     position INTEGER PRIMARY KEY,
@@ -147,19 +154,19 @@ UNSTORABLE = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
 )
-"""What SQLite says of values that it cannot hold; all other errors of its are the file's."""
+"""Errors of SQLite about values that it cannot store. All its other errors are about the file."""
 
 
 class JournalError(StoreError):
-    """The file itself failed: the whole transaction is undone."""
+    """The file itself failed, and the whole transaction was undone."""
 
 
 class Journal:
-    """An open journal.
+    """An open SQLite file with the store's tables.
 
     Args:
-        path: the file; None keeps it in a temporary folder that goes with this object.
-        read_only: look at what is there, beside a store that may be writing.
+        path: the file; None for a file in a temporary folder, which is removed on close.
+        read_only: open for reading, while another store may be writing.
 
     Raises:
         StoreError: the file cannot be opened, or is not a journal of this version.
@@ -169,59 +176,59 @@ class Journal:
         self._folder = tempfile.TemporaryDirectory(prefix="raylight-store-") if path is None else None
         self.path = Path(self._folder.name, "store.db") if self._folder else Path(path or "").absolute()
         self._read_only = read_only
-        self._open = contextlib.ExitStack()  # what is open, closed in reverse order
+        self._resources = contextlib.ExitStack()  # files and connections, closed in reverse order
         if self._folder:
-            self._open.callback(self._folder.cleanup)
+            self._resources.callback(self._folder.cleanup)
         try:
             if read_only and not self.path.exists():
-                raise StoreError(f"there is no store at {self.path}")
+                raise StoreError(f"there is no store at {self.path}; give the path of a run's store.db")
             self.db = self._connect()
             if read_only:
                 self.db.execute("PRAGMA query_only = 1")
             else:
-                self._claim()
-                self._make()
+                self._lock()
+                self._create_tables()
             self.reader = self._connect()
             self.reader.execute("PRAGMA query_only = 1")
-        except (
-            sqlite3.Error,
-            OSError,
-            UnicodeDecodeError,
-        ) as error:  # the last where a damaged file has no text any more
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last for text in a damaged file
             self.close()
             raise StoreError(
-                f"the store's file {self.path} cannot be used: {error}; it must be on a local disk"
+                f"the store's file {self.path} cannot be used: {error}; put it on a local disk"
             ) from None
         except BaseException:
             self.close()
             raise
 
-    def _claim(self) -> None:
-        """Be the only one that writes. The lock ends with this process, however it ends. It is on a file of its own: whoever closes
-        a file that SQLite has open in the same process lets go of SQLite's own locks."""
-        held = self._open.enter_context(self._beside("-lock").open("ab"))
+    def _lock(self) -> None:
+        """Lock the journal for writing until this process ends.
+
+        The lock is on a file of its own: closing a second handle of the SQLite file would release SQLite's
+        own locks.
+        """
+        lock = self._resources.enter_context(self._sibling("-lock").open("ab"))
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreError(
-                f"another store has {self.path} open for writing; read it by StoreService(path, read_only=True)"
+                f"another store has {self.path} open for writing; read it with StoreService(path, "
+                "read_only=True)"
             ) from None
 
-    def _beside(self, ending: str) -> Path:
-        return self.path.with_name(self.path.name + ending)
+    def _sibling(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
 
     @classmethod
     def discard(cls, path: Path) -> None:
-        """Remove a journal, if there is one.
+        """Remove a journal if it exists.
 
         Raises:
-            StoreError: the file is something else, or another process has it open.
+            StoreError: the file is not a journal, or another process has it open.
         """
         if path.exists():
-            journal = cls(path)  # which refuses those
+            journal = cls(path)  # raises StoreError
             journal.close()
-            for ending in ("", "-wal", "-shm", "-lock"):
-                journal._beside(ending).unlink(missing_ok=True)
+            for suffix in ("", "-wal", "-shm", "-lock"):
+                journal._sibling(suffix).unlink(missing_ok=True)
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(
@@ -232,31 +239,35 @@ class Journal:
             for pragma in PRAGMAS:
                 db.execute(f"PRAGMA {pragma}")
             if db.execute("PRAGMA journal_mode").fetchone() != ("wal",):
-                raise sqlite3.OperationalError("it cannot have a write-ahead log")
+                raise sqlite3.OperationalError("its file system does not support a write-ahead log")
         except BaseException:
             db.close()
             raise
-        self._open.callback(db.close)
+        self._resources.callback(db.close)
         return db
 
     def _check(self, db: sqlite3.Connection) -> None:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
             raise StoreError(
-                f"{self.path} was written by another version of raylight (schema {version}, not {VERSION})"
+                f"{self.path} was written by another version of raylight (schema {version}, not {VERSION}); "
+                "use that version, or another "
+                "output_dir"
             )
         if version == 0 and db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            raise StoreError(f"{self.path} is a database of something else; give the store a file of its own")
+            raise StoreError(
+                f"{self.path} is a database of another program; give the store a file of its own"
+            )
         if version == 0 and self._read_only:
-            raise StoreError(f"there is no store at {self.path} yet")
+            raise StoreError(f"there is no store at {self.path} yet; wait until the run has created it")
 
-    def _make(self) -> None:
+    def _create_tables(self) -> None:
         if self.db.execute("PRAGMA user_version").fetchone() == (0,):
             self.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}; PRAGMA user_version = {VERSION}; COMMIT;")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All changes inside are committed together, or none of them.
+        """Commit all changes of the block together, or none if it raises.
 
         Raises:
             JournalError: the file cannot be written.
@@ -272,59 +283,66 @@ class Journal:
             raise
 
     @contextlib.contextmanager
-    def one_call(self) -> Iterator[None]:
-        """Within a transaction: what a call changed before it failed is undone."""
-        self.execute("SAVEPOINT one_call")
+    def savepoint(self) -> Iterator[None]:
+        """Within a transaction: undo the changes of the block if it raises."""
+        self.execute("SAVEPOINT call")
         try:
             yield
         except BaseException:
-            self._undo("ROLLBACK TO one_call")
-            self._undo("RELEASE one_call")
+            self._undo("ROLLBACK TO call")
+            self._undo("RELEASE call")
             raise
-        self.execute("RELEASE one_call")
+        self.execute("RELEASE call")
 
     def _undo(self, statement: str) -> None:
-        """SQLite may have undone the whole transaction by itself, when the disk was full for example."""
+        """Undo changes.
+
+        SQLite may have undone the transaction by itself, for example when the disk was full.
+        """
         with contextlib.suppress(sqlite3.Error):
             self.db.execute(statement)
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
-        """Run a statement.
+        """Run an SQL statement.
 
         Raises:
-            StoreError: it was given a value that cannot be stored.
+            StoreError: a value cannot be stored, or the statement is wrong.
             JournalError: the file cannot be read or written.
         """
         try:
             return self.db.execute(statement, values)
         except UNSTORABLE as error:
-            raise StoreError(f"the store was given something that it cannot hold: {error}") from None
+            raise StoreError(
+                f"a value cannot be stored: {error}; pass Unicode text and integers of up to 64 bits"
+            ) from None
         except sqlite3.Error as error:
-            if (
-                error.sqlite_errorcode == sqlite3.SQLITE_ERROR
-            ):  # there is no such statement, and the file is well
-                raise StoreError(f"the store was asked for something that it cannot do: {error}") from None
+            if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # the statement is wrong, not the file
+                raise StoreError(f"the store cannot execute this statement: {error}") from None
             raise self._failed(error) from None
 
     def _failed(self, error: sqlite3.Error) -> JournalError:
         return JournalError(
-            f"the store's file {self.path} cannot be used: {error}; nothing was changed. Is the disk full?"
+            f"the store's file {self.path} cannot be used: {error}; nothing was changed. Check that the disk "
+            "is not full"
         )
 
-    def one(self, statement: str, values: Any = ()) -> tuple[Any, ...] | None:
+    def fetch_one(self, statement: str, values: Any = ()) -> tuple[Any, ...] | None:
+        """Run an SQL statement; returns its first row, or None."""
         return self.execute(statement, values).fetchone()
 
-    def count(self, name: str, by: int = 1) -> None:
-        """Add to one of the store's counts."""
+    def increment(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
         if by:
             self.execute(
                 "INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
                 (name, by),
             )
 
-    def counted(self, name: str) -> int:
-        found = self.one("SELECT value FROM counts WHERE name = ?", (name,))
-        return found[0] if found else 0
+    def counter(self, name: str) -> int:
+        """Value of a counter; 0 if it was never incremented."""
+        row = self.fetch_one("SELECT value FROM counts WHERE name = ?", (name,))
+        return row[0] if row else 0
 
     def close(self) -> None:
-        self._open.close()
+        """Close the file and release the lock."""
+        self._resources.close()

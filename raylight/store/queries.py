@@ -1,4 +1,4 @@
-"""Reading the journal: filters, order and pages, each through an index. Runs beside the writer, on its own connection."""
+"""Queries of the journal: filters, order and pages, each through an index, on a connection of their own."""
 
 from __future__ import annotations
 
@@ -14,58 +14,65 @@ from raylight.store.workers import WORKERS
 
 
 @dataclass
-class Where:
-    """Conditions of a query: those that always hold, and the user's filters, joined by "and" or "or"."""
+class Conditions:
+    """Conditions of a query: required ones, and the user's filters, which are joined by "and" or "or"."""
 
-    fixed: list[str] = field(default_factory=list)
+    required: list[str] = field(default_factory=list)
     filters: list[str] = field(default_factory=list)
-    fixed_values: list[Any] = field(default_factory=list)
+    required_values: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
-    def always(self, column: str, value: Any) -> Where:
-        self.fixed.append(f"{column} = ?")
-        self.fixed_values.append(value)
+    def require(self, column: str, value: Any) -> Conditions:
+        """Add a condition that holds whatever `logic` is."""
+        self.required.append(f"{column} = ?")
+        self.required_values.append(value)
         return self
 
-    def equals(self, column: str, value: Any) -> Where:
+    def equals(self, column: str, value: Any) -> Conditions:
+        """Filter by a value; None is no filter."""
         if value is not None:
             self.filters.append(f"{column} = ?")
             self.values.append(value)
         return self
 
-    def contains(self, column: str, part: str | None) -> Where:
+    def contains(self, column: str, part: str | None) -> Conditions:
+        """Filter by a part of a text; None is no filter."""
         if part is not None:
             self.filters.append(f"instr({column}, ?) > 0")
             self.values.append(part)
         return self
 
-    def among(self, column: str, values: Sequence[Any] | None) -> Where:
-        """One of any number of values; an empty list matches nothing, as a filter should."""
+    def one_of(self, column: str, values: Sequence[Any] | None) -> Conditions:
+        """Filter by a list of values, of which an empty one matches nothing; None is no filter."""
         if values is None:
             return self
-        values = [
-            value for value in values if "\0" not in str(value)
-        ]  # SQLite's JSON would end there, and find another
-        one_of = "=" if len(values) == 1 else "IN"  # the former so that an index gives the order too
-        self.filters.append(f"{column} {one_of} (SELECT value FROM json_each(?))")
+        # SQLite's JSON cuts a text off at a zero character, and would match another value
+        values = [value for value in values if "\0" not in str(value)]
+        operator = "=" if len(values) == 1 else "IN"  # with "=" an index can also provide the order
+        self.filters.append(f"{column} {operator} (SELECT value FROM json_each(?))")
         self.values.append(json.dumps(values))
         return self
 
     def sql(self, logic: str) -> tuple[str, list[Any]]:
+        """The `WHERE` clause and its values.
+
+        Raises:
+            QueryError: `logic` is neither "and" nor "or".
+        """
         if logic not in ("and", "or"):
             raise QueryError(f"filter_logic is 'and' or 'or', not {logic!r}")
-        parts = list(self.fixed)
+        parts = list(self.required)
         if self.filters:
             parts.append("(" + f" {logic.upper()} ".join(self.filters) + ")")
-        return (" WHERE " + " AND ".join(parts) if parts else ""), [*self.fixed_values, *self.values]
+        return (" WHERE " + " AND ".join(parts) if parts else ""), [*self.required_values, *self.values]
 
 
 @dataclass(frozen=True)
 class Page:
-    """Order and part of the results.
+    """Order of the results, and the part that is returned.
 
     Attributes:
-        limit: how many at most; -1 for all.
+        limit: maximum number of results; -1 for all.
     """
 
     sort_by: str | None = None
@@ -74,15 +81,24 @@ class Page:
     offset: int = 0
 
     def sql(self, columns: dict[str, str], default: str) -> str:
-        """`ORDER BY` and `LIMIT`; ties, and results without an order, come in the order of their arrival."""
+        """`ORDER BY` and `LIMIT`; ties, and results without an order, are in the order of their insertion.
+
+        Args:
+            columns: SQL column of each name that `sort_by` may have.
+            default: SQL column of the order of insertion.
+
+        Raises:
+            QueryError: `sort_by`, `sort_order`, `limit` or `offset` is out of range.
+        """
         if self.sort_order not in ("asc", "desc"):
             raise QueryError(f"sort_order is 'asc' or 'desc', not {self.sort_order!r}")
         if self.sort_by is not None and self.sort_by not in columns:
-            raise QueryError(f"cannot sort by {self.sort_by!r}; there are: {', '.join(sorted(columns))}")
-        whole = isinstance(self.limit, int) and isinstance(self.offset, int)
-        if not whole or not -1 <= self.limit < 2**63 or not 0 <= self.offset < 2**63:
+            raise QueryError(f"cannot sort by {self.sort_by!r}; choose one of: {', '.join(sorted(columns))}")
+        integers = isinstance(self.limit, int) and isinstance(self.offset, int)
+        if not integers or not -1 <= self.limit < 2**63 or not 0 <= self.offset < 2**63:
             raise QueryError(
-                f"limit is -1 (all) or more and offset 0 or more; given: {self.limit!r}, {self.offset!r}"
+                f"limit must be at least -1 (all) and offset at least 0, not {self.limit!r} and "
+                f"{self.offset!r}"
             )
         first = f"{columns[self.sort_by]} {self.sort_order}, " if self.sort_by else ""
         return f" ORDER BY {first}{default} LIMIT {self.limit} OFFSET {self.offset}"
@@ -101,20 +117,21 @@ SPAN_ORDER = _columns(
 )
 RESOURCES_ORDER = _columns("resources_id, version, create_time, update_time")
 WORKER_ORDER = _columns(
-    "worker_id, status, last_heartbeat_time, last_dequeue_time, last_busy_time, last_idle_time, current_rollout_id,"
+    "worker_id, status, last_heartbeat_time, last_dequeue_time, last_busy_time, last_idle_time, "
+    "current_rollout_id,"
     " current_attempt_id"
 )
 LATEST_ATTEMPT = "(SELECT attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1)"
 
 
 class Queries:
-    """All queries take a connection of their own, so that a long one does not hold up the writer."""
+    """Queries on a read-only connection, so that a long one does not block the writer."""
 
     def __init__(self, reader: sqlite3.Connection) -> None:
         self._reader = reader
 
     def run(self, method: str, args: tuple[Any, ...]) -> Any:
-        """One of the queries below; all that it reads is of the same moment."""
+        """Run one of the queries below in a transaction, so that it reads one consistent state."""
         self._reader.execute("BEGIN")
         try:
             return getattr(self, method)(*args)
@@ -123,50 +140,53 @@ class Queries:
                 self._reader.execute("ROLLBACK")
 
     def rollout(self, rollout_id: str) -> Row:
-        """Columns ROLLOUT_WITH_ATTEMPT of a rollout."""
-        found = self._by_id(
+        """Columns ROLLOUT_WITH_ATTEMPT of a rollout; raises UnknownIdError."""
+        rows = self._by_id(
             f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", [rollout_id]
         )
-        if not found:
+        if not rows:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
-        return found[0]
+        return rows[0]
 
     def collect(
         self, rollout_ids: list[str], with_spans: bool
     ) -> list[tuple[Row, Row | None, list[Row], list[Row]]]:
-        """`(rollout, last span with a reward, calls, spans)` of each rollout's latest attempt: calls in the order in which they
-        began."""
+        """`(rollout, last span with a reward, calls, spans)` of each rollout's latest attempt, calls in the
+        order of their start."""
         return [self._collect(rollout_id, with_spans) for rollout_id in rollout_ids]
 
     def _collect(self, rollout_id: str, with_spans: bool) -> tuple[Row, Row | None, list[Row], list[Row]]:
         rollout = self.rollout(rollout_id)
-        attempt_id = self._all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
+        attempt_id = self._fetch_all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
         if attempt_id is None:
             return rollout, None, [], []
-        rewarded = self._all(
-            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC LIMIT 1",
+        rewarded = self._fetch_all(
+            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC "
+            "LIMIT 1",
             [attempt_id],
         )
-        calls = self._all(
-            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND generation IS NOT NULL"
+        calls = self._fetch_all(
+            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND "
+            "generation IS NOT NULL"
             " ORDER BY start_time, rowid",
             [attempt_id],
         )
         spans: list[Row] = []
         if with_spans:
             ordered = f"SELECT {SPAN} FROM spans WHERE rollout_id = ? AND attempt_id = ? ORDER BY sequence_id"
-            spans = self._all(ordered, [rollout_id, attempt_id])
+            spans = self._fetch_all(ordered, [rollout_id, attempt_id])
         return rollout, rewarded[0] if rewarded else None, calls, spans
 
     def latest_resources(self) -> Row | None:
-        found = self._all(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1", [])
-        return found[0] if found else None
+        """Columns RESOURCES of the version that was added or updated last; None if there is none."""
+        rows = self._fetch_all(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1", [])
+        return rows[0] if rows else None
 
     def statistics(self) -> dict[str, int]:
-        """Counts by status, and of everything counted along the way."""
-        counts = dict(self._all("SELECT name, value FROM counts", []))
+        """All counters that are not 0, and the numbers of resources and workers."""
+        counts = dict(self._fetch_all("SELECT name, value FROM counts", []))
         for table in ("resources", "workers"):
-            counts[f"total_{table}"] = self._all(f"SELECT COUNT(*) FROM {table}", [])[0][0]
+            counts[f"total_{table}"] = self._fetch_all(f"SELECT COUNT(*) FROM {table}", [])[0][0]
         return {name: value for name, value in counts.items() if value}
 
     def rollouts(
@@ -177,22 +197,24 @@ class Queries:
         logic: str,
         page: Page,
     ) -> list[Row]:
+        """Columns ROLLOUT_WITH_ATTEMPT of the rollouts that match."""
         where = (
-            Where()
-            .among("r.status", statuses)
-            .among("r.rollout_id", ids)
+            Conditions()
+            .one_of("r.status", statuses)
+            .one_of("r.rollout_id", ids)
             .contains("r.rollout_id", id_contains)
         )
         conditions, values = where.sql(logic)
-        return self._all(
+        return self._fetch_all(
             f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST}{conditions}{page.sql(ROLLOUT_ORDER, 'r.position')}",
             values,
         )
 
     def attempts(self, rollout_id: str, page: Page) -> list[Row]:
-        self._must_know(rollout_id)
+        """Columns ATTEMPT of a rollout's attempts; raises UnknownIdError."""
+        self._check_rollout(rollout_id)
         order = page.sql(ATTEMPT_ORDER, "sequence_id")
-        return self._all(f"SELECT {ATTEMPT} FROM attempts WHERE rollout_id = ?{order}", [rollout_id])
+        return self._fetch_all(f"SELECT {ATTEMPT} FROM attempts WHERE rollout_id = ?{order}", [rollout_id])
 
     def spans(
         self,
@@ -203,45 +225,50 @@ class Queries:
         logic: str,
         page: Page,
     ) -> list[Row]:
-        self._must_know(rollout_id)
+        """Columns SPAN of a rollout's spans that match; raises UnknownIdError."""
+        self._check_rollout(rollout_id)
         if attempt_id == "latest":
-            latest = self._all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
+            latest = self._fetch_all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
             if latest is None:
                 return []
             attempt_id = latest
-        where = Where().always("rollout_id", rollout_id)
+        where = Conditions().require("rollout_id", rollout_id)
         if attempt_id is not None:
             if not self._by_id(
                 "SELECT 1 FROM attempts WHERE rollout_id = ? AND attempt_id = ?", [rollout_id, attempt_id]
             ):
                 raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
-            where.always("attempt_id", attempt_id)
+            where.require("attempt_id", attempt_id)
         for column, value in equal.items():
             where.equals(column, value)
         for column, part in contain.items():
             where.contains(column, part)
         conditions, values = where.sql(logic)
-        return self._all(f"SELECT {SPAN} FROM spans{conditions}{page.sql(SPAN_ORDER, 'rowid')}", values)
+        return self._fetch_all(f"SELECT {SPAN} FROM spans{conditions}{page.sql(SPAN_ORDER, 'rowid')}", values)
 
     def calls(self, rollout_id: str, call_ids: list[str]) -> list[Row]:
-        """Columns of `generation_of`, of these calls of a rollout."""
-        return self._all(
-            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE generation IS NOT NULL AND attempt_id IN"
-            " (SELECT attempt_id FROM attempts WHERE rollout_id = ?) AND call_id IN (SELECT value FROM json_each(?))",
+        """Arguments of `generation_from_row` for those of these calls that have tokens."""
+        return self._fetch_all(
+            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE generation IS NOT NULL AND "
+            "attempt_id IN"
+            " (SELECT attempt_id FROM attempts WHERE rollout_id = ?) AND call_id IN (SELECT value FROM "
+            "json_each(?))",
             [rollout_id, json.dumps(call_ids)],
         )
 
     def resources_by_id(self, resources_id: str) -> Row:
-        found = self._by_id(f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", [resources_id])
-        if not found:
+        """Columns RESOURCES of a version; raises UnknownIdError."""
+        rows = self._by_id(f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", [resources_id])
+        if not rows:
             raise UnknownIdError(f"no resources {resources_id!r} in the store")
-        return found[0]
+        return rows[0]
 
     def resources(self, resources_id: str | None, id_contains: str | None, page: Page) -> list[Row]:
+        """Columns RESOURCES of the versions that match."""
         conditions, values = (
-            Where().equals("resources_id", resources_id).contains("resources_id", id_contains).sql("and")
+            Conditions().equals("resources_id", resources_id).contains("resources_id", id_contains).sql("and")
         )
-        return self._all(
+        return self._fetch_all(
             f"SELECT {RESOURCES} FROM resources{conditions}{page.sql(RESOURCES_ORDER, 'position')}", values
         )
 
@@ -253,20 +280,28 @@ class Queries:
         page: Page,
         ids: list[str] | None,
     ) -> list[Row]:
-        where = Where().among("status", statuses).contains("worker_id", id_contains).among("worker_id", ids)
+        """Columns of WORKERS of the workers that match."""
+        where = (
+            Conditions()
+            .one_of("status", statuses)
+            .contains("worker_id", id_contains)
+            .one_of("worker_id", ids)
+        )
         conditions, values = where.sql(logic)
-        return self._all(f"SELECT * FROM {WORKERS}{conditions}{page.sql(WORKER_ORDER, 'worker_id')}", values)
+        return self._fetch_all(
+            f"SELECT * FROM {WORKERS}{conditions}{page.sql(WORKER_ORDER, 'worker_id')}", values
+        )
 
-    def _must_know(self, rollout_id: str) -> None:
+    def _check_rollout(self, rollout_id: str) -> None:
         if not self._by_id("SELECT 1 FROM rollouts WHERE rollout_id = ?", [rollout_id]):
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
 
     def _by_id(self, statement: str, ids: list[str]) -> list[Row]:
-        """Rows of these ids; none for one that is not Unicode, for there can be none of it."""
+        """Rows of these ids; an id that is not Unicode matches no row."""
         try:
-            return self._all(statement, ids)
+            return self._fetch_all(statement, ids)
         except UnicodeEncodeError:
             return []
 
-    def _all(self, statement: str, values: list[Any]) -> list[Row]:
+    def _fetch_all(self, statement: str, values: list[Any]) -> list[Row]:
         return self._reader.execute(statement, values).fetchall()

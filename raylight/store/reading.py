@@ -1,4 +1,4 @@
-"""The part of the store's client that only reads."""
+"""Read-only half of the store's client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from raylight.semconv import (
 )
 from raylight.store.call_batcher import Channel
 from raylight.store.queries import Page
-from raylight.store.rows import Row, attempt_of, generation_of, resources_of, rollout_of, span_of, worker_of
+from raylight.store.rows import (
+    Row,
+    attempt_from_row,
+    generation_from_row,
+    resources_from_row,
+    rollout_from_row,
+    span_from_row,
+    worker_from_row,
+)
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.types import (
     ATTEMPT_FINISHED,
@@ -40,20 +48,20 @@ Logic = Literal["and", "or"]
 Order = Literal["asc", "desc"]
 
 
-class Turn(NamedTuple):
-    """A call in a chat."""
+class ChatTurn(NamedTuple):
+    """A chat call and its response."""
 
     agent: str | None
     request: dict[str, Any]
-    """As it went to the engine, without a prompt in tokens."""
+    """Request as the engine received it, without the token ids of the prompt."""
     answer: dict[str, Any]
-    """The message."""
+    """Message of the assistant."""
     tokens: list[int]
-    """Of the prompt and the answer."""
+    """Token ids of the prompt and the response."""
 
 
 class StoreReader:
-    """Queries of the store. A `limit` of -1 means all; an id that is not there raises UnknownIdError."""
+    """Queries of the store. A `limit` of -1 means all; an unknown id raises UnknownIdError."""
 
     _channel: Channel
 
@@ -69,10 +77,17 @@ class StoreReader:
         limit: int = -1,
         offset: int = 0,
     ) -> list[Rollout]:
-        """Rollouts with their latest attempts; without `sort_by` in the order in which they were enqueued."""
+        """Return rollouts with their latest attempts; without `sort_by` in the order in which they were
+        enqueued."""
         page = Page(sort_by, sort_order, limit, offset)
-        args = (_listed(status_in), _listed(rollout_id_in), rollout_id_contains, filter_logic, page)
-        return [rollout_of(row) for row in await self._channel.send("query", "rollouts", *args)]
+        args = (
+            _checked_list(status_in),
+            _checked_list(rollout_id_in),
+            rollout_id_contains,
+            filter_logic,
+            page,
+        )
+        return [rollout_from_row(row) for row in await self._channel.send("query", "rollouts", *args)]
 
     async def query_attempts(
         self,
@@ -83,9 +98,11 @@ class StoreReader:
         limit: int = -1,
         offset: int = 0,
     ) -> list[Attempt]:
-        """All attempts of a rollout, oldest first."""
+        """Return all attempts of a rollout, oldest first."""
         page = Page(sort_by, sort_order, limit, offset)
-        return [attempt_of(row) for row in await self._channel.send("query", "attempts", rollout_id, page)]
+        return [
+            attempt_from_row(row) for row in await self._channel.send("query", "attempts", rollout_id, page)
+        ]
 
     async def query_spans(
         self,
@@ -106,7 +123,7 @@ class StoreReader:
         sort_by: str | None = "sequence_id",
         sort_order: Order = "asc",
     ) -> list[Span]:
-        """Spans of a rollout: of all its attempts, of one, or of the "latest"."""
+        """Return spans of a rollout: those of all its attempts, of one attempt, or of the "latest"."""
         equal = {"trace_id": trace_id, "span_id": span_id, "parent_id": parent_id, "name": name}
         contain = {
             "trace_id": trace_id_contains,
@@ -118,30 +135,31 @@ class StoreReader:
         rows = await self._channel.send(
             "query", "spans", rollout_id, attempt_id, equal, contain, filter_logic, page
         )
-        spans = [span_of(row) for row in rows]
+        spans = [span_from_row(row) for row in rows]
         call_ids = [call_id for span in spans if (call_id := _call_id(span))]
         if not call_ids:
             return spans
         calls = await self._channel.send("query", "calls", rollout_id, call_ids)
-        return with_tokens(spans, [generation_of(*call) for call in calls])
+        return with_tokens(spans, [generation_from_row(*call) for call in calls])
 
-    async def history(self, rollout_id: str, attempt_id: str) -> list[Turn]:
-        """What was asked and answered in the chats of an attempt so far, in the order in which the calls began."""
+    async def chat_history(self, rollout_id: str, attempt_id: str) -> list[ChatTurn]:
+        """Return the chat calls of an attempt and their responses, in the order of their start."""
         rows = await self._channel.send("query", "spans", rollout_id, attempt_id, {}, {}, "and", Page())
         spans = {
             call_id: span
-            for span in map(span_of, rows)
+            for span in map(span_from_row, rows)
             if (call_id := _call_id(span)) and _is_chat(span, call_id)
         }
         calls = [
-            generation_of(*call)
+            generation_from_row(*call)
             for call in await self._channel.send("query", "calls", rollout_id, list(spans))
         ]
-        whole = [
+        complete = [
             call for call in calls if call.key.attempt_id == attempt_id and call.finish_reason != "aborted"
         ]
         return [
-            _turn(spans[call.key.call_id], call) for call in sorted(whole, key=lambda call: call.start_time)
+            _turn(spans[call.key.call_id], call)
+            for call in sorted(complete, key=lambda call: call.start_time)
         ]
 
     async def query_resources(
@@ -154,10 +172,10 @@ class StoreReader:
         limit: int = -1,
         offset: int = 0,
     ) -> list[ResourcesUpdate]:
-        """All versions of the named resources."""
+        """Return versions of the named resources."""
         page = Page(sort_by, sort_order, limit, offset)
         rows = await self._channel.send("query", "resources", resources_id, resources_id_contains, page)
-        return [resources_of(row) for row in rows]
+        return [resources_from_row(row) for row in rows]
 
     async def query_workers(
         self,
@@ -170,18 +188,20 @@ class StoreReader:
         limit: int = -1,
         offset: int = 0,
     ) -> list[Worker]:
-        """Workers: busy while they have an attempt, idle without one, unknown once they were lost."""
+        """Return workers: busy while they have an attempt, idle without one, unknown after they were
+        released."""
         page = Page(sort_by, sort_order, limit, offset)
         rows = await self._channel.send(
-            "query", "workers", _listed(status_in), worker_id_contains, filter_logic, page, None
+            "query", "workers", _checked_list(status_in), worker_id_contains, filter_logic, page, None
         )
-        return [worker_of(row) for row in rows]
+        return [worker_from_row(row) for row in rows]
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout:
-        return rollout_of(await self._channel.send("query", "rollout", rollout_id))
+        """Return a rollout with its latest attempt."""
+        return rollout_from_row(await self._channel.send("query", "rollout", rollout_id))
 
-    async def attempt_is_over(self, rollout_id: str, attempt_id: str) -> bool:
-        """Whether nothing can be recorded for an attempt any more: it is decided, or there is none."""
+    async def is_attempt_finished(self, rollout_id: str, attempt_id: str) -> bool:
+        """True if nothing more can be recorded for an attempt: it is decided, or unknown."""
         try:
             attempts = await self.query_attempts(rollout_id)
         except UnknownIdError:
@@ -191,63 +211,72 @@ class StoreReader:
         )
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """A rollout's latest attempt; None if it has had none."""
+        """Return a rollout's latest attempt; None if it has had none."""
         return (await self.get_rollout_by_id(rollout_id)).attempt
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate:
-        return resources_of(await self._channel.send("query", "resources_by_id", resources_id))
+        """Return a version of the named resources."""
+        return resources_from_row(await self._channel.send("query", "resources_by_id", resources_id))
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
-        """The version that was added or updated last; None if there is none."""
+        """Return the version that was added or updated last; None if there is none."""
         row = await self._channel.send("query", "latest_resources")
-        return None if row is None else resources_of(row)
+        return None if row is None else resources_from_row(row)
 
     async def get_worker_by_id(self, worker_id: str) -> Worker:
+        """Return a worker and what it executes."""
         rows = await self._channel.send("query", "workers", None, None, "and", Page(), [worker_id])
         if not rows:
             raise UnknownIdError(f"no worker {worker_id!r} in the store")
-        return worker_of(rows[0])
+        return worker_from_row(rows[0])
 
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, at_least: int | None = None
     ) -> list[Rollout]:
-        """The decided among these rollouts, once there are `at_least` of them (default: all) or `timeout` seconds are over."""
+        """Wait until `at_least` of these rollouts are decided (default: all), or for `timeout` seconds;
+        returns the decided ones."""
         rows = await self._channel.send("wait_for_rollouts", list(rollout_ids), at_least, timeout)
-        return [rollout_of(row) for row in rows]
+        return [rollout_from_row(row) for row in rows]
 
     async def collect(self, rollout_ids: Sequence[str], with_spans: bool = False) -> list[FinishedRollout]:
-        """Each rollout with the final reward and the generations of its latest attempt, and its spans if asked for."""
+        """Return each rollout with the final reward and the generations of its latest attempt, and on request
+        its spans."""
         return [
             _finished(*columns)
             for columns in await self._channel.send("query", "collect", list(rollout_ids), with_spans)
         ]
 
     async def lease_seconds(self) -> float:
-        """How long an attempt may go without a sign of life before it goes back to the queue."""
+        """Return the seconds without activity after which an attempt goes back to the queue."""
         return await self._channel.send("lease_seconds")
 
     async def statistics(self) -> dict[str, int]:
-        """Counts by status (`rollouts_succeeded`), in all (`total_spans`), and of what was retried, late, lost or double."""
+        """Return counters: by status (`rollouts_succeeded`), totals (`total_spans`), and of retried, late,
+        lost or duplicate records."""
         return await self._channel.send("query", "statistics")
 
 
 def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
-    generations = [generation_of(*call) for call in calls]
-    named = (
-        {reward.name: reward.value for reward in get_rewards_from_span(span_of(rewarded))} if rewarded else {}
+    generations = [generation_from_row(*call) for call in calls]
+    rewards = (
+        {reward.name: reward.value for reward in get_rewards_from_span(span_from_row(rewarded))}
+        if rewarded
+        else {}
     )
     return FinishedRollout(
-        rollout_of(rollout),
-        next(iter(named.values()), None),
+        rollout_from_row(rollout),
+        next(iter(rewards.values()), None),
         generations,
-        with_tokens([span_of(span) for span in spans], generations),
-        named,
+        with_tokens([span_from_row(span) for span in spans], generations),
+        rewards,
     )
 
 
 def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
-    """Spans of captured calls with the tokens of their generations, which are stored apart. A response that was cut off is shown
-    without, so that nobody trains on it."""
+    """Add the tokens of generations to the spans of their calls; both are stored separately.
+
+    A response that was cut off gets none, so that nobody trains on it.
+    """
     by_id = {generation.key.call_id: generation for generation in generations}
     for span in spans:
         generation = by_id.get(_call_id(span))
@@ -262,27 +291,30 @@ def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
 
 
 def _is_chat(span: Span, call_id: str) -> bool:
-    """Whether it is what serving recorded of a chat; agents may name calls in spans of their own."""
+    """True if serving recorded the span for a chat call. An agent may write call ids too."""
     return span.span_id == call_id[:16] and span.attributes.get(DIALECT, "completions") != "completions"
 
 
-def _turn(span: Span, call: Generation) -> Turn:
-    asked = json.loads(span.attributes[REQUEST_PARAMETERS]) | {
+def _turn(span: Span, call: Generation) -> ChatTurn:
+    request = json.loads(span.attributes[REQUEST_PARAMETERS]) | {
         "messages": json.loads(span.attributes[INPUT_MESSAGES])
     }
     if tools := span.attributes.get(TOOL_DEFINITIONS):
-        asked["tools"] = json.loads(tools)
+        request["tools"] = json.loads(tools)
     (answer,) = json.loads(span.attributes[OUTPUT_MESSAGES])
-    return Turn(call.agent, asked, answer, call.prompt_ids + call.output_ids)
+    return ChatTurn(call.agent, request, answer, call.prompt_ids + call.output_ids)
 
 
 def _call_id(span: Span) -> str:
-    """The captured call that a span is of, or nothing: agents may write what they like into their own spans."""
+    """Id of the captured call that a span describes, or "".
+
+    An agent may write any value into a span of its own.
+    """
     call_id = span.attributes.get(CALL_ID)
     return call_id if isinstance(call_id, str) else ""
 
 
-def _listed(values: Sequence[str] | None) -> list[str] | None:
+def _checked_list(values: Sequence[str] | None) -> list[str] | None:
     if isinstance(values, str):
         raise QueryError(f"a filter takes a list of values, not {values!r}; write [{values!r}]")
     return None if values is None else list(values)

@@ -1,13 +1,16 @@
-"""What attempts leave behind in the journal: spans, and the calls to the engine with their generations.
+"""Tables of what attempts record: spans, and calls to the engine with their generations.
 
-Laws: a span or a call that comes twice is kept once; the sequence ids of an attempt's spans only grow; the record of a call belongs
-to the attempt that opened it and to no other; what comes for an attempt that is decided is counted, never mixed into the next one.
+Laws:
+- A span or a call that arrives twice is stored once.
+- The sequence ids of an attempt's spans only grow.
+- The record of a call belongs to the attempt that opened it, and to no other.
+- Records for a decided attempt are counted as late, never attributed to the next attempt.
 """
 
 from __future__ import annotations
 
 from raylight.errors import UnknownIdError
-from raylight.store.attempts import Attempts, LiveAttempt
+from raylight.store.attempts import Attempts, AttemptState
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import SPAN, Row
@@ -16,143 +19,159 @@ from raylight.types import ATTEMPT_FINISHED
 OpenedCall = tuple[str, str, str, float, str, str]
 """`(rollout_id, attempt_id, call_id, start_time, recorder, request)`."""
 ClosedCall = tuple[str, str, str, bytes | None, Row | None]
-"""`(rollout_id, attempt_id, call_id, generation, span)`; None where nothing was sampled, or there is nothing to tell."""
-RefusedCall = tuple[str, str, str]
+"""`(rollout_id, attempt_id, call_id, generation, span)`; the generation is None if nothing was sampled, the
+span if there is none."""
+RejectedCall = tuple[str, str, str]
 """`(rollout_id, attempt_id, call_id)`."""
 REWARD = SPAN.split(", ").index("reward")
-_ADD_SPAN = f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT (attempt_id, span_id) DO NOTHING"
+_ADD_SPAN = (
+    f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT "
+    "(attempt_id, span_id) DO NOTHING"
+)
 
 
 class Records:
-    """Spans and calls."""
+    """Spans and calls in the journal."""
 
     def __init__(self, journal: Journal, rollouts: Rollouts, attempts: Attempts) -> None:
         self._journal = journal
         self._rollouts = rollouts
         self._attempts = attempts
-        self._gone: set[str] = set()
-        """Recorders that will tell nothing any more. Not in the journal: after a restart, their calls run into the time limit."""
+        self._lost_recorders: set[str] = set()
+        """Kept in memory only: after a restart of the store, the open calls of a lost recorder run into their
+        time limit."""
 
     # spans
 
     def add_spans(self, spans: list[Row]) -> list[int | None]:
-        """Store spans (columns SPAN); returns each one's sequence id, or None for a duplicate.
+        """Store spans (columns SPAN); returns the sequence id of each, or None for a duplicate.
 
         Raises:
-            UnknownIdError: a span names an attempt that is not there; none is stored then.
+            UnknownIdError: a span names an unknown attempt; no span was stored.
         """
-        seen: dict[tuple[str, str], LiveAttempt] = {}
-        nexts: dict[str, int] = {}
-        numbers: list[int | None] = []
+        attempts: dict[tuple[str, str], AttemptState] = {}
+        next_ids: dict[str, int] = {}
+        sequence_ids: list[int | None] = []
         for span in spans:
-            rollout_id, attempt_id, wanted = span[:3]
-            if (rollout_id, attempt_id) not in seen:
-                attempt = seen[rollout_id, attempt_id] = self._attempts.get(rollout_id, attempt_id)
-                nexts[attempt_id] = attempt.next_span
-            number = wanted or nexts[attempt_id]
-            late = seen[rollout_id, attempt_id].status in ATTEMPT_FINISHED
-            if late:  # its reward is what it was decided with
+            rollout_id, attempt_id, given_id = span[:3]
+            if (rollout_id, attempt_id) not in attempts:
+                attempt = attempts[rollout_id, attempt_id] = self._attempts.get(rollout_id, attempt_id)
+                next_ids[attempt_id] = attempt.next_sequence_id
+            sequence_id = given_id or next_ids[attempt_id]
+            late = attempts[rollout_id, attempt_id].status in ATTEMPT_FINISHED
+            if late:  # the reward of a decided attempt does not change
                 span = (*span[:REWARD], None, *span[REWARD + 1 :])
-            if self._journal.execute(_ADD_SPAN, (rollout_id, attempt_id, number, *span[3:])).rowcount:
-                nexts[attempt_id] = max(nexts[attempt_id], number + 1)
-                numbers.append(number)
-                self._journal.count("spans_late", by=late)
+            if self._journal.execute(_ADD_SPAN, (rollout_id, attempt_id, sequence_id, *span[3:])).rowcount:
+                next_ids[attempt_id] = max(next_ids[attempt_id], sequence_id + 1)
+                sequence_ids.append(sequence_id)
+                self._journal.increment("spans_late", by=late)
             else:
-                numbers.append(None)
-        for attempt in seen.values():
-            if nexts[attempt.attempt_id] != attempt.next_span:
-                self._set_next(attempt.attempt_id, nexts[attempt.attempt_id])
-            self._attempts.sign_of_life(attempt)
-        added = sum(number is not None for number in numbers)
-        self._journal.count("total_spans", by=added)
-        self._journal.count("spans_duplicate", by=len(spans) - added)
-        return numbers
+                sequence_ids.append(None)
+        for attempt in attempts.values():
+            if next_ids[attempt.attempt_id] != attempt.next_sequence_id:
+                self._set_next_id(attempt.attempt_id, next_ids[attempt.attempt_id])
+            self._attempts.record_activity(attempt)
+        added = sum(sequence_id is not None for sequence_id in sequence_ids)
+        self._journal.increment("total_spans", by=added)
+        self._journal.increment("spans_duplicate", by=len(spans) - added)
+        return sequence_ids
 
-    def _set_next(self, attempt_id: str, number: int) -> None:
-        self._journal.execute("UPDATE attempts SET next_span = ? WHERE attempt_id = ?", (number, attempt_id))
+    def _set_next_id(self, attempt_id: str, sequence_id: int) -> None:
+        self._journal.execute(
+            "UPDATE attempts SET next_span = ? WHERE attempt_id = ?", (sequence_id, attempt_id)
+        )
 
     def next_sequence_ids(self, attempts: list[tuple[str, str]]) -> list[int]:
-        """The next sequence id of each attempt; the same attempt named twice gets two."""
-        numbers = []
+        """Reserve the next sequence id of each attempt; an attempt that is listed twice gets two."""
+        sequence_ids = []
         for rollout_id, attempt_id in attempts:
-            numbers.append(self._attempts.get(rollout_id, attempt_id).next_span)
-            self._set_next(attempt_id, numbers[-1] + 1)
-        return numbers
+            sequence_ids.append(self._attempts.get(rollout_id, attempt_id).next_sequence_id)
+            self._set_next_id(attempt_id, sequence_ids[-1] + 1)
+        return sequence_ids
 
     # calls
 
-    def open_calls(self, calls: list[OpenedCall]) -> list[RefusedCall]:
-        """Calls to the engine have begun, which is a sign of life. Those of a decided or unknown attempt are counted and returned.
+    def open_calls(self, calls: list[OpenedCall]) -> list[RejectedCall]:
+        """Record that calls to the engine began, which counts as activity of their attempts.
 
-        One that is announced again is known already.
+        Returns the calls of decided or unknown attempts, which are counted as late. A call that is announced
+        again is unchanged.
         """
-        refused: list[RefusedCall] = []
+        rejected: list[RejectedCall] = []
         for rollout_id, attempt_id, call_id, start, recorder, request in calls:
-            attempt = self._if_undecided(rollout_id, attempt_id)
-            if attempt is None or recorder in self._gone:
-                self._journal.count("calls_late")
-                refused.append((rollout_id, attempt_id, call_id))
+            attempt = self._undecided_attempt(rollout_id, attempt_id)
+            if attempt is None or recorder in self._lost_recorders:
+                self._journal.increment("calls_late")
+                rejected.append((rollout_id, attempt_id, call_id))
                 continue
             self._journal.execute(
-                "INSERT INTO calls (call_id, rollout_id, attempt_id, start_time, recorder, request) VALUES (?, ?, ?, ?, ?, ?) "
+                "INSERT INTO calls (call_id, rollout_id, attempt_id, start_time, recorder, request) VALUES "
+                "(?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT DO NOTHING",
                 (call_id, rollout_id, attempt_id, start, recorder, request),
             )
-            if self._gone:
-                self._forget_unanswered("calls.attempt_id = ?", (attempt_id,))
-            self._attempts.sign_of_life(attempt)
-        return refused
+            if self._lost_recorders:
+                self._drop_retried_calls("calls.attempt_id = ?", (attempt_id,))
+            self._attempts.record_activity(attempt)
+        return rejected
 
     def lose_recorder(self, recorder: str) -> None:
-        """A recorder will tell nothing any more; nobody waits for it."""
-        self._gone.add(recorder)
-        self._forget_unanswered("calls.recorder = ?", (recorder,))
-        self._rollouts.changes.closed = True
+        """Stop waiting for the records of a recorder that is gone."""
+        self._lost_recorders.add(recorder)
+        self._drop_retried_calls("calls.recorder = ?", (recorder,))
+        self._rollouts.events.calls_closed = True
 
-    def count_awaited(self, attempt_id: str) -> int:
-        """Open calls of an attempt whose end may still be told."""
-        found = self._journal.execute(
+    def count_awaited_calls(self, attempt_id: str) -> int:
+        """Number of open calls of an attempt whose recorder may still record their end."""
+        rows = self._journal.execute(
             "SELECT recorder FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)
         )
-        return sum(recorder not in self._gone for (recorder,) in found)
+        return sum(recorder not in self._lost_recorders for (recorder,) in rows)
 
-    def _forget_unanswered(self, which: str, values: tuple[str, ...]) -> None:
-        """Forget open calls of recorders that are gone where another one was asked the same later: they were not answered."""
-        gone = sorted(self._gone)
-        forgotten = self._journal.execute(
-            f"DELETE FROM calls WHERE {which} AND generation IS NULL AND recorder IN ({', '.join('?' * len(gone))}) AND EXISTS ("
-            "SELECT 1 FROM calls AS again WHERE again.attempt_id = calls.attempt_id AND again.request = calls.request "
-            "AND again.request != '' AND again.recorder != calls.recorder AND again.start_time >= calls.start_time)",
-            (*values, *gone),
+    def _drop_retried_calls(self, condition: str, values: tuple[str, ...]) -> None:
+        """Delete open calls of lost recorders that the agent retried elsewhere: it never received a response
+        to them."""
+        lost = sorted(self._lost_recorders)
+        dropped = self._journal.execute(
+            f"DELETE FROM calls WHERE {condition} AND generation IS NULL AND recorder IN "
+            f"({', '.join('?' * len(lost))}) AND EXISTS ("
+            "SELECT 1 FROM calls AS retry WHERE retry.attempt_id = calls.attempt_id AND retry.request = "
+            "calls.request "
+            "AND retry.request != '' AND retry.recorder != calls.recorder AND retry.start_time >= "
+            "calls.start_time)",
+            (*values, *lost),
         ).rowcount
-        self._journal.count("calls_repeated", by=forgotten)
+        self._journal.increment("calls_repeated", by=dropped)
 
     def close_calls(self, calls: list[ClosedCall]) -> None:
-        """Calls have ended, each with what it sampled. One that is not open (any more) is counted: no answer of it was used.
+        """Record that calls ended, each with what it sampled.
 
-        A call without tokens may have a span all the same: it failed, or its model runs elsewhere.
+        A call that is not open (any more) is counted as late.
+
+        A call without tokens may have a span: it failed, or its model runs elsewhere.
         """
         for _, attempt_id, call_id, generation, span in calls:
             key = (attempt_id, call_id)
-            found = self._journal.one(
+            open_row = self._journal.fetch_one(
                 "SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key
             )
-            if found == (0,):
-                continue  # closed before: this is a client's second try
-            if found is None:
-                self._journal.count("generations_late", by=generation is not None)
+            if open_row == (0,):
+                continue  # closed before: this is a client's retry
+            if open_row is None:
+                self._journal.increment("generations_late", by=generation is not None)
             elif generation is None:
                 self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND call_id = ?", key)
             else:
                 self._journal.execute(
                     "UPDATE calls SET generation = ? WHERE attempt_id = ? AND call_id = ?", (generation, *key)
                 )
-                self._journal.count("generations")
-            if found and span is not None:
+                self._journal.increment("generations")
+            if open_row and span is not None:
                 self.add_spans([span])
-            self._rollouts.changes.closed = True
+            self._rollouts.events.calls_closed = True
 
-    def _if_undecided(self, rollout_id: str, attempt_id: str) -> LiveAttempt | None:
+    def _undecided_attempt(self, rollout_id: str, attempt_id: str) -> AttemptState | None:
+        """The attempt; None if it is unknown or decided."""
         try:
             attempt = self._attempts.get(rollout_id, attempt_id)
         except UnknownIdError:

@@ -1,4 +1,4 @@
-"""Versions of the named resources in the journal."""
+"""Table of the named resources: prompts, models and settings that agents receive, in versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raylight.store.rows import RESOURCES, Row
 
 
 class Resources:
-    """Named resources.
+    """Named resources in the journal.
 
     Args:
         clock: seconds since the epoch.
@@ -28,29 +28,35 @@ class Resources:
             " VALUES (?, 1, ?, ?, (SELECT COALESCE(MAX(updated), 0) + 1 FROM resources), ?)",
             (resources_id, now, now, body),
         )
-        return self.resources(resources_id)
+        return self.get(resources_id)
 
     def update_resources(self, resources_id: str, body: bytes) -> Row:
-        """Replace a version in its place, under a higher version number; it becomes the latest.
+        """Replace the content of a version and increase its version number; it becomes the latest.
 
         Raises:
-            UnknownIdError: there is none of this id.
+            UnknownIdError: no resources have this id.
         """
-        if self.resources(resources_id)[-1] != body:  # the second try of a client changes nothing
+        if self.get(resources_id)[-1] != body:  # a client's retry changes nothing
             self._journal.execute(
-                "UPDATE resources SET version = version + 1, update_time = ?, body = ? WHERE resources_id = ?",
+                "UPDATE resources SET version = version + 1, update_time = ?, body = ?"
+                " WHERE resources_id = ?",
                 (self._clock(), body, resources_id),
             )
         self._journal.execute(
             "UPDATE resources SET updated = (SELECT MAX(updated) + 1 FROM resources) WHERE resources_id = ?",
             (resources_id,),
         )
-        return self.resources(resources_id)
+        return self.get(resources_id)
 
-    def resources(self, resources_id: str) -> Row:
-        found = self._journal.one(
+    def get(self, resources_id: str) -> Row:
+        """Columns RESOURCES of a version.
+
+        Raises:
+            UnknownIdError: no resources have this id.
+        """
+        row = self._journal.fetch_one(
             f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", (resources_id,)
         )
-        if found is None:
+        if row is None:
             raise UnknownIdError(f"no resources {resources_id!r} in the store")
-        return found
+        return row

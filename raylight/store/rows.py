@@ -1,7 +1,7 @@
-"""Between the nouns of a client and the rows of the journal.
+"""Conversion between the types of a client and the rows of the journal.
 
-The store itself never looks into what users gave (inputs, metadata, resources, tokens): it keeps bytes, which clients make and
-read, so that it needs none of their modules and spends no time on them.
+The store never interprets what users pass (inputs, metadata, resources, tokens). Clients write and read it as
+bytes, so that the store needs none of the users' modules and spends no time on their data.
 """
 
 from __future__ import annotations
@@ -34,9 +34,15 @@ from raylight.types import (
 
 Row = tuple[Any, ...]
 
-ATTEMPT = "attempt_id, rollout_id, sequence_id, status, worker_id, start_time, end_time, last_heartbeat_time, failure, metadata"
+ATTEMPT = (
+    "attempt_id, rollout_id, sequence_id, status, worker_id, start_time, end_time, "
+    "last_heartbeat_time, failure, metadata"
+)
 ROLLOUT = "rollout_id, status, mode, group_id, resources_id, start_time, end_time, config, metadata, input"
-SPAN = "rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start_time, end_time, reward, body"
+SPAN = (
+    "rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start_time, end_time, "
+    "reward, body"
+)
 RESOURCES = "resources_id, version, create_time, update_time, body"
 ROLLOUT_WITH_ATTEMPT = ", ".join(
     [f"r.{name}" for name in ROLLOUT.split(", ")]
@@ -44,64 +50,77 @@ ROLLOUT_WITH_ATTEMPT = ", ".join(
     + [f"a.{name}" for name in ATTEMPT.split(", ")]
 )
 LATEST = "rollouts r LEFT JOIN attempts a ON a.rollout_id = r.rollout_id AND a.sequence_id = r.n_attempts"
+"""SQL table of the rollouts with their latest attempts."""
 N_ROLLOUT = len(ROLLOUT.split(", ")) + 1
+"""Number of the columns of ROLLOUT_WITH_ATTEMPT that belong to the rollout."""
 
 
 def new_id(prefix: str) -> str:
-    """A new id. It begins with the time, so that a large journal writes at the end of its indexes and not all over them."""
+    """Return a new id.
+
+    Ids begin with the time, so that a large journal appends to its indexes instead of writing all over them.
+    """
     return f"{prefix}-{time.time_ns() // 1_000_000:011x}{secrets.token_hex(5)}"
 
 
-def packed(value: Any, what: str = "this value") -> bytes:
-    """Anything that a client gave, as bytes; functions and classes of its script travel by value.
+def pickled(value: Any, what: str = "this value") -> bytes:
+    """Pickle a value of a client; functions and classes of its script are pickled by value.
 
     Raises:
-        StoreError: it cannot be pickled.
+        StoreError: the value cannot be pickled.
     """
     try:
         return cloudpickle.dumps(value)
     except Exception as error:  # whatever the value's own classes raise
         raise StoreError(
-            f"{what} ({type(value).__name__}) cannot be pickled, so that no runner could get it: {type(error).__name__}: {error}. "
-            "Give plain data, and open files, connections and locks in the agent"
+            f"{what} ({type(value).__name__}) cannot be pickled to send it to a runner: "
+            f"{type(error).__name__}: {error}. "
+            "Pass plain data, and open files, connections and locks in the agent"
         ) from error
 
 
-unpacked = pickle.loads
+unpickled = pickle.loads
 
 
 @functools.lru_cache(maxsize=1024)
-def config_of(text: str) -> RolloutConfig:
+def config_from_json(text: str) -> RolloutConfig:
+    """Parse a rollout's config."""
     return RolloutConfig(**json.loads(text))
 
 
 @functools.lru_cache(maxsize=1024)
-def config_text(config: RolloutConfig) -> str:
+def config_json(config: RolloutConfig) -> str:
+    """A rollout's config as JSON."""
     values = config.model_dump(mode="json")
     return json.dumps(values | {"retry_condition": sorted(values["retry_condition"])})
 
 
 def request_row(request: EnqueueRolloutRequest) -> Row:
-    """`(rollout_id, input, mode, group_id, resources_id, config, metadata)`; the id is made here, so that a retry is recognised.
+    """`(rollout_id, input, mode, group_id, resources_id, config, metadata)` of a request.
+
+    The client generates the id, so that the store recognises a retry.
 
     Raises:
-        StoreError: the input or the metadata cannot be pickled, or the id cannot be looked for.
+        StoreError: the input or the metadata cannot be pickled, or the id holds a zero character.
     """
     if request.rollout_id and "\0" in request.rollout_id:
-        raise StoreError(f"a rollout's id holds no zero character: {request.rollout_id!r}")
+        raise StoreError(
+            f"the rollout id {request.rollout_id!r} holds a zero character, which SQLite cannot look up; "
+            "choose another id"
+        )
     return (
         request.rollout_id or new_id("ro"),
-        packed(request.input, "the input"),
+        pickled(request.input, "the input"),
         request.mode,
         request.group_id,
         request.resources_id,
-        config_text(request.config),
-        packed(request.metadata, "the metadata"),
+        config_json(request.config),
+        pickled(request.metadata, "the metadata"),
     )
 
 
-def rollout_of(row: Row) -> Rollout:
-    """A rollout with its latest attempt, from columns ROLLOUT_WITH_ATTEMPT."""
+def rollout_from_row(row: Row) -> Rollout:
+    """Rollout with its latest attempt, from columns ROLLOUT_WITH_ATTEMPT."""
     rollout_id, status, mode, group_id, resources_id, start, end, config, metadata, task, version = row[
         :N_ROLLOUT
     ]
@@ -113,25 +132,29 @@ def rollout_of(row: Row) -> Rollout:
         resources_id=resources_id,
         start_time=start,
         end_time=end,
-        config=config_of(config),
-        metadata=unpacked(metadata),
-        input=unpacked(task),
+        config=config_from_json(config),
+        metadata=unpickled(metadata),
+        input=unpickled(task),
         resources_version=version,
-        attempt=attempt_of(row[N_ROLLOUT:]) if row[N_ROLLOUT] is not None else None,
+        attempt=attempt_from_row(row[N_ROLLOUT:]) if row[N_ROLLOUT] is not None else None,
     )
 
 
-def failure_text(failure: Failure) -> str:
-    """As JSON; messages of exceptions may hold what is not Unicode, which pydantic would refuse."""
+def failure_json(failure: Failure) -> str:
+    """A failure as JSON.
+
+    Error messages may hold characters that are not Unicode, which pydantic's own JSON refuses.
+    """
     return json.dumps(failure.model_dump())
 
 
-def failure_of(text: str | None) -> Failure | None:
+def failure_from_json(text: str | None) -> Failure | None:
+    """Parse a failure; None for None."""
     return Failure(**json.loads(text)) if text else None
 
 
-def attempt_of(row: Row) -> Attempt:
-    """An attempt, from columns ATTEMPT."""
+def attempt_from_row(row: Row) -> Attempt:
+    """Attempt, from columns ATTEMPT."""
     attempt_id, rollout_id, sequence_id, status, worker_id, start, end, heartbeat, failure, metadata = row
     return Attempt(
         attempt_id=attempt_id,
@@ -142,8 +165,8 @@ def attempt_of(row: Row) -> Attempt:
         start_time=start,
         end_time=end,
         last_heartbeat_time=heartbeat,
-        failure=failure_of(failure),
-        metadata=unpacked(metadata) if metadata is not None else None,
+        failure=failure_from_json(failure),
+        metadata=unpickled(metadata) if metadata is not None else None,
     )
 
 
@@ -161,7 +184,7 @@ _SPAN_COLUMNS = {
 
 
 def span_row(span: Span) -> Row:
-    """A span as columns SPAN.
+    """Columns SPAN of a span.
 
     Raises:
         SpanError: the span cannot be stored (see `span_json`).
@@ -182,7 +205,8 @@ def span_row(span: Span) -> Row:
     )
 
 
-def span_of(row: Row) -> Span:
+def span_from_row(row: Row) -> Span:
+    """Span, from columns SPAN."""
     rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start, end, _, body = row
     return Span(
         rollout_id=rollout_id,
@@ -199,7 +223,7 @@ def span_of(row: Row) -> Span:
 
 
 def generation_bytes(call: Generation) -> bytes:
-    """A generation without its key's call id; tokens as 32-bit integers, log-probs in double precision."""
+    """A generation without its key; tokens as 32-bit integers, log-probs in double precision."""
     return pickle.dumps(
         (
             call.model,
@@ -217,15 +241,16 @@ def generation_bytes(call: Generation) -> bytes:
     )
 
 
-def generation_of(call_id: str, rollout_id: str, attempt_id: str, data: bytes) -> Generation:
+def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: bytes) -> Generation:
+    """Generation of a call, from its key and `generation_bytes`."""
     model, prompt, output, logprobs, versions, reason, start, end, sampling, agent = pickle.loads(data)
     return Generation(
         key=CallKey(rollout_id, attempt_id, call_id),
         model=model,
-        prompt_ids=_numbers("i", prompt),
-        output_ids=_numbers("i", output),
-        logprobs=_numbers("d", logprobs),
-        weight_versions=_numbers("q", versions),
+        prompt_ids=_numbers_from_bytes("i", prompt),
+        output_ids=_numbers_from_bytes("i", output),
+        logprobs=_numbers_from_bytes("d", logprobs),
+        weight_versions=_numbers_from_bytes("q", versions),
         finish_reason=reason,
         start_time=start,
         end_time=end,
@@ -234,25 +259,26 @@ def generation_of(call_id: str, rollout_id: str, attempt_id: str, data: bytes) -
     )
 
 
-def _numbers(kind: str, data: bytes) -> list[Any]:
+def _numbers_from_bytes(kind: str, data: bytes) -> list[Any]:
     numbers = array(kind)
     numbers.frombytes(data)
     return numbers.tolist()
 
 
-def resources_of(row: Row) -> ResourcesUpdate:
+def resources_from_row(row: Row) -> ResourcesUpdate:
+    """Version of the named resources, from columns RESOURCES."""
     resources_id, version, created, updated, body = row
     return ResourcesUpdate(
         resources_id=resources_id,
         version=version,
         create_time=created,
         update_time=updated,
-        resources=unpacked(body),
+        resources=unpickled(body),
     )
 
 
-def worker_of(row: Row) -> Worker:
-    """A worker, from the columns of `Queries.workers`."""
+def worker_from_row(row: Row) -> Worker:
+    """Worker, from columns of WORKERS."""
     worker_id, status, stats, heartbeat, dequeue, busy, idle, rollout_id, attempt_id = row
     return Worker(
         worker_id=worker_id,

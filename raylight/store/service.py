@@ -1,8 +1,12 @@
-"""The store with waiting: every wait is on an event or a deadline. Runs in any asyncio loop, inside a Ray actor or in a test.
+"""The store as an asynchronous service: every wait is on an event or a deadline.
 
-Laws: calls that come together are committed together, and are answered only when they are (group commit); a call that fails undoes
-what it changed and nothing else; time passes by a timer of the store's own, not when somebody happens to call; a timer that failed
-is started again, and one of those who call or wait is told.
+It runs in any asyncio loop, also without Ray.
+
+Laws:
+- Calls that arrive together are committed together and answered after the commit (group commit). A call that
+  fails undoes its own changes only.
+- Deadlines are enforced by a timer of the store, not by the next call.
+- A timer that failed is started again, and one caller receives its error.
 """
 
 from __future__ import annotations
@@ -25,41 +29,43 @@ from raylight.config import StoreConfig
 from raylight.errors import QueryError, RaylightError, StoreError
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal, JournalError
+from raylight.store.leases import Leases
 from raylight.store.queries import Queries
-from raylight.store.records import ClosedCall, OpenedCall, Records, RefusedCall
+from raylight.store.records import ClosedCall, OpenedCall, Records, RejectedCall
 from raylight.store.resources import Resources
-from raylight.store.rollouts import Changes, Rollouts
+from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
 from raylight.store.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
-"""After so long a wait for room in the queue the store says so in its log."""
+FULL_QUEUE_WARNING_S = 60.0
+"""Interval of the log messages about a full queue."""
 
-TICK_S = 0.001
-"""The timer waits no shorter: an event loop's clock and the store's own may differ by less."""
+MIN_TIMER_S = 0.001
+"""Shortest wait of the timer, because the clocks of the event loop and of the store differ slightly."""
 
 Call = tuple[str, tuple[Any, ...]]
-Answer = tuple[bool, Any]
-"""Whether the call succeeded, and its result or its error."""
+"""Name of a method, and its arguments."""
+CallResult = tuple[bool, Any]
+"""`(True, result)` of a call that succeeded, `(False, error)` of one that failed."""
 
 
 @dataclass(eq=False)
 class FinishWaiter:
-    """Waits until `needed` more of a set of rollouts are decided."""
+    """A caller that waits until `needed` more of its rollouts are decided."""
 
     needed: int
     done: asyncio.Future[None]
 
 
 class StoreService:
-    """Asynchronous face of the journal and its rules; `StoreClient` documents each method.
+    """Asynchronous interface of the journal and its tables; `StoreClient` documents each method.
 
     Args:
-        path: the journal's file; None keeps it in a temporary folder for as long as this object lives.
+        path: the journal's file; None keeps it in a temporary folder, which is removed on close.
         clock: seconds since the epoch.
-        read_only: only queries are answered; for looking at a run, also while it goes on.
+        read_only: allow queries only; for reading a run's store, also while the run is in progress.
     """
 
     def __init__(
@@ -77,27 +83,26 @@ class StoreService:
         self._rollouts = Rollouts(self._journal, clock)
         self._workers = Workers(self._journal, clock)
         self._attempts = Attempts(self._journal, self._rollouts, self._workers, clock, config.lease_seconds)
+        self._leases = Leases(self._journal, self._rollouts, self._attempts, self._workers, clock)
         self._records = Records(self._journal, self._rollouts, self._attempts)
         self._resources = Resources(self._journal, clock)
         self._queries = Queries(self._journal.reader)
-        self._methods = self._table()
-        self._queued, self._room, self._closed, self._earlier = (
-            BroadcastCondition(),
-            BroadcastCondition(),
-            BroadcastCondition(),
-            BroadcastCondition(),
-        )
+        self._methods = self._callable_methods()
+        self._queue_changed = BroadcastCondition()
+        self._queue_has_room = BroadcastCondition()
+        self._calls_closed = BroadcastCondition()
+        self._deadline_moved = BroadcastCondition()
         self._waiters: dict[str, set[FinishWaiter]] = {}
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
-        self._watching: asyncio.Task[None] | None = None
-        self._alarm = math.inf
-        self._shut = False
+        self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
+        self._timer: asyncio.Task[None] | None = None
+        self._timer_deadline = math.inf
+        self._is_closed = False
         if not read_only:
             with self._journal.transaction():
-                self._attempts.recover()
+                self._leases.renew_all()
 
-    def _table(self) -> dict[str, Callable[..., Any]]:
-        """What `call` can do."""
+    def _callable_methods(self) -> dict[str, Callable[..., Any]]:
+        """Methods that `call` executes, by name."""
         rollouts, attempts, records, resources = (
             self._rollouts,
             self._attempts,
@@ -110,7 +115,7 @@ class StoreService:
             "update_rollout": self._update_rollout,
             "update_attempt": attempts.update,
             "finish_attempt": self._finish_attempt,
-            "release_worker": attempts.release_worker,
+            "release_worker": self._leases.release_worker,
             "cancel": rollouts.cancel,
             "add_spans": records.add_spans,
             "next_sequence_ids": records.next_sequence_ids,
@@ -123,41 +128,46 @@ class StoreService:
 
     # calls that never wait
 
-    async def call(self, calls: list[Call], lane: str = "", number: int = 0) -> list[Answer]:
-        """Carry out calls in one transaction; each fails for itself. A message that comes a second time is only answered again.
+    async def call(self, calls: list[Call], client_id: str = "", number: int = 0) -> list[CallResult]:
+        """Execute calls in one transaction; each fails on its own.
+
+        A repeated message gets the results of the first one.
 
         Args:
-            lane: of the client, and
-            number: of the message in it, which grows; "" for a message that nobody sends twice.
+            client_id: id of the sending CallBatcher; "" for a message that is never repeated.
+            number: number of the message, which grows with each message of the client.
 
         Raises:
             StoreError: the journal cannot be written; nothing was changed.
         """
         with self._committed():
-            if lane and (
-                answered := self._journal.one("SELECT number, answers FROM lanes WHERE lane = ?", (lane,))
-            ):
-                last, answers = answered
-                if last == number:
-                    return pickle.loads(answers)
-                if last > number:  # a message that was given up, and came after the next one nevertheless
-                    raise StoreError(
-                        f"message {number} of a client came after its message {last}; it was not carried out"
-                    )
-            answers = [self._one_call(method, args) for method, args in calls]
-            if lane:
-                self._journal.execute(
-                    "INSERT OR REPLACE INTO lanes VALUES (?, ?, ?)", (lane, number, pickle.dumps(answers))
+            if client_id and (
+                row := self._journal.fetch_one(
+                    "SELECT number, answers FROM lanes WHERE lane = ?", (client_id,)
                 )
-            return answers
+            ):
+                last, stored_results = row
+                if last == number:
+                    return pickle.loads(stored_results)
+                if last > number:  # its client gave it up and sent the next one, which overtook it
+                    raise StoreError(
+                        f"message {number} of a client arrived after its message {last}; it was not executed"
+                    )
+            results = [self._execute(method, args) for method, args in calls]
+            if client_id:
+                self._journal.execute(
+                    "INSERT OR REPLACE INTO lanes VALUES (?, ?, ?)",
+                    (client_id, number, pickle.dumps(results)),
+                )
+            return results
 
     async def lease_seconds(self) -> float:
-        self._watch()
+        self._ensure_timer()
         return self._attempts.lease_seconds
 
-    def _one_call(self, method: str, args: tuple[Any, ...]) -> Answer:
+    def _execute(self, method: str, args: tuple[Any, ...]) -> CallResult:
         try:
-            with self._journal.one_call():
+            with self._journal.savepoint():
                 return True, self._methods[method](*args)
         except (JournalError, sqlite3.Error):
             raise
@@ -166,106 +176,121 @@ class StoreService:
         except Exception as error:
             logger.exception("a call of %s failed", method)
             return False, StoreError(
-                f"{method} was called in a way that it cannot understand: {type(error).__name__}: {error}"
+                f"{method} failed, probably because of its arguments: {type(error).__name__}: {error}; the "
+                "store's log has the traceback"
             )
 
     @contextlib.contextmanager
     def _committed(self) -> Iterator[None]:
-        """A transaction; when it is over, those who wait for what changed are woken."""
-        self._watch()
+        """A transaction; after its commit, those that wait for its events are woken."""
+        self._ensure_timer()
         try:
             with self._journal.transaction():
                 yield
         except BaseException:
-            self._rollouts.changes = Changes()
+            self._rollouts.events = CommitEvents()
             raise
         self._wake()
 
     def _update_rollout(self, rollout_id: str, values: dict[str, Any]) -> Row:
         self._rollouts.update(rollout_id, values)
         if "config" in values:
-            self._attempts.adopt_config(rollout_id)
+            self._attempts.apply_config(rollout_id)
         return self._rollouts.get(rollout_id)
 
     def _update_worker(
         self, worker_id: str, stats: str | None, attempt_ids: list[str] | None
     ) -> tuple[Row, list[str]]:
-        """A heartbeat; returns the worker, and those of its attempts that nobody needs any more."""
-        over = self._attempts.renew_leases(worker_id, attempt_ids)
-        return self._workers.heartbeat(worker_id, stats), over
+        """Record a heartbeat; returns the worker and its obsolete attempts."""
+        obsolete = self._leases.renew_leases(worker_id, attempt_ids)
+        return self._workers.record_heartbeat(worker_id, stats), obsolete
 
     def _finish_attempt(
-        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row], at_once: bool
+        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row], force: bool
     ) -> Row | None:
-        """Store an attempt's last spans and decide it, in one step; None, and nothing done, while calls of it are open."""
-        if not at_once and self._attempts.count_open_calls(attempt_id):
+        """Store an attempt's last spans and decide it; returns None without any change while it has open
+        calls, unless forced."""
+        if not force and self._attempts.count_open_calls(attempt_id):
             return None
         self._records.add_spans(spans)
         return self._attempts.finish(rollout_id, attempt_id, values)
 
-    def _capture(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> list[RefusedCall]:
-        refused = self._records.open_calls(opened)
+    def _capture(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> list[RejectedCall]:
+        rejected = self._records.open_calls(opened)
         self._records.close_calls(closed)
-        return refused
+        return rejected
 
     # calls that wait
 
     async def enqueue(self, requests: list[Row]) -> list[Row]:
-        """Queue rollouts as there is room for them."""
-        self._watch()
-        self._rollouts.check(requests)
+        """Queue rollouts, waiting while the queue is full."""
+        self._ensure_timer()
+        self._rollouts.check_requests(requests)
         rows: list[Row] = []
         while len(rows) < len(requests):
-            while not await self._until(
-                self._room, lambda: self._rollouts.waiting < self._max_queued, PATIENCE_S
+            while not await self._wait_for(
+                self._queue_has_room,
+                lambda: self._rollouts.n_waiting < self._max_queued,
+                FULL_QUEUE_WARNING_S,
             ):
-                logger.warning("the queue is full (%d rollouts) and nobody takes any", self._max_queued)
-            room = self._max_queued - self._rollouts.waiting
+                logger.warning(
+                    "the queue has been full (%d rollouts) for %g s and no runner dequeues; check that "
+                    "runners are up",
+                    self._max_queued,
+                    FULL_QUEUE_WARNING_S,
+                )
+            room = self._max_queued - self._rollouts.n_waiting
             with self._committed():
                 rows += self._rollouts.enqueue(requests[len(rows) : len(rows) + room])
         return rows
 
     async def dequeue(self, worker_id: str | None, limit: int, timeout: float, request_id: str) -> list[Row]:
         """Lease rollouts, waiting up to `timeout` seconds for the first."""
-        self._watch()
+        self._ensure_timer()
         if limit < 1:
             return []
-        if timeout > 0 and not self._attempts.given_to(request_id):
-            await self._until(self._queued, lambda: self._attempts.has_for(worker_id), timeout)
+        if timeout > 0 and not self._leases.leased_by(request_id):
+            await self._wait_for(self._queue_changed, lambda: self._leases.can_dequeue(worker_id), timeout)
         with self._committed():
-            return self._attempts.dequeue(worker_id, limit, request_id)
+            return self._leases.dequeue(worker_id, limit, request_id)
 
-    async def settle(self, attempt_id: str, timeout: float) -> bool:
-        """Wait until no call of the attempt is open; False if that did not happen in time, or can happen no more."""
-        await self._until(self._closed, lambda: self._records.count_awaited(attempt_id) == 0, timeout)
+    async def wait_for_records(self, attempt_id: str, timeout: float) -> bool:
+        """Wait until no call of the attempt is open; False after the timeout, or if the recorder of an open
+        call is gone."""
+        await self._wait_for(
+            self._calls_closed, lambda: self._records.count_awaited_calls(attempt_id) == 0, timeout
+        )
         return self._attempts.count_open_calls(attempt_id) == 0
 
-    async def _until(self, condition: BroadcastCondition, holds: Callable[[], bool], timeout: float) -> bool:
-        """Wait for a condition; raises when the store is closed meanwhile, or its timer fails."""
+    async def _wait_for(
+        self, condition: BroadcastCondition, predicate: Callable[[], bool], timeout: float
+    ) -> bool:
+        """Wait for a predicate; raises if the store is closed meanwhile, or its timer fails."""
 
-        def look() -> bool:
-            self._watch()
-            return holds()
+        def check() -> bool:
+            self._ensure_timer()
+            return predicate()
 
-        return await condition.wait_for(look, timeout)
+        return await condition.wait_for(check, timeout)
 
     async def wait_for_rollouts(
         self, rollout_ids: list[str], at_least: int | None, timeout: float | None
     ) -> list[Row]:
-        """Decided rollouts among `rollout_ids`, once there are `at_least` (default all) or the time is over."""
+        """Wait until `at_least` rollouts are decided (default: all), or for `timeout` seconds; returns the
+        decided ones."""
         unique = list(dict.fromkeys(rollout_ids))
         wanted = len(unique) if at_least is None else min(at_least, len(unique))
         loop = asyncio.get_running_loop()
-        end = None if timeout is None else loop.time() + timeout
+        deadline = None if timeout is None else loop.time() + timeout
         while True:
-            self._watch()
+            self._ensure_timer()
             undecided = self._rollouts.undecided(unique)
             needed = wanted - (len(unique) - len(undecided))
-            left = None if end is None else end - loop.time()
-            if needed <= 0 or (left is not None and left <= 0):
+            remaining = None if deadline is None else deadline - loop.time()
+            if needed <= 0 or (remaining is not None and remaining <= 0):
                 decided = set(unique) - set(undecided)
                 return [self._rollouts.get(rollout_id) for rollout_id in unique if rollout_id in decided]
-            await self._wait_for_any(undecided, needed, left)
+            await self._wait_for_any(undecided, needed, remaining)
 
     async def _wait_for_any(self, undecided: list[str], needed: int, timeout: float | None) -> None:
         waiter = FinishWaiter(needed, asyncio.get_running_loop().create_future())
@@ -281,92 +306,102 @@ class StoreService:
                     self._waiters.pop(rollout_id, None)
 
     async def query(self, method: str, *args: Any) -> Any:
-        """Run one of the `Queries`, beside the writer."""
+        """Run one of the `Queries` in the reader thread, while the writer continues."""
         if self._read_only:
-            self._must_be_open()
+            self._check_open()
         else:
-            self._watch()
+            self._ensure_timer()
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._readers, self._queries.run, method, args)
+            return await loop.run_in_executor(self._reader_thread, self._queries.run, method, args)
         except UnicodeEncodeError as error:
-            raise QueryError(f"nothing can be found by what is not Unicode: {error}") from None
+            raise QueryError(
+                f"a filter holds characters that are not Unicode, which match nothing: {error}"
+            ) from None
         except sqlite3.Error as error:
-            raise StoreError(f"the store's file {self._journal.path} cannot be read: {error}") from None
+            raise StoreError(
+                f"the store's file {self._journal.path} cannot be read: {error}; check its disk"
+            ) from None
 
     # events and the timer
 
     def _wake(self) -> None:
-        changes, self._rollouts.changes = self._rollouts.changes, Changes()
-        for rollout_id in changes.decided:
+        """Wake those that wait for the events of the last transaction."""
+        events, self._rollouts.events = self._rollouts.events, CommitEvents()
+        for rollout_id in events.decided:
             for waiter in self._waiters.pop(rollout_id, set()):
                 waiter.needed -= 1
                 if waiter.needed == 0 and not waiter.done.done():
                     waiter.done.set_result(None)
-        if changes.queued:
-            self._queued.notify_all()
-        if changes.taken:
-            self._room.notify_all()
-        if changes.closed:
-            self._closed.notify_all()
-        if changes.deadline is not None and changes.deadline < self._alarm:
-            self._earlier.notify_all()
+        if events.queued:
+            self._queue_changed.notify_all()
+        if events.dequeued:
+            self._queue_has_room.notify_all()
+        if events.calls_closed:
+            self._calls_closed.notify_all()
+        if events.deadline is not None and events.deadline < self._timer_deadline:
+            self._deadline_moved.notify_all()
 
     def _wake_all(self) -> None:
-        """So that everybody looks at what became of the store."""
-        for condition in (self._queued, self._room, self._closed):
+        """Wake all waiters, so that each receives the error of a closed store or a failed timer."""
+        for condition in (self._queue_changed, self._queue_has_room, self._calls_closed):
             condition.notify_all()
         for waiter in {waiter for waiters in self._waiters.values() for waiter in waiters}:
             if not waiter.done.done():
                 waiter.done.set_result(None)
 
-    def _watch(self) -> None:
-        """Keep the timer running. If it failed, say so to this caller; the next one starts it again."""
-        self._must_be_open()
+    def _ensure_timer(self) -> None:
+        """Keep the timer running.
+
+        If it failed, raise its error to this caller; the next call starts it again.
+        """
+        self._check_open()
         if self._read_only:
-            raise StoreError(f"the store {self._journal.path} was opened for reading only")
-        watching = self._watching
-        if watching is not None and watching.done():
-            self._watching = None
-            if not watching.cancelled():  # else its event loop is gone
-                watching.result()
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._expire_forever())
+            raise StoreError(
+                f"the store {self._journal.path} was opened for reading only; change it through its own run"
+            )
+        timer = self._timer
+        if timer is not None and timer.done():
+            self._timer = None
+            if not timer.cancelled():  # cancelled with its event loop
+                timer.result()
+        if self._timer is None:
+            self._timer = asyncio.create_task(self._run_timer())
 
-    def _must_be_open(self) -> None:
-        if self._shut:
-            raise StoreError(f"the store {self._journal.path} is closed")
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreError(f"the store {self._journal.path} is closed; open another StoreService")
 
-    async def _expire_forever(self) -> None:
+    async def _run_timer(self) -> None:
         try:
             while True:
-                deadline = self._attempts.next_deadline()
-                self._alarm = math.inf if deadline is None else deadline
-                left = None if deadline is None else deadline - self._clock()
-                if left is not None and left > 0:
-                    left = max(left, TICK_S)
-                if not await self._earlier.wait_for(self._is_earlier, left):
+                deadline = self._leases.next_deadline()
+                self._timer_deadline = math.inf if deadline is None else deadline
+                remaining = None if deadline is None else deadline - self._clock()
+                if remaining is not None and remaining > 0:
+                    remaining = max(remaining, MIN_TIMER_S)
+                if not await self._deadline_moved.wait_for(self._has_earlier_deadline, remaining):
                     await self.expire()
         except Exception:
-            logger.exception("the store's timer failed")
+            logger.exception("the store's timer failed; the next call starts it again")
             self._wake_all()
             raise
 
-    def _is_earlier(self) -> bool:
-        first = self._attempts.next_deadline()
-        return first is not None and first < self._alarm
+    def _has_earlier_deadline(self) -> bool:
+        deadline = self._leases.next_deadline()
+        return deadline is not None and deadline < self._timer_deadline
 
     async def expire(self) -> int:
-        """End what is over its time, as the timer does; returns how many attempts that were."""
+        """End the attempts whose deadline has passed, as the timer does; returns their number."""
         with self._committed():
-            return self._attempts.expire()
+            return self._leases.expire()
 
     async def close(self) -> None:
-        """Stop the timer and close the file; whoever still waits hears of it."""
-        self._shut = True
-        if self._watching is not None and not self._watching.done():
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        """Stop the timer and close the file; callers that wait receive a StoreError."""
+        self._is_closed = True
+        if self._timer is not None and not self._timer.done():
+            self._timer.cancel()
+            await asyncio.wait([self._timer])
         self._wake_all()
-        self._readers.shutdown()
+        self._reader_thread.shutdown()
         self._journal.close()

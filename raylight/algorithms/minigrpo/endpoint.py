@@ -61,8 +61,8 @@ class Endpoint:
             self._secret,
             self._recorder,
             self._add_spans,
-            history=self._store.history,
-            is_over=self._store.attempt_is_over,
+            history=self._store.chat_history,
+            is_over=self._store.is_attempt_finished,
         )
         self._server = _Server(
             uvicorn.Config(

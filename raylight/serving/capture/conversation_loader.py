@@ -12,12 +12,12 @@ from typing import TypeAlias
 from raylight.engines.capture_context import AttemptScope
 from raylight.errors import UnknownIdError
 from raylight.serving.conversations.conversations import Conversations
-from raylight.store.reading import Turn
+from raylight.store.reading import ChatTurn
 
 logger = logging.getLogger(__name__)
 
-History: TypeAlias = Callable[[str, str], Awaitable[list[Turn]]]
-"""Of a rollout and an attempt; normally `StoreClient.history`."""
+History: TypeAlias = Callable[[str, str], Awaitable[list[ChatTurn]]]
+"""Of a rollout and an attempt; normally `StoreClient.chat_history`."""
 REMEMBERED = 10_000
 """Answers of which it is known that they were asked for."""
 

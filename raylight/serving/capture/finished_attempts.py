@@ -12,7 +12,7 @@ REMEMBERED = 10_000
 """Attempts of which it is known that they are over."""
 
 Ask: TypeAlias = Callable[[str, str], Awaitable[bool]]
-"""Whether an attempt of a rollout is over; normally `StoreClient.attempt_is_over`."""
+"""Whether an attempt of a rollout is over; normally `StoreClient.is_attempt_finished`."""
 
 
 class FinishedAttempts:

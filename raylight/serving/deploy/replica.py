@@ -92,9 +92,9 @@ class ReplicaRuntime:
             self._add_spans if store is not None else None,
             max_body=config.max_body_bytes,
             token_in=config.token_in,
-            history=store.history if store is not None else None,
+            history=store.chat_history if store is not None else None,
             metrics=Metrics(extra),
-            is_over=store.attempt_is_over if store is not None else None,
+            is_over=store.is_attempt_finished if store is not None else None,
         )
         return naming(gateway, self._name)
 

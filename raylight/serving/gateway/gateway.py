@@ -238,8 +238,8 @@ def build_gateway(
         recorder: takes the calls of attempts; None: attempts have no addresses.
         spans: stores spans that other processes send to `/v1/traces`; None: there is no such route.
         token_in: build a conversation's next prompt from the tokens that it had, where the engine has a tokenizer.
-        is_over: tells whether an attempt is over, for requests that open no call; normally `StoreClient.attempt_is_over`.
-        history: brings back the conversations of an attempt that another replica served until now; normally `StoreClient.history`.
+        is_over: tells whether an attempt is over, for requests that open no call; normally `StoreClient.is_attempt_finished`.
+        history: brings back the conversations of an attempt that another replica served until now; normally `StoreClient.chat_history`.
     """
     metrics = metrics or Metrics()
     over = FinishedAttempts(is_over)

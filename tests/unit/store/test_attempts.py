@@ -234,7 +234,7 @@ async def test_wrong_changes_of_an_attempt_change_nothing(box: Box) -> None:
         with pytest.raises(InvalidTransitionError):
             await box.store.update_attempt(rollout_id, attempt_id, status=status, worker_id="x")
     for fields in ({}, {"status": "running"}, {"status": "succeeded"}):
-        with pytest.raises(InvalidTransitionError, match="a failure goes with"):
+        with pytest.raises(InvalidTransitionError, match="a failure requires the status"):
             await box.store.update_attempt(rollout_id, attempt_id, failure=BROKEN, **fields)
     for fields in ({"last_heartbeat_time": "soon"}, {"worker_id": 5}, {"metadata": [1]}):
         with pytest.raises(ValidationError):

@@ -13,7 +13,7 @@ from unit_helpers import make_generation
 
 from raylight.errors import StoreError, UnknownIdError
 from raylight.store.client import StoreClient
-from raylight.store.rows import generation_bytes, new_id, packed, request_row, span_row
+from raylight.store.rows import generation_bytes, new_id, pickled, request_row, span_row
 from raylight.store.service import StoreService
 from raylight.types import EnqueueRolloutRequest
 
@@ -122,8 +122,8 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
     messages: list[list[Any]] = [
         ["start_rollout", request_row(EnqueueRolloutRequest(input=2)), new_id("at"), "w"],
         ["start_attempt", (await box.store.start_rollout(1)).rollout_id, new_id("at"), "w"],
-        ["add_resources", resources_id, packed({"a": 1})],
-        ["update_resources", resources_id, packed({"a": 2})],
+        ["add_resources", resources_id, pickled({"a": 1})],
+        ["update_resources", resources_id, pickled({"a": 2})],
         ["capture", [opened], [closed]],
         ["lose_recorder", "another"],
         ["add_spans", [span_row(span_of(rollout))]],
@@ -185,7 +185,7 @@ async def test_a_message_that_comes_after_the_next_one_is_refused(box: Box) -> N
     """Its sender has given it up, and what it says is of the past."""
     (rollout_id,) = await box.enqueue()
     await box.service.call([("update_rollout", (rollout_id, {"mode": "val"}))], "lane", 2)
-    with pytest.raises(StoreError, match="message 1 of a client came after its message 2"):
+    with pytest.raises(StoreError, match="message 1 of a client arrived after its message 2"):
         await box.service.call([("update_rollout", (rollout_id, {"mode": "train"}))], "lane", 1)
     assert (await box.store.get_rollout_by_id(rollout_id)).mode == "val"
 

@@ -94,7 +94,7 @@ def test_a_client_leaves_nothing_of_an_event_loop_that_is_over() -> None:
     loop = asyncio.run(once())
     gc.collect()
     assert loop() is None
-    assert len(channel._lanes) == 0
+    assert len(channel._batchers) == 0
 
 
 # alone
@@ -179,7 +179,7 @@ async def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do(box: Box,
         "resources": lambda: box.store.add_resources(lock),
         "attempt": lambda: box.store.update_attempt(*ids_of(rollout), metadata=lock),
     }[what]
-    with pytest.raises(StoreError, match=r"cannot be pickled.*Give plain data"):
+    with pytest.raises(StoreError, match=r"cannot be pickled.*Pass plain data"):
         await work()
 
 

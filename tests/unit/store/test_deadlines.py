@@ -29,7 +29,7 @@ async def test_a_dequeue_that_is_never_heard_of_again_goes_back_to_the_queue(
     assert await box.pass_time(0.1) == 1
     assert await box.status(first) == ("requeuing", "unresponsive")
     failure = (await box.attempt(first)).failure
-    assert (failure.kind, "was not heard of for 60 s" in failure.error) == ("infrastructure", True)
+    assert (failure.kind, "sent no heartbeat for 60 s" in failure.error) == ("infrastructure", True)
     second = await box.again("v")
     assert (second.rollout_id, second.attempt.sequence_id) == (first.rollout_id, 2)
     assert (await box.store.finish_attempt(second, "succeeded")).status == "succeeded"
@@ -163,7 +163,7 @@ async def test_silence_begins_anew_with_every_span_but_not_with_a_heartbeat(box:
     assert await box.store.heartbeat("w", {}, [ids_of(rollout)[1]]) == []
     assert await box.pass_time(1) == 1
     assert await box.status(rollout) == ("failed", "unresponsive")
-    assert (await box.attempt(rollout)).failure.error == "Unresponsive: no span came for 10 s"
+    assert (await box.attempt(rollout)).failure.error == "Unresponsive: no span or call arrived for 10 s"
 
 
 @pytest.mark.parametrize("retried", [False, True])

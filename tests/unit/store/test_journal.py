@@ -19,7 +19,7 @@ from unit_helpers import make_generation, within
 
 from raylight.errors import StoreError
 from raylight.store.journal import VERSION, Journal
-from raylight.store.rollouts import Changes
+from raylight.store.rollouts import CommitEvents
 from raylight.store.service import StoreService
 
 # files that cannot be a journal
@@ -49,7 +49,7 @@ def truncated(path: Path) -> None:
     [
         (not_a_database, "not a database"),
         (of_another_version, f"schema {VERSION + 1}, not {VERSION}"),
-        (of_something_else, "is a database of something else"),
+        (of_something_else, "is a database of another program"),
         (truncated, "cannot be used"),
         (Path.mkdir, "cannot be used"),
     ],
@@ -133,7 +133,7 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
             await box.store.enqueue_rollout("x" * 1_000_000)
         with pytest.raises(StoreError, match="full"):
             await box.store.add_resources({"a": "x" * 1_000_000})
-        assert box.service._rollouts.changes == Changes(), "nobody is told of what was undone"
+        assert box.service._rollouts.events == CommitEvents(), "nobody is told of what was undone"
         assert await box.store.statistics() == before
         assert await box.status(rollout) == ("preparing", "preparing")
         box.service._journal.db.execute("PRAGMA max_page_count = 1000000")
@@ -159,7 +159,7 @@ async def test_a_transaction_that_sqlite_undoes_by_itself_is_undone_once(tmp_pat
     async with open_box(tmp_path / "s.db") as box:
         await box.enqueue()
         journal = box.service._journal
-        with pytest.raises(StoreError, match="no such table"), journal.transaction(), journal.one_call():
+        with pytest.raises(StoreError, match="no such table"), journal.transaction(), journal.savepoint():
             journal.db.execute("ROLLBACK").execute("SELECT * FROM none_such")
         assert (await box.again()).status == "preparing"
 

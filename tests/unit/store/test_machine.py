@@ -135,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
     def dequeue(self, slot: str | None, limit: int) -> None:
         worker = slot and self.worker(slot)
         offered = self.offered(worker, limit)
-        assert self.service._attempts.has_for(worker) == bool(offered)
+        assert self.service._leases.can_dequeue(worker) == bool(offered)
         taken = self.do(self.store.dequeue_many_rollouts(limit=limit, worker_id=worker))
         assert [rollout.rollout_id for rollout in taken] == offered
         for rollout in taken:
@@ -317,7 +317,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def age(self, attempt: Try) -> int:
         """Attempts that began together are told apart by their order in the store."""
-        row = self.service._journal.one(
+        row = self.service._journal.fetch_one(
             "SELECT rowid FROM attempts WHERE attempt_id = ?", (attempt.taken.attempt.attempt_id,)
         )
         assert row is not None

@@ -238,12 +238,12 @@ QUERIES: dict[str, Callable[[Box], Query]] = {
         ({"sort_by": "start_time; DROP TABLE rollouts"}, "cannot sort by"),
         ({"sort_by": ""}, "cannot sort by ''"),
         ({"sort_order": "up"}, "sort_order is 'asc' or 'desc', not 'up'"),
-        ({"limit": -2}, "limit is -1"),
-        ({"limit": 1.5}, "limit is -1"),
-        ({"limit": None}, "limit is -1"),
-        ({"limit": 2**63}, "limit is -1"),
-        ({"offset": -1}, "offset 0 or more"),
-        ({"offset": 2**70}, "offset 0 or more"),
+        ({"limit": -2}, "limit must be at least -1"),
+        ({"limit": 1.5}, "limit must be at least -1"),
+        ({"limit": None}, "limit must be at least -1"),
+        ({"limit": 2**63}, "limit must be at least -1"),
+        ({"offset": -1}, "offset at least 0"),
+        ({"offset": 2**70}, "offset at least 0"),
     ],
 )
 async def test_a_wrong_order_or_page_is_an_error(

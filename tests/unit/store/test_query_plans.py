@@ -59,8 +59,8 @@ async def use_everything(box: Box) -> None:
     await store.get_worker_by_id("w")
     await store.statistics()
     await store.lease_seconds()
-    await store.history(*ids_of(first))
-    box.service._attempts.recover()
+    await store.chat_history(*ids_of(first))
+    box.service._leases.renew_all()
     await query_everything(box, first.rollout_id)
 
 

@@ -65,7 +65,7 @@ async def test_it_does_not_disturb_the_leases(tmp_path: Path) -> None:
             assert (await StoreClient(service).get_rollout_by_id(rollout.rollout_id)).status == "preparing"
             for _ in range(10):
                 await asyncio.sleep(0)
-            assert service._watching is None
+            assert service._timer is None
             await service.close()
         assert await box.status(rollout) == ("preparing", "preparing")
         assert await box.pass_time(LEASE_S / 4) == 1
@@ -90,7 +90,7 @@ async def ask_all(store: StoreClient) -> list[Any]:
         store.lease_seconds(),
         store.wait_for_rollouts(rollout_ids=["ro"]),
         store.wait_for_rollouts(rollout_ids=[], timeout=0),
-        store._channel.send("settle", "at", 0),
+        store._channel.send("wait_for_records", "at", 0),
         store._channel.send("expire"),
         store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)]),
     ]
@@ -104,7 +104,7 @@ async def test_it_does_nothing_but_answer_queries(tmp_path: Path) -> None:
     async with within():
         answers = await ask_all(StoreClient(service))
     assert [str(answer) for answer in answers] == [
-        f"the store {tmp_path / 's.db'} was opened for reading only"
+        f"the store {tmp_path / 's.db'} was opened for reading only; change it through its own run"
     ] * len(answers)
     assert {type(answer) for answer in answers} == {StoreError}
     assert (await StoreClient(service).get_rollout_by_id("ro")).status == "queuing"
@@ -188,7 +188,7 @@ async def test_a_store_that_was_killed_is_read_and_opened(tmp_path: Path, writer
 async def one_writes(path: Path, box: Box) -> None:
     for _ in range(2):
         with pytest.raises(
-            StoreError, match=r"s\.db open for writing; read it by StoreService\(path, read_only=True\)"
+            StoreError, match=r"s\.db open for writing; read it with StoreService\(path, read_only=True\)"
         ):
             StoreService(path)
     assert (await box.take()).status == "preparing"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from store_helpers import BROKEN, Box, Clock, ids_of, open_box, span_of
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
-from raylight.store.rules import BY_HAND
+from raylight.store.transitions import MANUAL_TRANSITIONS
 from raylight.types import FINISHED, EnqueueRolloutRequest, RolloutConfig
 
 
@@ -253,12 +253,12 @@ async def bring_to(box: Box, status: str) -> str:
     return rollout.rollout_id
 
 
-@pytest.mark.parametrize("after", sorted(BY_HAND))
-@pytest.mark.parametrize("before", sorted(BY_HAND))
+@pytest.mark.parametrize("after", sorted(MANUAL_TRANSITIONS))
+@pytest.mark.parametrize("before", sorted(MANUAL_TRANSITIONS))
 async def test_the_status_changes_by_hand_as_the_table_says(box: Box, before: str, after: str) -> None:
     rollout_id = await bring_to(box, before)
     assert (await box.status(rollout_id))[0] == before
-    if after not in BY_HAND[before] and after != before:
+    if after not in MANUAL_TRANSITIONS[before] and after != before:
         with pytest.raises(InvalidTransitionError, match=f"{before} -> {after}"):
             await box.store.update_rollout(rollout_id, status=after)
         after = before

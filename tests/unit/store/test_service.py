@@ -239,7 +239,7 @@ async def test_a_failure_of_the_timer_is_told_once_and_the_store_goes_on(
             raise StoreError("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(box.service._attempts, "expire", fail)
+            patch.setattr(box.service._leases, "expire", fail)
             limited = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=1e-9))
             with pytest.raises(StoreError, match="the disk is full"):
                 await waiting
@@ -317,8 +317,8 @@ async def test_nothing_of_a_finished_rollout_stays_in_memory(box: Box) -> None:
     for _ in range(5):
         await asyncio.sleep(0)
     assert held(box.service) <= before + 1, "the timer's own wait"
-    changes = box.service._rollouts.changes
-    assert (changes.decided, changes.queued, changes.taken, changes.closed, changes.deadline) == (
+    events = box.service._rollouts.events
+    assert (events.decided, events.queued, events.dequeued, events.calls_closed, events.deadline) == (
         set(),
         False,
         False,

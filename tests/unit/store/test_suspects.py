@@ -12,7 +12,7 @@ from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, ids_of, open_box, s
 from unit_helpers import within
 
 from raylight.errors import WorkerGoneError
-from raylight.store.rules import Losses, decide
+from raylight.store.transitions import InfrastructureLosses, decide
 from raylight.types import Rollout, RolloutConfig
 
 
@@ -33,7 +33,7 @@ async def suspects(box: Box, n: int, **config: Any) -> list[str]:
 def of(box: Box, rollout: Rollout | str) -> tuple[int, int, int]:
     """`(lost, charged, suspect)` of a rollout."""
     rollout_id = rollout if isinstance(rollout, str) else rollout.rollout_id
-    found = box.service._journal.one(
+    found = box.service._journal.fetch_one(
         "SELECT lost, charged, suspect FROM rollouts WHERE rollout_id = ?", (rollout_id,)
     )
     assert found is not None
@@ -50,20 +50,53 @@ def names(rollouts: list[Rollout]) -> list[str]:
 @pytest.mark.parametrize(
     ("status", "sequence_id", "infrastructure", "losses", "config", "expected"),
     [
-        ("running", 1, False, Losses(0, 0), {}, "running"),
-        ("failed", 1, False, Losses(0, 0), {}, "failed"),
-        ("failed", 3, True, Losses(2, 2), {}, "requeuing"),
-        ("failed", 3, True, Losses(3, 3), {}, "failed"),
-        ("failed", 50, True, Losses(49, 2), {}, "requeuing"),
-        ("failed", 50, True, Losses(50, 3), {}, "failed"),
-        ("failed", 50, False, Losses(49, 1), {"max_attempts": 2, "retry_condition": {"failed"}}, "requeuing"),
-        ("failed", 51, False, Losses(49, 1), {"max_attempts": 2, "retry_condition": {"failed"}}, "failed"),
-        ("failed", 50, True, Losses(50, 3), {"max_attempts": 2, "retry_condition": {"failed"}}, "requeuing"),
-        ("failed", 51, True, Losses(51, 4), {"max_attempts": 2, "retry_condition": {"failed"}}, "failed"),
+        ("running", 1, False, InfrastructureLosses(0, 0), {}, "running"),
+        ("failed", 1, False, InfrastructureLosses(0, 0), {}, "failed"),
+        ("failed", 3, True, InfrastructureLosses(2, 2), {}, "requeuing"),
+        ("failed", 3, True, InfrastructureLosses(3, 3), {}, "failed"),
+        ("failed", 50, True, InfrastructureLosses(49, 2), {}, "requeuing"),
+        ("failed", 50, True, InfrastructureLosses(50, 3), {}, "failed"),
+        (
+            "failed",
+            50,
+            False,
+            InfrastructureLosses(49, 1),
+            {"max_attempts": 2, "retry_condition": {"failed"}},
+            "requeuing",
+        ),
+        (
+            "failed",
+            51,
+            False,
+            InfrastructureLosses(49, 1),
+            {"max_attempts": 2, "retry_condition": {"failed"}},
+            "failed",
+        ),
+        (
+            "failed",
+            50,
+            True,
+            InfrastructureLosses(50, 3),
+            {"max_attempts": 2, "retry_condition": {"failed"}},
+            "requeuing",
+        ),
+        (
+            "failed",
+            51,
+            True,
+            InfrastructureLosses(51, 4),
+            {"max_attempts": 2, "retry_condition": {"failed"}},
+            "failed",
+        ),
     ],
 )
 def test_only_charged_losses_use_up_retries(
-    status: Any, sequence_id: int, infrastructure: bool, losses: Losses, config: dict[str, Any], expected: str
+    status: Any,
+    sequence_id: int,
+    infrastructure: bool,
+    losses: InfrastructureLosses,
+    config: dict[str, Any],
+    expected: str,
 ) -> None:
     assert decide(status, sequence_id, infrastructure, losses, RolloutConfig(**config)) == expected
 

@@ -39,7 +39,7 @@ from raylight.serving.capture.middleware import MAX_CHOICES, CaptureMiddleware, 
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.conversations.conversations import Conversations, Splice
 from raylight.store.client import StoreClient
-from raylight.store.reading import Turn
+from raylight.store.reading import ChatTurn
 from raylight.store.service import StoreService
 from raylight.traces.attributes import call_key_of
 from raylight.traces.messages import read_call
@@ -582,10 +582,10 @@ async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> No
     known, asked = Known(), []
     gate = asyncio.Event()
 
-    async def history(rollout_id: str, attempt_id: str) -> list[Turn]:
+    async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         asked.append((rollout_id, attempt_id))
         await gate.wait()
-        return [Turn("planner", ASKED, {"role": "assistant", "content": "hello"}, [1, 2, 3])]
+        return [ChatTurn("planner", ASKED, {"role": "assistant", "content": "hello"}, [1, 2, 3])]
 
     bench = Bench(known, history)
     await bench.call().answered()
@@ -612,7 +612,7 @@ async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> No
 async def test_a_history_that_cannot_be_had_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     known, asked = Known(), []
 
-    async def history(rollout_id: str, attempt_id: str) -> list[Turn]:
+    async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         asked.append(attempt_id)
         raise StoreLostError("gone")
 
@@ -627,10 +627,10 @@ async def test_a_history_that_cannot_be_had_is_asked_for_again(caplog: pytest.Lo
 async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
     known, asked = Known(), 0
 
-    async def history(rollout_id: str, attempt_id: str) -> list[Turn]:
+    async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         nonlocal asked
         asked += 1
-        return [Turn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1])]
+        return [ChatTurn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1])]
 
     recall: Any = ConversationLoader(known, history)  # type: ignore[arg-type]
     for _ in range(3):
@@ -661,9 +661,9 @@ class Replicas:
         self.apps = [FakeApp() for _ in range(count)]
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 
-    async def history(self, rollout_id: str, attempt_id: str) -> list[Turn]:
+    async def history(self, rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         self.asked += 1
-        return await self.store.history(rollout_id, attempt_id)
+        return await self.store.chat_history(rollout_id, attempt_id)
 
     async def talk(self, inside: AttemptScope, *order: int, edit: str = "") -> None:
         """Each answer is told to the store before the agent goes on; what an app samples is the letters' numbers."""
@@ -729,7 +729,7 @@ async def test_an_answer_that_comes_late_to_the_store_is_found_by_the_next_call_
     assert await replicas.sources() == ["rendered", "rendered", "spliced", "spliced"]
 
 
-async def nothing(rollout_id: str, attempt_id: str) -> list[Turn]:
+async def nothing(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
     return []
 
 
@@ -741,7 +741,7 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
     body = ASKED | {"tools": TOOLS, "chat_template_kwargs": {"a": 1}, "n": 2}
     recorder = Recorder(store.capture)
     app = FakeApp()
-    tap = CaptureMiddleware(app, ENGINE, recorder, first, store.history)
+    tap = CaptureMiddleware(app, ENGINE, recorder, first, store.chat_history)
     await Call(tap, body, inside=inside).answered()
     await Call(tap, {"prompt": "x"}, "/v1/completions", inside=inside).answered()
     app.gate.clear()
@@ -753,7 +753,9 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
     app.gate.set()
     assert await recorder.aclose() == 0
     other = Recorder(store.capture)
-    await Call(CaptureMiddleware(app, ENGINE, other, second, store.history), PAST, inside=inside).answered()
+    await Call(
+        CaptureMiddleware(app, ENGINE, other, second, store.chat_history), PAST, inside=inside
+    ).answered()
     assert await other.aclose() == 0
     assert len(first.remembered) == 2
     assert second.remembered[:2] == first.remembered

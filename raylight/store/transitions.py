@@ -1,0 +1,86 @@
+"""Status transitions: how an attempt decides its rollout, and what a user may set by hand.
+
+Pure: no state, no clock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raylight.errors import InvalidTransitionError
+from raylight.types import (
+    ATTEMPT_TRANSITIONS,
+    FINISHED,
+    ROLLOUT_TRANSITIONS,
+    AttemptStatus,
+    RolloutConfig,
+    RolloutStatus,
+)
+
+MANUAL_TRANSITIONS: dict[RolloutStatus, frozenset[RolloutStatus]] = ROLLOUT_TRANSITIONS | {
+    "queuing": FINISHED,
+    "requeuing": FINISHED,
+    "succeeded": frozenset({"requeuing"}),
+    "failed": frozenset({"requeuing", "succeeded"}),
+    "cancelled": frozenset({"requeuing"}),
+}
+"""Status changes that `update_rollout` allows: a waiting rollout can be decided and a finished one queued
+again. Neither can be set to running, because no worker would execute it; `start_attempt` begins an attempt by
+hand."""
+
+STATUS_FROM_ATTEMPT: dict[AttemptStatus, RolloutStatus] = {
+    "preparing": "preparing",
+    "running": "running",
+    "succeeded": "succeeded",
+}
+"""Status of a rollout whose latest attempt has not failed."""
+
+
+class InfrastructureLosses(NamedTuple):
+    """Counts of a rollout's attempts that were lost to the infrastructure."""
+
+    lost: int
+    charged: int
+    """Losses that the rollout may have caused.
+
+    When a runner dies with several attempts, the cause is unknown and none is charged.
+    """
+
+
+def decide(
+    status: AttemptStatus,
+    sequence_id: int,
+    infrastructure: bool,
+    losses: InfrastructureLosses,
+    config: RolloutConfig,
+) -> RolloutStatus:
+    """Status of a rollout whose latest attempt has this status.
+
+    Args:
+        sequence_id: number of that attempt, from 1.
+        infrastructure: the attempt was lost to the infrastructure.
+        losses: losses of the rollout, including this attempt.
+    """
+    if status in STATUS_FROM_ATTEMPT:
+        return STATUS_FROM_ATTEMPT[status]
+    beyond_limit = max(losses.charged - config.infrastructure_retries, 0)  # count like other failed attempts
+    if infrastructure and not beyond_limit:
+        return "requeuing"
+    own_attempts = sequence_id - (losses.lost - beyond_limit)
+    retried = status in config.retry_condition and own_attempts < config.max_attempts
+    return "requeuing" if retried else "failed"
+
+
+def check_attempt_transition(attempt_id: str, before: AttemptStatus, after: AttemptStatus) -> None:
+    """Raise InvalidTransitionError if an attempt cannot change from one status to the other."""
+    if after not in ATTEMPT_TRANSITIONS[before]:
+        raise InvalidTransitionError(f"attempt {attempt_id}: {before} -> {after}")
+
+
+def check_manual_transition(rollout_id: str, before: RolloutStatus, after: RolloutStatus) -> None:
+    """Raise InvalidTransitionError if `update_rollout` cannot change one status to the other."""
+    if after not in MANUAL_TRANSITIONS[before]:
+        allowed = ", ".join(sorted(MANUAL_TRANSITIONS[before]))
+        raise InvalidTransitionError(
+            f"rollout {rollout_id}: {before} -> {after} is not allowed; update_rollout can set: {allowed}"
+        )
