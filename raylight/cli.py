@@ -31,22 +31,19 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-class EngineName(StrEnum):
-    """Values of `--engine`."""
-
-    auto = "auto"
-    transformers = "transformers"
-    vllm = "vllm"
-    upstream = "upstream"
-
-
 AgentName = Annotated[
     str, typer.Argument(help="Dotted name of the agent: package.module:agent.", metavar="AGENT")
 ]
 ModelName = Annotated[
     str, typer.Option(help="Model folder, name in the local Hugging Face cache, or the upstream's name.")
 ]
-Engine = Annotated[EngineName, typer.Option(help="Inference engine; auto chooses by what is installed.")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted name of an "
+        "engine class, package.module:Engine."
+    ),
+]
 Runners = Annotated[int, typer.Option(min=1, help="Number of runner actors, which execute the agent.")]
 Port = Annotated[
     int | None,
@@ -69,7 +66,7 @@ def quickstart(
     model: Annotated[
         str | None, typer.Option(help="Model folder; the packaged starter model by default.")
     ] = None,
-    engine: Engine = EngineName.auto,
+    engine: Engine = "auto",
 ) -> None:
     """Train a small model to add two numbers: offline, on a CPU, in about a minute."""
     import raylight as rl
@@ -88,7 +85,7 @@ def quickstart(
         port=port,
         output_dir=output_dir,
         seed=seed,
-        engine={"kind": engine.value},
+        engine={"kind": engine},
     )
     trainer.fit(adder, train_tasks, val_dataset=val_tasks)
 
@@ -114,7 +111,7 @@ def evaluate(
     pass_reward: Annotated[
         float, typer.Option(help="Lowest reward with which a rollout passes, for pass@k.")
     ] = 1.0,
-    engine: Engine = EngineName.auto,
+    engine: Engine = "auto",
     n_runners: Runners = 2,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     output_dir: Annotated[
@@ -131,7 +128,7 @@ def evaluate(
 
     tasks = read_tasks(data, limit)
     settings: dict[str, Any] = {
-        "engine": {} if engine is EngineName.auto else {"kind": engine.value},
+        "engine": {} if engine == "auto" else {"kind": engine},
         "runner": {"n": n_runners},
         "store": {},
         "rollout": {},
@@ -163,7 +160,7 @@ def evaluate(
 @app.command()
 def serve(
     model: ModelName,
-    engine: Engine = EngineName.auto,
+    engine: Engine = "auto",
     name: Annotated[
         str | None, typer.Option(help="Model name that clients send; the folder's by default.")
     ] = None,
@@ -200,9 +197,10 @@ def serve(
     from raylight.config import EngineConfig
     from raylight.trainer.serve import serve_model
 
+    _import_from_here()
     settings: dict[str, Any] = {
         "engine": {
-            "kind": engine.value,
+            "kind": engine,
             "host": host,
             "port": port,
             "replicas": replicas,

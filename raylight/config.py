@@ -132,12 +132,13 @@ def cpu_threads(config: EngineConfig | LearnerConfig) -> int:
 class EngineConfig(Config):
     """The serving deployment."""
 
-    kind: Literal["auto", "transformers", "vllm", "upstream"] = "auto"
-    """auto: vllm where it is installed and replicas have a GPU, else transformers; upstream where a `url` is
-    given."""
+    kind: str = "auto"
+    """"transformers", "vllm", "upstream", or the dotted name of an engine class, "package.module:Engine".
+    "auto" is upstream if a `url` is given, vllm if it is installed and replicas have a GPU, else
+    transformers."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine: any engine argument of vLLM; `tool_parser` and `reasoning` of
-    transformers."""
+    transformers; keyword arguments of an engine class."""
     url: str | None = None
     """Base URL of an OpenAI-compatible upstream, such as https://api.example.com/v1."""
     api_key: SecretStr | None = None
@@ -193,7 +194,7 @@ class EngineConfig(Config):
             raise ValueError(
                 "kind is 'upstream' and url is missing; give the base URL of an OpenAI-compatible endpoint"
             )
-        if self.kind not in ("auto", "upstream") and self.url is not None:
+        if self.kind in ("transformers", "vllm") and self.url is not None:
             raise ValueError(f"url is set, but kind is {self.kind!r}; only an upstream engine has a url")
         return self
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from raylight import __version__
 from raylight.config import EngineConfig
-from raylight.serving.deploy.choose import ENGINES, choose_engine
+from raylight.engines.registry import ENGINES, choose_engine
 from raylight.trainer.cluster import answers, running_cluster
 
 GIB = 2**30

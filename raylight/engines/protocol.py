@@ -1,8 +1,18 @@
-"""What every engine offers, whatever computes behind it: an OpenAI-compatible application, weights, log-probs, sleep.
+"""The engine protocol: sampling over an OpenAI-compatible application, weight updates, log-probs, sleep.
 
-An engine lives in one replica. Its application answers `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/tokenize` and
-`/detokenize`, streaming or not; what else agents speak is translated into these before it comes here. While it samples for an
-agent it tells the current `CaptureContext` the tokens (see `exchange.py`).
+An engine lives in one replica. Its application serves `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/tokenize` and
+`/detokenize`, with and without streaming; requests in other dialects are translated into these before they reach it.
+
+Laws:
+
+- While it samples for an agent, an engine records each token in the current `CaptureContext` (`capture_context.py`). An engine
+  that does not is served, but its calls have no tokens and cannot be trained on.
+- Every sampled token is produced by exactly one weight version.
+- A version of weights or of an adapter is loaded at most once.
+
+An engine of the user's own is chosen by its dotted name, `EngineConfig(kind="package.module:Engine")`: a class (or a function that
+returns an instance) which is called as `Engine(settings, **args)` in the replica's process, with `EngineSettings` and the entries of
+`EngineConfig.args`. A class without weights to update needs only a constructor and `app`, see `InferenceOnlyEngine`.
 """
 
 from __future__ import annotations
@@ -13,13 +23,35 @@ from typing import Any, Literal, Protocol
 
 from starlette.types import ASGIApp
 
+from raylight.config import EngineConfig
+from raylight.errors import WeightSyncError
+
 UpdateMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests in flight when new weights come: they go on with them (and their tokens' versions tell), the weights
-wait for their end, or they end at once with the finish reason "abort"."""
+"""Handling of requests in flight during a weight update: "keep" continues them with the new weights (each token records its own
+version), "wait" delays the update until they have finished, "abort" ends them immediately with the finish reason "abort"."""
 
 PROMPT_IDS = "prompt_token_ids"
-"""Key in a chat request's `kv_transfer_params` under which the gateway hands over a prompt as tokens, as in vLLM: the engine then
-samples from exactly these, and renders no template."""
+"""Key in a chat request's `kv_transfer_params` for a prompt given as token ids, as in vLLM. The engine samples from exactly these
+ids and renders no chat template."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Constructor argument of an engine.
+
+    Attributes:
+        model_path: local folder of the model; empty for an engine whose model is not local.
+        model: name under which the model is served.
+        config: the run's engine settings (dtype, limits, url, ...).
+        seed: seed for requests without a seed of their own.
+        device: torch device of the replica, "cuda" or "cpu".
+    """
+
+    model_path: str
+    model: str
+    config: EngineConfig
+    seed: int = 0
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -38,59 +70,101 @@ class LoraAdapter:
 class Engine(Protocol):
     """A model that samples."""
 
-    kind: str
-    """The name under which it is chosen: "transformers", "vllm" or "upstream"."""
     model: str
-    """The name under which the model is served."""
+    """Name under which the model is served."""
     tokenizer: Any
-    """A Hugging Face tokenizer; None where tokens are not known (an upstream model)."""
+    """A Hugging Face tokenizer; None if the model's tokens are not known (an upstream model)."""
     max_model_len: int | None
+    """Longest prompt plus response, in tokens; None if not known."""
 
     async def app(self) -> ASGIApp:
-        """The application; called once, when the engine is ready."""
+        """Return the ASGI application. Called once, when the engine is ready."""
         ...
 
     async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        """Take new weights: name to array in full precision, tied output layers included.
+        """Load new weights.
+
+        Args:
+            weights: parameter name to array in full precision, tied output layers included.
 
         Raises:
-            WeightSyncError: a tensor is missing, unknown or of another shape; the engine has no weights of its own.
+            WeightSyncError: a tensor is missing, unknown or of another shape, or the engine has no weights of its own.
         """
         ...
 
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
     ) -> None:
-        """Serve an adapter as the model `name`, in place of its last version if it had one. Requests in flight end with the version
-        that they began with under "keep"; a version is never loaded twice.
+        """Serve an adapter as the model `name`, replacing its previous version. Under "keep", requests in flight finish with the
+        version that they started with.
 
         Raises:
-            WeightSyncError: the adapter does not fit the model, or the engine has no adapters.
+            WeightSyncError: the adapter does not fit the model, or the engine supports no adapters.
         """
         ...
 
     async def drop_adapter(self, name: str) -> None:
-        """Serve the model `name` no longer; unknown names are ignored."""
+        """Stop serving the model `name`; unknown names are ignored."""
         ...
 
     async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
-        """Log-probabilities at temperature 1 of `ids[1:]`, each given those before it, with the current weights.
+        """Return the log-probabilities of `ids[1:]` at temperature 1, each given the ids before it, under the current weights.
 
         Raises:
-            WeightSyncError: the engine cannot tell.
+            WeightSyncError: the engine cannot compute them.
         """
         ...
 
     async def sleep(self, level: int = 1) -> str | None:
-        """Free the device's memory until `wake`; requests wait meanwhile. Returns why nothing was freed, where that is so."""
+        """Free the device's memory until `wake`; requests wait meanwhile. Returns the reason if nothing was freed, else None."""
         ...
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        """Resume after `sleep`."""
+        ...
 
     async def check_health(self) -> None:
-        """Raises if the engine can serve no more."""
+        """Raise if the engine can no longer serve; the replica is then replaced."""
         ...
 
     def close(self) -> None:
-        """Stop computing; requests in flight, and any that come later, end with status 503."""
+        """Stop computing. Requests in flight, and later ones, end with status 503."""
         ...
+
+
+class InferenceOnlyEngine:
+    """Base of engines with fixed weights: calls are recorded, the model cannot be trained. A subclass defines `app`."""
+
+    tokenizer: Any = None
+    max_model_len: int | None = None
+    not_trainable = "this engine's model cannot be trained: the engine takes no weights"
+    """Error message for every attempt to change or probe the weights."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.model = settings.model
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
+        raise WeightSyncError(self.not_trainable)
+
+    async def load_adapter(
+        self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
+    ) -> None:
+        raise WeightSyncError(self.not_trainable)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Do nothing: no adapter can be loaded."""
+
+    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+        raise WeightSyncError(self.not_trainable)
+
+    async def sleep(self, level: int = 1) -> str | None:
+        return "the engine holds no weights in this process"
+
+    async def wake(self) -> None:
+        """Do nothing: the engine never sleeps."""
+
+    async def check_health(self) -> None:
+        """Always healthy."""
+
+    def close(self) -> None:
+        """Do nothing: the engine has no resources."""

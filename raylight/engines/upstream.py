@@ -1,10 +1,13 @@
-"""The engine `upstream`: a model at any OpenAI-compatible URL. Its calls are traced, not trained on: its tokens are not known."""
+"""The engine `upstream`: a model at any OpenAI-compatible URL.
+
+Its calls are traced but not trained on, because its tokens and weights are not available.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import Any
 
 import httpx2
@@ -13,41 +16,47 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylight.engines.protocol import LoraAdapter, UpdateMode
-from raylight.errors import ConfigError, WeightSyncError
+from raylight.engines.protocol import EngineSettings, InferenceOnlyEngine
+from raylight.errors import ConfigError
 from raylight.http.errors import RequestError, error_body, error_response, read_error
 from raylight.http.request import json_request, until_disconnect
 from raylight.http.sse import sse_bytes
 
 logger = logging.getLogger(__name__)
 
-FORWARDED = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
-TOLD = ("content-type", "retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
-"""Headers of the upstream's answers that clients are given."""
-TOLD_PREFIXES = ("x-ratelimit-", "openai-")
+FORWARDED_PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+FORWARDED_HEADERS = ("content-type", "retry-after", "retry-after-ms", "x-should-retry", "x-request-id")
+"""Response headers of the upstream that are passed to the client."""
+FORWARDED_HEADER_PREFIXES = ("x-ratelimit-", "openai-")
 CONNECT_TIMEOUT_S = 10.0
-NOT_TRAINED = "an upstream model cannot be trained: its weights are not here, and its tokens are not known"
 
 
-class UpstreamEngine:
-    """Forwards requests, and their answers as they come.
+def build_engine(settings: EngineSettings) -> UpstreamEngine:
+    """Make the engine that forwards to `settings.config.url`."""
+    config = settings.config
+    if config.url is None:
+        raise ConfigError("EngineConfig.url is missing: an upstream engine needs the base URL of its model")
+    key = config.api_key.get_secret_value() if config.api_key else None
+    return UpstreamEngine(config.url, key, settings.model, config.upstream_model)
+
+
+class UpstreamEngine(InferenceOnlyEngine):
+    """Forwards each request to the upstream, and its response to the client as it arrives.
 
     Args:
         url: base URL of the upstream as OpenAI's client takes it, usually ending in `/v1`.
-        api_key: the upstream's; None sends none. What an agent sends as its key never goes there.
-        model: the name under which the model is served here.
-        upstream_model: the upstream's name of it; None: the same.
-        timeout_s: longest silence of the upstream, before an answer or within it.
-        max_connections: to the upstream at once; further requests wait for one, up to `timeout_s`.
+        api_key: the upstream's key; None sends none. The key that an agent sends is never forwarded.
+        model: name under which the model is served here.
+        upstream_model: the upstream's name of the model; None: the same name.
+        timeout_s: longest silence of the upstream, before a response or within it.
+        max_connections: concurrent connections to the upstream; further requests wait for one, up to `timeout_s`.
         transport: replaces the network, in tests.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is invalid.
     """
 
-    kind = "upstream"
-    tokenizer: Any = None
-    max_model_len: int | None = None
+    not_trainable = "an upstream model cannot be trained: its weights and tokens are not available here"
 
     def __init__(
         self,
@@ -62,8 +71,7 @@ class UpstreamEngine:
     ) -> None:
         self.model = model
         self._upstream_model = upstream_model or model
-        self._base = _base_url(url)
-        self._timeout_s = timeout_s
+        self._base_url = _parse_base_url(url)
         self._headers = {
             "content-type": "application/json",
             "accept-encoding": "identity",
@@ -78,70 +86,53 @@ class UpstreamEngine:
         )
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._working: set[asyncio.Future[None]] = set()
+        self._in_flight: set[asyncio.Future[None]] = set()
 
     async def app(self) -> ASGIApp:
         self._loop = asyncio.get_running_loop()
-        return self._answer
-
-    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        raise WeightSyncError(NOT_TRAINED)
-
-    async def load_adapter(
-        self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
-    ) -> None:
-        raise WeightSyncError(NOT_TRAINED)
-
-    async def drop_adapter(self, name: str) -> None:
-        """There is none."""
-
-    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
-        raise WeightSyncError(NOT_TRAINED)
+        return self._respond
 
     async def sleep(self, level: int = 1) -> str | None:
-        return "an upstream model takes no memory here"
-
-    async def wake(self) -> None:
-        """It never slept."""
+        return "an upstream model uses no memory here"
 
     async def check_health(self) -> None:
-        """An upstream that does not answer now may do so later, and a new replica would not change it."""
+        """Raise only if closed: an upstream outage may pass, and a new replica would not end it."""
         if self._closed:
             raise RuntimeError("this engine is closed")
 
     def close(self) -> None:
         self._closed = True
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._hang_up)
+            self._loop.call_soon_threadsafe(self._cancel_requests)
 
-    def _hang_up(self) -> None:
-        for work in self._working:
-            work.cancel()
-        asyncio.ensure_future(self._client.aclose())  # noqa: RUF006  nobody waits for it
+    def _cancel_requests(self) -> None:
+        for request in self._in_flight:
+            request.cancel()
+        asyncio.ensure_future(self._client.aclose())  # noqa: RUF006  the replica is shutting down
 
     # the application
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        started = _Started(send)
+        tracked = _TrackedSend(send)
         try:
             if scope["path"] == "/v1/models" and scope["method"] == "GET":
-                await JSONResponse(self._models())(scope, receive, started)
-            elif scope["path"] in FORWARDED and scope["method"] == "POST":
-                body = self._translate((await json_request(scope, receive)).fields)
-                await self._while_wanted(self._forward(scope, body, started), receive)
+                await JSONResponse(self._models())(scope, receive, tracked)
+            elif scope["path"] in FORWARDED_PATHS and scope["method"] == "POST":
+                body = self._rename_model((await json_request(scope, receive)).fields)
+                await self._run_until_disconnect(self._forward(scope, body, tracked), receive)
             else:
                 raise RequestError("an upstream model has no such route", 404, "not_found_error")
         except RequestError as error:
-            if not started.yes:
+            if not tracked.started:
                 await error_response(error)(scope, receive, send)
-            elif not started.between_events:  # the connection is cut
+            elif not tracked.between_events:  # the connection is cut
                 raise
             else:
                 await send({"type": "http.response.body", "body": sse_bytes(error_body(error))})
         except ClientDisconnect:
-            logger.debug("a client left before its request was read")
+            logger.debug("a client disconnected before its request body was complete")
 
     def _models(self) -> dict[str, Any]:
         return {
@@ -149,59 +140,59 @@ class UpstreamEngine:
             "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "upstream"}],
         }
 
-    def _translate(self, body: dict[str, Any]) -> bytes:
-        """A body with the upstream's name of the model.
+    def _rename_model(self, body: dict[str, Any]) -> bytes:
+        """Encode a request body with the upstream's name of the model.
 
         Raises:
-            RequestError: it asks for another model.
+            RequestError: the body asks for another model.
         """
-        asked = body.get("model")
-        if asked != self.model:
-            message = f"the model {asked!r:.200} does not exist; this endpoint serves {self.model!r}"
+        requested = body.get("model")
+        if requested != self.model:
+            message = f"the model {requested!r:.200} does not exist; this endpoint serves {self.model!r}"
             raise RequestError(message, 404, "not_found_error")
         return msgspec.json.encode(body | {"model": self._upstream_model})
 
-    async def _while_wanted(self, work: Awaitable[None], receive: Receive) -> None:
-        """Do the work, but stop when the client goes away.
+    async def _run_until_disconnect(self, work: Awaitable[None], receive: Receive) -> None:
+        """Await `work`; cancel it when the client disconnects.
 
         Raises:
             RequestError: the work failed, or this engine was closed meanwhile.
         """
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(until_disconnect(receive))
-        self._working.add(task)
+        disconnect = asyncio.ensure_future(until_disconnect(receive))
+        self._in_flight.add(task)
         try:
-            await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, disconnect], return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not task.cancelled():
                 task.result()
             elif self._closed:
                 raise RequestError("this engine is closed", 503, "overloaded_error")
         finally:
-            self._working.discard(task)
-            gone.cancel()
-            task.cancel()  # no effect on one that is done
+            self._in_flight.discard(task)
+            disconnect.cancel()
+            task.cancel()  # no effect on a finished task
             await asyncio.wait([task])
 
-    async def _forward(self, scope: Scope, body: bytes, send: _Started) -> None:
-        """Ask the upstream, and send its answer on as it comes.
+    async def _forward(self, scope: Scope, body: bytes, send: _TrackedSend) -> None:
+        """Send the request to the upstream, and its response to the client as it arrives.
 
         Raises:
-            RequestError: it cannot be reached, says nothing for too long, or breaks off.
+            RequestError: the upstream cannot be reached, is silent for too long, or ends its response early.
         """
         if self._closed:
             raise RequestError("this engine is closed", 503, "overloaded_error")
         url = self._url(scope["path"])
         try:
-            async with self._client.stream("POST", url, content=body, headers=self._headers) as answer:
-                told = {
+            async with self._client.stream("POST", url, content=body, headers=self._headers) as response:
+                headers = {
                     name: value
-                    for name, value in answer.headers.items()
-                    if name in TOLD or name.startswith(TOLD_PREFIXES)
+                    for name, value in response.headers.items()
+                    if name in FORWARDED_HEADERS or name.startswith(FORWARDED_HEADER_PREFIXES)
                 }
-                if answer.status_code >= 300:
-                    await answer.aread()
-                    refusal = error_response(_refusal(answer, scope["path"]))
-                    refusal.headers.update(told | {"content-type": "application/json"})
+                if response.status_code >= 300:
+                    await response.aread()
+                    refusal = error_response(_error_of(response, scope["path"]))
+                    refusal.headers.update(headers | {"content-type": "application/json"})
                     await send(
                         {
                             "type": "http.response.start",
@@ -211,9 +202,9 @@ class UpstreamEngine:
                     )
                     await send({"type": "http.response.body", "body": refusal.body})
                     return
-                headers = [(name.encode(), value.encode()) for name, value in told.items()]
-                await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
-                async for piece in answer.aiter_bytes():
+                raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+                await send({"type": "http.response.start", "status": response.status_code, "headers": raw})
+                async for piece in response.aiter_bytes():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx2.PoolTimeout:
             raise RequestError(
@@ -221,80 +212,79 @@ class UpstreamEngine:
             ) from None
         except httpx2.TimeoutException:
             raise RequestError(
-                f"the upstream model at {self._base} did not answer in time", 504, "timeout_error"
+                f"the upstream model at {self._base_url} did not answer in time", 504, "timeout_error"
             ) from None
         except httpx2.HTTPError as error:
-            logger.warning("the upstream at %s failed: %r", self._base, error)
-            what = "broke off its answer" if send.yes else "cannot be reached"
+            logger.warning("the upstream at %s failed: %r", self._base_url, error)
+            what = "broke off its response" if send.started else "cannot be reached"
             raise RequestError(
-                f"the upstream model at {self._base} {what}: {error}", 502, "api_error"
+                f"the upstream model at {self._base_url} {what}: {error}", 502, "api_error"
             ) from None
         await send({"type": "http.response.body", "body": b""})
 
     def _url(self, path: str) -> str:
-        """Where the upstream has what is at `path` here; vLLM and its kin tokenize beside their `/v1`."""
-        return (
-            f"{self._base}{path.removeprefix('/v1')}"
-            if path.startswith("/v1/")
-            else f"{self._base.removesuffix('/v1')}{path}"
-        )
+        """The upstream's URL of a path; vLLM and similar servers have `/tokenize` beside `/v1`, not under it."""
+        if path.startswith("/v1/"):
+            return f"{self._base_url}{path.removeprefix('/v1')}"
+        return f"{self._base_url.removesuffix('/v1')}{path}"
 
 
-class _Started:
-    """A `send` that knows how far an answer has come."""
+class _TrackedSend:
+    """ASGI `send` that tracks the progress of a response."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._streams = False
-        self._end = b""
-        self.yes = False
+        self._is_event_stream = False
+        self._last_bytes = b""
+        self.started = False
 
     @property
     def between_events(self) -> bool:
-        """Whether an event may be added to what was sent."""
-        return self._streams and (not self._end or self._end.replace(b"\r", b"").endswith(b"\n\n"))
+        """True if a further server-sent event may follow the bytes sent so far."""
+        return self._is_event_stream and (
+            not self._last_bytes or self._last_bytes.replace(b"\r", b"").endswith(b"\n\n")
+        )
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.yes = True
-            self._streams = (
-                dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
-            )
+            self.started = True
+            content_type = dict(message["headers"]).get(b"content-type", b"")
+            self._is_event_stream = content_type.startswith(b"text/event-stream")
         else:
-            self._end = (self._end + message.get("body", b""))[-4:]
+            self._last_bytes = (self._last_bytes + message.get("body", b""))[-4:]
         await self._send(message)
 
 
-def _refusal(answer: httpx2.Response, path: str) -> RequestError:
-    """What an upstream's error is to the agent: the same, but for what only this server can have done wrong."""
-    status = answer.status_code
+def _error_of(response: httpx2.Response, path: str) -> RequestError:
+    """The error for the agent: the upstream's own, except where only this server's settings can be wrong."""
+    status = response.status_code
     if status < 400:
         return RequestError(
-            f"the upstream redirects with status {status}; give its final URL", 502, "api_error"
+            f"the upstream redirects with status {status}; set engine.url to its final URL", 502, "api_error"
         )
-    if status in (401, 403):  # its words may quote the key
+    if status in (401, 403):  # the upstream's own message may quote the key
         return RequestError(
-            f"the upstream refused the key that this server has for it (status {status})",
-            status,
-            "authentication_error",
+            f"the upstream rejected this server's API key (status {status})", status, "authentication_error"
         )
     if path not in ("/v1/chat/completions", "/v1/completions") and status in (404, 405):
         return RequestError(f"the upstream has no {path}")
-    return read_error(status, answer.content)
+    return read_error(status, response.content)
 
 
-def _base_url(url: str) -> str:
-    """The URL without a slash at its end.
+def _parse_base_url(url: str) -> str:
+    """Validate the upstream's URL and strip its trailing slash.
 
     Raises:
-        ConfigError: it is none of HTTP.
+        ConfigError: it is not an HTTP URL, or holds a query, a fragment or a password.
     """
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL as error:
-        raise ConfigError(f"the upstream's url {url!r} is none: {error}") from None
+        raise ConfigError(f"the upstream's url {url!r} is invalid: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
-        raise ConfigError(f"the upstream's url {url!r} must look like https://api.example.com/v1")
+        raise ConfigError(
+            f"the upstream's url {url!r} is invalid; it must look like https://api.example.com/v1"
+        )
     if parsed.userinfo:
-        raise ConfigError("the upstream's url must not hold a password; give it as api_key")
+        raise ConfigError("the upstream's url must not contain a password; set api_key instead")
     return url.rstrip("/")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
 from raylight.config import EngineConfig, StoreConfig
+from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.files import write_atomic
 from raylight.runner.pool import RunnerPayload
 from raylight.semconv import OUTPUT_MESSAGES
-from raylight.serving.deploy.choose import choose_engine
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.display import make_display, print_scores

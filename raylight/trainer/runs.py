@@ -19,11 +19,11 @@ from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import StoreConfig
+from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
-from raylight.serving.deploy.choose import choose_engine
 from raylight.traces.trained_agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import ray
 
 from raylight.config import EngineConfig
-from raylight.serving.deploy.choose import choose_engine
+from raylight.engines.registry import choose_engine
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.ingress import LOOPBACK, serve_http_options
-from raylight.serving.deploy.replica import ReplicaSpec
+from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.inputs import resolve_model
@@ -67,9 +67,9 @@ async def _serve(
 ) -> None:
     app_name = f"serve-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
-        board = start_coordinator(app_name)
-        stack.callback(ray.kill, board)
-        spec = ReplicaSpec(
+        coordinator = start_coordinator(app_name)
+        stack.callback(ray.kill, coordinator)
+        spec = ReplicaSettings(
             app_name=app_name,
             route=None if serve_http_options() else "/",
             model_path=path,
@@ -78,7 +78,7 @@ async def _serve(
             secret=secret,
             seed=seed,
             store=None,
-            board=board,
+            coordinator=coordinator,
         )
         deployment = Deployment(spec, cluster_ends)
         stack.push_async_callback(deployment.stop)

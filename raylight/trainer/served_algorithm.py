@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raylight.agent.resources import LLM, NamedResources
-from raylight.serving.deploy.choose import choose_engine
+from raylight.engines.registry import choose_engine
 from raylight.trainer.inputs import resolve_model
 from raylight.trainer.plan import ServedPlan, with_policy
 from raylight.trainer.served_session import ServedSession

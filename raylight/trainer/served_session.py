@@ -13,7 +13,7 @@ from raylight.agent.resources import LLM, NamedResources
 from raylight.aio import task_group
 from raylight.errors import StoreLostError
 from raylight.serving.deploy.deployment import Deployment
-from raylight.serving.deploy.replica import ReplicaSpec
+from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.session import Session
 from raylight.types import EnqueueRolloutRequest, RolloutMode
@@ -49,13 +49,13 @@ class ServedSession(Session):
         return MODEL_NAME
 
     def _start_board(self) -> None:
-        self._board = start_coordinator(self.plan.name, self.store)
-        self._stack.callback(ray.kill, self._board)
-        self.fleet = CoordinatorClient(self._board)
+        self._coordinator = start_coordinator(self.plan.name, self.store)
+        self._stack.callback(ray.kill, self._coordinator)
+        self.fleet = CoordinatorClient(self._coordinator)
 
     def _make_deployment(self) -> Deployment:
         plan = self.plan
-        spec = ReplicaSpec(
+        spec = ReplicaSettings(
             app_name=plan.name,
             model_path=plan.model_path,
             model=MODEL_NAME,
@@ -63,7 +63,7 @@ class ServedSession(Session):
             secret=plan.payload.secret,
             seed=plan.seed,
             store=self.store,
-            board=self._board,
+            coordinator=self._coordinator,
         )
         deployment = Deployment(spec, self._cluster_ends)
         self._stack.push_async_callback(deployment.stop)

@@ -10,7 +10,7 @@ import ray
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.config import EngineConfig
 from raylight.serving.deploy.deployment import Deployment
-from raylight.serving.deploy.replica import ReplicaSpec
+from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.client import StoreClient
 from raylight.weight_sync.coordinator import start_coordinator
 
@@ -53,10 +53,10 @@ async def _serve(
     cluster_ends: bool,
     stack: contextlib.AsyncExitStack,
 ) -> LLM:
-    board = start_coordinator(app_name, store)
-    stack.callback(ray.kill, board)
+    coordinator = start_coordinator(app_name, store)
+    stack.callback(ray.kill, coordinator)
     config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
-    spec = ReplicaSpec(
+    spec = ReplicaSettings(
         app_name=app_name,
         model_path="",
         model=llm.model,
@@ -64,7 +64,7 @@ async def _serve(
         secret=secret,
         seed=0,
         store=store,
-        board=board,
+        coordinator=coordinator,
     )
     deployment = Deployment(spec, cluster_ends)
     stack.push_async_callback(deployment.stop)

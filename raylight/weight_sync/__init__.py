@@ -1,1 +1,1 @@
-"""The replicas of an engine as one: weights, adapters, sleep and waking reach all of them in one order."""
+"""Weight synchronisation: a coordinator issues orders (weights, adapters, sleep, probes), and every replica executes them."""

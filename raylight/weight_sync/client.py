@@ -1,4 +1,4 @@
-"""The board as replicas and trainer call it: its actor's failures become typed errors, and no call waits for ever."""
+"""Client of the replica coordinator: maps failures of its actor to typed errors, and bounds every call by a timeout."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.orders import Order, State, Versions
+from raylight.weight_sync.orders import CatchUp, Order, Versions
 
 GRACE_S = 10.0
-"""How much longer than the board itself a caller waits for its answer."""
+"""Time that a caller waits for a response beyond the coordinator's own timeout."""
 
 
 class CoordinatorClient:
-    """All replicas of an engine as one; see `ReplicaCoordinator` for what its methods mean.
+    """All replicas of an engine as one; `ReplicaCoordinator` documents the methods.
 
-    Every method raises CoordinatorLostError when the board's actor is gone, and CoordinatorUnavailableError when it does not answer: whether it
-    did what was asked is then not known.
+    Every method raises CoordinatorLostError if the coordinator's actor is gone, and CoordinatorUnavailableError if it does not
+    respond; in the second case it is unknown if the call took effect.
 
     Args:
-        board: the actor's handle, or a `ReplicaCoordinator` in this process.
+        coordinator: the actor's handle, or a `ReplicaCoordinator` in this process.
     """
 
-    def __init__(self, board: Any) -> None:
-        self._board = board
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
 
-    # the trainer's side
+    # for the trainer
 
     async def versions(self) -> Versions:
         return await self._call("versions")
@@ -37,12 +37,12 @@ class CoordinatorClient:
     async def publish(
         self,
         version: int,
-        box: list[Any],
+        payload_ref: list[Any],
         timeout: float,
         mode: UpdateMode = "keep",
         adapter: str | None = None,
     ) -> int:
-        return await self._call("publish", version, box, timeout, mode, adapter, within=timeout)
+        return await self._call("publish", version, payload_ref, timeout, mode, adapter, within=timeout)
 
     async def drop_adapter(self, name: str, timeout: float) -> None:
         await self._call("drop_adapter", name, timeout, within=timeout)
@@ -58,10 +58,10 @@ class CoordinatorClient:
     ) -> dict[str, list[float]]:
         return await self._call("probe", ids, timeout, adapter, within=timeout)
 
-    # the replicas' side
+    # for replicas
 
-    async def subscribe(self, replica: str, lifeline: list[Any] | None = None) -> State:
-        return await self._call("subscribe", replica, lifeline)
+    async def subscribe(self, replica: str, liveness_ref: list[Any] | None = None) -> CatchUp:
+        return await self._call("subscribe", replica, liveness_ref)
 
     async def next(self, replica: str, after: int, timeout: float) -> list[Order]:
         return await self._call("next", replica, after, timeout, within=timeout)
@@ -75,24 +75,25 @@ class CoordinatorClient:
         await self._call("leave", replica)
 
     async def _call(self, method: str, *args: Any, within: float = 0.0) -> Any:
-        """Ask the board, which itself takes up to `within` seconds."""
-        target = getattr(self._board, method)
+        """Call a method that itself takes up to `within` seconds."""
+        coordinator, limit = self._coordinator, within + GRACE_S
+        target = getattr(coordinator, method)
         try:
-            async with asyncio.timeout(within + GRACE_S):
-                return await (
-                    target(*args) if isinstance(self._board, ReplicaCoordinator) else target.remote(*args)
-                )
+            async with asyncio.timeout(limit):
+                if isinstance(coordinator, ReplicaCoordinator):
+                    return await target(*args)
+                return await target.remote(*args)
         except TimeoutError:
             raise CoordinatorUnavailableError(
-                f"the board did not answer `{method}` within {within + GRACE_S:g} s"
+                f"the replica coordinator did not respond to `{method}` within {limit:g} s"
             ) from None
         except RayTaskError as error:
             raise error.cause from None
         except ActorUnavailableError as error:
             raise CoordinatorUnavailableError(
-                f"the board cannot be reached for `{method}`: {summarize_ray_error(error)}"
+                f"the replica coordinator cannot be reached for `{method}`: {summarize_ray_error(error)}"
             ) from None
         except RayActorError as error:
             raise CoordinatorLostError(
-                f"the board's actor is gone: {summarize_ray_error(error)}. Start the run again"
+                f"the replica coordinator's actor is gone: {summarize_ray_error(error)}. Start the run again"
             ) from None

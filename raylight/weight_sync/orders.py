@@ -1,6 +1,7 @@
-"""What the replicas are told to do, one order at a time, and what they have when they did.
+"""Orders from the coordinator to the replicas, and the state that results from them.
 
-An order's arrays travel apart from it: its box is a list that holds an object reference, which Ray passes on without fetching.
+An order's arrays travel separately: its `payload_ref` is a list that holds an object reference, which Ray passes on without
+fetching it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from typing import Any, Literal
 from raylight.engines.protocol import UpdateMode
 
 Kind = Literal["weights", "adapter", "drop_adapter", "sleep", "wake", "probe"]
-PASSING: frozenset[Kind] = frozenset({"drop_adapter", "wake", "probe"})
-"""Orders that a replica which starts later has no need of."""
+TRANSIENT: frozenset[Kind] = frozenset({"drop_adapter", "wake", "probe"})
+"""Orders that a replica which joins later need not execute: they leave no state."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """One thing that every replica does.
+    """An instruction that every replica executes.
 
     Attributes:
-        number: increases with every order.
+        number: position in the sequence of all orders, increasing.
         timeout: seconds that the publisher waits for all replicas.
-        version: of weights or adapter; they share one increasing sequence.
-        adapter: the name under which an adapter is served; for a probe, the adapter to be probed.
-        box: holds the reference to a mapping of arrays ("weights") or to an `Adapter` ("adapter").
-        level: of sleep.
-        ids: of the prompt to be probed.
+        version: version of the weights or the adapter; both share one increasing sequence.
+        adapter: name under which an adapter is served; for a probe, the adapter to probe.
+        payload_ref: one-element list holding a reference to a mapping of arrays ("weights") or to a `LoraAdapter` ("adapter").
+        level: sleep level.
+        ids: token ids of the prompt to probe.
     """
 
     number: int
@@ -34,14 +35,14 @@ class Order:
     timeout: float
     version: int = 0
     adapter: str | None = None
-    box: list[Any] | None = None
+    payload_ref: list[Any] | None = None
     mode: UpdateMode = "keep"
     level: int = 1
     ids: tuple[int, ...] = ()
 
     @property
     def subject(self) -> str:
-        """What it is about. Of the orders about one subject only the newest counts."""
+        """The part of an engine's state that the order sets. A newer order supersedes older ones of the same subject."""
         if self.kind in ("adapter", "drop_adapter"):
             return f"adapter {self.adapter}"
         return "sleep" if self.kind == "wake" else self.kind
@@ -50,14 +51,19 @@ class Order:
         names: dict[Kind, str] = {
             "weights": f"version {self.version}",
             "adapter": f"version {self.version} of adapter {self.adapter!r}",
-            "drop_adapter": f"the dropping of adapter {self.adapter!r}",
+            "drop_adapter": f"removal of adapter {self.adapter!r}",
         }
-        return names.get(self.kind, f"the {self.kind}")
+        return names.get(self.kind, f"the {self.kind} order")
 
 
 @dataclass(frozen=True)
-class State:
-    """What a replica that joins does before it serves: the standing orders by number, up to the order `number`."""
+class CatchUp:
+    """Orders that a joining replica executes before it serves.
+
+    Attributes:
+        number: number of the newest order, which the replica acknowledges when it has executed `orders`.
+        orders: current orders by increasing number.
+    """
 
     number: int
     orders: list[Order]
@@ -65,12 +71,12 @@ class State:
 
 @dataclass(frozen=True)
 class Versions:
-    """What all replicas have.
+    """State that all live replicas have reached.
 
     Attributes:
-        weights: 0 is the model as it was loaded.
-        adapters: name to version.
-        asleep: the level, or None.
+        weights: version of the weights; 0 is the model as it was loaded.
+        adapters: adapter name to version.
+        asleep: sleep level, or None while awake.
     """
 
     weights: int = 0

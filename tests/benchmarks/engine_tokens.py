@@ -62,7 +62,7 @@ async def transformers_engine(
     import torch
 
     from raylight.engines.transformers.engine import TransformersEngine
-    from raylight.engines.transformers.params import SamplingParams
+    from raylight.engines.transformers.sampling import SamplingParams
 
     torch.set_num_threads(1)
     engine = TransformersEngine(STARTER_MODEL, "policy", slots=concurrent)

@@ -187,7 +187,7 @@ def test_a_model_that_refuses_ends_the_run_with_its_error(endpoint: str, tmp_pat
     done = train(tmp_path, "--endpoint", endpoint, "--mode", "dev", "--n-runners", "1", key="another-key")
     assert done.returncode == 1
     assert "RolloutsFailedError: none of 3 rollouts was scored" in done.stdout
-    assert "the upstream refused the key" in done.stdout
+    assert "the upstream rejected this server's API key" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from ray_cluster import BIN, eventually
 
-from raylight.serving.deploy.ingress import PROXY_PORTS
+from raylight.serving.deploy.ingress import PROXY_PORT_FLAGS
 
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 
@@ -73,7 +73,7 @@ def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes
 def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left: None) -> None:
     """Here only its ports are seen: 8000 and the two that HAProxy takes besides."""
     with contextlib.ExitStack() as held:
-        for port in (8000, *PROXY_PORTS.values()):
+        for port in (8000, *PROXY_PORT_FLAGS.values()):
             held.enter_context(socket.create_server(("0.0.0.0", port)))
         command = quickstart("--steps", "1", "--output-dir", str(tmp_path))
         done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=120)

@@ -22,7 +22,7 @@ from raylight.config import EngineConfig, StoreConfig
 from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import PROMPT_SOURCE
 from raylight.serving.deploy.deployment import Deployment
-from raylight.serving.deploy.replica import ReplicaSpec
+from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.types import EnqueueRolloutRequest, Rollout
@@ -37,7 +37,7 @@ DEADLINE_S = 150
 @dataclass
 class Served:
     store: StoreClient
-    board: Any
+    coordinator: Any
     url: str
 
     def client(self, rollout: Rollout, retries: int = 0, key_of: Rollout | None = None) -> openai.AsyncOpenAI:
@@ -58,11 +58,11 @@ def ids(rollout: Rollout) -> tuple[str, str]:
 
 @asynccontextmanager
 async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
-    """A store, a board and the engine's replicas, without runners and learners."""
+    """A store, a coordinator and the engine's replicas, without runners and learners."""
     actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_seconds=600))
     store = StoreClient(actor)
-    board = start_coordinator(NAME, store)
-    spec = ReplicaSpec(
+    coordinator = start_coordinator(NAME, store)
+    spec = ReplicaSettings(
         app_name=NAME,
         model_path=STARTER_MODEL,
         model="policy",
@@ -70,14 +70,14 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
         secret=SECRET,
         seed=0,
         store=store,
-        board=board,
+        coordinator=coordinator,
     )
     deployment = Deployment(spec, cluster_ends=False)
     try:
-        yield Served(store, board, await deployment.start())
+        yield Served(store, coordinator, await deployment.start())
     finally:
         await deployment.stop()
-        ray.kill(board)
+        ray.kill(coordinator)
         await actor.close.remote()
         ray.kill(actor)
 

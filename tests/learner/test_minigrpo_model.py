@@ -18,7 +18,7 @@ from raylight.algorithms.minigrpo.settings import MiniSettings
 from raylight.algorithms.minigrpo.setup import build
 from raylight.algorithms.minigrpo.tuner import Tuner, logprobs_of, trainable
 from raylight.config import LoraConfig
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
 from raylight.quickstart import STARTER_MODEL
 

@@ -19,9 +19,9 @@ from raylight.config import (
     accept_synonyms,
     take_synonyms,
 )
+from raylight.engines import registry
 from raylight.errors import ConfigError, RaylightError
 from raylight.http.errors import RequestError
-from raylight.serving.deploy import choose
 
 ALL_ERRORS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, RaylightError)]
 
@@ -196,20 +196,19 @@ def test_a_stated_number_of_steps_wins_even_if_it_is_zero() -> None:
 def test_auto_picks_by_what_is_there(
     settings: dict[str, Any], installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "has_vllm", lambda: installed)
-    assert choose.choose_engine(EngineConfig(**settings)) == expected
+    monkeypatch.setattr(registry, "has_vllm", lambda: installed)
+    assert registry.choose_engine(EngineConfig(**settings)) == expected
 
 
 def test_vllm_that_is_not_installed_is_an_error_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "has_vllm", lambda: False)
+    monkeypatch.setattr(registry, "has_vllm", lambda: False)
     with pytest.raises(ConfigError, match="pip install"):
-        choose.choose_engine(EngineConfig(kind="vllm"))
+        registry.choose_engine(EngineConfig(kind="vllm"))
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"kind": "sglang"}, "transformers"),
         ({"kind": "upstream"}, "url"),
         ({"kind": "vllm", "url": "http://model/v1"}, "upstream"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas"),

@@ -10,7 +10,7 @@ import torch
 
 from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.engine import TransformersEngine
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 
 T = TypeVar("T")
 
@@ -38,7 +38,10 @@ class TrainableEngine(TransformersEngine):
         adapter: str | None = None,
         streams: bool = False,
     ) -> Choices:
-        capped = [replace(given, max_tokens=min(given.max_tokens, self._max_new_tokens)) for given in params]
+        capped = [
+            replace(requested, max_tokens=min(requested.max_tokens, self._max_new_tokens))
+            for requested in params
+        ]
         return super().begin(prompts, capped, adapter, streams)
 
     async def train(self, action: Callable[[int], T]) -> T:
@@ -56,7 +59,7 @@ class TrainableEngine(TransformersEngine):
             self._worker.recompute()
             return result
 
-        return await self._update(change)
+        return await self._run(change)
 
     async def between_steps(self, action: Callable[[], T]) -> T:
         """Have the engine's thread do something that leaves the weights as they are."""
@@ -65,4 +68,4 @@ class TrainableEngine(TransformersEngine):
             with torch.inference_mode(False):
                 return action()
 
-        return await self._update(act)
+        return await self._run(act)

@@ -10,7 +10,7 @@ from raylight.algorithms.verl_config.converters import ROLLOUT
 from raylight.algorithms.verl_config.resolution import Resolution
 from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
-from raylight.serving.deploy.choose import has_vllm
+from raylight.engines.registry import has_vllm
 
 LEARNER_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
 """GPU fractions of a learner and of an engine's worker, which share a GPU as in verl. Two of a kind do not

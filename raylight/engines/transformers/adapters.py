@@ -1,4 +1,4 @@
-"""LoRA adapters on the engine's model: several at once, in versions that stay until their last sequence has ended."""
+"""LoRA adapters on the engine's model. Batches may mix adapters; a version is kept until its last sequence has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
 
 BASE = "__base__"
-"""peft's name for a row without an adapter."""
+"""peft's name of the base model, for a row without an adapter."""
 UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
@@ -22,7 +22,7 @@ UNSUPPORTED = (
     "target_parameters",
     "alora_invocation_tokens",
 )
-"""Settings of an adapter that cannot be mixed with others in one batch."""
+"""peft settings that do not work in a batch of mixed adapters."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LoadedAdapter:
     """One version of an adapter.
 
     Attributes:
-        key: its name within the model.
+        key: peft's name of this version within the model.
     """
 
     name: str
@@ -38,11 +38,11 @@ class LoadedAdapter:
     key: str
 
 
-class Adapters:
-    """The adapters of a module. peft wraps the module when the first one comes.
+class PeftAdapters:
+    """The adapters of a module. peft wraps the module when the first adapter is loaded.
 
     Args:
-        module: the model; its layers are replaced in place.
+        module: the model; peft replaces its layers in place.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -55,26 +55,30 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
+        """Names of the adapters that are served."""
         return list(self._current)
 
     def find(self, name: str) -> LoadedAdapter | None:
-        """The version of an adapter that is served now."""
+        """Return the version of an adapter that is currently served."""
         return self._current.get(name)
 
     def load(self, name: str, version: int, adapter: LoraAdapter) -> None:
-        """Serve a version from now on, in place of an older one.
+        """Serve a new version of an adapter, replacing the previous one.
 
         Raises:
-            WeightSyncError: it does not fit the model, or is not newer than what was loaded before.
+            WeightSyncError: the adapter does not fit the model, or the version is not newer than the last one.
         """
         if version <= self._newest.get(name, -1):
             raise WeightSyncError(
-                f"adapter {name!r}: version {version} is not newer than {self._newest[name]}"
+                f"adapter {name!r}: version {version} is not newer than {self._newest[name]}; "
+                "versions are never reused"
             )
         key = f"adapter{next(self._numbers)}"
         try:
             self._add(key, adapter)
-        except Exception as error:  # peft and torch raise what they like at a bad configuration or shape
+        except (
+            Exception
+        ) as error:  # peft and torch raise many kinds of errors for an invalid configuration or shape
             self._delete(key)
             raise WeightSyncError(f"adapter {name!r} does not fit the model: {error}") from error
         self.drop(name)
@@ -82,28 +86,28 @@ class Adapters:
         self._newest[name] = version
 
     def drop(self, name: str) -> None:
-        """Serve an adapter no longer; `unload` frees it when nobody uses it."""
+        """Stop serving an adapter; `unload` frees it when no sequence uses it."""
         if name in self._current:
             self._stale.append(self._current.pop(name))
 
     def unload(self, used: Iterable[LoadedAdapter | None]) -> None:
-        """Free old versions, except those that are used."""
+        """Free replaced versions, except those in `used`."""
         if not self._stale:
             return
-        kept = set(used)
+        in_use = set(used)
         for adapter in self._stale:
-            if adapter not in kept:
+            if adapter not in in_use:
                 self._delete(adapter.key)
-        self._stale = [adapter for adapter in self._stale if adapter in kept]
+        self._stale = [adapter for adapter in self._stale if adapter in in_use]
 
     def forward(self, adapters: list[LoadedAdapter | None], **inputs: Any) -> Any:
-        """A pass of the model, each row with its own adapter."""
+        """Run a forward pass, each row with its own adapter; None for the model itself."""
         if self._peft is None:
             return self._module(**inputs)
         return self._peft(**inputs, adapter_names=[adapter.key if adapter else BASE for adapter in adapters])
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """The model's own parameters under the names that they have without adapters."""
+        """Return the model's own parameters, under the names that they have without adapters."""
         state = self._module.state_dict()
         return {
             name.replace(".base_layer.", "."): tensor
@@ -115,12 +119,12 @@ class Adapters:
         from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
         if adapter.config.get("peft_type") != "LORA":
-            raise ValueError(f"it is of type {adapter.config.get('peft_type')}, not LORA")
+            raise ValueError(f"its peft_type is {adapter.config.get('peft_type')}; only LORA is supported")
         config = LoraConfig.from_peft_type(**adapter.config)
         unsupported = [name for name in UNSUPPORTED if getattr(config, name, None)]
         if unsupported or config.bias != "none":
             raise ValueError(
-                f"it sets {', '.join(unsupported or ['bias'])}, which adapters of mixed batches cannot have"
+                f"it sets {', '.join(unsupported or ['bias'])}, which batches of mixed adapters do not support"
             )
         config.inference_mode, config.task_type = True, None
         if self._peft is None:
@@ -135,7 +139,7 @@ class Adapters:
             raise ValueError(f"missing {missing[:3]}, unknown {list(result.unexpected_keys)[:3]}")
 
     def _delete(self, key: str) -> None:
-        """Free an adapter; peft goes with the last one, because it cannot do without."""
+        """Free an adapter. The last one takes peft's wrapper along, because peft needs at least one."""
         if self._peft is None or key not in self._peft.peft_config:
             return
         others = [other for other in self._peft.peft_config if other != key]
@@ -152,8 +156,8 @@ def load_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], weights: Ma
     """Copy named arrays into a model's parameters, in its own dtype and on its own device.
 
     Args:
-        own: the parameters by name.
-        tied: names that may be missing, because another parameter is the same tensor.
+        own: the model's parameters by name.
+        tied: names that may be missing, because they share their tensor with another parameter.
 
     Raises:
         WeightSyncError: a parameter is missing, unknown, or of another shape.
@@ -164,13 +168,11 @@ def load_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], weights: Ma
             f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
         )
     tensors = {name: torch.as_tensor(array) for name, array in weights.items()}
-    for (
-        name,
-        tensor,
-    ) in tensors.items():  # all before the first is copied, so that no model is left half loaded
+    # check all shapes before copying, so that an error leaves the model unchanged
+    for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             raise WeightSyncError(
-                f"{name} has shape {tuple(tensor.shape)}, the engine's has {tuple(own[name].shape)}"
+                f"{name} has shape {tuple(tensor.shape)}; the engine's has {tuple(own[name].shape)}"
             )
     for name, tensor in tensors.items():
         own[name].copy_(tensor)

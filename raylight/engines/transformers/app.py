@@ -1,10 +1,10 @@
-"""The engine's HTTP routes, in OpenAI's dialect."""
+"""HTTP routes of the engine, in OpenAI's dialect."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,40 +15,38 @@ from starlette.types import Receive, Scope, Send
 from raylight.engines.transformers.chat import begin_chat
 from raylight.engines.transformers.completions import begin_completion
 from raylight.engines.transformers.prompt import encode, render
-from raylight.engines.transformers.reply import Reply, adapter_of, sse
+from raylight.engines.transformers.reply import Reply, resolve_adapter, sse
 from raylight.engines.transformers.requests import (
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from raylight.engines.transformers.sampler import Sampler
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import json_request, until_disconnect
 
-if TYPE_CHECKING:
-    from raylight.engines.transformers.engine import TransformersEngine
-
-Begin = Callable[["TransformersEngine", Any], Awaitable[Reply]]
+Begin = Callable[[Sampler, Any], Awaitable[Reply]]
 
 
-def build_app(engine: TransformersEngine) -> Starlette:
-    """The application of an engine."""
+def build_app(engine: Sampler) -> Starlette:
+    """Build the application of an engine."""
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", _sampling(engine, begin_chat), methods=["POST"]),
-            Route("/v1/completions", _sampling(engine, begin_completion), methods=["POST"]),
-            Route("/tokenize", _plain(engine, _tokenize), methods=["POST"]),
-            Route("/detokenize", _plain(engine, _detokenize), methods=["POST"]),
-            Route("/v1/models", _models(engine)),
-            Route("/v1/models/{name:path}", _models(engine)),
+            Route("/v1/chat/completions", _sampling_route(engine, begin_chat), methods=["POST"]),
+            Route("/v1/completions", _sampling_route(engine, begin_completion), methods=["POST"]),
+            Route("/tokenize", _route(engine, _tokenize), methods=["POST"]),
+            Route("/detokenize", _route(engine, _detokenize), methods=["POST"]),
+            Route("/v1/models", _models_route(engine)),
+            Route("/v1/models/{name:path}", _models_route(engine)),
         ],
-        exception_handlers={RequestError: _refuse},
+        exception_handlers={RequestError: _error_response},
     )
     app.router.redirect_slashes = False
     return app
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events. Its choices end with it, even if the client is gone before the first event."""
+    """A reply as server-sent events. Its choices are closed with it, even if the client disconnects before the first event."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(
@@ -61,37 +59,34 @@ class ReplyStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _sampling(engine: TransformersEngine, begin: Begin) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
+def _sampling_route(engine: Sampler, begin: Begin) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
         reply = await begin(engine, await _body(request))
         if reply.streams:
             return ReplyStream(reply)
         with reply.choices:
-            return JSONResponse(await _unless_disconnected(request, reply.whole()))
+            return JSONResponse(await _cancel_on_disconnect(request, reply.body()))
 
-    return answer
+    return respond
 
 
-def _plain(engine: TransformersEngine, compute: Callable[[TransformersEngine, Any], dict[str, Any]]) -> Any:
-    async def answer(request: Request) -> Response:
+def _route(engine: Sampler, compute: Callable[[Sampler, Any], dict[str, Any]]) -> Any:
+    async def respond(request: Request) -> Response:
         return JSONResponse(compute(engine, await _body(request)))
 
-    return answer
+    return respond
 
 
-def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+def _tokenize(engine: Sampler, body: Any) -> dict[str, Any]:
     if isinstance(body, dict) and "messages" in body:
         chat = TokenizeChatRequest.read(body)
-        tokens, model, words = render(engine, chat), chat.model, chat.return_token_strs
+        tokens, model, with_strings = render(engine, chat), chat.model, chat.return_token_strs
     else:
         plain = TokenizeRequest.read(body)
-        tokens, model, words = (
-            encode(engine, plain.prompt, plain.add_special_tokens),
-            plain.model,
-            plain.return_token_strs,
-        )
-    adapter_of(engine, model)
-    strings = engine.tokenizer.convert_ids_to_tokens(tokens) if words else None
+        tokens = encode(engine, plain.prompt, plain.add_special_tokens)
+        model, with_strings = plain.model, plain.return_token_strs
+    resolve_adapter(engine, model)
+    strings = engine.tokenizer.convert_ids_to_tokens(tokens) if with_strings else None
     return {
         "count": len(tokens),
         "max_model_len": engine.max_model_len,
@@ -100,58 +95,57 @@ def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     }
 
 
-def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+def _detokenize(engine: Sampler, body: Any) -> dict[str, Any]:
     request = DetokenizeRequest.read(body)
-    adapter_of(engine, request.model)
+    resolve_adapter(engine, request.model)
     if any(not 0 <= token < engine.vocab_size for token in request.tokens):
         raise RequestError(f"tokens: ids must be between 0 and {engine.vocab_size - 1}")
     return {"prompt": engine.tokenizer.decode(request.tokens)}
 
 
-def _models(engine: TransformersEngine) -> Callable[[Request], Awaitable[Response]]:
+def _models_route(engine: Sampler) -> Callable[[Request], Awaitable[Response]]:
     def card(name: str, parent: str | None) -> dict[str, Any]:
-        length = {"max_model_len": engine.max_model_len}
         return {
             "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "raylight",
             "parent": parent,
-            **length,
+            "max_model_len": engine.max_model_len,
         }
 
-    async def answer(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         cards = {engine.model: card(engine.model, None)} | {
             name: card(name, engine.model) for name in engine.adapters
         }
         name = request.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": list(cards.values())})
-        adapter_of(engine, name)
+        resolve_adapter(engine, name)
         return JSONResponse(cards[name])
 
-    return answer
+    return respond
 
 
 async def _body(request: Request) -> Any:
     return (await json_request(request.scope, request.receive)).fields
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return error_response(error)
 
 
-async def _unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
-    """Await `work`, but cancel it when the client goes away, so that nobody samples for a caller that is gone."""
+async def _cancel_on_disconnect(request: Request, work: Awaitable[Any]) -> Any:
+    """Await `work`; cancel it when the client disconnects, so that nothing is sampled without a reader."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_disconnect(request.receive))
+    disconnect = asyncio.ensure_future(until_disconnect(request.receive))
     try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, disconnect], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise RequestError("the client closed the connection", 499, "client_disconnected")
         return task.result()
     finally:
-        gone.cancel()
-        task.cancel()  # no effect on one that is done
-        await asyncio.wait([task, gone])
+        disconnect.cancel()
+        task.cancel()  # no effect on a finished task
+        await asyncio.wait([task, disconnect])

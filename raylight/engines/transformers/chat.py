@@ -1,59 +1,57 @@
-"""The chat-completions route: a request's messages to a prompt, and the choices to messages."""
+"""The chat completions route: messages to a prompt, and choices to messages."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylight.engines.transformers.choices import Choices
-from raylight.engines.transformers.message import THINK, MessageParser, Piece
+from raylight.engines.transformers.message import THINK, MessageParser, MessagePiece
 from raylight.engines.transformers.prompt import render
 from raylight.engines.transformers.reply import (
-    Grown,
-    Head,
-    Reader,
-    adapter_of,
+    ChoiceReader,
+    Envelope,
+    Increment,
     finite,
-    numbered,
+    params_per_choice,
+    resolve_adapter,
     usage,
 )
 from raylight.engines.transformers.requests import ChatRequest, NamedTool
+from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sequence import Sequence
-from raylight.engines.transformers.vocabulary import Vocabulary
+from raylight.engines.transformers.text import Vocabulary
 from raylight.http.errors import RequestError
 
-if TYPE_CHECKING:
-    from raylight.engines.transformers.engine import TransformersEngine
 
-
-async def begin_chat(engine: TransformersEngine, body: Any) -> ChatReply:
-    """Begin to answer a chat-completions request.
+async def begin_chat(engine: Sampler, body: Any) -> ChatReply:
+    """Start sampling for a chat completions request.
 
     Raises:
-        RequestError: the request is malformed, asks for another model, or for what the engine cannot do.
+        RequestError: the request is malformed, names another model, or uses a feature that the engine does not have.
     """
     request = ChatRequest.read(body)
-    adapter = adapter_of(engine, request.model)
+    adapter = resolve_adapter(engine, request.model)
     _check_tools(engine, request)
-    prompt = request.given_ids or render(engine, request)
+    prompt = request.prompt_ids or render(engine, request)
     grammar = await _grammar(engine, request)
-    most = request.max_completion_tokens or request.max_tokens or engine.max_model_len
-    params = request.params(most, engine.vocab_size, request.top_logprobs or 0, grammar)
+    max_tokens = request.max_completion_tokens or request.max_tokens or engine.max_model_len
+    params = request.params(max_tokens, engine.vocab_size, request.top_logprobs or 0, grammar)
     count = request.n or 1
-    choices = engine.begin([prompt] * count, numbered(params, count), adapter, bool(request.stream))
+    choices = engine.begin([prompt] * count, params_per_choice(params, count), adapter, bool(request.stream))
     return ChatReply(engine, request, prompt, choices, thinks=engine.style.thinks and grammar is None)
 
 
-def _calls(request: ChatRequest) -> bool:
-    """Whether the answer may call tools."""
+def _may_call_tools(request: ChatRequest) -> bool:
+    """True if the answer may call tools."""
     return bool(request.tools) and request.tool_choice != "none"
 
 
-def _check_tools(engine: TransformersEngine, request: ChatRequest) -> None:
-    if _calls(request) and engine.style.format is None:
+def _check_tools(engine: Sampler, request: ChatRequest) -> None:
+    if _may_call_tools(request) and engine.style.tool_format is None:
         raise RequestError(
-            "it is not known how this model calls tools; the engine's tool_parser can tell (hermes, qwen_xml, llama_json)"
+            "the format of this model's tool calls is not known; set the engine argument tool_parser (hermes, qwen_xml or llama_json)"
         )
     if (
         isinstance(request.tool_choice, NamedTool)
@@ -62,98 +60,102 @@ def _check_tools(engine: TransformersEngine, request: ChatRequest) -> None:
         raise RequestError(f"tool_choice: there is no tool {request.tool_choice.function.name!r}")
 
 
-async def _grammar(engine: TransformersEngine, request: ChatRequest) -> Any:
-    """What the answer must keep to; None where it is free."""
-    wanted, tags = request.response_format, _tags(engine, request)
-    if wanted is None or wanted.type == "text":
-        return None if tags is None else await engine.grammars.structure(tags)
-    schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
+async def _grammar(engine: Sampler, request: ChatRequest) -> Any:
+    """Compile the grammar of the answer; None if the answer is unconstrained."""
+    format, tags = request.response_format, _tags(engine, request)
+    if format is None or format.type == "text":
+        return None if tags is None else await engine.grammars.compile_structure(tags)
+    schema = format.json_schema.schema_ if format.json_schema else {"type": "object"}
     if tags is None:
-        return await engine.grammars.schema(schema)
-    return await engine.grammars.structure(
+        return await engine.grammars.compile_schema(schema)
+    return await engine.grammars.compile_structure(
         {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, tags]}
     )
 
 
-def _tags(engine: TransformersEngine, request: ChatRequest) -> dict[str, Any] | None:
-    """The structure of an answer that calls tools; None where it may be any text.
+def _tags(engine: Sampler, request: ChatRequest) -> dict[str, Any] | None:
+    """Return the structural tag of an answer that calls tools; None if the answer may be any text.
 
     Raises:
-        RequestError: the calls must fit a schema, and cannot be held to one.
+        RequestError: the calls must fit a schema, which the model's tool format does not support.
     """
-    if not _calls(request):
+    if not _may_call_tools(request):
         return None
-    assert engine.style.format is not None
-    free = request.tool_choice in (None, "auto")
-    schema_too = request.response_format is not None and request.response_format.type != "text"
+    assert engine.style.tool_format is not None
+    optional = request.tool_choice in (None, "auto")
+    with_schema = request.response_format is not None and request.response_format.type != "text"
     strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
-    if free and not strict and not schema_too:
+    if optional and not strict and not with_schema:
         return None
     schemas = dict(request.schemas())
     if isinstance(request.tool_choice, NamedTool):
         schemas = {request.tool_choice.function.name: schemas[request.tool_choice.function.name]}
-    elif free:
+    elif optional:
         schemas = {name: schema if name in strict else {"type": "object"} for name, schema in schemas.items()}
     parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
-    tags = engine.style.format.grammar(schemas, required=not free or schema_too, parallel=parallel)
+    tags = engine.style.tool_format.grammar(schemas, required=not optional or with_schema, parallel=parallel)
     if tags is None:
         raise RequestError(
-            "calls of this model's kind cannot be held to a schema: use tool_choice auto without strict tools"
+            "this model's tool calls cannot be constrained to a schema; use tool_choice auto without strict tools"
         )
     return tags
 
 
 @dataclass
 class _Choice:
-    """One choice and what it has said."""
+    """One choice, and the part of its message that has been parsed."""
 
-    reader: Reader
+    reader: ChoiceReader
     parser: MessageParser
     text: dict[str, str] = field(default_factory=lambda: {"reasoning": "", "content": ""})
     calls: list[dict[str, Any]] = field(default_factory=list)
-    began: bool = False
+    started: bool = False
 
-    def delta(self, grown: Grown, parallel: bool) -> dict[str, Any]:
-        """What is new, as a chunk of a stream tells it."""
-        delta: dict[str, Any] = {} if self.began else {"role": "assistant", "content": ""}
-        self.began = True
-        for piece in self.parser.feed(grown.text, grown.reason is not None):
+    def delta(self, new: Increment, parallel: bool) -> dict[str, Any]:
+        """Return the increment as the `delta` of a chunk."""
+        delta: dict[str, Any] = {} if self.started else {"role": "assistant", "content": ""}
+        self.started = True
+        for piece in self.parser.feed(new.text, new.reason is not None):
             if piece.call is None:
                 self.text[piece.kind] += piece.text
                 name = "reasoning_content" if piece.kind == "reasoning" else "content"
                 delta[name] = delta.get(name, "") + piece.text
             elif parallel or not self.calls:
-                self._call(piece, delta)
+                self._add_call(piece, delta)
         return delta
 
-    def _call(self, piece: Piece, delta: dict[str, Any]) -> None:
+    def _add_call(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
         assert piece.call is not None
-        message = piece.call.message()
+        message = piece.call.as_message_part()
         delta.setdefault("tool_calls", []).append({"index": len(self.calls), **message})
         self.calls.append(message)
 
     def message(self) -> dict[str, Any]:
-        content, thought = self.text["content"], self.text["reasoning"]
+        """Return the complete message."""
+        content, reasoning = self.text["content"], self.text["reasoning"]
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": content or (None if self.calls or thought else ""),
+            "content": content or (None if self.calls or reasoning else ""),
         }
-        if thought:
-            message["reasoning_content"] = thought
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if self.calls:
             message["tool_calls"] = self.calls
         return message
 
-    def end(self, grown: Grown) -> dict[str, str | None]:
-        return grown.end | ({"finish_reason": "tool_calls"} if grown.reason == "stop" and self.calls else {})
+    def finish_fields(self, new: Increment) -> dict[str, str | None]:
+        """Return the fields of the finish."""
+        return new.finish_fields | (
+            {"finish_reason": "tool_calls"} if new.reason == "stop" and self.calls else {}
+        )
 
 
 class ChatReply:
-    """The answer to a chat-completions request."""
+    """The response to a chat completions request."""
 
     def __init__(
         self,
-        engine: TransformersEngine,
+        engine: Sampler,
         request: ChatRequest,
         prompt: list[int],
         choices: Choices,
@@ -161,35 +163,37 @@ class ChatReply:
     ) -> None:
         self.choices, self.streams = choices, bool(request.stream)
         self._engine, self._request, self._prompt = engine, request, prompt
-        self._head = Head("chatcmpl", "chat.completion", request.model)
+        self._envelope = Envelope("chatcmpl", "chat.completion", request.model)
         thinking = engine.vocabulary.text(prompt[-8:]).rstrip().endswith(THINK) if thinks else None
-        format, schemas = (engine.style.format, request.schemas()) if _calls(request) else (None, {})
+        tool_format, schemas = (
+            (engine.style.tool_format, request.schemas()) if _may_call_tools(request) else (None, {})
+        )
         self._choices = [
-            _Choice(Reader(s, engine.vocabulary), MessageParser(format, schemas, thinking))
+            _Choice(ChoiceReader(s, engine.vocabulary), MessageParser(tool_format, schemas, thinking))
             for s in choices.sequences
         ]
         self._parallel = request.parallel_tool_calls is not False
 
-    async def whole(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         await self.choices.end()
-        answer = {
-            **self._head.part(),
-            "choices": [self._whole_choice(i) for i in range(len(self._choices))],
+        body = {
+            **self._envelope.fields(),
+            "choices": [self._complete_choice(i) for i in range(len(self._choices))],
             "usage": self._usage(),
         }
-        return answer | ({"prompt_token_ids": self._prompt} if self._request.return_token_ids else {})
+        return body | ({"prompt_token_ids": self._prompt} if self._request.return_token_ids else {})
 
-    def _whole_choice(self, index: int) -> dict[str, Any]:
+    def _complete_choice(self, index: int) -> dict[str, Any]:
         choice = self._choices[index]
-        grown = choice.reader.read()
-        assert grown is not None
-        choice.delta(grown, self._parallel)
+        new = choice.reader.read()
+        assert new is not None
+        choice.delta(new, self._parallel)
         return {
             "index": index,
             "message": choice.message(),
-            "logprobs": self._logprobs(choice, grown),
-            **choice.end(grown),
-            **self._ids(grown),
+            "logprobs": self._logprobs(choice, new),
+            **choice.finish_fields(new),
+            **self._ids(new),
         }
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -197,37 +201,43 @@ class ChatReply:
         extra: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
         async for _ in self.choices.progress():
             for index, choice in enumerate(self._choices):
-                part = self._part(index, choice)
-                if part is not None:
-                    yield {**self._head.part(".chunk"), "choices": [part], **extra, **first}
+                chunk = self._chunk_choice(index, choice)
+                if chunk is not None:
+                    yield {**self._envelope.fields(".chunk"), "choices": [chunk], **extra, **first}
                     first = {}
         if extra:
-            yield {**self._head.part(".chunk"), "choices": [], "usage": self._usage()}
+            yield {**self._envelope.fields(".chunk"), "choices": [], "usage": self._usage()}
 
-    def _part(self, index: int, choice: _Choice) -> dict[str, Any] | None:
-        """A choice's part of a chunk; None if there is nothing to tell."""
-        grown = choice.reader.read()
-        if grown is None:
+    def _chunk_choice(self, index: int, choice: _Choice) -> dict[str, Any] | None:
+        """Return a choice's part of a chunk; None if there is nothing to send."""
+        new = choice.reader.read()
+        if new is None:
             return None
-        delta = choice.delta(grown, self._parallel)
+        delta = choice.delta(new, self._parallel)
         if (
             not delta
-            and grown.reason is None
+            and new.reason is None
             and not self._request.logprobs
             and not self._request.return_token_ids
         ):
             return None
-        logprobs = self._logprobs(choice, grown)
-        return {"index": index, "delta": delta, "logprobs": logprobs, **choice.end(grown), **self._ids(grown)}
+        logprobs = self._logprobs(choice, new)
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            **choice.finish_fields(new),
+            **self._ids(new),
+        }
 
-    def _ids(self, grown: Grown) -> dict[str, Any]:
-        return {"token_ids": grown.ids} if self._request.return_token_ids else {}
+    def _ids(self, new: Increment) -> dict[str, Any]:
+        return {"token_ids": new.ids} if self._request.return_token_ids else {}
 
-    def _logprobs(self, choice: _Choice, grown: Grown) -> dict[str, Any] | None:
+    def _logprobs(self, choice: _Choice, new: Increment) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
         return {
-            "content": token_logprobs(choice.reader.sequence, grown, self._engine.vocabulary),
+            "content": token_logprobs(choice.reader.sequence, new, self._engine.vocabulary),
             "refusal": None,
         }
 
@@ -235,17 +245,17 @@ class ChatReply:
         return usage(self.choices.sequences, [self._prompt])
 
 
-def token_logprobs(sequence: Sequence, grown: Grown, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """The log-probability of each new token, and the likeliest tokens in its place."""
+def token_logprobs(sequence: Sequence, new: Increment, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Return the log-probability of each new token, and of the most probable tokens at its position."""
 
     def item(token: int, logprob: float) -> dict[str, Any]:
         word = vocabulary.word(token)
         return {"token": word, "logprob": finite(logprob), "bytes": list(word.encode())}
 
     items = []
-    for place, token in enumerate(grown.ids, grown.first):
-        tops = sequence.tops[place] if sequence.params.top_logprobs else []
+    for position, token in enumerate(new.ids, new.first):
+        tops = sequence.top_logprobs[position] if sequence.params.top_logprobs else []
         items.append(
-            item(token, sequence.sample.logprobs[place]) | {"top_logprobs": [item(*top) for top in tops]}
+            item(token, sequence.sample.logprobs[position]) | {"top_logprobs": [item(*top) for top in tops]}
         )
     return items

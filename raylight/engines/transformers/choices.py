@@ -9,16 +9,18 @@ from raylight.engines.transformers.sequence import Sequence
 
 
 class Choices:
-    """The sequences of one request, which end together: leaving the block cancels those that still run.
+    """The sequences of one request. Leaving the `with` block cancels those that still run.
 
     Args:
-        news: set when one of them has something new.
-        release: called once, at the end.
+        progressed: event that is set when a sequence has new tokens or has ended.
+        release: called once, on close.
     """
 
-    def __init__(self, sequences: list[Sequence], news: asyncio.Event, release: Callable[[], None]) -> None:
+    def __init__(
+        self, sequences: list[Sequence], progressed: asyncio.Event, release: Callable[[], None]
+    ) -> None:
         self.sequences = sequences
-        self._news = news
+        self._progressed = progressed
         self._release = release
         self._closed = False
 
@@ -29,13 +31,13 @@ class Choices:
         self.close()
 
     async def progress(self) -> AsyncIterator[None]:
-        """One item whenever there is something new, the last one when all have ended.
+        """Yield after each progress; the last time when all sequences have ended.
 
         Raises:
-            Exception: whatever ended one of the sequences.
+            Exception: the error that ended one of the sequences.
         """
         while True:
-            self._news.clear()  # first, so that nothing new is missed
+            self._progressed.clear()  # before reading the sequences, so that no progress is missed
             error = next((s.error for s in self.sequences if s.error), None)
             if error is not None:
                 raise error
@@ -43,15 +45,16 @@ class Choices:
             yield
             if done:
                 return
-            await self._news.wait()
+            await self._progressed.wait()
 
     async def end(self) -> list[Sequence]:
-        """The sequences, once all have ended."""
+        """Wait until all sequences have ended, and return them."""
         async for _ in self.progress():
             pass
         return self.sequences
 
     def close(self) -> None:
+        """Cancel the sequences that still run."""
         if not self._closed:
             self._closed = True
             for sequence in self.sequences:

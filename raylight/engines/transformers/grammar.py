@@ -1,4 +1,4 @@
-"""Output that keeps to a JSON schema, by masking the logits. Needs xgrammar, which comes with vLLM."""
+"""Responses constrained to a JSON schema, by masking the logits. Needs xgrammar, which vLLM installs too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from raylight.http.errors import RequestError
 
-MISSING = "this engine holds answers to a schema only where xgrammar is installed (pip install xgrammar)"
+XGRAMMAR_MISSING = "this engine needs xgrammar to constrain answers to a schema (pip install xgrammar)"
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer.
+    """Compiler of grammars for one tokenizer.
 
     Args:
         vocab_size: width of the logits.
@@ -29,21 +29,22 @@ class Grammars:
 
     @property
     def available(self) -> bool:
+        """True if xgrammar is installed."""
         return importlib.util.find_spec("xgrammar") is not None
 
-    async def schema(self, schema: dict[str, Any]) -> Any:
-        """A grammar of the JSON that fits a schema.
+    async def compile_schema(self, schema: dict[str, Any]) -> Any:
+        """Compile a grammar of the JSON values that fit a schema.
 
         Raises:
             RequestError: the schema cannot be compiled, or xgrammar is not installed.
         """
         return await self._compile("compile_json_schema", json.dumps(schema))
 
-    async def structure(self, structure: dict[str, Any]) -> Any:
-        """A grammar of text with tags in it (xgrammar's structural tag).
+    async def compile_structure(self, structure: dict[str, Any]) -> Any:
+        """Compile a grammar of text with tagged parts (xgrammar's structural tag).
 
         Raises:
-            RequestError: as for `schema`.
+            RequestError: as for `compile_schema`.
         """
         return await self._compile(
             "compile_structural_tag", json.dumps({"type": "structural_tag", "format": structure})
@@ -51,13 +52,13 @@ class Grammars:
 
     async def _compile(self, method: str, text: str) -> Any:
         if not self.available:
-            raise RequestError(MISSING)
+            raise RequestError(XGRAMMAR_MISSING)
         try:
-            return await asyncio.to_thread(lambda: getattr(self._ready_compiler(), method)(text))
-        except Exception as error:  # xgrammar raises what it likes at a bad schema
-            raise RequestError(f"the schema cannot be used: {error}") from error
+            return await asyncio.to_thread(lambda: getattr(self._get_compiler(), method)(text))
+        except Exception as error:  # xgrammar raises many kinds of errors for an invalid schema
+            raise RequestError(f"the schema cannot be compiled: {error}") from error
 
-    def _ready_compiler(self) -> Any:
+    def _get_compiler(self) -> Any:
         if self._compiler is None:
             import xgrammar
 
@@ -68,8 +69,8 @@ class Grammars:
         return self._compiler
 
 
-def follow(grammar: Any) -> Any:
-    """A matcher that follows one response through a grammar; None without one."""
+def matcher_for(grammar: Any) -> Any:
+    """Return a matcher that tracks one response through a grammar; None without a grammar."""
     if grammar is None:
         return None
     import xgrammar
@@ -77,8 +78,13 @@ def follow(grammar: Any) -> Any:
     return xgrammar.GrammarMatcher(grammar)
 
 
-def allow(logits: torch.Tensor, matchers: list[Any]) -> torch.Tensor:
-    """Logits with minus infinity where a row's grammar does not allow the token; None for a row without one."""
+def mask_logits(logits: torch.Tensor, matchers: list[Any]) -> torch.Tensor:
+    """Set the logits of tokens that a row's grammar does not allow to minus infinity.
+
+    Args:
+        logits: shape (rows, vocabulary); not modified.
+        matchers: one per row; None for a row without a grammar.
+    """
     import xgrammar
 
     logits = logits.float().clone()

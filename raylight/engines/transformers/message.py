@@ -1,4 +1,4 @@
-"""An assistant's message out of the text of a model: its reasoning, its content and its tool calls, as they come."""
+"""Incremental parsing of a model's text into an assistant message: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from raylight.engines.transformers.tools import (
     find_format,
 )
 
-THINK, THOUGHT = "<think>", "</think>"
-MARKERS = (THINK, THOUGHT, OPEN, CLOSE, PYTHON_TAG)
-"""Words that the parsers look for, and so must see even where they are special tokens."""
+THINK, END_THINK = "<think>", "</think>"
+MARKERS = (THINK, END_THINK, OPEN, CLOSE, PYTHON_TAG)
+"""Words that the parsers look for. They must stay in the text even if they are special tokens."""
 
 
 @dataclass(frozen=True)
-class Style:
-    """How a model writes its messages, and its chat template."""
+class MessageStyle:
+    """A model's chat template, and the notation of its messages."""
 
     template: str
-    format: ToolFormat | None
-    """Of tool calls."""
+    tool_format: ToolFormat | None
+    """None if the model is not known to call tools."""
     thinks: bool
+    """True if the model writes reasoning between `<think>` and `</think>`."""
 
 
 def find_style(
     tokenizer: Any, tool_parser: ToolParserName | Literal["auto"] | None, reasoning: bool | Literal["auto"]
-) -> Style:
-    """What a tokenizer's chat template tells of it, where the arguments do not."""
-    given = getattr(tokenizer, "chat_template", None)
-    template = "\n".join(given.values()) if isinstance(given, dict) else given or ""
+) -> MessageStyle:
+    """Detect a model's style from its chat template, where an argument is "auto"."""
+    templates = getattr(tokenizer, "chat_template", None)
+    template = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
     thinks = THINK in template if reasoning == "auto" else reasoning
     if tool_parser == "auto":
-        return Style(template, find_format(template), thinks)
-    return Style(template, FORMATS[tool_parser] if tool_parser else None, thinks)
+        return MessageStyle(template, find_format(template), thinks)
+    return MessageStyle(template, FORMATS[tool_parser] if tool_parser else None, thinks)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some more of a message."""
+class MessagePiece:
+    """A part of a message."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
@@ -56,92 +57,96 @@ class Piece:
 
 
 class MessageParser:
-    """Splits an answer's text. White space around thoughts and calls belongs to neither.
+    """Splits an answer's text into pieces. White space around reasoning and calls is dropped.
 
     Args:
-        format: how tool calls are written; None leaves them in the content.
-        tools: the parameters' schema of each tool by name.
-        thinking: whether the prompt ends within a thought; None if the answer has no thoughts.
+        tool_format: notation of tool calls; None leaves calls in the content.
+        tools: tool name to the schema of its parameters.
+        thinking: True if the prompt ends within reasoning, False if the answer may start with it, None if it has none.
     """
 
-    def __init__(self, format: ToolFormat | None, tools: Mapping[str, Any], thinking: bool | None) -> None:
-        self._format, self._tools = format, tools
-        self._step = {None: self._content, False: self._beginning, True: self._thought}[thinking]
+    def __init__(
+        self, tool_format: ToolFormat | None, tools: Mapping[str, Any], thinking: bool | None
+    ) -> None:
+        self._format, self._tools = tool_format, tools
+        self._step = {None: self._content, False: self._start, True: self._reasoning}[thinking]
         self._text = ""
         self._last = False
         self._space = ""
-        """White space that is given only if more of the same kind follows."""
+        """Trailing white space, emitted only if more of the same kind follows."""
         self._fresh = bool(thinking)
-        """Right after a mark, where white space is dropped."""
+        """True right after a marker, where white space is dropped."""
 
-    def feed(self, text: str, last: bool = False) -> list[Piece]:
-        """Take more text; returns what is certain.
+    def feed(self, text: str, last: bool = False) -> list[MessagePiece]:
+        """Add text; returns the pieces that have become certain.
 
         Args:
-            last: no more will come.
+            last: True if no more text follows.
         """
         self._text += text
         self._last = last
-        pieces: list[Piece] = []
+        pieces: list[MessagePiece] = []
         while (more := self._step()) is not None:
             pieces += more
-        if last and self._space and not self._fresh and self._step != self._thought:
-            pieces.append(Piece("content", self._space))
+        if last and self._space and not self._fresh and self._step != self._reasoning:
+            pieces.append(MessagePiece("content", self._space))
         return pieces
 
-    # steps: each takes from the front of the text; None when there is nothing more to take
+    # steps: each consumes the front of the text, and returns None when it needs more text
 
-    def _beginning(self) -> list[Piece] | None:
+    def _start(self) -> list[MessagePiece] | None:
         text = self._text.lstrip()
         if text.startswith(THINK):
-            self._text, self._step, self._fresh = text[len(THINK) :], self._thought, True
+            self._text, self._step, self._fresh = text[len(THINK) :], self._reasoning, True
         elif self._last or not THINK.startswith(text):
             self._step = self._content
         else:
             return None
         return []
 
-    def _thought(self) -> list[Piece] | None:
-        return self._until("reasoning", THOUGHT, self._content)
+    def _reasoning(self) -> list[MessagePiece] | None:
+        return self._until("reasoning", END_THINK, self._content)
 
-    def _content(self) -> list[Piece] | None:
+    def _content(self) -> list[MessagePiece] | None:
         if self._format is None:
             return self._until("content", "", self._content)
         if not self._format.open:
-            return self._whole()
+            return self._calls_only()
         return self._until("content", self._format.open, self._call)
 
-    def _until(self, kind: Literal["reasoning", "content"], mark: str, then: Any) -> list[Piece] | None:
-        """Give the text up to a mark, and take the step `then` after it."""
-        before, found, after = self._text.partition(mark) if mark else (self._text, "", "")
-        if found:
-            pieces = self._give(kind, before)
+    def _until(
+        self, kind: Literal["reasoning", "content"], marker: str, then: Any
+    ) -> list[MessagePiece] | None:
+        """Emit the text up to a marker, and continue with the step `then` after it."""
+        before, matched, after = self._text.partition(marker) if marker else (self._text, "", "")
+        if matched:
+            pieces = self._emit(kind, before)
             self._text, self._step = after, then
             if kind == "reasoning":
                 self._space, self._fresh = "", True
             return pieces
-        keep = 0 if self._last or not mark else overlap(self._text, mark)
-        given, self._text = self._text[: len(self._text) - keep], self._text[len(self._text) - keep :]
-        return self._give(kind, given) if given else None
+        keep = 0 if self._last or not marker else overlap(self._text, marker)
+        certain, self._text = self._text[: len(self._text) - keep], self._text[len(self._text) - keep :]
+        return self._emit(kind, certain) if certain else None
 
-    def _call(self) -> list[Piece] | None:
-        """One call, up to the end mark with which it can be read; or else its text."""
+    def _call(self) -> list[MessagePiece] | None:
+        """Parse one call, up to the first end marker that completes it; an unreadable call becomes content."""
         assert self._format is not None
-        mark, start = self._format.close, 0
-        while (end := self._text.find(mark, start)) >= 0:
-            block, start = self._text[:end], end + len(mark)
+        marker, start = self._format.close, 0
+        while (end := self._text.find(marker, start)) >= 0:
+            block, start = self._text[:end], end + len(marker)
             if calls := self._format.read(block, self._tools):
-                return self._called(calls, self._text[start:])
+                return self._emit_calls(calls, self._text[start:])
             if not _within_string(block):
-                return self._uncalled(block + mark, self._text[start:])
+                return self._emit_as_content(block + marker, self._text[start:])
         if not self._last:
             return None
-        if calls := self._format.read(self._text, self._tools):  # complete, but for the end mark
-            return self._called(calls, "")
-        return self._uncalled(self._text, "")
+        if calls := self._format.read(self._text, self._tools):  # complete except for the end marker
+            return self._emit_calls(calls, "")
+        return self._emit_as_content(self._text, "")
 
-    def _whole(self) -> list[Piece] | None:
-        """The whole answer is calls, or none is."""
+    def _calls_only(self) -> list[MessagePiece] | None:
+        """Parse an answer that is either calls only or no call."""
         assert self._format is not None
         text = self._text.lstrip()
         if text and text[0] != "{" and not PYTHON_TAG.startswith(text[: len(PYTHON_TAG)]):
@@ -150,20 +155,20 @@ class MessageParser:
         if not self._last or not text:
             return self._until("content", "", self._content) if self._last else None
         if calls := self._format.read(text, self._tools):
-            return self._called(calls, "")
+            return self._emit_calls(calls, "")
         self._format = None
         return []
 
-    def _called(self, calls: list[ToolCall], rest: str) -> list[Piece]:
+    def _emit_calls(self, calls: list[ToolCall], rest: str) -> list[MessagePiece]:
         self._text, self._step, self._space, self._fresh = rest, self._content, "", True
-        return [Piece("call", call=call) for call in calls]
+        return [MessagePiece("call", call=call) for call in calls]
 
-    def _uncalled(self, text: str, rest: str) -> list[Piece]:
+    def _emit_as_content(self, text: str, rest: str) -> list[MessagePiece]:
         assert self._format is not None
         self._text, self._step = rest, self._content
-        return self._give("content", self._format.open + text)
+        return self._emit("content", self._format.open + text)
 
-    def _give(self, kind: Literal["reasoning", "content"], text: str) -> list[Piece]:
+    def _emit(self, kind: Literal["reasoning", "content"], text: str) -> list[MessagePiece]:
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -172,9 +177,9 @@ class MessageParser:
         if not kept:
             return []
         self._fresh = False
-        return [Piece(kind, kept)]
+        return [MessagePiece(kind, kept)]
 
 
 def _within_string(text: str) -> bool:
-    """Whether JSON text ends within a string."""
+    """True if JSON text ends within a string."""
     return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1

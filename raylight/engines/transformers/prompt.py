@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raylight.engines.transformers.requests import ChatMessage, Prompted
+from raylight.engines.transformers.requests import ChatMessage, MessagesBody
+from raylight.engines.transformers.sampler import Sampler
 from raylight.http.errors import RequestError
 
-if TYPE_CHECKING:
-    from raylight.engines.transformers.engine import TransformersEngine
 
-
-def render(engine: TransformersEngine, request: Prompted) -> list[int]:
-    """The tokens of messages, by the model's own chat template.
+def render(engine: Sampler, request: MessagesBody) -> list[int]:
+    """Render messages with the model's own chat template, and return the tokens.
 
     Raises:
-        RequestError: the template cannot take the messages or the tools, or they are too long.
+        RequestError: the template does not support the messages or the tools, or they are too long.
     """
     tokenizer: Any = engine.tokenizer
     template = engine.style.template
     if request.tools and "tools" not in template:
-        raise RequestError("this model's chat template knows no tools")
-    settings = dict(request.chat_template_kwargs or {})
-    if taken := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
-        raise RequestError(f"chat_template_kwargs: {min(taken)} is no variable of a template")
+        raise RequestError("this model's chat template does not support tools")
+    variables = dict(request.chat_template_kwargs or {})
+    if reserved := variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+        raise RequestError(f"chat_template_kwargs: {min(reserved)} is not a template variable")
     if request.reasoning_effort is not None:
         if "reasoning_effort" not in template:
-            raise RequestError("this model's chat template knows no reasoning_effort")
-        settings["reasoning_effort"] = request.reasoning_effort
-    messages = [_shown(message) for message in request.messages]
+            raise RequestError("this model's chat template does not support reasoning_effort")
+        variables["reasoning_effort"] = request.reasoning_effort
+    messages = [_for_template(message) for message in request.messages]
     engine.check_text("".join(message["content"] for message in messages))
     try:
         text = tokenizer.apply_chat_template(
@@ -38,21 +36,20 @@ def render(engine: TransformersEngine, request: Prompted) -> list[int]:
             tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            **settings,
+            **variables,
             tokenize=False,
         )
-    except Exception as error:  # a template is a program of the model's authors and may raise anything
-        raise RequestError(f"the chat template refused the messages: {error}") from error
-    return encode(
-        engine, text, add_special_tokens=False
-    )  # with the length of what the template and the tools add checked
+    except Exception as error:  # a template is the model authors' program and may raise anything
+        raise RequestError(f"the chat template rejected the messages: {error}") from error
+    # checks the length again, with the text that the template and the tools add
+    return encode(engine, text, add_special_tokens=False)
 
 
-def encode(engine: TransformersEngine, text: str, add_special_tokens: bool) -> list[int]:
-    """The tokens of a text.
+def encode(engine: Sampler, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text.
 
     Raises:
-        RequestError: it is no Unicode, or too long.
+        RequestError: the text is too long, or is not valid Unicode.
     """
     engine.check_text(text)
     try:
@@ -61,19 +58,19 @@ def encode(engine: TransformersEngine, text: str, add_special_tokens: bool) -> l
         raise RequestError(f"the text cannot be encoded: {error}") from error
 
 
-def _shown(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it: text in one piece, and the arguments of calls as mappings."""
-    shown = message.model_dump(exclude_none=True)
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """Convert a message to the form that templates expect: content as one string, arguments of calls as mappings."""
+    converted = message.model_dump(exclude_none=True)
     if message.role == "developer":
-        shown["role"] = "system"  # its newer name, which templates do not know
+        converted["role"] = "system"  # templates know only the older name
     if isinstance(message.content, list):
-        shown["content"] = "\n".join(part.text for part in message.content)
-    shown.setdefault("content", "")
-    if thought := message.reasoning_content or message.reasoning:
-        shown["reasoning_content"] = thought
-    for call in shown.get("tool_calls", ()):
+        converted["content"] = "\n".join(part.text for part in message.content)
+    converted.setdefault("content", "")
+    if reasoning := message.reasoning_content or message.reasoning:
+        converted["reasoning_content"] = reasoning
+    for call in converted.get("tool_calls", ()):
         call["function"]["arguments"] = _mapping(call["function"].get("arguments"))
-    return shown
+    return converted
 
 
 def _mapping(arguments: Any) -> dict[str, Any]:
@@ -85,5 +82,5 @@ def _mapping(arguments: Any) -> dict[str, Any]:
     if not arguments:
         return {}
     if not isinstance(arguments, dict):
-        raise RequestError("the arguments of a tool call are no JSON object")
+        raise RequestError("the arguments of a tool call are not a JSON object")
     return arguments

@@ -1,4 +1,4 @@
-"""What the answers of all routes that sample have in common."""
+"""Common parts of the responses of all routes that sample."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from typing import Any, Protocol
 
 from raylight.engines.capture_context import CURRENT
 from raylight.engines.transformers.choices import Choices
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampler import Sampler
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.sequence import Sequence
-from raylight.engines.transformers.text import TextStream
-from raylight.engines.transformers.vocabulary import Vocabulary
+from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.http.errors import RequestError
 from raylight.http.sse import sse_bytes
 
-LEAST = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON cannot express."""
 
 
 class Reply(Protocol):
-    """An answer whose choices are being sampled."""
+    """A response whose choices are being sampled."""
 
     choices: Choices
     streams: bool
+    """True if the client asked for a stream."""
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer, once it is complete."""
+    async def body(self) -> dict[str, Any]:
+        """Return the whole response, once it is complete."""
         ...
 
     def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in chunks."""
+        """Yield the response in chunks."""
         ...
 
 
 @dataclass(frozen=True)
-class Grown:
-    """What a choice has more than before.
+class Increment:
+    """The new part of a choice since the last read.
 
     Attributes:
-        first: number of its first new token.
-        text: what is certain of the new text.
-        reason: why it ended, as it goes over the wire; None if it has not.
+        first: index of its first new token.
+        ids: new tokens.
+        text: new text that later tokens cannot change.
+        reason: finish reason in OpenAI's terms; None if the choice has not ended.
         stop_word: the stop word that ended it.
     """
 
@@ -54,52 +56,56 @@ class Grown:
     stop_word: str | None
 
     @property
-    def end(self) -> dict[str, str | None]:
-        """As vLLM tells it too."""
+    def finish_fields(self) -> dict[str, str | None]:
+        """Fields of the finish, as vLLM names them."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_word}
 
 
-class Reader:
-    """Reads one choice as it grows."""
+class ChoiceReader:
+    """Reads one choice incrementally."""
 
     def __init__(self, sequence: Sequence, vocabulary: Vocabulary) -> None:
         self.sequence = sequence
         self._stream = TextStream(vocabulary.text, sequence.params.stop, sequence.params.min_tokens)
-        self._seen = 0
+        self._read = 0
         self._ended = False
 
-    def read(self) -> Grown | None:
-        """What is new; None if nothing is."""
-        sample, ended = (
-            self.sequence.sample,
-            self.sequence.ended,
-        )  # first whether it ended, then how far it came
-        first, count = self._seen, self.sequence.count
+    def read(self) -> Increment | None:
+        """Return the new part of the choice; None if nothing is new."""
+        # `ended` must be read before `count`, so that the last increment has all tokens
+        sample, ended = self.sequence.sample, self.sequence.ended
+        first, count = self._read, self.sequence.count
         if self._ended or (count == first and not ended):
             return None
-        self._seen, self._ended = count, ended
+        self._read, self._ended = count, ended
         ids = sample.output_ids[first:count]
         text = self._stream.feed(ids) + (self._stream.finish() if ended else "")
         reason = "abort" if sample.finish_reason == "aborted" else sample.finish_reason
-        return Grown(first, ids, text, reason if ended else None, self._stream.stop_word if ended else None)
+        stop_word = self._stream.stop_word if ended else None
+        return Increment(first, ids, text, reason if ended else None, stop_word)
 
 
-class Head:
-    """What every part of an answer begins with."""
+class Envelope:
+    """Fields that every chunk of a response starts with.
+
+    Args:
+        prefix: of the response's id, "chatcmpl" or "cmpl".
+        kind: value of `object`.
+    """
 
     def __init__(self, prefix: str, kind: str, model: str) -> None:
-        exchange = CURRENT.get()
-        name = (
-            exchange.keys[0].call_id if exchange and exchange.keys else uuid.uuid4().hex
-        )  # its spans name it
+        capture = CURRENT.get()
+        # a captured call is named by its call id, which its spans carry too
+        name = capture.keys[0].call_id if capture and capture.keys else uuid.uuid4().hex
         self._id, self._kind, self._model, self._created = f"{prefix}-{name}", kind, model, int(time.time())
 
-    def part(self, suffix: str = "") -> dict[str, Any]:
+    def fields(self, suffix: str = "") -> dict[str, Any]:
+        """Return the fields, with `suffix` added to the value of `object`."""
         return {"id": self._id, "object": self._kind + suffix, "created": self._created, "model": self._model}
 
 
-def adapter_of(engine: Any, model: str | None) -> str | None:
-    """The adapter that a request's model is; None for the model itself.
+def resolve_adapter(engine: Sampler, model: str | None) -> str | None:
+    """Return the name of the adapter that a request asks for; None for the model itself.
 
     Raises:
         RequestError: there is no such model.
@@ -114,23 +120,26 @@ def adapter_of(engine: Any, model: str | None) -> str | None:
     )
 
 
-def numbered(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Several choices of one seeded request differ, and are reproducible all the same."""
+def params_per_choice(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Return the parameters of each choice. The choices of a seeded request get consecutive seeds, so that they differ and are
+    reproducible.
+    """
     return [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(count)]
 
 
 def usage(sequences: list[Sequence], prompts: list[list[int]]) -> dict[str, int]:
-    """How many tokens were read (each prompt once) and sampled."""
-    read, sampled = sum(map(len, prompts)), sum(s.count for s in sequences)
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    """Return the numbers of prompt tokens (each prompt counted once) and sampled tokens."""
+    prompt, sampled = sum(map(len, prompts)), sum(s.count for s in sequences)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    """Clip a log-probability to what JSON can express."""
+    return max(logprob, MIN_LOGPROB)
 
 
 async def sse(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Chunks as server-sent events. What fails after the first one is told in an event, for the status is sent already."""
+    """Encode chunks as server-sent events. An error becomes an event too, because the status has been sent already."""
     try:
         async for event in events:
             yield sse_bytes(event)

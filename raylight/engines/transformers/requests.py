@@ -1,4 +1,4 @@
-"""What may be asked of the engine's routes. A field that is not named here is refused, never ignored."""
+"""Request models of the engine's routes. A field that is not declared here is rejected, never ignored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.body import problems
 from raylight.http.errors import RequestError
 
@@ -16,27 +16,27 @@ MAX_TOOLS = 1_000
 MAX_STOP_WORDS = 64
 StopWord = Annotated[str, Field(min_length=1, max_length=1_000)]
 StopWords = Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
-"""Each is looked for after each token, on the thread that samples."""
+"""Bounded, because the engine's thread searches for each word after each token."""
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63 - 4096)]
-"""Room for each choice's own seed."""
+"""Leaves room for one seed per choice."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BodyType = TypeVar("BodyType", bound="Body")
 
 
 class Body(BaseModel):
-    """A request's body."""
+    """Base of request bodies."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def read(cls: type[BodyType], body: Any) -> BodyType:
-        """Check a decoded JSON body.
+        """Validate a decoded JSON body.
 
         Raises:
-            RequestError: with the fields that do not fit.
+            RequestError: names the invalid fields.
         """
         try:
             return cls.model_validate(body)
@@ -44,7 +44,7 @@ class Body(BaseModel):
             raise RequestError(f"this engine does not support the request: {problems(error)}") from None
 
 
-class StreamOptions(Body):
+class SampledStreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
@@ -61,14 +61,14 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+            raise ValueError("type json_schema requires the field json_schema, and no other type accepts it")
         return self
 
 
-class Sampling(Body):
-    """What chat and completions have in common."""
+class SamplingBody(Body):
+    """Fields that chat and completions have in common."""
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -86,52 +86,54 @@ class Sampling(Body):
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: SampledStreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    """It and `user` tell of the caller, and nothing of the answer."""
+    """`user` and `metadata` describe the caller and do not affect the response."""
 
     @property
     def stop_words(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
+        """True if the stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Sampling:
+    def _check_stream_options(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for stream=true")
+            raise ValueError("stream_options requires stream=true")
         return self
 
     def params(
         self, max_tokens: int, vocab_size: int, top_logprobs: int, grammar: Any = None
     ) -> SamplingParams:
-        """How to sample the first choice.
+        """Return the sampling parameters of the first choice.
 
         Raises:
-            RequestError: settings contradict each other.
+            RequestError: fields contradict each other.
         """
         if grammar is not None and (self.ignore_eos or self.min_tokens):
             raise RequestError(
-                "ignore_eos and min_tokens cannot be combined with an answer that keeps to a schema"
+                "ignore_eos and min_tokens cannot be combined with an answer constrained to a schema"
             )
         if (self.min_tokens or 0) > max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {max_tokens}")
+            raise RequestError(f"min_tokens={self.min_tokens} is greater than max_tokens={max_tokens}")
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
+            temperature=_value_or(self.temperature, 1.0),
+            top_p=_value_or(self.top_p, 1.0),
             top_k=max(self.top_k or 0, 0),
             stop=self.stop_words,
             seed=self.seed,
             min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            repetition_penalty=_value_or(self.repetition_penalty, 1.0),
             logit_bias=_bias(self.logit_bias or {}, vocab_size),
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
@@ -161,7 +163,7 @@ class HistoryCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of text; whatever else a template may use of it is kept."""
+    """A text message. Undeclared fields are kept, because a chat template may use them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -175,29 +177,29 @@ class ChatMessage(BaseModel):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _is_of_text(cls, content: Any) -> Any:
+    def _check_text_only(cls, content: Any) -> Any:
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-                raise ValueError(f"this model takes text only, no {kind!r:.50}")
+                raise ValueError(f"this model accepts text only, not {kind!r:.50}")
         return content
 
     @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
+    def _check_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError("content is missing")
         return self
 
 
-class Function(Body):
+class ToolFunction(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class FunctionTool(Body):
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
 class NamedFunction(Body):
@@ -209,58 +211,60 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class Prompted(Body):
-    """How messages become a prompt."""
+class MessagesBody(Body):
+    """Fields that are rendered into a prompt."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
-    def _one_end(self) -> Prompted:
+    def _check_final_message(self) -> MessagesBody:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message needs add_generation_prompt=false")
+            raise ValueError("continue_final_message requires add_generation_prompt=false")
         return self
 
 
-class GivenPrompt(Body):
+class TokenPrompt(Body):
+    """A prompt as token ids, as vLLM accepts it in `kv_transfer_params`."""
+
     prompt_token_ids: TokenIds
 
 
-class ChatRequest(Sampling, Prompted):
+class ChatRequest(SamplingBody, MessagesBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    kv_transfer_params: GivenPrompt | None = None
+    kv_transfer_params: TokenPrompt | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> ChatRequest:
+    def _check_combinations(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise ValueError("top_logprobs requires logprobs=true")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("tool_choice needs tools")
+            raise ValueError("tool_choice requires tools")
         return self
 
     @property
-    def given_ids(self) -> list[int] | None:
-        """The prompt in tokens, where the messages need not be rendered."""
+    def prompt_ids(self) -> list[int] | None:
+        """The prompt as token ids, instead of rendered messages; None if the messages are to be rendered."""
         return self.kv_transfer_params.prompt_token_ids if self.kv_transfer_params else None
 
     def schemas(self) -> Mapping[str, Any]:
-        """The parameters' schema of each tool that may be called."""
+        """Return tool name to the schema of its parameters."""
         return {
             tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()
         }
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingBody):
     prompt: str | TokenIds | Texts | TokenLists
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
@@ -274,7 +278,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(Prompted):
+class TokenizeChatRequest(MessagesBody):
     model: str | None = None
     return_token_strs: bool = False
 
@@ -284,16 +288,16 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-def _or(value: float | None, default: float) -> float:
+def _value_or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    wrong = [
+def _bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    invalid = [
         key
-        for key in given
+        for key in biases
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size
     ]
-    if wrong:
-        raise RequestError(f"logit_bias: keys are token ids below {vocab_size}, not {wrong[0]!r}")
-    return tuple((int(key), bias) for key, bias in given.items())
+    if invalid:
+        raise RequestError(f"logit_bias: keys are token ids below {vocab_size}, not {invalid[0]!r}")
+    return tuple((int(key), bias) for key, bias in biases.items())

@@ -1,30 +1,88 @@
-"""Sampling a batch of next tokens, each row with its own settings, and the log-probabilities really sampled from."""
+"""Sampling parameters, and the sampling of one next token per row with the log-probability of the distribution sampled from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.capture_context import CONSTRAINED
+from raylight.types import GREEDY_BELOW
 
 History = tuple[list[int], list[int]]
 """Prompt and output tokens of a row."""
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """One token per row.
+class SamplingParams:
+    """Sampling parameters of one response. Every default has no effect."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    min_p: float = 0.0
+    """Tokens whose probability is below this share of the most probable token's are excluded."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and the value added to its logit."""
+    min_tokens: int = 0
+    """Tokens sampled before the response may end."""
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+    """Number of most probable tokens to report per position."""
+    grammar: Any = field(default=None, compare=False)
+    """Compiled grammar that constrains the response, see `grammar.py`."""
+
+    @property
+    def greedy(self) -> bool:
+        """True if the most probable token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """True if a bias, a penalty or `min_tokens` changes the logits."""
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the parameters for a recorded call: temperature, max_tokens, and all that differ from their defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grammar"}
+        defaults = vars(SamplingParams(self.max_tokens))
+        record = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if name in ("temperature", "max_tokens") or value != defaults[name]
+        }
+        return record | ({CONSTRAINED: True} if self.grammar is not None else {})
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One sampled token per row.
 
     Attributes:
-        tops: per row the likeliest tokens and their log-probabilities, as many as the row that asked for the most of them; empty
-            if none did.
+        tokens: token ids.
+        logprobs: their log-probabilities.
+        top_logprobs: per row, pairs of token id and log-probability of the most probable tokens. Every row has as many as the row
+            that requested the most; empty if no row requested any.
     """
 
     tokens: list[int]
     logprobs: list[float]
-    tops: list[list[tuple[int, float]]]
+    top_logprobs: list[list[tuple[int, float]]]
 
 
 def sample(
@@ -32,18 +90,18 @@ def sample(
     params: list[SamplingParams],
     generators: list[torch.Generator | None],
     shared: torch.Generator,
-) -> Drawn:
-    """Next tokens and their log-probabilities.
+) -> SampledTokens:
+    """Sample the next token of each row.
 
     Args:
         logits: shape (rows, vocabulary).
         params: one per row.
         generators: one per row; None draws from `shared`.
-        shared: the engine's own source of randomness.
+        shared: the engine's own random generator.
 
     Returns:
-        Tokens with log-probabilities of the distribution after temperature, top-k, top-p and min-p; for a greedy request they are
-        those of temperature 1, as in vLLM.
+        Tokens with log-probabilities of the distribution after temperature, top-k, top-p and min-p. For a greedy row they are those
+        at temperature 1, as in vLLM.
     """
     logits = logits.float()
     if any(not p.greedy and p.temperature != 1 for p in params):
@@ -52,9 +110,8 @@ def sample(
         )
         logits = logits / temperatures[:, None]
     if any(p.min_p for p in params):
-        floor = torch.tensor(
-            [p.min_p for p in params], device=logits.device
-        ).log()  # of 0: -inf, so that all are kept
+        # log(0) is -inf, which excludes nothing
+        floor = torch.tensor([p.min_p for p in params], device=logits.device).log()
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
     if any(p.top_k or p.top_p < 1 for p in params):
         logits = truncate(logits, params)
@@ -66,29 +123,31 @@ def sample(
     greedy = [p.greedy for p in params]
     if any(greedy):
         tokens = torch.where(torch.tensor(greedy, device=logits.device), logprobs.argmax(-1), tokens)
-    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
-    most = min(max(p.top_logprobs for p in params), logits.shape[-1])
-    tops = logprobs.topk(most) if most else None
-    rows = (
-        []
-        if tops is None
-        else [list(zip(*row, strict=True)) for row in zip(tops[1].tolist(), tops[0].tolist(), strict=True)]
-    )
-    return Drawn(tokens.tolist(), chosen.tolist(), rows)
+    sampled = logprobs.gather(-1, tokens[:, None])[:, 0]
+    top_count = min(max(p.top_logprobs for p in params), logits.shape[-1])
+    top_rows: list[list[tuple[int, float]]] = []
+    if top_count:
+        values, ids = logprobs.topk(top_count)
+        top_rows = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return SampledTokens(tokens.tolist(), sampled.tolist(), top_rows)
 
 
-def adjust(
+def adjust_logits(
     logits: torch.Tensor, params: list[SamplingParams], histories: list[History], stop_ids: Iterable[int]
 ) -> torch.Tensor:
-    """Logits after each row's bias and penalties, and without `stop_ids` where the row must not end yet."""
+    """Apply each row's bias and penalties, and exclude `stop_ids` while a row has fewer than `min_tokens`.
+
+    Args:
+        logits: shape (rows, vocabulary); not modified.
+    """
     logits = logits.float().clone()
-    ends = list(stop_ids)
+    stops = list(stop_ids)
     for row, (p, (prompt, output)) in enumerate(zip(params, histories, strict=True)):
-        if not p.adjusts:
+        if not p.adjusts_logits:
             continue
         line = logits[row]
         if len(output) < p.min_tokens:
-            line[ends] = -torch.inf
+            line[stops] = -torch.inf
         if p.logit_bias:
             ids, bias = zip(*p.logit_bias, strict=True)
             line[list(ids)] += torch.tensor(bias, device=line.device)
@@ -110,12 +169,12 @@ def truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
     rank = torch.arange(size, device=logits.device)
     ordered = ordered.masked_fill(rank[None] >= top_k[:, None], -torch.inf)
     top_p = torch.tensor([p.top_p for p in params], device=logits.device)
-    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all likelier tokens
+    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # total probability of more probable tokens
     ordered = ordered.masked_fill((before >= top_p[:, None]) & (rank[None] > 0), -torch.inf)
     return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
 def _draw(logprobs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token per row by the exponential race, which is `multinomial` without its synchronisation and size limits."""
+    """Draw one token per row by an exponential race: `multinomial` without its synchronisation and its size limit."""
     race = torch.empty_like(logprobs).exponential_(generator=generator)
     return (logprobs.exp() / race).argmax(-1)

@@ -1,4 +1,4 @@
-"""A choice on its way through the engine."""
+"""The state of one choice while it is sampled."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 
 from raylight.engines.capture_context import Sample
 from raylight.engines.transformers.adapters import LoadedAdapter
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.text import TextStream
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A choice on its way through the engine. The engine's thread writes; the event loop reads, and cancels."""
+    """One choice of a request while it is sampled. The engine's thread writes; the event loop reads and cancels."""
 
     sample: Sample
     params: SamplingParams
     loop: asyncio.AbstractEventLoop
-    news: asyncio.Event
-    """Set in the loop when the sequence ends and, if it streams, after each token."""
+    progressed: asyncio.Event
+    """Set in `loop` when the sequence ends and, if it streams, after each token."""
     streams: bool = False
-    model: str | None = None
-    """The adapter that was asked for; None for the model itself."""
+    adapter_name: str | None = None
+    """Name of the requested adapter; None for the model itself."""
     adapter: LoadedAdapter | None = None
-    """The version of it that the sequence began with."""
+    """Version of the adapter that the sequence started with."""
     generator: torch.Generator | None = None
-    matcher: Any = None
-    """Follows the grammar of `params`."""
-    stops: TextStream | None = None
-    """Looks for the stop words of `params`."""
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Per token the likeliest ones and their log-probabilities, if asked for."""
+    grammar_matcher: Any = None
+    """State of the response within the grammar of `params`."""
+    stop_words: TextStream | None = None
+    """Detects the stop words of `params`."""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Per token, the most probable tokens and their log-probabilities, if requested."""
     ended: bool = False
     error: Exception | None = None
     cancelled: bool = False
@@ -44,19 +44,21 @@ class Sequence:
 
     @property
     def length(self) -> int:
+        """Number of tokens, prompt and response."""
         return len(self.sample.prompt_ids) + len(self.sample.output_ids)
 
     @property
     def ids(self) -> list[int]:
+        """Token ids of prompt and response."""
         return self.sample.prompt_ids + self.sample.output_ids
 
     @property
     def count(self) -> int:
-        """Tokens that are complete with log-probability and version."""
+        """Number of sampled tokens that have their log-probability and version."""
         return len(self.sample.weight_versions)
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Add a sampled token; its version last, because `count` goes by it. A cancelled sequence grows no more."""
+        """Add a sampled token, unless the sequence is cancelled. The version is added last, because `count` relies on it."""
         with self._lock:
             if not self.cancelled:
                 self.sample.output_ids.append(token)
@@ -64,21 +66,21 @@ class Sequence:
                 self.sample.weight_versions.append(version)
 
     def cancel(self) -> None:
-        """Sample no more; afterwards the sample is whole and stays as it is. Without effect on a sequence that has ended."""
+        """Stop sampling. On return the sample is consistent and final. No effect on a sequence that has ended."""
         with self._lock:
             self.cancelled = True
 
 
-def wake(sequences: Iterable[Sequence]) -> None:
-    """Tell those who wait for the sequences, from the engine's thread, waking each event loop once."""
+def notify(sequences: Iterable[Sequence]) -> None:
+    """Set the sequences' `progressed` events from the engine's thread, waking each event loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
     for sequence in sequences:
-        by_loop.setdefault(sequence.loop, []).append(sequence.news)
+        by_loop.setdefault(sequence.loop, []).append(sequence.progressed)
     for loop, events in by_loop.items():
-        if not loop.is_closed():  # else nobody waits any more
-            loop.call_soon_threadsafe(_set, events)
+        if not loop.is_closed():  # a closed loop has no waiters
+            loop.call_soon_threadsafe(_set_all, events)
 
 
-def _set(events: list[asyncio.Event]) -> None:
+def _set_all(events: list[asyncio.Event]) -> None:
     for event in events:
         event.set()

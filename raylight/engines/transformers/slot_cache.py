@@ -1,7 +1,7 @@
-"""A key-value cache for continuous batching: one slot per sequence, kept dense, in transformers' own cache interface.
+"""A key-value cache for continuous batching: one slot per sequence, kept dense, behind transformers' own cache interface.
 
-Sequences that are decoded occupy slots 0..n-1. New ones are prefilled into the slots after them; when one ends, the last moves
-into its place. A forward pass sees the slots of `rows` up to `width` tokens, without copying.
+Sequences that are decoded occupy slots 0..n-1. New ones are prefilled into the slots after them. When one ends, the last one moves
+into its slot. A forward pass sees the slots `rows` up to `width` tokens, without copying.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 256
-"""Tokens by which the slots grow at least, so that a short task never pays for the model's longest context."""
+"""Smallest growth of the slots, in tokens. Slots grow on demand, so that short tasks do not pay for the model's longest context."""
 
 
 class Window:
-    """Which part of the slots the current forward pass reads and writes; shared by all layers."""
+    """The part of the slots that the current forward pass reads and writes; shared by all layers."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.rows = slice(0, 0)
         self.positions: torch.Tensor | None = None
-        """Shape (rows,): where each row writes its one token; None while prefilling from position 0."""
+        """Shape (rows,): position at which each row writes its one token; None while prefilling from position 0."""
         self.width = 0
 
 
@@ -45,7 +45,7 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         window = self.window
         if window.width > self.keys.shape[2]:
-            self.keys, self.values = _grown(self.keys, window.width), _grown(self.values, window.width)
+            self.keys, self.values = _grow(self.keys, window.width), _grow(self.values, window.width)
         keys, values = self.keys[window.rows], self.values[window.rows]
         if window.positions is None:
             keys[:, :, : key_states.shape[2]] = key_states
@@ -71,7 +71,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """All layers' slots."""
+    """The slots of all layers."""
 
     def __init__(self, layers: int, slots: int) -> None:
         self.window = Window(slots)
@@ -79,11 +79,11 @@ class SlotCache(Cache):
         super().__init__(layers=list(self.slot_layers))
 
     def prefill(self, first: int, rows: int, width: int) -> None:
-        """The next pass writes `width` tokens into each of `rows` slots from `first` on."""
+        """Have the next pass write `width` tokens into each of `rows` slots, starting at slot `first`."""
         self.window.rows, self.window.positions, self.window.width = slice(first, first + rows), None, width
 
     def decode(self, positions: torch.Tensor) -> None:
-        """The next pass writes one token at `positions[i]` of slot i."""
+        """Have the next pass write one token at `positions[i]` of slot i."""
         self.window.rows, self.window.positions = slice(0, len(positions)), positions
         self.window.width = int(positions.max()) + 1
 
@@ -93,8 +93,8 @@ class SlotCache(Cache):
             layer.move(source, target, length)
 
 
-def _grown(old: torch.Tensor, needed: int) -> torch.Tensor:
-    """The same slots with room for more tokens; zeros, because masked garbage may be NaN and NaN times 0 is NaN."""
+def _grow(old: torch.Tensor, needed: int) -> torch.Tensor:
+    """Return the slots with room for more tokens. New entries are zero, because masked NaN times 0 would still be NaN."""
     length = max(needed, 2 * old.shape[2], GROWTH)
     new = old.new_zeros(old.shape[0], old.shape[1], length, old.shape[3])
     new[:, :, : old.shape[2]] = old

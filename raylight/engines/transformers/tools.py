@@ -1,4 +1,4 @@
-"""Tool calls in the text of a model: how they are told apart, read, and asked for."""
+"""Formats of tool calls in a model's text: detection, parsing, and grammars."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it; `arguments` is JSON text."""
+    """A tool call by the model; `arguments` is JSON text."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
-    def message(self) -> dict[str, Any]:
-        """As a chat message carries it."""
+    def as_message_part(self) -> dict[str, Any]:
+        """Return the call as an entry of a chat message's `tool_calls`."""
         return {
             "id": self.id,
             "type": "function",
@@ -32,26 +32,28 @@ class ToolCall:
 
 
 class ToolFormat(Protocol):
-    """How a model writes tool calls."""
+    """A model's notation of tool calls."""
 
     open: str
-    """Where a call begins; "" where the whole answer is one or more calls, or none."""
+    """Marker before a call; "" if an answer is either calls only or no call."""
     close: str
+    """Marker after a call."""
 
     def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
-        """The calls between `open` and `close`; None if there is none, and then the text is content.
+        """Parse the text between `open` and `close`; returns None if it is not a call, and so content.
 
         Args:
-            tools: the parameters' schema of each tool by name.
+            tools: tool name to the schema of its parameters.
         """
         ...
 
     def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
-        """The structural tag of an answer whose calls fit their schemas; None if this format has none.
+        """Return the structural tag of an answer whose calls fit their schemas; None if this format supports none.
 
         Args:
-            required: the answer is calls and nothing else.
-            parallel: there may be several.
+            tools: tool name to the schema of its parameters.
+            required: True if the answer must consist of calls.
+            parallel: True if several calls are allowed.
         """
         ...
 
@@ -62,7 +64,7 @@ class Hermes:
     open, close = OPEN, CLOSE
 
     def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
-        call = _call(_json(block), "arguments")
+        call = _call(_parse_json(block), "arguments")
         return [call] if call else None
 
     def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
@@ -89,18 +91,18 @@ class QwenXml:
     _parameter = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
     def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
-        found = self._function.fullmatch(block)
-        if found is None or self._parameter.sub("", found[2]).strip():
+        match = self._function.fullmatch(block)
+        if match is None or self._parameter.sub("", match[2]).strip():
             return None
-        schema = tools.get(found[1])
+        schema = tools.get(match[1])
         types = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
-        values = {key: self._value(text, types.get(key)) for key, text in self._parameter.findall(found[2])}
-        return [ToolCall(found[1], _dump(values))]
+        values = {key: self._value(text, types.get(key)) for key, text in self._parameter.findall(match[2])}
+        return [ToolCall(match[1], _dump(values))]
 
     def _value(self, text: str, schema: Any) -> Any:
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             return text
-        value = _json(text)
+        value = _parse_json(text)
         return text if value is None and text.strip() != "null" else value
 
     def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
@@ -108,13 +110,13 @@ class QwenXml:
 
 
 class LlamaJson:
-    """The whole answer is `{"name": ..., "parameters": {...}}`, or several of them with semicolons between."""
+    """The whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by semicolons."""
 
     open, close = "", ""
 
     def read(self, block: str, tools: Mapping[str, Any]) -> list[ToolCall] | None:
         text, calls = block.strip().removeprefix(PYTHON_TAG).strip(), []
-        decoder = json.JSONDecoder(parse_constant=_refuse)
+        decoder = json.JSONDecoder(parse_constant=_reject_constant)
         while text:
             try:
                 value, end = decoder.raw_decode(text)
@@ -150,35 +152,36 @@ FORMATS: dict[ToolParserName, ToolFormat] = {
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """How a model with this chat template writes tool calls; None if it is not known to call tools."""
+    """Detect the format from a chat template; None if the template is not known to support tools."""
     if OPEN in template:
         return FORMATS["qwen_xml" if "<function=" in template else "hermes"]
     return FORMATS["llama_json"] if '{"name": function name, "parameters":' in template else None
 
 
 def _call(value: Any, arguments: str) -> ToolCall | None:
+    """Read a call from decoded JSON; `arguments` is the key of its arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    given = value.get(arguments)
-    return ToolCall(value["name"], _dump(given)) if isinstance(given, dict) else None
+    values = value.get(arguments)
+    return ToolCall(value["name"], _dump(values)) if isinstance(values, dict) else None
 
 
-def _json(text: str) -> Any:
-    """The value of a JSON text; None if it is none."""
+def _parse_json(text: str) -> Any:
+    """Decode JSON text; None if it is invalid."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return None
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _dump(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can express
+    except UnicodeEncodeError:  # a lone surrogate can only be written as an escape
         return json.dumps(value)
     return text

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Loaded:
+class AdapterVersion:
     """One version of an adapter."""
 
     request: LoRARequest
@@ -38,7 +38,7 @@ class Loaded:
     """It is retired, and no request uses it any more."""
 
 
-class Adapters:
+class VllmAdapters:
     """The adapters of one engine.
 
     Args:
@@ -49,7 +49,7 @@ class Adapters:
         self.served: dict[str, LoRARequest] = {}
         """What vLLM's application looks a model's name up in."""
         self._client, self._capture = client, capture
-        self._loaded: dict[int, Loaded] = {}
+        self._loaded: dict[int, AdapterVersion] = {}
         self._last_version: dict[str, int] = {}
         self._ids = itertools.count(1)
         self._removals: set[asyncio.Task[None]] = set()
@@ -70,7 +70,7 @@ class Adapters:
             shutil.rmtree(folder)
             raise WeightSyncError(f"vLLM does not take adapter {name!r}: {_last_line(error)}") from None
         self._last_version[name] = self._capture.adapter_versions[request.lora_int_id] = version
-        self._loaded[request.lora_int_id] = Loaded(request, version, folder)
+        self._loaded[request.lora_int_id] = AdapterVersion(request, version, folder)
         before = self.served.get(name)
         self.served[name] = request
         if before is not None:
@@ -94,7 +94,7 @@ class Adapters:
         for loaded in self._loaded.values():
             shutil.rmtree(loaded.folder, ignore_errors=True)
 
-    async def _retire(self, loaded: Loaded, mode: UpdateMode) -> None:
+    async def _retire(self, loaded: AdapterVersion, mode: UpdateMode) -> None:
         loaded.retired = True
         if not loaded.in_flight:
             await self._remove(loaded)
@@ -109,7 +109,7 @@ class Adapters:
         if mode != "keep":
             await loaded.ended.wait()
 
-    async def _remove(self, loaded: Loaded) -> None:
+    async def _remove(self, loaded: AdapterVersion) -> None:
         del self._loaded[loaded.request.lora_int_id]
         await self._client.remove_lora(loaded.request.lora_int_id)
         await asyncio.to_thread(shutil.rmtree, loaded.folder)

@@ -17,7 +17,7 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from raylight.engines.protocol import LoraAdapter, UpdateMode
-from raylight.engines.vllm.adapters import Adapters
+from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.fields import KnownFields
 from raylight.engines.vllm.weights import Checkpoint, shared_file
@@ -54,7 +54,7 @@ class VllmEngine:
         self.max_model_len: int | None = client.model_config.max_model_len
         self._client, self._build_app, self._path = client, build_app, path
         self._capture = Capture(client)
-        self._adapters = Adapters(client, self._capture)
+        self._adapters = VllmAdapters(client, self._capture)
         self._checkpoint: Checkpoint | None = None
         self._changing = asyncio.Lock()
         self._asleep = self._closed = False

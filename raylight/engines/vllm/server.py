@@ -1,4 +1,4 @@
-"""vLLM as a Ray Serve deployment: the class that each replica runs. A thin shell; requests come straight from HAProxy."""
+"""vLLM as a Ray Serve deployment: the class that each replica runs. A thin shell; HAProxy sends requests straight to it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.types import ASGIApp
 from raylight.engines.vllm.engine import VllmEngine
 
 
-class CapturedVLLM(VLLMEngine):
-    """Ray's vLLM engine, whose client is captured before its event loop turns."""
+class CapturingVLLMEngine(VLLMEngine):
+    """Ray's vLLM engine; its client is wrapped for capture before the client's event loop runs."""
 
     captured: VllmEngine
 
-    def _start_async_llm_engine(self, *args: Any, **named: Any) -> Any:
-        client = super()._start_async_llm_engine(*args, **named)
+    def _start_async_llm_engine(self, *args: Any, **kwargs: Any) -> Any:
+        client = super()._start_async_llm_engine(*args, **kwargs)
         self.captured = VllmEngine(
             client, self.build_asgi_app, self.llm_config.model_id, client.model_config.model
         )
@@ -25,33 +25,31 @@ class CapturedVLLM(VLLMEngine):
 
 
 class VllmServer(LLMServer):
-    """Deploy it with `serve.ingress()` around a subclass that says, in `wrap`, what goes around the engine's application.
+    """Base of a deployment class. Apply `serve.ingress()` to a subclass, which puts its middleware around the engine in `wrap`.
 
     Args:
         llm_config: see `deployment.llm_config`.
-        spec: whatever `wrap` needs.
     """
 
-    engine: CapturedVLLM | None
+    engine: CapturingVLLMEngine | None
 
-    async def __init__(self, llm_config: Any, spec: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        self.spec = spec
-        await super().__init__(llm_config, engine_cls=CapturedVLLM)
+    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]  # awaited by Serve
+        await super().__init__(llm_config, engine_cls=CapturingVLLMEngine)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         assert self.engine is not None, "started in the constructor"
         return await self.wrap(self.engine.captured)
 
     async def wrap(self, engine: VllmEngine) -> ASGIApp:
-        """The application that HTTP requests reach."""
+        """Return the application that HTTP requests reach."""
         return await engine.app()
 
     async def check_health(self) -> None:
-        if self.engine is not None:  # else it is still starting
+        if self.engine is not None:  # None while it starts
             await self.engine.captured.check_health()
 
     async def __del__(self) -> None:
         captured = getattr(getattr(self, "engine", None), "captured", None)
-        if captured is not None:  # construction did not fail half-way
+        if captured is not None:  # None after a failed start
             captured.close()
         await super().__del__()

@@ -1,1 +1,1 @@
-"""The engines on Ray Serve: replicas, applications, ingress."""
+"""Engines as Ray Serve deployments: replicas, applications, ingress."""

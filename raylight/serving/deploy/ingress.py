@@ -1,4 +1,4 @@
-"""Ray Serve itself: its fast ingress, its ports, and where it listens."""
+"""Ray Serve's HTTP ingress: HAProxy, its ports and its address."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ SERVE_FLAGS = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
     "RAY_SERVE_DIRECT_INGRESS_SHUTDOWN_BUFFER_S": "1",
 }
-"""HAProxy hands requests straight to the replica: eight times the requests per second of Serve's Python proxy. Our replicas
-block no event loop and need no thread beside Serve's: a third more requests per second. The flags must be in the environment
-before Serve is imported, and in that of its controller and replicas. A run's replicas have nothing to drain."""
-PROXY_PORTS = {
+"""Serve's environment flags. HAProxy sends requests straight to the replica, which gives eight times the throughput of Serve's
+Python proxy. raylight's replicas never block the event loop, so they run without Serve's extra thread, which gives another third.
+Replicas of a run have nothing to drain. The flags must be in the environment before Serve is imported, and in the environments of
+its controller and replicas."""
+PROXY_PORT_FLAGS = {
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
 }
-"""HAProxy, and the proxy that it turns to while it knows of no replica, listen on these too. HAProxy does not start where another
-Serve on the machine has them; the fallback would share its port, and answer for the other Serve's applications."""
-STICKY = """uri depth 4
+"""Further ports, of HAProxy and of the fallback proxy that serves while HAProxy has no replica, with their defaults. If another
+Serve on the machine uses them, HAProxy does not start, and the fallback proxy would share its port and receive the other Serve's
+requests."""
+STICKY_ROUTING = """uri depth 4
     hash-type consistent sdbm avalanche
     hash-balance-factor 150"""
-"""How HAProxy chooses a replica: by the hash of `/APPLICATION/rollout/ID`, so that the calls of one rollout reach the replica that
-has its prefixes cached; consistently, so that they move only when it dies; and to the next one where it has more than 1.5 times
-the mean number of requests. Ray writes this after the word `balance` into HAProxy's defaults."""
-ROUTING = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": STICKY}
+"""HAProxy's balancing rule: hash `/APPLICATION/rollout/ID`, so that the calls of one rollout reach the replica that has their
+prefixes cached. Consistent hashing moves a rollout only when its replica dies. A replica with more than 1.5 times the mean number
+of requests passes new ones to the next replica. Ray writes this text after the word `balance` into HAProxy's defaults."""
+ROUTING = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": STICKY_ROUTING}
 for _flag, _value in SERVE_FLAGS.items():
     os.environ.setdefault(_flag, _value)
 
@@ -49,11 +51,11 @@ QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
 def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
-    """Start Serve with its fast ingress; returns the host and port on which it listens.
+    """Start Serve with HAProxy and return its host and port.
 
     Args:
-        host: None for loopback on a cluster of one node and all interfaces on more.
-        port: None for the usual one or any free one.
+        host: None: loopback on a cluster of one node, all interfaces otherwise.
+        port: None: the default port, or any free one if that is taken.
 
     Raises:
         PortInUseError: the port is taken.
@@ -64,7 +66,7 @@ def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
     env = (
         SERVE_FLAGS
         | ROUTING
-        | {flag: str(choose_port(ANY_HOST, None, usual)) for flag, usual in PROXY_PORTS.items()}
+        | {flag: str(choose_port(ANY_HOST, None, default)) for flag, default in PROXY_PORT_FLAGS.items()}
     )
     try:
         serve.start(
@@ -82,48 +84,49 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 
 def head_address() -> str:
-    """The head node's address: Serve's ingress runs there whatever nodes the replicas are on."""
+    """Return the head node's address: Serve's ingress always runs there."""
     heads = [node for node in alive_nodes() if "node:__internal_head__" in node["Resources"]]
     return heads[0]["NodeManagerAddress"] if heads else ray.util.get_node_ip_address()
 
 
 def serve_http_options() -> tuple[str, int] | None:
-    """Host and port of the Serve that already runs on this cluster; None if none does."""
+    """Return host and port of the Serve instance that runs on this cluster, or None."""
     from ray.serve.context import _disconnect, _get_global_client
 
-    _disconnect()  # Serve takes its client of another cluster for this one's where both call their jobs alike, as local ones do
+    # Serve caches its client by job id, which two local clusters share: drop a client of another cluster
+    _disconnect()
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return None
     return client.http_config.host, client.http_config.port
 
 
-def choose_port(host: str, wanted: int | None, usual: int = DEFAULT_PORT) -> int:
-    """The wanted port if it is free; with no wish, the usual one or else any free one.
+def choose_port(host: str, requested: int | None, default: int = DEFAULT_PORT) -> int:
+    """Return the requested port; without a request, the default port, or any free one if that is taken.
 
     Raises:
-        PortInUseError: the wanted port is taken.
+        PortInUseError: the requested port is taken.
     """
-    for port in (wanted or usual, 0):
+    for port in (requested or default, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
                 return probe.getsockname()[1]
             except OSError as error:
-                if wanted:
+                if requested:
                     raise PortInUseError(
-                        f"port {wanted} on {host} is taken ({os.strerror(error.errno or 0)}); choose another one, "
-                        "or none to let raylight find a free one"
+                        f"port {requested} on {host} is taken ({os.strerror(error.errno or 0)}); choose another port, "
+                        "or leave it out to use any free one"
                     ) from None
     raise PortInUseError(f"no port is free on {host}")
 
 
 def wait_for_route(url: str) -> None:
-    """Ask until the ingress has taken up the new route; Serve has no event for that.
+    """Send requests until the ingress serves a new route; Serve has no event to wait on.
 
     Raises:
-        EngineStartError: it does not answer, some 30 s after the replicas were up.
+        EngineStartError: the route does not respond within some 30 s.
     """
     retries = urllib3.Retry(
         total=60, backoff_factor=0.05, backoff_max=0.5, status_forcelist=(404, 500, 502, 503, 504)
@@ -131,4 +134,6 @@ def wait_for_route(url: str) -> None:
     try:
         urllib3.PoolManager().request("GET", url, retries=retries, timeout=5)
     except urllib3.exceptions.HTTPError as error:
-        raise EngineStartError(f"the replicas are up, but {url} does not answer: {error}") from None
+        raise EngineStartError(
+            f"the replicas are up, but {url} does not respond: {error}; see the log of Serve's proxy"
+        ) from None

@@ -1,4 +1,4 @@
-"""An engine replica: the deployment class that Ray Serve runs. A thin shell around an engine and the gateway in front of it."""
+"""The engine replica, the deployment class that Ray Serve runs: a thin shell around an engine and its gateway."""
 
 from __future__ import annotations
 
@@ -13,182 +13,162 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylight.config import EngineConfig, cpu_threads
-from raylight.engines.protocol import Engine
+from raylight.config import EngineConfig
+from raylight.engines.protocol import Engine, EngineSettings
+from raylight.engines.registry import build_engine
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.store.client import StoreClient
 from raylight.types import Span
-from raylight.weight_sync.follower import Follower
+from raylight.weight_sync.order_executor import OrderExecutor
 
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 5.0
+"""Longest time that a closing replica waits for its last records to be stored."""
 
 
 @dataclass(frozen=True)
-class ReplicaSpec:
-    """What a replica needs to know; travels to it once."""
+class ReplicaSettings:
+    """Constructor argument of a replica, sent to it once."""
 
     app_name: str
     model_path: str
+    """Local folder of the model; empty if the model is not local."""
     model: str
-    """The name under which it is served."""
+    """Name under which the model is served."""
     config: EngineConfig
     secret: str | None
-    """The key of the run, from which those of the attempts derive; None lets everybody in."""
+    """The run's key, from which the keys of attempts are derived; None disables authentication."""
     seed: int
     store: StoreClient | None
-    """Where calls are recorded; None records nothing."""
-    board: Any
-    """The actor from which the replica takes its orders."""
+    """Store for captured calls; None disables recording."""
+    coordinator: Any
+    """Handle of the `CoordinatorActor` that issues this replica's orders."""
     route: str | None = None
-    """Where Serve mounts the application; None: at its name."""
+    """Path at which Serve mounts the application; None: `/{app_name}`."""
 
     @property
     def prefix(self) -> str:
+        """Path at which Serve mounts the application."""
         return self.route or f"/{self.app_name}"
 
 
 class ReplicaRuntime:
-    """What surrounds an engine in its replica: it follows the board's orders, records calls, and answers HTTP.
+    """The replica's side of a run: executes the coordinator's orders, records calls, and serves HTTP.
 
-    It removes its own application when the run's actors are gone.
+    It deletes its own Serve application when the coordinator's actor is gone, and with it the run.
     """
 
-    def __init__(self, spec: ReplicaSpec) -> None:
-        self._spec = spec
-        self._name = serve.get_replica_context().replica_id.unique_id
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        self._replica = serve.get_replica_context().replica_id.unique_id
         self._engine: Engine | None = None
-        self._follower: Follower | None = None
+        self._executor: OrderExecutor | None = None
         self._recorder: Recorder | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._executing: asyncio.Task[None] | None = None
 
-    async def cannot_start(self, error: Exception) -> None:
-        """Serve would try again and again; the run wants to know at once."""
-        await self._spec.board.cannot_start.remote(f"{type(error).__name__}: {error}")
+    async def report_start_failure(self, error: Exception) -> None:
+        """Report an error to the coordinator, so that the run fails at once; Serve would restart the replica again and again."""
+        await self._settings.coordinator.report_start_failure.remote(f"{type(error).__name__}: {error}")
 
-    async def wrap(self, engine: Engine, extra: Callable[[], bytes] | None = None) -> ASGIApp:
-        """Bring the engine up to date, and build the application that agents call.
+    async def start(self, engine: Engine, engine_metrics: Callable[[], bytes] | None = None) -> ASGIApp:
+        """Apply all current orders to the engine, then build the application that agents call.
 
         Args:
-            extra: the engine's own metrics, as Prometheus reads them.
+            engine_metrics: returns the engine's own metrics in Prometheus text format.
         """
         self._engine = engine
-        spec, config = self._spec, self._spec.config
-        self._follower = follower = Follower(self._name, engine, spec.board, self._remove_application)
-        await follower.catch_up([spec.board.stay.remote()])
-        self._following = asyncio.create_task(follower.follow())
-        store = spec.store
-        self._recorder = (
-            Recorder(functools.partial(store.capture, recorder=self._name)) if store is not None else None
-        )
+        settings, config = self._settings, self._settings.config
+        self._executor = OrderExecutor(self._replica, engine, settings.coordinator, self._delete_application)
+        await self._executor.catch_up([settings.coordinator.wait_forever.remote()])
+        self._executing = asyncio.create_task(self._executor.run())
+        store = settings.store
+        if store is not None:
+            self._recorder = Recorder(functools.partial(store.capture, recorder=self._replica))
         gateway = build_gateway(
             await engine.app(),
             engine,
-            spec.secret,
+            settings.secret,
             self._recorder,
             self._add_spans if store is not None else None,
             max_body=config.max_body_bytes,
             token_in=config.token_in,
             history=store.chat_history if store is not None else None,
-            metrics=Metrics(extra),
+            metrics=Metrics(engine_metrics),
             is_over=store.is_attempt_finished if store is not None else None,
         )
-        return naming(gateway, self._name)
+        return add_replica_header(gateway, self._replica)
 
     async def check_health(self) -> None:
-        if self._engine is not None and self._follower is not None:
+        """Raise if the engine has failed or its orders are no longer executed; Serve then replaces the replica."""
+        if self._engine is not None and self._executor is not None:
             await self._engine.check_health()
-            self._follower.check_health()
+            self._executor.check_health()
 
     async def close(self) -> None:
-        """Stop computing, hand the last records to the store, and leave the fleet; the store then waits for no other."""
+        """Stop computing, flush the last records to the store, and unsubscribe from the coordinator."""
         if self._engine is not None:
             self._engine.close()
         if self._recorder is not None:
             await self._recorder.aclose(FLUSH_TIMEOUT_S)
-        if self._follower is not None:
-            await self._follower.close()
+        if self._executor is not None:
+            await self._executor.close()
 
     async def _add_spans(self, spans: list[Span]) -> None:
-        assert self._spec.store is not None
-        await self._spec.store.add_many_spans(spans)
+        assert self._settings.store is not None
+        await self._settings.store.add_many_spans(spans)
 
-    async def _remove_application(self) -> None:
-        logger.warning("the run that started %s is gone; removing the application", self._spec.app_name)
-        await asyncio.to_thread(serve.delete, self._spec.app_name, _blocking=False)
+    async def _delete_application(self) -> None:
+        name = self._settings.app_name
+        logger.warning(
+            "the run that started the Serve application %s is gone; deleting the application", name
+        )
+        await asyncio.to_thread(serve.delete, name, _blocking=False)
 
 
-def naming(app: ASGIApp, replica: str) -> ASGIApp:
-    """The application, whose answers tell in `x-raylight-replica` who gave them."""
+def add_replica_header(app: ASGIApp, replica: str) -> ASGIApp:
+    """Wrap an application so that each response names its replica in the header `x-raylight-replica`."""
     header = (b"x-raylight-replica", replica.encode())
 
-    async def named(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_named(message: Message) -> None:
+    async def with_header(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        await app(scope, receive, send_named)
+        await app(scope, receive, send_with_header)
 
-    return named
+    return with_header
 
 
 @serve.ingress()
 class EngineReplica:
-    """The transformers engine, or one upstream, behind HTTP."""
+    """Any engine of the registry, or of the user's own, behind HTTP. vLLM has a deployment class of its own, `VllmReplica`."""
 
-    def __init__(self, spec: ReplicaSpec) -> None:
-        self._shell = ReplicaRuntime(spec)
-        self._spec = spec
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._runtime = ReplicaRuntime(settings)
+        self._settings = settings
 
     async def __serve_build_asgi_app__(self) -> Any:
         try:
-            engine = build_engine(self._spec)
+            engine = build_engine(engine_settings(self._settings))
         except Exception as error:
-            await self._shell.cannot_start(error)
+            await self._runtime.report_start_failure(error)
             raise
-        return await self._shell.wrap(engine)
+        return await self._runtime.start(engine)
 
     async def check_health(self) -> None:
-        await self._shell.check_health()
+        await self._runtime.check_health()
 
-    async def __del__(self) -> None:  # Serve awaits it at the end
-        await self._shell.close()
-
-
-def build_engine(spec: ReplicaSpec) -> Engine:
-    """The engine that the settings ask for; vLLM has a deployment of its own."""
-    return {"transformers": _transformers, "upstream": _upstream}[spec.config.kind](spec)
+    async def __del__(self) -> None:  # awaited by Serve when the replica stops
+        await self._runtime.close()
 
 
-def _transformers(spec: ReplicaSpec) -> Engine:
-    import torch
-
-    from raylight.engines.transformers.engine import TransformersEngine
-
-    config = spec.config
-    torch.set_num_threads(cpu_threads(config))
-    gpu = config.num_gpus > 0 and bool(ray.get_gpu_ids())
-    return TransformersEngine(
-        spec.model_path,
-        spec.model,
-        dtype=config.dtype,
-        slots=config.max_concurrent,
-        max_waiting=config.max_waiting,
-        max_model_len=config.max_model_len,
-        seed=spec.seed,
-        device="cuda" if gpu else "cpu",
-        **config.args,
+def engine_settings(settings: ReplicaSettings) -> EngineSettings:
+    """Return the engine's part of a replica's settings."""
+    on_gpu = settings.config.num_gpus > 0 and bool(ray.get_gpu_ids())
+    return EngineSettings(
+        settings.model_path, settings.model, settings.config, settings.seed, "cuda" if on_gpu else "cpu"
     )
-
-
-def _upstream(spec: ReplicaSpec) -> Engine:
-    from raylight.engines.upstream import UpstreamEngine
-
-    config = spec.config
-    assert config.url is not None
-    key = config.api_key.get_secret_value() if config.api_key else None
-    return UpstreamEngine(config.url, key, spec.model, config.upstream_model)

@@ -11,35 +11,35 @@ from starlette.types import ASGIApp
 from raylight.engines.vllm.args import chat_template
 from raylight.engines.vllm.engine import VllmEngine
 from raylight.engines.vllm.server import VllmServer
-from raylight.serving.deploy.replica import ReplicaRuntime, ReplicaSpec
+from raylight.serving.deploy.replica import ReplicaRuntime, ReplicaSettings
 
 
 @serve.ingress()
 class VllmReplica(VllmServer):
     """vLLM behind HTTP."""
 
-    async def __init__(self, llm_config: Any, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._shell = ReplicaRuntime(spec)
+    async def __init__(self, llm_config: Any, settings: ReplicaSettings) -> None:  # type: ignore[misc]  # awaited by Serve
+        self._settings = settings
+        self._runtime = ReplicaRuntime(settings)
         try:
-            await super().__init__(llm_config, spec)
+            await super().__init__(llm_config)
         except Exception as error:
-            await self._shell.cannot_start(error)
+            await self._runtime.report_start_failure(error)
             raise
 
     async def wrap(self, engine: VllmEngine) -> ASGIApp:
         from prometheus_client import REGISTRY, generate_latest
 
-        args = self.spec.config.args
-        if template := chat_template(self.spec.model_path, args.get("chat_template")):
+        args = self._settings.config.args
+        if template := chat_template(self._settings.model_path, args.get("chat_template")):
+            # conversations must be continued with the template that vLLM renders with
             engine.tokenizer = copy.copy(engine.tokenizer)
-            engine.tokenizer.chat_template = (
-                template  # conversations are continued with the one that vLLM renders with
-            )
-        return await self._shell.wrap(engine, lambda: generate_latest(REGISTRY))
+            engine.tokenizer.chat_template = template
+        return await self._runtime.start(engine, lambda: generate_latest(REGISTRY))
 
-    async def __del__(self) -> None:  # Serve awaits it at the end
-        await self._shell.close()
+    async def __del__(self) -> None:  # awaited by Serve when the replica stops
+        await self._runtime.close()
 
     async def check_health(self) -> None:
         await super().check_health()
-        await self._shell.check_health()
+        await self._runtime.check_health()

@@ -276,7 +276,7 @@ async def test_a_refusal_in_plain_text_gets_the_shape() -> None:
 async def test_a_key_that_the_upstream_refuses_is_never_shown(status: int) -> None:
     call = await Call(engine_of(answering(status, {"error": {"message": "bad key up-key"}}))).run()
     assert call.status == status
-    assert "key that this server has" in call.error
+    assert "rejected this server's API key" in call.error
     assert "up-key" not in str(call.json)
 
 
@@ -306,7 +306,7 @@ async def test_a_stream_that_breaks_off_between_events_says_why() -> None:
     last = json.loads(call.pieces[-1].removeprefix(b"data: "))
     assert (b"".join(call.pieces[:-1]), last["error"]["message"]) == (
         b"".join(EVENTS[:2]),
-        f"the upstream model at {URL} broke off its answer: reset",
+        f"the upstream model at {URL} broke off its response: reset",
     )
 
 
@@ -352,7 +352,7 @@ async def test_an_upstream_model_has_no_weights() -> None:
     await engine.drop_adapter("a")
     assert "no memory" in str(await engine.sleep())
     await engine.wake()
-    assert (engine.tokenizer, engine.max_model_len, engine.kind) == (None, None, "upstream")
+    assert (engine.tokenizer, engine.max_model_len) == (None, None)
 
 
 async def test_a_closed_engine_ends_its_requests_and_takes_no_more() -> None:

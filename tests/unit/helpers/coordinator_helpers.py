@@ -1,4 +1,4 @@
-"""Stand-ins for engines and for replicas' actors, and replicas that follow a board."""
+"""Stand-ins for engines and for replicas' actors, and replicas that follow a coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray.exceptions import OwnerDiedError
 from raylight.engines.protocol import LoraAdapter
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 
-BOX = ["reference"]
+PAYLOAD_REF = ["reference"]
 ADAPTER = LoraAdapter({"r": 8}, {})
 
 
@@ -78,24 +78,24 @@ class Life:
         raise OwnerDiedError("00", b"", "")
 
 
-async def join(board: ReplicaCoordinator, name: str, life: Life | None = None) -> None:
+async def join(coordinator: ReplicaCoordinator, name: str, life: Life | None = None) -> None:
     """A replica without orders to catch up with."""
-    state = await board.subscribe(name, [life] if life else None)
+    state = await coordinator.subscribe(name, [life] if life else None)
     assert state.orders == []
-    await board.acknowledge(name, state.number)
+    await coordinator.acknowledge(name, state.number)
 
 
-async def board_with(*names: str) -> ReplicaCoordinator:
-    board = ReplicaCoordinator()
+async def coordinator_with(*names: str) -> ReplicaCoordinator:
+    coordinator = ReplicaCoordinator()
     for name in names:
-        await join(board, name)
-    return board
+        await join(coordinator, name)
+    return coordinator
 
 
-async def obey(board: ReplicaCoordinator, name: str, after: int = 0, failure: str | None = None) -> int:
+async def obey(coordinator: ReplicaCoordinator, name: str, after: int = 0, failure: str | None = None) -> int:
     """Take the next orders and acknowledge them; returns the last one's number."""
-    for order in await board.next(name, after, 60.0):
-        await board.acknowledge(name, order.number, failure)
+    for order in await coordinator.next(name, after, 60.0):
+        await coordinator.acknowledge(name, order.number, failure)
         after = order.number
     return after
 

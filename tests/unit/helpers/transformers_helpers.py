@@ -17,7 +17,7 @@ from unit_helpers import within
 from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureContext, Sample
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.message import find_style
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 
 MakeEngine = Callable[..., TransformersEngine]
 GREEDY = SamplingParams(12, temperature=0.0)

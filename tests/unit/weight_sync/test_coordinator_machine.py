@@ -1,4 +1,4 @@
-"""The board under any sequence of orders, with replicas that join, die, fail, leave or are late, on a clock turned by hand."""
+"""The coordinator under any sequence of orders, with replicas that join, die, fail, leave or are late, on a clock turned by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from raylight.errors import WeightSyncError
 from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.orders import Order, State, Versions
+from raylight.weight_sync.orders import CatchUp, Order, Versions
 
 
 class ClockLoop(asyncio.SelectorEventLoop):
@@ -32,7 +32,7 @@ class Replica:
     """A model of a replica: what it was given, and what it has."""
 
     life: Life
-    state: State
+    state: CatchUp
     catching_up: bool = True
     taken: list[Order] = field(default_factory=list)
     number: int = 0
@@ -43,7 +43,7 @@ class Replica:
     def carry_out(self, order: Order) -> Any:
         match order.kind:
             case "weights":
-                assert order.box == [order.version]
+                assert order.payload_ref == [order.version]
                 self.weights = order.version
             case "adapter":
                 self.adapters[order.adapter] = order.version
@@ -73,7 +73,7 @@ class BoardMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = ClockLoop()
-        self.board = ReplicaCoordinator()
+        self.coordinator = ReplicaCoordinator()
         self.replicas: dict[str, Replica] = {}
         self.givings: list[Giving] = []
         self.names = itertools.count()
@@ -113,7 +113,7 @@ class BoardMachine(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         name, life = f"r{next(self.names)}", Life()
-        state = self.do(self.board.subscribe(name, [life]))
+        state = self.do(self.coordinator.subscribe(name, [life]))
         self.replicas[name] = Replica(life, state, taken=list(state.orders))
 
     @precondition(lambda self: self.replicas)
@@ -126,7 +126,7 @@ class BoardMachine(RuleBasedStateMachine):
             self.say(name, replica, replica.state.number)
             replica.catching_up = False
         else:
-            orders = self.do(self.board.next(name, replica.number, 0.0))
+            orders = self.do(self.coordinator.next(name, replica.number, 0.0))
             numbers = [order.number for order in orders]
             assert numbers == sorted(set(numbers))
             assert not numbers or numbers[0] > replica.number
@@ -158,7 +158,7 @@ class BoardMachine(RuleBasedStateMachine):
                 self.say(name, replica, replica.state.number)
                 replica.catching_up = False
             replica.taken = []
-            while orders := self.do(self.board.next(name, replica.number, 0.0)):
+            while orders := self.do(self.coordinator.next(name, replica.number, 0.0)):
                 for order in orders:
                     self.say(name, replica, order.number, result=replica.carry_out(order))
 
@@ -166,7 +166,7 @@ class BoardMachine(RuleBasedStateMachine):
         self, name: str, replica: Replica, number: int, failure: str | None = None, result: Any = None
     ) -> None:
         replica.number = number
-        self.do(self.board.acknowledge(name, number, failure, result))
+        self.do(self.coordinator.acknowledge(name, number, failure, result))
 
     @precondition(lambda self: len(self.replicas) > 1)
     @rule(data=st.data(), how=st.sampled_from(["dies", "leaves"]))
@@ -176,7 +176,7 @@ class BoardMachine(RuleBasedStateMachine):
             self.kill(name)
         else:
             del self.replicas[name]
-            self.do(self.board.leave(name))
+            self.do(self.coordinator.leave(name))
 
     def kill(self, name: str) -> None:
         self.replicas.pop(name).life.end()
@@ -202,12 +202,12 @@ class BoardMachine(RuleBasedStateMachine):
     def give(self, kind: str, adapter: str, timeout: float) -> None:
         version = next(self.versions) if kind in ("weights", "adapter") else 0
         call = {
-            "weights": lambda: self.board.publish(version, [version], timeout),
-            "adapter": lambda: self.board.publish(version, [version], timeout, adapter=adapter),
-            "drop_adapter": lambda: self.board.drop_adapter(adapter, timeout),
-            "sleep": lambda: self.board.sleep(timeout),
-            "wake": lambda: self.board.wake(timeout),
-            "probe": lambda: self.board.probe([1, 2], timeout),
+            "weights": lambda: self.coordinator.publish(version, [version], timeout),
+            "adapter": lambda: self.coordinator.publish(version, [version], timeout, adapter=adapter),
+            "drop_adapter": lambda: self.coordinator.drop_adapter(adapter, timeout),
+            "sleep": lambda: self.coordinator.sleep(timeout),
+            "wake": lambda: self.coordinator.wake(timeout),
+            "probe": lambda: self.coordinator.probe([1, 2], timeout),
         }[kind]
         task = self.loop.create_task(call())
         giving = Giving(task, self.loop.now + timeout, kind, version, adapter)
@@ -221,9 +221,11 @@ class BoardMachine(RuleBasedStateMachine):
     def turn_the_clock(self, seconds: float) -> None:
         self.loop.now += seconds
         self.do(asyncio.sleep(0))
-        if self.board._open:
-            number = self.board._open.order.number
-            late = {name for name, member in self.board._members.items() if member.number < number}
+        if self.coordinator._pending:
+            number = self.coordinator._pending.order.number
+            late = {
+                name for name, member in self.coordinator._replicas.items() if member.acknowledged < number
+            }
             assert not late & set(self.dead), "the dead are waited for"
 
     # laws
@@ -254,7 +256,7 @@ class BoardMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_visible_all_have_and_it_never_goes_back(self) -> None:
-        versions = self.ask(self.board.versions())
+        versions = self.ask(self.coordinator.versions())
         assert versions.weights >= self.seen.weights
         for name, version in versions.adapters.items():
             assert version >= self.seen.adapters.get(name, 0)
@@ -268,11 +270,11 @@ class BoardMachine(RuleBasedStateMachine):
 
     @invariant()
     def who_joins_gets_all_that_is_visible(self) -> None:
-        state = self.ask(self.board.subscribe("looks in"))
+        state = self.ask(self.coordinator.subscribe("looks in"))
         newcomer = Replica(Life(), state)
         for order in state.orders:
             newcomer.carry_out(order)
-        self.ask(self.board.leave("looks in"))
+        self.ask(self.coordinator.leave("looks in"))
         assert newcomer.weights >= self.seen.weights
         for name, version in self.seen.adapters.items():
             assert newcomer.adapters.get(name, 0) >= version
@@ -283,22 +285,22 @@ class BoardMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_visible_waits_for_somebody(self) -> None:
         """What stands differs from what all have only where somebody has not done it yet, and a probe stands while it lasts."""
-        assert "probe" not in self.board._standing or (
-            self.board._open and self.board._open.order.kind == "probe"
+        assert "probe" not in self.coordinator._current or (
+            self.coordinator._pending and self.coordinator._pending.order.kind == "probe"
         )
-        for subject, order in self.board._standing.items():
-            if self.board._settled.get(subject) is not order:
+        for subject, order in self.coordinator._current.items():
+            if self.coordinator._completed.get(subject) is not order:
                 assert (
-                    any(member.number < order.number for member in self.board._members.values())
-                    or not self.board._members
+                    any(member.acknowledged < order.number for member in self.coordinator._replicas.values())
+                    or not self.coordinator._replicas
                 )
 
     @invariant()
-    def boxes_are_few(self) -> None:
+    def payloads_are_few(self) -> None:
         kept = {
-            id(order.box)
-            for order in [*self.board._standing.values(), *self.board._settled.values()]
-            if order.box
+            id(order.payload_ref)
+            for order in [*self.coordinator._current.values(), *self.coordinator._completed.values()]
+            if order.payload_ref
         }
         assert len(kept) <= 2 * 3  # what all have and what they are to have: the weights and two adapters
 

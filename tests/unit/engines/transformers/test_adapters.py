@@ -22,7 +22,7 @@ from transformers_helpers import (
 from unit_helpers import within
 
 from raylight.engines.protocol import LoraAdapter
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.errors import WeightSyncError
 from raylight.http.errors import RequestError
 

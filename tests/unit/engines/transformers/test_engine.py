@@ -20,7 +20,7 @@ from transformers_helpers import (
 )
 from unit_helpers import within
 
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.errors import RequestError
 
 
@@ -271,18 +271,18 @@ async def test_requests_wait_while_the_engine_sleeps(make_engine: MakeEngine, pl
 
     def sleep() -> None:
         engine._worker.recompute()
-        engine._decoder.leave()
+        engine._decoder.offload()
         engine._worker.asleep = True
 
     async with within():
         running = asyncio.create_task(engine.generate([5], GREEDY))
         await brake.reached.wait()
-        sleeping = asyncio.create_task(engine._update(sleep))
+        sleeping = asyncio.create_task(engine._run(sleep))
         await asyncio.sleep(0)
         brake.let_go()
         await sleeping
         later = asyncio.create_task(engine.generate([6], GREEDY))
-        await engine._update(lambda: None)  # the later request has been taken up
+        await engine._run(lambda: None)  # the later request has been taken up
         assert not running.done()
         assert not later.done()
         assert brake.passes == 3

@@ -139,14 +139,14 @@ class Templated:
 )
 def test_a_template_tells_how_its_model_writes(template: Any, format: str | None, thinks: bool) -> None:
     style = find_style(Templated(template), "auto", "auto")
-    assert (style.format, style.thinks) == (FORMATS[format] if format else None, thinks)  # type: ignore[index]
-    told = find_style(Templated(template), "qwen_xml", False)
-    assert (told.format, told.thinks) == (FORMATS["qwen_xml"], False)
-    assert find_style(Templated(template), None, True).format is None
+    assert (style.tool_format, style.thinks) == (FORMATS[format] if format else None, thinks)  # type: ignore[index]
+    chosen = find_style(Templated(template), "qwen_xml", False)
+    assert (chosen.tool_format, chosen.thinks) == (FORMATS["qwen_xml"], False)
+    assert find_style(Templated(template), None, True).tool_format is None
 
 
 def test_every_call_has_an_id_of_its_own() -> None:
     parser = MessageParser(FORMATS["hermes"], TOOLS, None)
-    calls = [p.call.message() for p in parser.feed(CALL * 3, True) if p.call]
+    calls = [p.call.as_message_part() for p in parser.feed(CALL * 3, True) if p.call]
     assert len({call["id"] for call in calls}) == 3
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}

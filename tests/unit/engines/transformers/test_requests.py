@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from raylight.engines.transformers.params import SamplingParams
-from raylight.engines.transformers.reply import numbered
+from raylight.engines.transformers.reply import params_per_choice
 from raylight.engines.transformers.requests import ChatRequest
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.errors import RequestError
 
 
@@ -80,15 +80,15 @@ def test_every_wrong_field_is_named_at_once() -> None:
 
 
 def test_choices_of_a_seeded_request_have_seeds_of_their_own() -> None:
-    assert [p.seed for p in numbered(SamplingParams(1, seed=40), 3)] == [40, 41, 42]
-    assert [p.seed for p in numbered(SamplingParams(1), 3)] == [None] * 3
+    assert [p.seed for p in params_per_choice(SamplingParams(1, seed=40), 3)] == [40, 41, 42]
+    assert [p.seed for p in params_per_choice(SamplingParams(1), 3)] == [None] * 3
 
 
 def test_a_record_shows_the_temperature_and_what_was_asked_for() -> None:
-    assert SamplingParams(5, grammar=object()).record() == {
+    assert SamplingParams(5, grammar=object()).as_record() == {
         "max_tokens": 5,
         "temperature": 1.0,
         "constrained": True,
     }
-    told = SamplingParams(5, top_k=3, stop=("a",), logit_bias=((1, 2.0),)).record()
+    told = SamplingParams(5, top_k=3, stop=("a",), logit_bias=((1, 2.0),)).as_record()
     assert told == {"max_tokens": 5, "temperature": 1.0, "top_k": 3, "stop": ["a"], "logit_bias": [(1, 2.0)]}

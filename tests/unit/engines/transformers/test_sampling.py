@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raylight.engines.transformers.params import SamplingParams
-from raylight.engines.transformers.sampling import adjust, sample
+from raylight.engines.transformers.sampling import SamplingParams, adjust_logits, sample
 
 VOCABULARY = 12
 
@@ -143,7 +142,7 @@ def test_the_likeliest_tokens_are_told_in_order_and_of_the_processed_distributio
         SamplingParams(1, top_k=2, top_logprobs=2),
     ]
     drawn = sample(logits, params, [None] * 3, torch.Generator().manual_seed(0))
-    for row, given, tops in zip(logits, params, drawn.tops, strict=True):
+    for row, given, tops in zip(logits, params, drawn.top_logprobs, strict=True):
         expected = expected_logprobs(row, given).topk(4)
         assert [token for token, _ in tops[: given.top_logprobs]] == expected.indices.tolist()[
             : given.top_logprobs
@@ -157,7 +156,7 @@ def test_the_likeliest_tokens_are_told_in_order_and_of_the_processed_distributio
 def adjusted(**settings: Any) -> torch.Tensor:
     """Logits of tokens 0 to 3, of which 0 is in the prompt, 1 in the output twice, 3 ends a response."""
     logits = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
-    return adjust(logits, [SamplingParams(1, **settings)], [([0], [1, 1])], [3])[0]
+    return adjust_logits(logits, [SamplingParams(1, **settings)], [([0], [1, 1])], [3])[0]
 
 
 def test_a_bias_is_added() -> None:
@@ -181,7 +180,7 @@ def test_adjusting_leaves_the_given_logits_and_other_rows_as_they_are() -> None:
     logits = logits_of(2)
     before = logits.clone()
     params = [SamplingParams(1, presence_penalty=1.0), SamplingParams(1)]
-    after = adjust(logits, params, [([], [1]), ([], [1])], [3])
+    after = adjust_logits(logits, params, [([], [1]), ([], [1])], [3])
     assert torch.equal(logits, before)
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])

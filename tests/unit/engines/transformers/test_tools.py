@@ -237,7 +237,7 @@ async def test_tools_that_the_template_or_the_parser_does_not_know_are_refused(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine(tool_parser="hermes")
-    with pytest.raises(openai.BadRequestError, match="template knows no tools"):
+    with pytest.raises(openai.BadRequestError, match="template does not support tools"):
         await ask(engine, tools=[ADD])
     restyle(engine, HERMES, tool_parser=None)
     with pytest.raises(openai.BadRequestError, match="tool_parser"):

@@ -19,7 +19,7 @@ from transformers_helpers import (
 )
 from unit_helpers import within
 
-from raylight.engines.transformers.params import SamplingParams
+from raylight.engines.transformers.sampling import SamplingParams
 from raylight.errors import WeightSyncError
 
 LONG = SamplingParams(30, temperature=0.0, ignore_eos=True)

@@ -1,0 +1,125 @@
+"""Registry of engines, and the choice of one from the settings.
+
+A built-in engine is one row of `ENGINES`. Any other engine is named by its dotted name, `package.module:Engine`; what such a class
+must offer is stated in `raylight.engines.protocol`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raylight.components import find_component
+from raylight.config import EngineConfig
+from raylight.engines.protocol import Engine, EngineSettings
+from raylight.errors import ConfigError
+
+EngineFactory = Callable[..., Engine]
+"""An engine class or function, called as `factory(settings, **config.args)`."""
+
+
+@dataclass(frozen=True)
+class BuiltInEngine:
+    """One row of the registry.
+
+    Attributes:
+        factory: dotted name of the class or function that makes the engine in the replica's process. None: the engine has a Serve
+            deployment of its own (`serving/deploy/applications.py`), which makes it.
+        args: names that `EngineConfig.args` may hold. None: the engine checks them itself.
+    """
+
+    factory: str | None
+    args: frozenset[str] | None = frozenset()
+
+
+ENGINES: dict[str, BuiltInEngine] = {
+    "transformers": BuiltInEngine(
+        "raylight.engines.transformers.engine:build_engine", frozenset({"tool_parser", "reasoning"})
+    ),
+    "vllm": BuiltInEngine(None, args=None),
+    "upstream": BuiltInEngine("raylight.engines.upstream:build_engine"),
+}
+METHODS = sorted(
+    name for name, member in vars(Engine).items() if inspect.isfunction(member) and name[0] != "_"
+)
+
+
+def choose_engine(config: EngineConfig) -> str:
+    """Resolve `config.kind` to the name of an engine that is installed.
+
+    Raises:
+        ConfigError: there is no such engine, it is not installed, or it does not accept an entry of `config.args`.
+    """
+    kind = config.kind
+    if kind == "auto":
+        automatic = "vllm" if config.num_gpus and has_vllm() else "transformers"
+        kind = automatic if config.url is None else "upstream"
+    if kind not in ENGINES:
+        _check_args(kind, config.args, _accepted_args(load_factory(kind)))
+        return kind
+    if kind == "vllm" and not has_vllm():
+        raise ConfigError(
+            "vLLM is not installed: pip install 'raylight[vllm]' on a machine with a GPU, and on a CPU as docs/serving.md "
+            "describes; or use the transformers engine"
+        )
+    _check_args(kind, config.args, ENGINES[kind].args)
+    return kind
+
+
+def load_factory(kind: str) -> EngineFactory:
+    """Import the class or function that makes an engine.
+
+    Raises:
+        ConfigError: `kind` is neither a built-in engine nor the dotted name of an engine class.
+    """
+    if kind in ENGINES:
+        path = ENGINES[kind].factory
+        assert path is not None, f"the {kind} engine is made by its own deployment"
+        return find_component(path, "EngineConfig.kind")
+    if ":" not in kind and "." not in kind:
+        known = ["auto", *ENGINES]
+        nearest = ", ".join(difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or known)
+        raise ConfigError(
+            f"EngineConfig.kind: there is no engine {kind!r}; there are: {nearest}, or the dotted name of a class, "
+            "'package.module:Engine'"
+        )
+    factory = find_component(kind, "EngineConfig.kind")
+    missing = [name for name in METHODS if isinstance(factory, type) and not hasattr(factory, name)]
+    if missing or not callable(factory):
+        what = f"lacks {', '.join(missing)}" if missing else "is not callable"
+        raise ConfigError(f"EngineConfig.kind: {kind} {what}; see raylight.engines.protocol.Engine")
+    return factory
+
+
+def build_engine(settings: EngineSettings) -> Engine:
+    """Make the engine that `settings.config.kind` names."""
+    return load_factory(settings.config.kind)(settings, **settings.config.args)
+
+
+def has_vllm() -> bool:
+    """True if vLLM is installed."""
+    try:
+        return importlib.util.find_spec("vllm.v1") is not None  # a plain folder named vllm has no vllm.v1
+    except ModuleNotFoundError:
+        return False
+
+
+def _accepted_args(factory: EngineFactory) -> frozenset[str] | None:
+    """Parameters of a factory beside its settings; None if it takes any keyword."""
+    _, *parameters = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters)
+
+
+def _check_args(kind: str, args: Mapping[str, Any], accepted: frozenset[str] | None) -> None:
+    unknown = [name for name in args if accepted is not None and name not in accepted]
+    if unknown:
+        known = ", ".join(sorted(accepted or ())) or "none"
+        raise ConfigError(
+            f"EngineConfig.args: the {kind} engine has no argument {unknown[0]!r}; its arguments: {known}"
+        )

@@ -1,0 +1,89 @@
+"""The choice of an engine: built-in kinds, engines by dotted name, and settings that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import echo_engine
+import httpx2
+import openai
+import pytest
+from capture_helpers import Sink
+from gateway_helpers import BODY, KEY, MINE, SECRET, within
+
+from raylight.config import EngineConfig
+from raylight.engines.protocol import EngineSettings
+from raylight.engines.registry import ENGINES, METHODS, build_engine, choose_engine, load_factory
+from raylight.errors import ConfigError
+from raylight.serving.capture.recorder import Recorder
+from raylight.serving.gateway.gateway import build_gateway
+
+ECHO = "echo_engine:EchoEngine"
+
+
+class Incomplete:
+    async def app(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [name for name, row in ENGINES.items() if row.factory])
+def test_every_built_in_factory_exists(kind: str) -> None:
+    assert callable(load_factory(kind))
+
+
+def test_a_user_engine_fits_in_forty_lines() -> None:
+    code = [line for line in Path(echo_engine.__file__).read_text().splitlines() if line.strip()]
+    assert len(code) <= 40
+
+
+async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gateway() -> None:
+    config = EngineConfig(kind=ECHO, args={"suffix": "!"})
+    assert choose_engine(config) == ECHO
+    engine, sink = build_engine(EngineSettings("", "policy", config)), Sink()
+    app = build_gateway(await engine.app(), engine, SECRET, Recorder(sink), None)
+    http_client = openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=app))
+    async with (
+        within(),
+        openai.AsyncOpenAI(
+            base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0
+        ) as client,
+    ):
+        answer = await client.chat.completions.create(**BODY)
+        await sink.has(1, 1)
+    assert (answer.model, answer.choices[0].message.content) == ("policy", "hi!")
+    _, generation, _ = sink.closed[0]
+    assert generation.output_ids == [ord(c) for c in "hi!"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"kind": "sglang"},
+            "no engine 'sglang'; there are: auto, transformers, vllm, upstream, or the dotted",
+        ),
+        ({"kind": "transfromers"}, "no engine 'transfromers'; there are: transformers, or"),
+        ({"kind": "no_such_package:Engine"}, "cannot import no_such_package"),
+        ({"kind": "echo_engine:EchoEngin"}, "has no 'EchoEngin'; it has: EchoEngine"),
+        (
+            {"kind": f"{__name__}:Incomplete"},
+            "Incomplete lacks check_health, close, .*load_weights.*protocol",
+        ),
+        ({"kind": f"{__name__}:ECHO"}, "ECHO is not callable"),
+        ({"kind": ECHO, "args": {"prefix": "?"}}, "no argument 'prefix'; its arguments: suffix"),
+        ({"args": {"tool_praser": "hermes"}}, "'tool_praser'; its arguments: reasoning, tool_parser"),
+        (
+            {"url": "http://up/v1", "args": {"reasoning": True}},
+            "no argument 'reasoning'; its arguments: none",
+        ),
+    ],
+)
+def test_settings_that_name_no_engine_or_do_not_fit_it(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_engine(EngineConfig(**settings))
+
+
+def test_the_protocol_has_methods_to_check() -> None:
+    assert {"app", "load_weights", "logprobs", "close"} <= set(METHODS)

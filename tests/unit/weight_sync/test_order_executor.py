@@ -1,0 +1,360 @@
+"""A replica follows its coordinator: it catches up before it serves, does each order once, and says how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from coordinator_helpers import ADAPTER, SpyEngine, turns
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
+from unit_helpers import within
+
+from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, WeightSyncError
+from raylight.weight_sync.client import CoordinatorClient
+from raylight.weight_sync.coordinator import ReplicaCoordinator
+from raylight.weight_sync.order_executor import OrderExecutor
+from raylight.weight_sync.orders import Versions
+
+
+async def open_payload(payload_ref: list[Any]) -> Any:
+    return payload_ref[0]
+
+
+class Orphaned:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self) -> None:
+        self.calls += 1
+
+
+def make_executor(
+    coordinator: Any, name: str = "a", engine: Any = None, **settings: Any
+) -> tuple[OrderExecutor, SpyEngine, Orphaned]:
+    engine, orphaned = engine or SpyEngine(), Orphaned()
+    return (
+        OrderExecutor(
+            name, engine, coordinator, orphaned, **{"fetch": open_payload, "retry_delay_s": 0.01, **settings}
+        ),
+        engine,
+        orphaned,
+    )
+
+
+@asynccontextmanager
+async def following(
+    coordinator: ReplicaCoordinator, *names: str, **settings: Any
+) -> AsyncIterator[list[SpyEngine]]:
+    """Replicas that follow the coordinator until the end of the block."""
+    made = [make_executor(coordinator, name, **settings) for name in names]
+    tasks = []
+    async with within():
+        for executor, _, _ in made:
+            await executor.catch_up()
+            tasks.append(asyncio.create_task(executor.run()))
+        yield [engine for _, engine, _ in made]
+        for executor, _, _ in made:
+            executor.check_health()
+            await executor.close()
+        await asyncio.gather(*tasks)
+
+
+async def test_every_kind_of_order_reaches_every_engine() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a", "b") as engines:
+        assert await coordinator.publish(1, ["arrays"], 5.0, "wait") == 2
+        await coordinator.publish(2, [ADAPTER], 5.0, "abort", adapter="x")
+        assert await coordinator.probe([4, 5, 6], 5.0, adapter="x") == {"a": [-5.0, -6.0], "b": [-5.0, -6.0]}
+        assert await coordinator.sleep(5.0) == {
+            "a": "there is no memory to free",
+            "b": "there is no memory to free",
+        }
+        assert await coordinator.versions() == Versions(1, {"x": 2}, asleep=1)
+        await coordinator.wake(5.0)
+        await coordinator.drop_adapter("x", 5.0)
+        for engine in engines:
+            assert engine.told == [
+                ("weights", 1, "arrays", "wait"),
+                ("adapter", "x", 2, ADAPTER, "abort"),
+                ("probe", [4, 5, 6], "x"),
+                ("sleep", 1),
+                ("wake",),
+                ("drop", "x"),
+            ]
+        assert await coordinator.versions() == Versions(1)
+
+
+async def test_who_comes_later_does_what_stands_before_it_serves() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a"):
+        await coordinator.publish(1, ["superseded"], 5.0)
+        await coordinator.publish(2, [ADAPTER], 5.0, adapter="x")
+        await coordinator.publish(3, [ADAPTER], 5.0, adapter="dropped")
+        await coordinator.publish(4, ["arrays"], 5.0)
+        await coordinator.drop_adapter("dropped", 5.0)
+        await coordinator.sleep(5.0)
+        executor, engine, _ = make_executor(coordinator, "late")
+        await executor.catch_up()
+        assert engine.told == [
+            ("adapter", "x", 2, ADAPTER, "keep"),
+            ("weights", 4, "arrays", "keep"),
+            ("sleep", 1),
+        ]
+        await executor.close()
+
+
+async def test_an_order_that_comes_while_a_replica_catches_up_is_done_too() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a"):
+        await coordinator.publish(1, ["first"], 5.0)
+        executor, engine, _ = make_executor(coordinator, "late")
+        engine.gate.clear()
+        catching_up = asyncio.create_task(executor.catch_up())
+        await turns()
+        publishing = asyncio.create_task(coordinator.publish(2, ["second"], 5.0))
+        await turns()
+        assert not publishing.done()
+        engine.gate.set()
+        await catching_up
+        assert [told[1] for told in engine.told] == [1, 2]
+        assert await publishing == 2
+        await executor.close()
+
+
+async def test_who_joins_while_all_go_to_sleep_tells_of_it_too() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a") as (engine,):
+        engine.gate.clear()
+        sleeping = asyncio.create_task(coordinator.sleep(5.0))
+        await turns()
+        executor, _, _ = make_executor(coordinator, "late")
+        await executor.catch_up()
+        engine.gate.set()
+        assert await sleeping == {"a": "there is no memory to free", "late": "there is no memory to free"}
+        await executor.close()
+
+
+async def test_an_engines_failure_reaches_the_publisher_and_the_replica_goes_on() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a", "b") as (_, broken):
+        broken.fails["weights"] = WeightSyncError("model.norm.weight has shape (3,)")
+        with pytest.raises(WeightSyncError, match=r"^b: model.norm.weight has shape"):
+            await coordinator.publish(1, ["arrays"], 5.0)
+        broken.fails = {"sleep": ValueError("no such level")}
+        with pytest.raises(WeightSyncError, match="b: ValueError: no such level"):
+            await coordinator.sleep(5.0)
+        broken.fails.clear()
+        await coordinator.wake(5.0)
+        assert await coordinator.publish(2, ["arrays"], 5.0) == 2
+
+
+async def test_what_is_no_adapter_is_refused() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a") as (engine,):
+        with pytest.raises(WeightSyncError, match="adapter 'x' is a str; it must be a"):
+            await coordinator.publish(1, ["arrays"], 5.0, adapter="x")
+        assert engine.told == []
+
+
+async def never(payload_ref: list[Any]) -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_a_payload_that_does_not_come_is_an_error_before_the_publishers_time_is_over() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a", fetch=never) as (engine,):
+        with pytest.raises(WeightSyncError, match=r"a: version 1 could not be fetched within 0\.4 s"):
+            await coordinator.publish(1, ["arrays"], 0.5)
+        assert engine.told == []
+        await coordinator.wake(5.0)
+
+
+async def lost(payload_ref: list[Any]) -> Any:
+    raise ObjectLostError("ab" * 28, None, "")
+
+
+async def test_a_payload_whose_publisher_died_is_an_error_that_says_so() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a", fetch=lost):
+        with pytest.raises(
+            WeightSyncError, match="a: the payload of version 1 is lost because its publisher died"
+        ):
+            await coordinator.publish(1, ["arrays"], 5.0)
+
+
+async def test_a_replica_that_cannot_catch_up_does_not_start() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a"):
+        await coordinator.publish(1, ["arrays"], 5.0)
+        executor, engine, orphaned = make_executor(coordinator, "late")
+        engine.fails["weights"] = WeightSyncError("no memory")
+        with pytest.raises(WeightSyncError, match="cannot catch up with the others: no memory"):
+            await executor.catch_up()
+        assert orphaned.calls == 0
+        await coordinator.leave("late")
+        assert await coordinator.versions() == Versions(1)
+
+
+class Handle:
+    """An actor handle whose actor holds a coordinator. `fault` may raise, by the method's name, before it is called."""
+
+    def __init__(self, coordinator: ReplicaCoordinator, fault: Callable[[str], None]) -> None:
+        self._board, self._fault = coordinator, fault
+
+    def __getattr__(self, name: str) -> Any:
+        async def remote(*args: Any) -> Any:
+            self._fault(name)
+            try:
+                return await getattr(self._board, name)(*args)
+            except Exception as error:
+                raise RayTaskError(name, "traceback", error).as_instanceof_cause() from None
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+async def test_a_board_that_does_not_answer_for_a_while_is_asked_again() -> None:
+    coordinator, faults = ReplicaCoordinator(), {"next": 2, "acknowledge": 2}
+
+    def fault(name: str) -> None:
+        if caught_up and faults.get(name):
+            faults[name] -= 1
+            raise ActorUnavailableError("the network is slow", None)
+
+    executor, engine, orphaned = make_executor(Handle(coordinator, fault))
+    async with within():
+        caught_up = False
+        await executor.catch_up()
+        caught_up = True
+        task = asyncio.create_task(executor.run())
+        assert await coordinator.publish(1, ["arrays"], 5.0) == 1
+        assert len(engine.told) == 1
+        assert not any(faults.values())
+        assert orphaned.calls == 0
+        await executor.close()
+        await task
+
+
+@pytest.mark.parametrize("when", ["subscribe", "next", "acknowledge"])
+async def test_when_the_board_is_gone_the_replica_is_told_once_and_stops(when: str) -> None:
+    gone = False
+
+    def fault(name: str) -> None:
+        if gone and name == when:
+            raise RayActorError()
+
+    coordinator = ReplicaCoordinator()
+    executor, _, orphaned = make_executor(Handle(coordinator, fault))
+    async with within():
+        if when == "subscribe":
+            gone = True
+            with pytest.raises(CoordinatorLostError, match="the replica coordinator's actor is gone"):
+                await executor.catch_up()
+        else:
+            await executor.catch_up()
+            gone = True
+            following = asyncio.create_task(executor.run())
+            if when == "acknowledge":
+                with pytest.raises(WeightSyncError):
+                    await coordinator.publish(1, ["arrays"], 0.02)
+            await following
+        assert orphaned.calls == 1
+        executor.check_health()
+        await executor.close()
+
+
+async def test_a_replica_that_was_taken_for_dead_is_unhealthy() -> None:
+    coordinator = ReplicaCoordinator()
+    executor, _, orphaned = make_executor(coordinator)
+    async with within():
+        await executor.catch_up()
+        executor.check_health()
+        following = asyncio.create_task(executor.run())
+        await turns()
+        await coordinator.leave("a")
+        await following
+    with pytest.raises(WeightSyncError, match=r"no longer executes orders.*must start again"):
+        executor.check_health()
+    assert orphaned.calls == 0
+
+
+async def test_a_replica_that_closes_is_waited_for_no_longer() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "stays"):
+        executor, engine, _ = make_executor(coordinator, "goes")
+        await executor.catch_up()
+        task = asyncio.create_task(executor.run())
+        engine.gate.clear()
+        publishing = asyncio.create_task(coordinator.publish(1, ["arrays"], 5.0))
+        await turns()
+        await executor.close()
+        assert await publishing == 1
+        engine.gate.set()
+        await task
+        executor.check_health()
+
+
+class Arrays:
+    """Can be watched."""
+
+
+async def test_a_replica_keeps_no_payload_while_it_waits() -> None:
+    coordinator = ReplicaCoordinator()
+    arrays = Arrays()
+    alive = weakref.ref(arrays)
+    async with within():
+        executor, engine, _ = make_executor(coordinator)
+        await executor.catch_up()
+        task = asyncio.create_task(executor.run())
+        await coordinator.publish(1, [arrays], 5.0)
+        await coordinator.publish(2, ["others"], 5.0)
+        del arrays
+        engine.told.clear()
+        await turns()
+        gc.collect()
+        assert alive() is None
+        await executor.close()
+        await task
+
+
+# the coordinator behind an actor
+
+
+async def test_an_actors_errors_arrive_as_they_were_raised() -> None:
+    fleet = CoordinatorClient(Handle(ReplicaCoordinator(), lambda name: None))
+    with pytest.raises(WeightSyncError, match="no engine replica has subscribed") as caught:
+        await fleet.publish(1, ["arrays"], 5.0)
+    assert type(caught.value) is WeightSyncError
+    assert await fleet.versions() == Versions()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RayActorError(), CoordinatorLostError),
+        (ActorUnavailableError("slow", None), CoordinatorUnavailableError),
+    ],
+)
+async def test_the_death_of_the_board_is_a_typed_error(error: Exception, expected: type[Exception]) -> None:
+    def fault(name: str) -> None:
+        raise error
+
+    with pytest.raises(expected):
+        await CoordinatorClient(Handle(ReplicaCoordinator(), fault)).publish(1, ["arrays"], 5.0)
+
+
+async def test_no_call_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylight.weight_sync.client.GRACE_S", 0.01)
+    coordinator = ReplicaCoordinator()
+    handle = Handle(coordinator, lambda name: None)
+    monkeypatch.setattr(coordinator, "publish", never_answers)
+    with pytest.raises(CoordinatorUnavailableError, match=r"did not respond to `publish` within 0\.02 s"):
+        await CoordinatorClient(handle).publish(1, ["arrays"], 0.01)
+
+
+async def never_answers(*args: Any) -> None:
+    await asyncio.Event().wait()
