@@ -1,1 +1,2 @@
-"""The engines behind one protocol (`raylight.engines.protocol`): transformers, vLLM, and any OpenAI-compatible URL."""
+"""The engines behind one protocol (`raylight.engines.protocol`): transformers, vLLM, and any
+OpenAI-compatible URL."""

@@ -1,18 +1,21 @@
 """The engine protocol: sampling over an OpenAI-compatible application, weight updates, log-probs, sleep.
 
-An engine lives in one replica. Its application serves `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/tokenize` and
-`/detokenize`, with and without streaming; requests in other dialects are translated into these before they reach it.
+An engine lives in one replica. Its application serves `/v1/chat/completions`, `/v1/completions`,
+`/v1/models`, `/tokenize` and `/detokenize`, with and without streaming; requests in other dialects are
+translated into these before they reach it.
 
 Laws:
 
-- While it samples for an agent, an engine records each token in the current `CaptureContext` (`capture_context.py`). An engine
-  that does not is served, but its calls have no tokens and cannot be trained on.
+- While it samples for an agent, an engine records each token in the current `CaptureContext`
+  (`capture_context.py`). An engine that does not is served, but its calls have no tokens and cannot be
+  trained on.
 - Every sampled token is produced by exactly one weight version.
 - A version of weights or of an adapter is loaded at most once.
 
-An engine of the user's own is chosen by its dotted name, `EngineConfig(kind="package.module:Engine")`: a class (or a function that
-returns an instance) which is called as `Engine(settings, **args)` in the replica's process, with `EngineSettings` and the entries of
-`EngineConfig.args`. A class without weights to update needs only a constructor and `app`, see `InferenceOnlyEngine`.
+An engine of the user's own is chosen by its dotted name, `EngineConfig(kind="package.module:Engine")`: a
+class (or a function that returns an instance) which is called as `Engine(settings, **args)` in the replica's
+process, with `EngineSettings` and the entries of `EngineConfig.args`. A class without weights to update needs
+only a constructor and `app`, see `InferenceOnlyEngine`.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from raylight.config import EngineConfig
 from raylight.errors import WeightSyncError
 
 UpdateMode = Literal["keep", "wait", "abort"]
-"""Handling of requests in flight during a weight update: "keep" continues them with the new weights (each token records its own
-version), "wait" delays the update until they have finished, "abort" ends them immediately with the finish reason "abort"."""
+"""Handling of requests in flight during a weight update: "keep" continues them with the new weights (each
+token records its own version), "wait" delays the update until they have finished, "abort" ends them
+immediately with the finish reason "abort"."""
 
 PROMPT_IDS = "prompt_token_ids"
-"""Key in a chat request's `kv_transfer_params` for a prompt given as token ids, as in vLLM. The engine samples from exactly these
-ids and renders no chat template."""
+"""Key in a chat request's `kv_transfer_params` for a prompt given as token ids, as in vLLM. The engine
+samples from exactly these ids and renders no chat template."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +92,16 @@ class Engine(Protocol):
             weights: parameter name to array in full precision, tied output layers included.
 
         Raises:
-            WeightSyncError: a tensor is missing, unknown or of another shape, or the engine has no weights of its own.
+            WeightSyncError: a tensor is missing, unknown or of another shape, or the engine has no weights of
+                its own.
         """
         ...
 
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
     ) -> None:
-        """Serve an adapter as the model `name`, replacing its previous version. Under "keep", requests in flight finish with the
-        version that they started with.
+        """Serve an adapter as the model `name`, replacing its previous version. Under "keep", requests in
+        flight finish with the version that they started with.
 
         Raises:
             WeightSyncError: the adapter does not fit the model, or the engine supports no adapters.
@@ -108,7 +113,8 @@ class Engine(Protocol):
         ...
 
     async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
-        """Return the log-probabilities of `ids[1:]` at temperature 1, each given the ids before it, under the current weights.
+        """Return the log-probabilities of `ids[1:]` at temperature 1, each given the ids before it, under the
+        current weights.
 
         Raises:
             WeightSyncError: the engine cannot compute them.
@@ -116,7 +122,8 @@ class Engine(Protocol):
         ...
 
     async def sleep(self, level: int = 1) -> str | None:
-        """Free the device's memory until `wake`; requests wait meanwhile. Returns the reason if nothing was freed, else None."""
+        """Free the device's memory until `wake`; requests wait meanwhile. Returns the reason if nothing was
+        freed, else None."""
         ...
 
     async def wake(self) -> None:
@@ -133,7 +140,8 @@ class Engine(Protocol):
 
 
 class InferenceOnlyEngine:
-    """Base of engines with fixed weights: calls are recorded, the model cannot be trained. A subclass defines `app`."""
+    """Base of engines with fixed weights: calls are recorded, the model cannot be trained. A subclass defines
+    `app`."""
 
     tokenizer: Any = None
     max_model_len: int | None = None

@@ -1,7 +1,7 @@
 """Registry of engines, and the choice of one from the settings.
 
-A built-in engine is one row of `ENGINES`. Any other engine is named by its dotted name, `package.module:Engine`; what such a class
-must offer is stated in `raylight.engines.protocol`.
+A built-in engine is one row of `ENGINES`. Any other engine is named by its dotted name,
+`package.module:Engine`; what such a class must offer is stated in `raylight.engines.protocol`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raylight.components import find_component
+from raylight.components import import_dotted_name
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.errors import ConfigError
@@ -27,8 +27,8 @@ class BuiltInEngine:
     """One row of the registry.
 
     Attributes:
-        factory: dotted name of the class or function that makes the engine in the replica's process. None: the engine has a Serve
-            deployment of its own (`serving/deploy/applications.py`), which makes it.
+        factory: dotted name of the class or function that makes the engine in the replica's process. None:
+            the engine has a Serve deployment of its own (`serving/deploy/applications.py`), which makes it.
         args: names that `EngineConfig.args` may hold. None: the engine checks them itself.
     """
 
@@ -52,7 +52,8 @@ def choose_engine(config: EngineConfig) -> str:
     """Resolve `config.kind` to the name of an engine that is installed.
 
     Raises:
-        ConfigError: there is no such engine, it is not installed, or it does not accept an entry of `config.args`.
+        ConfigError: there is no such engine, it is not installed, or it does not accept an entry of
+            `config.args`.
     """
     kind = config.kind
     if kind == "auto":
@@ -79,7 +80,7 @@ def load_factory(kind: str) -> EngineFactory:
     if kind in ENGINES:
         path = ENGINES[kind].factory
         assert path is not None, f"the {kind} engine is made by its own deployment"
-        return find_component(path, "EngineConfig.kind")
+        return import_dotted_name(path, "EngineConfig.kind")
     if ":" not in kind and "." not in kind:
         known = ["auto", *ENGINES]
         nearest = ", ".join(difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or known)
@@ -87,7 +88,7 @@ def load_factory(kind: str) -> EngineFactory:
             f"EngineConfig.kind: there is no engine {kind!r}; there are: {nearest}, or the dotted name of a class, "
             "'package.module:Engine'"
         )
-    factory = find_component(kind, "EngineConfig.kind")
+    factory = import_dotted_name(kind, "EngineConfig.kind")
     missing = [name for name in METHODS if isinstance(factory, type) and not hasattr(factory, name)]
     if missing or not callable(factory):
         what = f"lacks {', '.join(missing)}" if missing else "is not callable"

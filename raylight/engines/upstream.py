@@ -49,7 +49,8 @@ class UpstreamEngine(InferenceOnlyEngine):
         model: name under which the model is served here.
         upstream_model: the upstream's name of the model; None: the same name.
         timeout_s: longest silence of the upstream, before a response or within it.
-        max_connections: concurrent connections to the upstream; further requests wait for one, up to `timeout_s`.
+        max_connections: concurrent connections to the upstream; further requests wait for one, up to
+            `timeout_s`.
         transport: replaces the network, in tests.
 
     Raises:
@@ -223,7 +224,8 @@ class UpstreamEngine(InferenceOnlyEngine):
         await send({"type": "http.response.body", "body": b""})
 
     def _url(self, path: str) -> str:
-        """The upstream's URL of a path; vLLM and similar servers have `/tokenize` beside `/v1`, not under it."""
+        """The upstream's URL of a path; vLLM and similar servers have `/tokenize` beside `/v1`, not under
+        it."""
         if path.startswith("/v1/"):
             return f"{self._base_url}{path.removeprefix('/v1')}"
         return f"{self._base_url.removesuffix('/v1')}{path}"

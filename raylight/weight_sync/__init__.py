@@ -1,1 +1,2 @@
-"""Weight synchronisation: a coordinator issues orders (weights, adapters, sleep, probes), and every replica executes them."""
+"""Weight synchronisation: a coordinator issues orders (weights, adapters, sleep, probes), and every replica
+executes them."""

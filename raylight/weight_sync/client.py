@@ -1,4 +1,5 @@
-"""Client of the replica coordinator: maps failures of its actor to typed errors, and bounds every call by a timeout."""
+"""Client of the replica coordinator: maps failures of its actor to typed errors, and bounds every call by a
+timeout."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ GRACE_S = 10.0
 class CoordinatorClient:
     """All replicas of an engine as one; `ReplicaCoordinator` documents the methods.
 
-    Every method raises CoordinatorLostError if the coordinator's actor is gone, and CoordinatorUnavailableError if it does not
-    respond; in the second case it is unknown if the call took effect.
+    Every method raises CoordinatorLostError if the coordinator's actor is gone, and
+    CoordinatorUnavailableError if it does not respond; in the second case it is unknown if the call took
+    effect.
 
     Args:
         coordinator: the actor's handle, or a `ReplicaCoordinator` in this process.

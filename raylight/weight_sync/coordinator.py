@@ -2,15 +2,19 @@
 
 Replicas subscribe and long-poll; the trainer issues orders, one at a time. Laws:
 
-- A method that issues an order returns only when every live replica has acknowledged it, and `versions` changes only then.
-- Versions of weights and adapters come from one increasing sequence and are never reused, not even after a failure.
-- If a replica fails an order, or the timeout expires, the order fails with an error that names the replicas. A failed order is
-  withdrawn: a replica that joins later receives what all replicas had before it. An order that timed out remains current: it
-  completes when the late replicas acknowledge it, or is superseded.
-- A joining replica receives all current orders in one response and counts as live from then on. Dead replicas leave the quorum.
+- A method that issues an order returns only when every live replica has acknowledged it, and `versions`
+  changes only then.
+- Versions of weights and adapters come from one increasing sequence and are never reused, not even after a
+  failure.
+- If a replica fails an order, or the timeout expires, the order fails with an error that names the replicas.
+  A failed order is withdrawn: a replica that joins later receives what all replicas had before it. An order
+  that timed out remains current: it completes when the late replicas acknowledge it, or is superseded.
+- A joining replica receives all current orders in one response and counts as live from then on. Dead replicas
+  leave the quorum.
 - References to superseded payloads are dropped.
 
-Arrays travel through Ray's object store: replicas on the publisher's node map the same shared memory, each other node gets a copy.
+Arrays travel through Ray's object store: replicas on the publisher's node map the same shared memory, each
+other node gets a copy.
 """
 
 from __future__ import annotations
@@ -74,7 +78,8 @@ class ReplicaCoordinator:
         """Newest order of each subject that all live replicas have executed."""
         self._replicas: dict[str, Subscription] = {}
         self._ever_subscribed = False
-        """True once any replica has subscribed. If all die later, an order waits for the replacements that Serve starts."""
+        """True once any replica has subscribed. If all die later, an order waits for the replacements that
+        Serve starts."""
         self._pending: PendingOrder | None = None
         self._start_failure: str | None = None
         self._changed = BroadcastCondition()
@@ -82,14 +87,17 @@ class ReplicaCoordinator:
     # called by replicas
 
     async def wait_forever(self) -> None:
-        """Never return. A replica owns the result of its call; awaiting that result raises as soon as the replica dies."""
+        """Never return. A replica owns the result of its call; awaiting that result raises as soon as the
+        replica dies."""
         await asyncio.Event().wait()
 
     async def subscribe(self, replica: str, liveness_ref: list[Any] | None = None) -> CatchUp:
-        """Add a replica. It executes the returned orders, acknowledges each, and then acknowledges the returned number.
+        """Add a replica. It executes the returned orders, acknowledges each, and then acknowledges the
+        returned number.
 
         Args:
-            liveness_ref: one-element list holding the reference to the result of `wait_forever` that the replica owns.
+            liveness_ref: one-element list holding the reference to the result of `wait_forever` that the
+                replica owns.
         """
         self._ever_subscribed = True
         subscription = self._replicas[replica] = Subscription()
@@ -102,7 +110,8 @@ class ReplicaCoordinator:
         )
 
     async def next(self, replica: str, after: int, timeout: float) -> list[Order]:
-        """Return the orders after number `after` as soon as there are any; an empty list after `timeout` seconds.
+        """Return the orders after number `after` as soon as there are any; an empty list after `timeout`
+        seconds.
 
         Raises:
             WeightSyncError: the replica is not subscribed.
@@ -192,8 +201,8 @@ class ReplicaCoordinator:
             The number of replicas that loaded them, once all have.
 
         Raises:
-            WeightSyncError: the version is not new, no replica has subscribed, the engines are asleep, a replica failed, or the
-                timeout expired.
+            WeightSyncError: the version is not new, no replica has subscribed, the engines are asleep, a
+                replica failed, or the timeout expired.
         """
         if version <= self._last_version:
             raise WeightSyncError(
@@ -223,7 +232,8 @@ class ReplicaCoordinator:
             By replica, the reason why nothing was freed, or None if memory was freed.
 
         Raises:
-            WeightSyncError: the level is not 1, no replica has subscribed, a replica failed, or the timeout expired.
+            WeightSyncError: the level is not 1, no replica has subscribed, a replica failed, or the timeout
+                expired.
         """
         if level != 1:
             raise WeightSyncError(
@@ -348,7 +358,8 @@ class ReplicaCoordinator:
                     self._current[subject] = completed
 
     async def _watch_replica(self, replica: str, subscription: Subscription, liveness_ref: list[Any]) -> None:
-        """Remove a replica from the quorum when it dies. Serve starts a replacement, which subscribes under its own name."""
+        """Remove a replica from the quorum when it dies. Serve starts a replacement, which subscribes under
+        its own name."""
         try:
             await liveness_ref[0]
         except RayError as error:

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 RETRY_DELAY_S = 1.0
 """Delay between two calls to a coordinator that does not respond."""
 FETCH_SHARE = 0.8
-"""Share of an order's timeout for fetching its payload. The rest is time to report the failure to the publisher."""
+"""Share of an order's timeout for fetching its payload. The rest is time to report the failure to the
+publisher."""
 
 
 async def fetch_payload(payload_ref: list[Any]) -> Any:
@@ -71,8 +72,8 @@ class OrderExecutor:
         """Subscribe and execute all current orders. To be called before the engine serves.
 
         Args:
-            liveness_ref: one-element list holding a reference to the result of the coordinator's `wait_forever`, through which the
-                coordinator detects this replica's death.
+            liveness_ref: one-element list holding a reference to the result of the coordinator's
+                `wait_forever`, through which the coordinator detects this replica's death.
 
         Raises:
             WeightSyncError: the engine could not be brought into the state of the other replicas.
@@ -154,7 +155,8 @@ class OrderExecutor:
         await self._retry_while_unavailable(acknowledge)
 
     async def _retry_while_unavailable(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Repeat a call while the coordinator does not respond. Ends by itself when Ray reports its actor as dead."""
+        """Repeat a call while the coordinator does not respond. Ends by itself when Ray reports its actor as
+        dead."""
         while not self._closed:
             try:
                 return await call()

@@ -1,7 +1,7 @@
 """Orders from the coordinator to the replicas, and the state that results from them.
 
-An order's arrays travel separately: its `payload_ref` is a list that holds an object reference, which Ray passes on without
-fetching it.
+An order's arrays travel separately: its `payload_ref` is a list that holds an object reference, which Ray
+passes on without fetching it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Order:
         timeout: seconds that the publisher waits for all replicas.
         version: version of the weights or the adapter; both share one increasing sequence.
         adapter: name under which an adapter is served; for a probe, the adapter to probe.
-        payload_ref: one-element list holding a reference to a mapping of arrays ("weights") or to a `LoraAdapter` ("adapter").
+        payload_ref: one-element list holding a reference to a mapping of arrays ("weights") or to a
+            `LoraAdapter` ("adapter").
         level: sleep level.
         ids: token ids of the prompt to probe.
     """
@@ -42,7 +43,8 @@ class Order:
 
     @property
     def subject(self) -> str:
-        """The part of an engine's state that the order sets. A newer order supersedes older ones of the same subject."""
+        """The part of an engine's state that the order sets. A newer order supersedes older ones of the same
+        subject."""
         if self.kind in ("adapter", "drop_adapter"):
             return f"adapter {self.adapter}"
         return "sleep" if self.kind == "wake" else self.kind

@@ -1,4 +1,5 @@
-"""LoRA adapters on the engine's model. Batches may mix adapters; a version is kept until its last sequence has ended."""
+"""LoRA adapters on the engine's model. Batches may mix adapters; a version is kept until its last sequence
+has ended."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class PeftAdapters:
         """Serve a new version of an adapter, replacing the previous one.
 
         Raises:
-            WeightSyncError: the adapter does not fit the model, or the version is not newer than the last one.
+            WeightSyncError: the adapter does not fit the model, or the version is not newer than the last
+                one.
         """
         if version <= self._newest.get(name, -1):
             raise WeightSyncError(

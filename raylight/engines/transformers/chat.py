@@ -29,7 +29,8 @@ async def begin_chat(engine: Sampler, body: Any) -> ChatReply:
     """Start sampling for a chat completions request.
 
     Raises:
-        RequestError: the request is malformed, names another model, or uses a feature that the engine does not have.
+        RequestError: the request is malformed, names another model, or uses a feature that the engine does
+            not have.
     """
     request = ChatRequest.read(body)
     adapter = resolve_adapter(engine, request.model)

@@ -27,7 +27,8 @@ async def begin_completion(engine: Sampler, body: Any) -> CompletionReply:
     """Start sampling for a completions request.
 
     Raises:
-        RequestError: the request is malformed, names another model, or uses a feature that the engine does not have.
+        RequestError: the request is malformed, names another model, or uses a feature that the engine does
+            not have.
     """
     request = CompletionRequest.read(body)
     adapter = resolve_adapter(engine, request.model)

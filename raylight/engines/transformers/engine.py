@@ -1,7 +1,7 @@
 """The engine `transformers`: continuous batching on plain transformers, for a CPU or one small GPU.
 
-transformers' own continuous batching is not used: on a CPU it is slower than this engine, it has no seed per request, and it shares
-cached prefixes across weight updates.
+transformers' own continuous batching is not used: on a CPU it is slower than this engine, it has no seed per
+request, and it shares cached prefixes across weight updates.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def build_engine(settings: EngineSettings, **args: Any) -> TransformersEngine:
 
 
 class TransformersEngine(Sampler):
-    """`Engine` on `AutoModelForCausalLM`. Weights, adapters and sleep change between two decoding steps, on the engine's thread."""
+    """`Engine` on `AutoModelForCausalLM`. Weights, adapters and sleep change between two decoding steps, on
+    the engine's thread."""
 
     async def app(self) -> ASGIApp:
         return build_app(self)
@@ -59,8 +60,8 @@ class TransformersEngine(Sampler):
     # weights and adapters
 
     async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        """Load new weights. Under "keep" the cache of the sequences in flight is recomputed, so that each later token is sampled
-        from exactly the new weights.
+        """Load new weights. Under "keep" the cache of the sequences in flight is recomputed, so that each
+        later token is sampled from exactly the new weights.
         """
         if version <= self.version:
             raise WeightSyncError(
@@ -114,7 +115,8 @@ class TransformersEngine(Sampler):
         return await self._run(compute)
 
     async def _run(self, action: Callable[[], T], mode: UpdateMode = "keep") -> T:
-        """Run an action on the engine's thread between two decoding steps; under "wait", when nothing is in flight."""
+        """Run an action on the engine's thread between two decoding steps; under "wait", when nothing is in
+        flight."""
         try:
             return await self._worker.run(action, when_idle=mode == "wait")
         except RequestError as error:

@@ -62,7 +62,8 @@ class MessageParser:
     Args:
         tool_format: notation of tool calls; None leaves calls in the content.
         tools: tool name to the schema of its parameters.
-        thinking: True if the prompt ends within reasoning, False if the answer may start with it, None if it has none.
+        thinking: True if the prompt ends within reasoning, False if the answer may start with it, None if it
+            has none.
     """
 
     def __init__(
@@ -130,7 +131,8 @@ class MessageParser:
         return self._emit(kind, certain) if certain else None
 
     def _call(self) -> list[MessagePiece] | None:
-        """Parse one call, up to the first end marker that completes it; an unreadable call becomes content."""
+        """Parse one call, up to the first end marker that completes it; an unreadable call becomes
+        content."""
         assert self._format is not None
         marker, start = self._format.close, 0
         while (end := self._text.find(marker, start)) >= 0:

@@ -37,9 +37,10 @@ class Sampler:
         max_model_len: longest prompt plus response, in tokens; the model's own limit applies if it is lower.
         seed: seed for requests without a seed of their own.
         device: torch device.
-        tool_parser: format of the model's tool calls; "auto" detects it from the chat template, None disables tools.
-        reasoning: True if the model writes its reasoning between `<think>` and `</think>`; "auto" detects it from the chat
-            template.
+        tool_parser: format of the model's tool calls; "auto" detects it from the chat template, None disables
+            tools.
+        reasoning: True if the model writes its reasoning between `<think>` and `</think>`; "auto" detects it
+            from the chat template.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Sampler:
         adapter: str | None = None,
         streams: bool = False,
     ) -> Choices:
-        """Start sampling one response per prompt. Close the choices (`with`), which cancels those that still run.
+        """Start sampling one response per prompt. Close the choices (`with`), which cancels those that still
+        run.
 
         Args:
             params: one per prompt.

@@ -1,4 +1,5 @@
-"""Sampling parameters, and the sampling of one next token per row with the log-probability of the distribution sampled from."""
+"""Sampling parameters, and the sampling of one next token per row with the log-probability of the
+distribution sampled from."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class SamplingParams:
         )
 
     def as_record(self) -> dict[str, Any]:
-        """Return the parameters for a recorded call: temperature, max_tokens, and all that differ from their defaults."""
+        """Return the parameters for a recorded call: temperature, max_tokens, and all that differ from their
+        defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grammar"}
         defaults = vars(SamplingParams(self.max_tokens))
         record = {
@@ -76,8 +78,8 @@ class SampledTokens:
     Attributes:
         tokens: token ids.
         logprobs: their log-probabilities.
-        top_logprobs: per row, pairs of token id and log-probability of the most probable tokens. Every row has as many as the row
-            that requested the most; empty if no row requested any.
+        top_logprobs: per row, pairs of token id and log-probability of the most probable tokens. Every row
+            has as many as the row that requested the most; empty if no row requested any.
     """
 
     tokens: list[int]
@@ -100,8 +102,8 @@ def sample(
         shared: the engine's own random generator.
 
     Returns:
-        Tokens with log-probabilities of the distribution after temperature, top-k, top-p and min-p. For a greedy row they are those
-        at temperature 1, as in vLLM.
+        Tokens with log-probabilities of the distribution after temperature, top-k, top-p and min-p. For a
+        greedy row they are those at temperature 1, as in vLLM.
     """
     logits = logits.float()
     if any(not p.greedy and p.temperature != 1 for p in params):
@@ -175,6 +177,7 @@ def truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
 
 
 def _draw(logprobs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw one token per row by an exponential race: `multinomial` without its synchronisation and its size limit."""
+    """Draw one token per row by an exponential race: `multinomial` without its synchronisation and its size
+    limit."""
     race = torch.empty_like(logprobs).exponential_(generator=generator)
     return (logprobs.exp() / race).argmax(-1)

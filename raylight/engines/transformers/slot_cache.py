@@ -1,7 +1,9 @@
-"""A key-value cache for continuous batching: one slot per sequence, kept dense, behind transformers' own cache interface.
+"""A key-value cache for continuous batching: one slot per sequence, kept dense, behind transformers' own
+cache interface.
 
-Sequences that are decoded occupy slots 0..n-1. New ones are prefilled into the slots after them. When one ends, the last one moves
-into its slot. A forward pass sees the slots `rows` up to `width` tokens, without copying.
+Sequences that are decoded occupy slots 0..n-1. New ones are prefilled into the slots after them. When one
+ends, the last one moves into its slot. A forward pass sees the slots `rows` up to `width` tokens, without
+copying.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 256
-"""Smallest growth of the slots, in tokens. Slots grow on demand, so that short tasks do not pay for the model's longest context."""
+"""Smallest growth of the slots, in tokens. Slots grow on demand, so that short tasks do not pay for the
+model's longest context."""
 
 
 class Window:
@@ -20,7 +23,8 @@ class Window:
         self.slots = slots
         self.rows = slice(0, 0)
         self.positions: torch.Tensor | None = None
-        """Shape (rows,): position at which each row writes its one token; None while prefilling from position 0."""
+        """Shape (rows,): position at which each row writes its one token; None while prefilling from position
+        0."""
         self.width = 0
 
 
@@ -94,7 +98,8 @@ class SlotCache(Cache):
 
 
 def _grow(old: torch.Tensor, needed: int) -> torch.Tensor:
-    """Return the slots with room for more tokens. New entries are zero, because masked NaN times 0 would still be NaN."""
+    """Return the slots with room for more tokens. New entries are zero, because masked NaN times 0 would
+    still be NaN."""
     length = max(needed, 2 * old.shape[2], GROWTH)
     new = old.new_zeros(old.shape[0], old.shape[1], length, old.shape[3])
     new[:, :, : old.shape[2]] = old

@@ -9,7 +9,8 @@ Decode = Callable[[list[int]], str]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_INCOMPLETE = 3
-"""Most replacement characters at the end of a text that may still become one character, which has at most four bytes."""
+"""Most replacement characters at the end of a text that may still become one character, which has at most
+four bytes."""
 
 
 class Vocabulary:

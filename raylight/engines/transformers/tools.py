@@ -48,7 +48,8 @@ class ToolFormat(Protocol):
         ...
 
     def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
-        """Return the structural tag of an answer whose calls fit their schemas; None if this format supports none.
+        """Return the structural tag of an answer whose calls fit their schemas; None if this format supports
+        none.
 
         Args:
             tools: tool name to the schema of its parameters.
@@ -84,7 +85,8 @@ class Hermes:
 
 
 class QwenXml:
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder writes it."""
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder
+    writes it."""
 
     open, close = OPEN, CLOSE
     _function = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -110,7 +112,8 @@ class QwenXml:
 
 
 class LlamaJson:
-    """The whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by semicolons."""
+    """The whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by
+    semicolons."""
 
     open, close = "", ""
 

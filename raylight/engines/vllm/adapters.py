@@ -1,4 +1,5 @@
-"""LoRA adapters in vLLM: immutable versions under a name, each removed when the last request that began with it has ended."""
+"""LoRA adapters in vLLM: immutable versions under a name, each removed when the last request that began with
+it has ended."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ class VllmAdapters:
 
 
 def write_peft(adapter: LoraAdapter) -> Path:
-    """A folder as peft saves it; vLLM reads it again when it needs an adapter that it dropped from its memory."""
+    """A folder as peft saves it; vLLM reads it again when it needs an adapter that it dropped from its
+    memory."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,7 +1,9 @@
-"""Recording what vLLM samples: token for token, with log-probabilities and weight versions, whatever endpoint asked for it.
+"""Recording what vLLM samples: token for token, with log-probabilities and weight versions, whatever endpoint
+asked for it.
 
-Every request passes vLLM's output processor on its way to the engine core, and every token on its way back. So that is where they
-are recorded: as the tokens come, also those of a request that is not streamed and whose client leaves.
+Every request passes vLLM's output processor on its way to the engine core, and every token on its way back.
+So that is where they are recorded: as the tokens come, also those of a request that is not streamed and whose
+client leaves.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ TOLD_IF_SET = (
 
 
 class Capture:
-    """Records the requests of every current `CaptureContext`. vLLM has no hook for this, so one method each of the client's output
-    processor and of its link to the engine core are replaced; a test of this module breaks where vLLM changes them.
+    """Records the requests of every current `CaptureContext`. vLLM has no hook for this, so one method each
+    of the client's output processor and of its link to the engine core are replaced; a test of this module
+    breaks where vLLM changes them.
 
     Args:
         client: an `AsyncLLM`, just made: its event loop has not turned since.
@@ -112,8 +115,8 @@ class Capture:
 
 
 class RecordingLogprobs(LogprobsProcessor):
-    """Stands in for a request's own `LogprobsProcessor`, which sees each output of the engine core. If the request did not ask for
-    log-probabilities, none are prepared for its answer."""
+    """Stands in for a request's own `LogprobsProcessor`, which sees each output of the engine core. If the
+    request did not ask for log-probabilities, none are prepared for its answer."""
 
     sample: Sample
     capture: Capture
@@ -150,7 +153,8 @@ class RecordingLogprobs(LogprobsProcessor):
 
 
 def _noting_the_end(make_output: Any, sample: Sample) -> Any:
-    """A request state's `make_request_output`, which alone is told the final finish reason: a stop string's, too."""
+    """A request state's `make_request_output`, which alone is told the final finish reason: a stop string's,
+    too."""
 
     def make_request_output(
         new_token_ids: Any, pooling_output: Any, finish_reason: FinishReason | None, *rest: Any, **named: Any
@@ -163,7 +167,8 @@ def _noting_the_end(make_output: Any, sample: Sample) -> Any:
 
 
 def prompt_index(exchange: CaptureContext, request_id: str) -> int:
-    """Which of a completions request's prompts this is: vLLM makes a request of each, whose id ends in its index."""
+    """Which of a completions request's prompts this is: vLLM makes a request of each, whose id ends in its
+    index."""
     return int(request_id.rpartition("-")[2]) if exchange.dialect == "completions" else 0
 
 

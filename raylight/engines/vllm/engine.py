@@ -1,4 +1,5 @@
-"""The `Engine` on vLLM: its own OpenAI application and its own asynchronous client, with our capture, weights and adapters."""
+"""The `Engine` on vLLM: its own OpenAI application and its own asynchronous client, with our capture, weights
+and adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from raylight.errors import WeightSyncError
 
 CLOSED = "the engine is shutting down"
 NOT_NEEDED = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
-"""Layers of vLLM's application that raylight's gateway stands in for; the second looks through all routes for each request."""
+"""Layers of vLLM's application that raylight's gateway stands in for; the second looks through all routes for
+each request."""
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 CLOSE_S = 1.0
 """How long vLLM's processes have to end by themselves."""
@@ -34,8 +36,9 @@ CLOSE_S = 1.0
 class VllmEngine:
     """Implements `Engine` around an `AsyncLLM`.
 
-    New weights go through a file in memory that each worker loads, on a CPU and on a GPU alike (there the worker copies the
-    tensors to its device; not yet run on one). The workers must therefore be on this machine.
+    New weights go through a file in memory that each worker loads, on a CPU and on a GPU alike (there the
+    worker copies the tensors to its device; not yet run on one). The workers must therefore be on this
+    machine.
 
     Args:
         client: the `AsyncLLM`, just made: its event loop has not turned since.
@@ -176,7 +179,8 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """Nothing is scheduled meanwhile; requests in flight fare as `mode` says. What was cached is computed anew after."""
+        """Nothing is scheduled meanwhile; requests in flight fare as `mode` says. What was cached is computed
+        anew after."""
         core = self._client.engine_core  # the client's own method adds a pause of 20 ms
         try:
             await core.pause_scheduler_async(mode, True)
@@ -187,7 +191,8 @@ class VllmEngine:
                 await core.resume_scheduler_async()
 
     async def _load(self, path: str) -> None:
-        """Have every worker load a file. Should that fail, nobody knows what they compute with: the engine closes."""
+        """Have every worker load a file. Should that fail, nobody knows what they compute with: the engine
+        closes."""
         try:
             await self._client.collective_rpc("raylight_load_weights", args=(path,))
         except (

@@ -1,4 +1,5 @@
-"""What agents may ask of vLLM's application: vLLM ignores the fields that it does not know; here they are refused."""
+"""What agents may ask of vLLM's application: vLLM ignores the fields that it does not know; here they are
+refused."""
 
 from __future__ import annotations
 

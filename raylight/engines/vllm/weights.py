@@ -29,8 +29,8 @@ class Checkpoint:
         """Name of a tensor that the model shares with another one -> that one's name."""
 
     def complete(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """`weights` as tensors, and with every tied one: vLLM on a CPU keeps a repacked copy of the output layer, which would
-        otherwise stay as it was, and nothing would tell.
+        """`weights` as tensors, and with every tied one: vLLM on a CPU keeps a repacked copy of the output
+        layer, which would otherwise stay as it was, and nothing would tell.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or of another shape.
@@ -56,7 +56,8 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def shared_file(tensors: Mapping[str, Any]) -> Iterator[str]:
-    """The path of a file in memory, for other processes of this machine. It ends with the context, or with this process."""
+    """The path of a file in memory, for other processes of this machine. It ends with the context, or with
+    this process."""
     import torch
 
     with os.fdopen(os.memfd_create("raylight-weights"), "wb") as file:

@@ -13,7 +13,8 @@ class WeightLoading:
     model_runner: Any
 
     def raylight_load_weights(self, path: str) -> int:
-        """Load a checkpoint's tensors, by the names of its Hugging Face model, while nothing is scheduled. Returns how many.
+        """Load a checkpoint's tensors, by the names of its Hugging Face model, while nothing is scheduled.
+        Returns how many.
 
         vLLM shards and repacks them for its kernels, and copies them to the worker's own device.
         """

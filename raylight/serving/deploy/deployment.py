@@ -31,7 +31,8 @@ class Deployment:
         self._started_serve = False
         self._stopped = False
         self._deploy_lock = threading.Lock()
-        """Held while Serve receives the application, so that a concurrent `stop` waits and then removes all that was started."""
+        """Held while Serve receives the application, so that a concurrent `stop` waits and then removes all
+        that was started."""
 
     async def start(self) -> str:
         """Deploy, wait until the engines respond, and return the base URL without `/v1`.
@@ -55,7 +56,8 @@ class Deployment:
         return url
 
     async def stop(self) -> None:
-        """Delete the application. Shut Serve down too if this run started it and no other application uses it."""
+        """Delete the application. Shut Serve down too if this run started it and no other application uses
+        it."""
         if self._cluster_ends:
             self._stopped = True
         else:

@@ -13,25 +13,26 @@ SERVE_FLAGS = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
     "RAY_SERVE_DIRECT_INGRESS_SHUTDOWN_BUFFER_S": "1",
 }
-"""Serve's environment flags. HAProxy sends requests straight to the replica, which gives eight times the throughput of Serve's
-Python proxy. raylight's replicas never block the event loop, so they run without Serve's extra thread, which gives another third.
-Replicas of a run have nothing to drain. The flags must be in the environment before Serve is imported, and in the environments of
-its controller and replicas."""
+"""Serve's environment flags. HAProxy sends requests straight to the replica, which gives eight times the
+throughput of Serve's Python proxy. raylight's replicas never block the event loop, so they run without
+Serve's extra thread, which gives another third. Replicas of a run have nothing to drain. The flags must be in
+the environment before Serve is imported, and in the environments of its controller and replicas."""
 PROXY_PORT_FLAGS = {
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
 }
-"""Further ports, of HAProxy and of the fallback proxy that serves while HAProxy has no replica, with their defaults. If another
-Serve on the machine uses them, HAProxy does not start, and the fallback proxy would share its port and receive the other Serve's
-requests."""
+"""Further ports, of HAProxy and of the fallback proxy that serves while HAProxy has no replica, with their
+defaults. If another Serve on the machine uses them, HAProxy does not start, and the fallback proxy would
+share its port and receive the other Serve's requests."""
 STICKY_ROUTING = """uri depth 4
     hash-type consistent sdbm avalanche
     hash-balance-factor 150"""
-"""HAProxy's balancing rule: hash `/APPLICATION/rollout/ID`, so that the calls of one rollout reach the replica that has their
-prefixes cached. Consistent hashing moves a rollout only when its replica dies. A replica with more than 1.5 times the mean number
-of requests passes new ones to the next replica. Ray writes this text after the word `balance` into HAProxy's defaults."""
+"""HAProxy's balancing rule: hash `/APPLICATION/rollout/ID`, so that the calls of one rollout reach the
+replica that has their prefixes cached. Consistent hashing moves a rollout only when its replica dies. A
+replica with more than 1.5 times the mean number of requests passes new ones to the next replica. Ray writes
+this text after the word `balance` into HAProxy's defaults."""
 ROUTING = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": STICKY_ROUTING}
 for _flag, _value in SERVE_FLAGS.items():
     os.environ.setdefault(_flag, _value)

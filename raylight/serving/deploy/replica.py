@@ -1,4 +1,5 @@
-"""The engine replica, the deployment class that Ray Serve runs: a thin shell around an engine and its gateway."""
+"""The engine replica, the deployment class that Ray Serve runs: a thin shell around an engine and its
+gateway."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class ReplicaRuntime:
         self._executing: asyncio.Task[None] | None = None
 
     async def report_start_failure(self, error: Exception) -> None:
-        """Report an error to the coordinator, so that the run fails at once; Serve would restart the replica again and again."""
+        """Report an error to the coordinator, so that the run fails at once; Serve would restart the replica
+        again and again."""
         await self._settings.coordinator.report_start_failure.remote(f"{type(error).__name__}: {error}")
 
     async def start(self, engine: Engine, engine_metrics: Callable[[], bytes] | None = None) -> ASGIApp:
@@ -102,7 +104,8 @@ class ReplicaRuntime:
         return add_replica_header(gateway, self._replica)
 
     async def check_health(self) -> None:
-        """Raise if the engine has failed or its orders are no longer executed; Serve then replaces the replica."""
+        """Raise if the engine has failed or its orders are no longer executed; Serve then replaces the
+        replica."""
         if self._engine is not None and self._executor is not None:
             await self._engine.check_health()
             self._executor.check_health()
@@ -145,7 +148,8 @@ def add_replica_header(app: ASGIApp, replica: str) -> ASGIApp:
 
 @serve.ingress()
 class EngineReplica:
-    """Any engine of the registry, or of the user's own, behind HTTP. vLLM has a deployment class of its own, `VllmReplica`."""
+    """Any engine of the registry, or of the user's own, behind HTTP. vLLM has a deployment class of its own,
+    `VllmReplica`."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._runtime = ReplicaRuntime(settings)
