@@ -9,8 +9,8 @@ from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.verl_config.converters import ROLLOUT
 from raylight.algorithms.verl_config.resolution import Resolution
 from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig
-from raylight.errors import ConfigError
 from raylight.engines.registry import has_vllm
+from raylight.errors import ConfigError
 
 LEARNER_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
 """GPU fractions of a learner and of an engine's worker, which share a GPU as in verl. Two of a kind do not
