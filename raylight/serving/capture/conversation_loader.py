@@ -1,13 +1,14 @@
-"""Bringing an attempt's conversations back from the store, where another replica had them until now."""
+"""Loading of an attempt's conversations from the store, when another replica served the attempt before."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeAlias
+
+from cachetools import LRUCache
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.errors import UnknownIdError
@@ -17,56 +18,55 @@ from raylight.store.reading import ChatTurn
 logger = logging.getLogger(__name__)
 
 History: TypeAlias = Callable[[str, str], Awaitable[list[ChatTurn]]]
-"""Of a rollout and an attempt; normally `StoreClient.chat_history`."""
+"""Returns the turns of an attempt of a rollout; normally `StoreClient.chat_history`."""
 REMEMBERED = 10_000
-"""Answers of which it is known that they were asked for."""
+"""Answers whose loading is remembered."""
 
 
 class ConversationLoader:
-    """Asks for the history of an attempt, and has the conversations remember what they do not know of it.
+    """Loads the history of an attempt from the store into this replica's conversations.
 
-    It asks once for an answer: one that is not in the store, as the agent wrote it itself, comes again with every later request.
+    It loads once for each missing answer. An answer that the agent wrote itself is not in the store, and is in every later request.
 
     Args:
-        timeout_s: a store that takes longer is not waited for: the prompt is rendered then, and the next call asks again.
+        timeout_s: longest wait for the store. After it the prompt is rendered, and the next call loads again.
     """
 
     def __init__(self, conversations: Conversations, history: History, timeout_s: float = 10.0) -> None:
         self._conversations = conversations
         self._history = history
         self._timeout_s = timeout_s
-        self._asked: OrderedDict[tuple[str, str, bytes], asyncio.Task[None]] = OrderedDict()
+        self._loads: LRUCache[tuple[str, str, bytes], asyncio.Task[None]] = LRUCache(REMEMBERED)
 
-    async def __call__(self, scope: AttemptScope, missing: bytes) -> None:
-        """Return when the attempt's conversations are known, as far as the store has them. Calls at once ask together.
+    async def load(self, scope: AttemptScope, missing: bytes) -> None:
+        """Load what the store has of an attempt's conversations. Concurrent calls for one answer share a load.
 
         Args:
-            missing: the key of the answer that is asked for.
+            missing: key of the answer that is not known here.
         """
         name = (scope.rollout_id, scope.attempt_id, missing)
-        asking = self._asked.get(name)
-        if asking is None:
-            asking = self._asked[name] = asyncio.create_task(self._ask(scope, missing))
-            while len(self._asked) > REMEMBERED:
-                self._asked.popitem(last=False)
-        self._asked.move_to_end(name)
-        if not asking.done():
-            await asyncio.wait([asking])  # one who leaves takes nothing from the others
+        task = self._loads.get(name)
+        if task is None:
+            task = self._loads[name] = asyncio.create_task(self._load(scope, missing))
+        if not task.done():
+            await asyncio.wait([task])  # a caller that is cancelled does not cancel the load of the others
 
-    async def _ask(self, scope: AttemptScope, missing: bytes) -> None:
+    async def _load(self, scope: AttemptScope, missing: bytes) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 turns = await self._history(scope.rollout_id, scope.attempt_id)
         except UnknownIdError:
-            return  # there is no such attempt; the store will say so of the call as well
+            return  # the store rejects the call for the same reason
         except Exception as error:
             logger.warning(
-                "the conversations of attempt %s are not known, and are rendered: %s", scope.attempt_id, error
+                "the conversations of attempt %s could not be loaded, and are rendered: %s",
+                scope.attempt_id,
+                error,
             )
-            self._asked.pop((scope.rollout_id, scope.attempt_id, missing), None)
+            self._loads.pop((scope.rollout_id, scope.attempt_id, missing), None)
             return
         known = self._conversations
-        told = [(replace(scope, agent=turn.agent), turn) for turn in turns]
-        new = [(inside, turn) for inside, turn in told if not known.knows(inside, turn.request, turn.answer)]
-        for inside, turn in new:  # of equal ones the latest counts, and those from here are later
-            known.remember(inside, turn.request, turn.answer, turn.tokens)
+        scoped = [(replace(scope, agent=turn.agent), turn) for turn in turns]
+        new = [(owner, turn) for owner, turn in scoped if not known.knows(owner, turn.request, turn.answer)]
+        for owner, turn in new:  # the latest of equal ones counts, so that this replica's own must come later
+            known.remember(owner, turn.request, turn.answer, turn.tokens)

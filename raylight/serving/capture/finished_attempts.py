@@ -1,45 +1,47 @@
-"""Which attempts are over: their keys open nothing any more."""
+"""Attempts known to have finished: their API keys are revoked."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
+
+from cachetools import LRUCache
 
 from raylight.engines.capture_context import AttemptScope
 
 REMEMBERED = 10_000
-"""Attempts of which it is known that they are over."""
+"""Finished attempts that are remembered."""
 
-Ask: TypeAlias = Callable[[str, str], Awaitable[bool]]
-"""Whether an attempt of a rollout is over; normally `StoreClient.is_attempt_finished`."""
+IsFinished: TypeAlias = Callable[[str, str], Awaitable[bool]]
+"""Returns True if an attempt of a rollout has finished; normally `StoreClient.is_attempt_finished`."""
 
 
 class FinishedAttempts:
-    """Remembers attempts that are over; an attempt never comes back.
+    """Remembers finished attempts; none of them resumes.
 
     Args:
-        ask: asks the store. None: only what calls brought to light is known.
+        is_finished: asks the store. None: only attempts that were added are known.
     """
 
-    def __init__(self, ask: Ask | None = None) -> None:
-        self._ask = ask
-        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()
+    def __init__(self, is_finished: IsFinished | None = None) -> None:
+        self._is_finished = is_finished
+        self._known: LRUCache[tuple[str, str], bool] = LRUCache(REMEMBERED)
 
     def __contains__(self, scope: AttemptScope) -> bool:
         return (scope.rollout_id, scope.attempt_id) in self._known
 
     def add(self, scope: AttemptScope) -> None:
-        self._known[scope.rollout_id, scope.attempt_id] = None
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        """Remember that an attempt has finished."""
+        self._known[scope.rollout_id, scope.attempt_id] = True
 
-    async def asked(self, scope: AttemptScope) -> bool:
-        """Whether an attempt is over, by the store's word. For requests that open no call, of which the store would not hear."""
-        if (
-            scope not in self
-            and self._ask is not None
-            and await self._ask(scope.rollout_id, scope.attempt_id)
-        ):
-            self.add(scope)
-        return scope in self
+    async def check(self, scope: AttemptScope) -> bool:
+        """Return True if an attempt has finished, asking the store unless that is known.
+
+        For requests that open no call: the store rejects the calls of finished attempts by itself.
+        """
+        if scope in self:
+            return True
+        if self._is_finished is None or not await self._is_finished(scope.rollout_id, scope.attempt_id):
+            return False
+        self.add(scope)
+        return True

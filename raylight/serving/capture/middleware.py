@@ -157,7 +157,7 @@ class CaptureMiddleware:
         if self._recall is not None and (
             missing := self._conversations.missing(exchange.scope, exchange.body)
         ):
-            await self._recall(exchange.scope, missing)
+            await self._recall.load(exchange.scope, missing)
         splice = self._conversations.splice(exchange.scope, exchange.body)
         if splice is None:
             return None

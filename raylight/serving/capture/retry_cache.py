@@ -1,8 +1,8 @@
-"""Answers a request that an SDK sends again, because it lost the answer, with what was sampled already.
+"""Middleware that answers a request which an SDK repeats, because it lost the answer, with the answer already sampled.
 
-Laws: an answer is given again only to a retry (the SDK says which), of the same attempt, to the same address, with the same body;
-each try of a request finds what became of the try before it; errors, and what broke off, are not given again but answered anew;
-what is kept is bounded in number, bytes and time.
+Laws: an answer is replayed only to a retry (the SDK marks it), of the same attempt, on the same path, with the same body. Each
+retry continues the request before it. Errors and broken answers are not replayed: their retries are answered afresh. The kept
+answers are bounded in number, bytes and age.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from cachetools import TTLCache
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -25,39 +26,49 @@ from raylight.http.request import JsonRequest, json_request, until_disconnect
 from raylight.serving.dialects.registry import sampling_dialect
 
 RETRY_COUNT = b"x-stainless-retry-count"
-"""How often the SDK has sent this request before; those of OpenAI and Anthropic say so."""
+"""Header with the number of times that a request has been sent before; the SDKs of OpenAI and Anthropic set it."""
 TTL_S = 300.0
-JUST_NOW_S = 30.0
-"""An answer that seemed to arrive is not given again later than this; who lost it has noticed by then."""
+"""Age at which an answer is dropped."""
+DELIVERED_TTL_S = 30.0
+"""Age up to which an answer that seems delivered is replayed; a client that lost it has noticed by then."""
 PER_ATTEMPT = 256
+"""Answers kept of one attempt."""
 MAX_BYTES = 64 * 2**20
+"""Bytes kept of all answers."""
 OVERHEAD = 512
-"""Bytes that a message takes beside its body."""
+"""Bytes that a message takes besides its body."""
 
 Key: TypeAlias = tuple[AttemptScope, str, bytes, bytes]
-"""The attempt and its agent, the path, the query, and a hash of the body: requests of the same key ask for the same."""
+"""Identity of a request: attempt and agent, path, query, and a hash of the body."""
 
 
 @dataclass(eq=False, slots=True)
-class _Answer:
-    """An answer as it is made, or was."""
+class _KeptAnswer:
+    """An answer that is being sent, or has ended."""
 
     key: Key
     tries: int
-    """How often its request had been sent before, when it was last given."""
+    """Retry count of the latest request that receives it."""
     messages: list[Message] = field(default_factory=list)
     size: int = 0
+    """Bytes, overhead included."""
     followers: int = 0
+    """Retries that receive it at the moment."""
     state: Literal["running", "complete", "failed"] = "running"
-    """Failed: it was an error, or broke off, so that the next try is to be answered anew."""
+    """"failed": an error or broken; the next retry is answered afresh."""
     delivered: bool = False
-    """As far as this end of the connection can tell."""
+    """True if this end of the connection saw all of it leave."""
     ended: float = 0.0
+    """Time of its end."""
     changed: BroadcastCondition = field(default_factory=BroadcastCondition)
+
+    @property
+    def attempt(self) -> tuple[str, str]:
+        return self.key[0].rollout_id, self.key[0].attempt_id
 
 
 class RetryCache:
-    """Gives answers again. Requests outside of attempts pass through.
+    """ASGI middleware that replays answers. Requests outside attempts pass through.
 
     Args:
         clock: monotonic time in seconds.
@@ -75,20 +86,18 @@ class RetryCache:
     ) -> None:
         self._app = app
         self._clock = clock
-        self._ttl_s = ttl_s
-        self._just_now_s = min(JUST_NOW_S, ttl_s)
+        self._delivered_ttl_s = min(DELIVERED_TTL_S, ttl_s)
         self._per_attempt = per_attempt
         self._max_bytes = max_bytes
         self._on_replay = on_replay
-        self._bytes = 0
-        self._of_attempt: dict[tuple[str, str], int] = {}
-        self._answers: dict[Key, list[_Answer]] = {}
-        self._ended: OrderedDict[_Answer, None] = OrderedDict()
+        self._answers: dict[Key, list[_KeptAnswer]] = {}
+        self._ended = _EndedAnswers(max_bytes, ttl_s, clock, self._remove)
+        self._ended_of_attempt: Counter[tuple[str, str]] = Counter()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        inside = SCOPE.get()
+        attempt = SCOPE.get()
         if (
-            inside is None
+            attempt is None
             or scope["type"] != "http"
             or scope["method"] != "POST"
             or sampling_dialect(scope["path"]) is None
@@ -96,49 +105,47 @@ class RetryCache:
             await self._app(scope, receive, send)
             return
         request = await json_request(scope, receive)
-        key = (
-            inside,
-            scope["path"],
-            scope.get("query_string", b""),
-            hashlib.blake2b(request.content, digest_size=16).digest(),
-        )
-        tries = _tries(scope)
-        self._expire()
-        if tries and (earlier := self._find(key, tries)) is not None:
-            if earlier.state != "failed" and await self._give(earlier, tries, receive, send):
+        digest = hashlib.blake2b(request.content, digest_size=16).digest()
+        key = (attempt, scope["path"], scope.get("query_string", b""), digest)
+        tries = _retry_count(scope)
+        self._ended.expire()
+        if tries and (previous := self._find_previous(key, tries)) is not None:
+            if previous.state != "failed" and await self._replay(previous, tries, receive, send):
                 self._on_replay()
                 return
-            self.drop(earlier)
-        await self._make(_Answer(key, tries), scope, request, receive, send)
+            self.drop(previous)
+        await self._answer(_KeptAnswer(key, tries), scope, request, receive, send)
 
-    # giving again
+    # replaying
 
-    def _find(self, key: Key, tries: int) -> _Answer | None:
-        """What became of the try before. Where an agent asks the same several times, several may be in question: first what
-        failed, since a retry must follow; then what is known to be lost, what is not over, and what seemed to arrive just now.
+    def _find_previous(self, key: Key, tries: int) -> _KeptAnswer | None:
+        """Return the answer to the request that a retry repeats.
+
+        An agent may send equal requests, so that several answers qualify. A failed one comes first, because a retry must follow
+        it; then one that is known to be lost; then one that is still running; then one that seems delivered just now.
         """
-        since = self._clock() - self._just_now_s
+        delivered_since = self._clock() - self._delivered_ttl_s
         candidates = [
             answer
             for answer in self._answers.get(key, ())
-            if answer.tries < tries and not (answer.delivered and answer.ended < since)
+            if answer.tries < tries and not (answer.delivered and answer.ended < delivered_since)
         ]
         return max(candidates, key=_likelihood, default=None)
 
-    async def _give(self, answer: _Answer, tries: int, receive: Receive, send: Send) -> bool:
-        """Send an answer as it is made; False if it broke off before any of it was sent."""
+    async def _replay(self, answer: _KeptAnswer, tries: int, receive: Receive, send: Send) -> bool:
+        """Send an answer, which may still be running; False if it broke before any of it was sent."""
         answer.tries, answer.delivered, sent = tries, False, 0
         answer.followers += 1
-        leaving = asyncio.ensure_future(until_disconnect(receive))
-        leaving.add_done_callback(lambda _: answer.changed.notify_all())
+        disconnect = asyncio.ensure_future(until_disconnect(receive))
+        disconnect.add_done_callback(lambda _: answer.changed.notify_all())
 
-        def news(seen: int) -> bool:
-            return len(answer.messages) > seen or answer.state != "running" or leaving.done()
+        def has_news(seen: int) -> bool:
+            return len(answer.messages) > seen or answer.state != "running" or disconnect.done()
 
         try:
             while True:
-                await answer.changed.wait_for(partial(news, sent))
-                if leaving.done():
+                await answer.changed.wait_for(partial(has_news, sent))
+                if disconnect.done():
                     return True
                 if answer.state == "failed":
                     break
@@ -149,115 +156,136 @@ class RetryCache:
                     answer.delivered = True
                     return True
         finally:
-            leaving.cancel()
+            disconnect.cancel()
             answer.followers -= 1
             answer.changed.notify_all()
         if sent:
-            raise ConnectionError("the answer that was given again broke off")
+            raise ConnectionError("the replayed answer broke off")
         return False
 
-    # making
+    # keeping
 
-    async def _make(
-        self, answer: _Answer, scope: AsgiScope, request: JsonRequest, receive: Receive, send: Send
+    async def _answer(
+        self, answer: _KeptAnswer, scope: AsgiScope, request: JsonRequest, receive: Receive, send: Send
     ) -> None:
-        """Have a request answered, and keep the answer."""
-        making = _Making(self, answer, receive, send)
-        inner = request.with_receive(making.receive)
+        """Have the application answer a request, and keep the answer."""
+        connection = _KeepingConnection(self, answer, receive, send)
+        inner = request.with_receive(connection.receive)
         self._answers.setdefault(answer.key, []).append(answer)
         try:
-            await self._app(inner.put_into(scope), inner, making.send)
+            await self._app(inner.put_into(scope), inner, connection.send)
         finally:
             if answer.state == "running":
-                self.keep(answer, "failed")
+                self.end(answer, "failed")
 
-    def note(self, answer: _Answer, message: Message, last: bool) -> None:
-        """A running answer goes on."""
+    def add_message(self, answer: _KeptAnswer, message: Message, last: bool) -> None:
+        """Add a message to a running answer."""
         answer.messages.append(message)
         answer.size += len(message.get("body", b"")) + OVERHEAD
         if message.get("status", 200) >= 400 or answer.size > self._max_bytes:
-            self.keep(answer, "failed")
+            self.end(answer, "failed")
         elif last:
-            self.keep(answer, "complete")
+            self.end(answer, "complete")
         else:
             answer.changed.notify_all()
 
-    def keep(self, answer: _Answer, state: Literal["complete", "failed"]) -> None:
-        """An answer is over. Those that ended first make room for it."""
-        attempt = _attempt(answer)
+    def end(self, answer: _KeptAnswer, state: Literal["complete", "failed"]) -> None:
+        """Keep an ended answer; the oldest ones are dropped to make room for it."""
         if state == "failed":
             answer.messages, answer.size = [], OVERHEAD
         answer.state, answer.ended = state, self._clock()
-        self._ended[answer] = None
-        self._bytes += answer.size
-        self._of_attempt[attempt] = self._of_attempt.get(attempt, 0) + 1
+        self._ended[answer] = answer
+        self._ended_of_attempt[answer.attempt] += 1
         answer.changed.notify_all()
-        if self._of_attempt[attempt] > self._per_attempt:
-            self.drop(next(old for old in self._ended if _attempt(old) == attempt))
-        while self._bytes > self._max_bytes:
-            self.drop(next(iter(self._ended)))
+        if self._ended_of_attempt[answer.attempt] > self._per_attempt:
+            self.drop(next(old for old in self._ended if old.attempt == answer.attempt))
 
-    def drop(self, answer: _Answer) -> None:
-        """Keep an answer that is over no longer; who has begun to get it gets it whole."""
-        if answer not in self._ended:
-            return
-        attempt, found = _attempt(answer), self._answers[answer.key]
-        del self._ended[answer]
-        self._bytes -= answer.size
-        self._of_attempt[attempt] -= 1
-        if not self._of_attempt[attempt]:
-            del self._of_attempt[attempt]
-        found.remove(answer)
-        if not found:
+    def drop(self, answer: _KeptAnswer) -> None:
+        """Stop keeping an ended answer. Requests that already receive it get all of it."""
+        if self._ended.pop(answer, None) is not None:
+            self._remove(answer)
+
+    def _remove(self, answer: _KeptAnswer) -> None:
+        self._ended_of_attempt[answer.attempt] -= 1
+        if not self._ended_of_attempt[answer.attempt]:
+            del self._ended_of_attempt[answer.attempt]
+        equals = self._answers[answer.key]
+        equals.remove(answer)
+        if not equals:
             del self._answers[answer.key]
 
-    def _expire(self) -> None:
-        now = self._clock()
-        while self._ended and (oldest := next(iter(self._ended))).ended + self._ttl_s <= now:
-            self.drop(oldest)
+
+class _EndedAnswers(TTLCache[_KeptAnswer, _KeptAnswer]):
+    """Ended answers, the oldest first, bounded in bytes and age.
+
+    Args:
+        on_eviction: called with each answer that is dropped for its age or for room.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        ttl_s: float,
+        clock: Callable[[], float],
+        on_eviction: Callable[[_KeptAnswer], None],
+    ) -> None:
+        super().__init__(max_bytes, ttl_s, timer=clock, getsizeof=lambda answer: answer.size)
+        self._on_eviction = on_eviction
+
+    def expire(self, time: float | None = None) -> Any:
+        expired = super().expire(time)
+        for answer, _ in expired:
+            self._on_eviction(answer)
+        return expired
+
+    def popitem(self) -> tuple[_KeptAnswer, _KeptAnswer]:
+        item = super().popitem()
+        self._on_eviction(item[0])
+        return item
 
 
-class _Making:
-    """The connection of the request whose answer is being made."""
+class _KeepingConnection:
+    """The connection of a request whose answer is kept."""
 
-    def __init__(self, replay: RetryCache, answer: _Answer, receive: Receive, send: Send) -> None:
-        self._replay = replay
+    def __init__(self, cache: RetryCache, answer: _KeptAnswer, receive: Receive, send: Send) -> None:
+        self._cache = cache
         self._answer = answer
         self._from_client = receive
         self._to_client = send
-        self._left = False
+        self._disconnected = False
 
     async def receive(self) -> Message:
         """Receive from the client; its disconnect is withheld as long as a retry waits for the same answer."""
-        if not self._left:
+        if not self._disconnected:
             message = await self._from_client()
             if message["type"] != "http.disconnect":
                 return message
-            self._left = True
+            self._disconnected = True
         answer = self._answer
         await answer.changed.wait_for(lambda: not answer.followers or answer.state != "running")
         if answer.state == "running":
-            self._replay.keep(answer, "failed")  # it will break off
+            self._cache.end(answer, "failed")  # the application stops it when it receives the disconnect
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
+        """Keep a message, and send it to the client."""
         answer = self._answer
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if answer.state == "running":
-            self._replay.note(answer, message, last)
-        if self._left and answer.followers:
+            self._cache.add_message(answer, message, last)
+        if self._disconnected and answer.followers:
             return
         try:
             await self._to_client(message)
         except (
             OSError
-        ):  # the client is gone, and `receive` says so too; the answer may be whole for a retry all the same
-            self._left = True
+        ):  # the client has disconnected, as `receive` will report; a retry may still get the whole answer
+            self._disconnected = True
         else:
-            answer.delivered = answer.delivered or (last and not self._left)
+            answer.delivered = answer.delivered or (last and not self._disconnected)
 
 
-def _likelihood(answer: _Answer) -> tuple[bool, bool, bool, int, float]:
+def _likelihood(answer: _KeptAnswer) -> tuple[bool, bool, bool, int, float]:
     return (
         answer.state == "failed",
         not answer.delivered,
@@ -267,12 +295,7 @@ def _likelihood(answer: _Answer) -> tuple[bool, bool, bool, int, float]:
     )
 
 
-def _attempt(answer: _Answer) -> tuple[str, str]:
-    inside = answer.key[0]
-    return inside.rollout_id, inside.attempt_id
-
-
-def _tries(scope: AsgiScope) -> int:
-    """How often a request was sent before, as far as its client says."""
+def _retry_count(scope: AsgiScope) -> int:
+    """Return the number of times that a request was sent before, according to its client."""
     value = dict(scope["headers"]).get(RETRY_COUNT, b"0")
     return int(value) if value.isdigit() and len(value) < 4 else 0

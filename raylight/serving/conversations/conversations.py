@@ -8,12 +8,13 @@ begins with the tokens of the conversation that it continues.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from raylight.engines.capture_context import AttemptScope
@@ -112,10 +113,10 @@ class Conversations:
     ) -> None:
         self.counts = SpliceCounts()
         self._renderer = Renderer(tokenizer)
-        self._capacity = capacity_tokens
         self._defaults = dict(template_kwargs or {})
-        self._attempts: OrderedDict[tuple[str, str], _Attempt] = OrderedDict()
-        self._size = 0
+        self._attempts: LRUCache[tuple[str, str], _Attempt] = LRUCache(
+            capacity_tokens, getsizeof=lambda attempt: attempt.size
+        )
         self._reasons: set[str] = set()
 
     def splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> Splice | None:
@@ -156,8 +157,7 @@ class Conversations:
         keys = self._keys(scope, body, message)
         if not tokens or not keys:
             return
-        attempt = self._attempts.setdefault(_name(scope), _Attempt())
-        self._attempts.move_to_end(_name(scope))
+        attempt = self._attempts.get(_name(scope)) or _Attempt()
         all_tokens = np.array(tokens, dtype=np.uint32)
         base = next(
             (
@@ -172,14 +172,13 @@ class Conversations:
         turns = _Turns(base, all_tokens[base.total if base else 0 :].copy(), len(tokens))
         attempt.known[keys[-1]] = turns
         attempt.size += len(turns.rest) + OVERHEAD
-        self._size += len(turns.rest) + OVERHEAD
-        while self._size > self._capacity:
-            self._size -= self._attempts.popitem(last=False)[1].size
+        self._attempts.pop(_name(scope), None)  # it counts with its new size when it is put back
+        with suppress(ValueError):  # it alone is larger than the capacity
+            self._attempts[_name(scope)] = attempt
 
     def forget(self, scope: AttemptScope) -> None:
         """Forget all conversations of the attempt, whichever agent's."""
-        attempt = self._attempts.pop(_name(scope), None)
-        self._size -= attempt.size if attempt else 0
+        self._attempts.pop(_name(scope), None)
 
     def knows(self, scope: AttemptScope, body: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
         """Whether the conversation is known that the messages of a request and the answer's make."""
@@ -190,7 +189,6 @@ class Conversations:
         attempt = self._attempts.get(_name(scope))
         if attempt is None:
             return None
-        self._attempts.move_to_end(_name(scope))
         keys = self._keys(scope, body)
         for answered in reversed(range(len(keys) - 1)):
             if turns := attempt.known.get(keys[answered]):

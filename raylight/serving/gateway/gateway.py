@@ -17,7 +17,7 @@ from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError
 from raylight.http.request import MAX_BODY, read_request
 from raylight.serving.capture.conversation_loader import History
-from raylight.serving.capture.finished_attempts import Ask, FinishedAttempts
+from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
 from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
@@ -133,7 +133,7 @@ class Gateway:
             AttemptOver: it is.
         """
         announced = route.samples and headers.get(RETRY_COUNT, b"0") == b"0"
-        if inside in self._over or (not announced and await self._over.asked(inside)):
+        if inside in self._over or (not announced and await self._over.check(inside)):
             raise AttemptOver
 
     def _opens(self, key: str, secret: str, inside: AttemptScope | None) -> bool:
@@ -229,7 +229,7 @@ def build_gateway(
     metrics: Metrics | None = None,
     token_in: bool = True,
     history: History | None = None,
-    is_over: Ask | None = None,
+    is_over: IsFinished | None = None,
 ) -> ASGIApp:
     """The whole application of one replica, from the outermost layer to the engine's own.
 

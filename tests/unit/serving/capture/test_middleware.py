@@ -621,7 +621,7 @@ async def test_a_history_that_cannot_be_had_is_asked_for_again(caplog: pytest.Lo
         known.remembered.clear()
         assert (await bench.call(PAST).answered()).status == 200
     assert len(asked) == 2
-    assert "are not known, and are rendered: gone" in caplog.text
+    assert "could not be loaded, and are rendered: gone" in caplog.text
 
 
 async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,19 +632,19 @@ async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: p
         asked += 1
         return [ChatTurn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1])]
 
-    recall: Any = ConversationLoader(known, history)  # type: ignore[arg-type]
-    for _ in range(3):
-        await recall(INSIDE, b"edited")
-    assert (asked, len(known.remembered)) == (1, 1)
-    await recall(INSIDE, b"edited further")
-    assert (asked, len(known.remembered)) == (2, 1), "what is known is not remembered again"
-    await recall(AttemptScope("ro-1", "at-2"), b"edited")
-    assert asked == 3
     monkeypatch.setattr(conversation_loader, "REMEMBERED", 3)
-    await recall(INSIDE, b"edited")
-    await recall(INSIDE, b"one more")
-    assert len(recall._asked) == 3 < REMEMBERED
-    await recall(INSIDE, b"edited")
+    loader: Any = ConversationLoader(known, history)  # type: ignore[arg-type]
+    for _ in range(3):
+        await loader.load(INSIDE, b"edited")
+    assert (asked, len(known.remembered)) == (1, 1)
+    await loader.load(INSIDE, b"edited further")
+    assert (asked, len(known.remembered)) == (2, 1), "what is known is not remembered again"
+    await loader.load(AttemptScope("ro-1", "at-2"), b"edited")
+    assert asked == 3
+    await loader.load(INSIDE, b"edited")
+    await loader.load(INSIDE, b"one more")
+    assert len(loader._loads) == 3 < REMEMBERED
+    await loader.load(INSIDE, b"edited")
     assert asked == 4, "the one that was not asked for longest is forgotten first"
 
 

@@ -282,20 +282,20 @@ async def test_what_is_kept_is_bounded() -> None:
     for seed, expected in ((9, 5), (2, 5), (3, 5), (1, 6)):
         await bench.call(ASKED | {"seed": seed}, 1, inside=other if seed == 9 else INSIDE).answered()
         assert bench.sampled == expected, seed
-    assert bench.replay._of_attempt == {("ro-1", "at-1"): 2, ("ro-1", "at-2"): 1}
+    assert bench.replay._ended_of_attempt == {("ro-1", "at-1"): 2, ("ro-1", "at-2"): 1}
 
 
 async def test_the_bytes_that_are_kept_are_bounded() -> None:
     bench = Bench(max_bytes=3000)
     for seed in range(4):
         await bench.call(ASKED | {"seed": seed}).answered()
-    assert 0 < bench.replay._bytes <= 3000
+    assert 0 < bench.replay._ended.currsize <= 3000
     bench.app.answer = "x" * 4000
     large = await bench.call(ASKED | {"seed": 5}).answered()
     assert len(large.json["choices"][0]["message"]["content"]) == 4000
     await bench.call(ASKED | {"seed": 5}, 1).answered()
     assert bench.sampled == 6
-    assert bench.replay._bytes <= 3000
+    assert bench.replay._ended.currsize <= 3000
 
 
 async def test_of_what_broke_off_only_that_it_did_is_kept_and_that_not_for_long(bench: Bench) -> None:
@@ -309,8 +309,12 @@ async def test_of_what_broke_off_only_that_it_did_is_kept_and_that_not_for_long(
     await bench.call(ASKED | {"n": 2}).answered()
     assert len(bench.replay._answers) == 1
     bench.now = 2000.0
-    bench.replay._expire()
-    assert (bench.replay._answers, bench.replay._bytes, bench.replay._of_attempt) == ({}, 0, {})
+    bench.replay._ended.expire()
+    assert (bench.replay._answers, bench.replay._ended.currsize, bench.replay._ended_of_attempt) == (
+        {},
+        0,
+        {},
+    )
 
 
 async def test_outside_of_attempts_nothing_is_kept(bench: Bench) -> None:

@@ -534,7 +534,7 @@ def test_an_attempt_is_forgotten_with_all_its_agents() -> None:
     found.forget(SCOPE)
     assert not found.knows(SCOPE, FIRST, says("A"))
     assert found.splice(SCOPE, then(says("A"))) is None
-    assert found._size == 0
+    assert found._attempts.currsize == 0
 
 
 def test_the_attempt_not_used_for_longest_is_forgotten_first() -> None:
@@ -546,7 +546,7 @@ def test_the_attempt_not_used_for_longest_is_forgotten_first() -> None:
     found.remember(scopes[3], FIRST, says("A"), list(range(10)))
     assert [found.knows(scope, FIRST, says("A")) for scope in scopes] == [True, False, True, True]
     found.remember(scopes[3], FIRST, says("B"), list(range(500)))
-    assert found._size <= 3 * (OVERHEAD + 10)
+    assert found._attempts.currsize <= 3 * (OVERHEAD + 10)
 
 
 def test_a_long_conversation_takes_the_room_of_its_tokens() -> None:
@@ -554,7 +554,9 @@ def test_a_long_conversation_takes_the_room_of_its_tokens() -> None:
     for _ in range(30):
         table.turn(speak("the cat sat on the mat"))
     last = table.calls[-1]
-    assert table.conversations._size == len(last.prompt_ids) + len(last.output_ids) + 30 * OVERHEAD
+    assert (
+        table.conversations._attempts.currsize == len(last.prompt_ids) + len(last.output_ids) + 30 * OVERHEAD
+    )
 
 
 def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> None:
