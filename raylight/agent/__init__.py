@@ -1,1 +1,2 @@
-"""What users write with: agents, the resources they are given, emitters and hooks. `raylight` offers the names."""
+"""Tools for writing agents: agent classes, resources, emitters and hooks. `raylight` exports the public
+names."""

@@ -1,6 +1,7 @@
-"""Span attributes from Python values, in the keys and shapes of agent-lightning 0.3.
+"""Conversion of Python values to span attributes, with the keys and shapes of agent-lightning 0.3.
 
-Nested dicts and lists become dotted keys (`a.b.0`); a list of one primitive type stays a list; what remains is JSON text.
+Nested dicts and lists become dotted keys (`a.b.0`). A list of one primitive type stays a list. Everything
+else becomes JSON text.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from raylight.semconv import LINK_PREFIX, TAG_PREFIX
 from raylight.types import Attributes
 
 MAX_DEPTH = 16
-"""Of nesting; what lies deeper is JSON text."""
+"""Maximum nesting of dotted keys. Values below it become JSON text."""
 MAX_KEYS = 128
-"""Attributes that one recorded argument or result may become; a bigger one is JSON text (OpenTelemetry's limit of a span)."""
+"""Maximum number of attributes for one recorded argument or result, OpenTelemetry's limit for a span. A
+larger value becomes JSON text."""
 
 
 def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> dict[str, Any]:
-    """Dotted keys and their leaves: primitives, lists of one primitive type, and whatever is neither dict nor list.
+    """Flatten nested dicts and lists to dotted keys.
+
+    Leaves are primitives, lists of one primitive type, and values that are neither dicts nor lists.
 
     Raises:
-        EmitError: a key is no string.
+        EmitError: a key is not a string.
     """
     if not isinstance(nested, Mapping | list | tuple) or not nested or depth == 0 or _is_leaf_list(nested):
         return {prefix: nested} if prefix else {}
@@ -34,7 +38,8 @@ def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> dict[str, 
     for key, value in items:
         if isinstance(nested, Mapping) and not isinstance(key, str):
             raise EmitError(
-                f"the key {key!r:.80} in {prefix or 'the attributes'} is of type {type(key).__name__}; use strings"
+                f"the key {key!r:.80} in {prefix or 'the attributes'} is of type {type(key).__name__}; "
+                "use strings"
             )
         flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key), depth - 1)
     return flat
@@ -46,7 +51,8 @@ def _is_leaf_list(nested: Any) -> bool:
 
 
 def to_builtin(value: Any) -> Any:
-    """A primitive of a subclass, of numpy or of torch as Python's own, which any process can read; other values as they are."""
+    """Convert a primitive of a subclass, of numpy or of torch to the builtin type. Return other values
+    unchanged."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -61,7 +67,8 @@ def to_builtin(value: Any) -> Any:
 
 
 def encode_value(value: Any) -> Any:
-    """A value as a span can hold it; what is not primitive becomes JSON text, and never fails."""
+    """Convert a value to one that a span can hold. Values that are not primitive become JSON text. Never
+    raises."""
     value = to_builtin(value)
     if isinstance(value, str | bool | int | float):
         return value
@@ -69,15 +76,15 @@ def encode_value(value: Any) -> Any:
         return [to_builtin(item) for item in value]
     try:
         return json.dumps(value, default=str)
-    except Exception:  # recording must not fail the agent, whose objects may do anything in __str__
+    except Exception:  # recording must not fail the agent, and __str__ of its objects may raise anything
         return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
 def as_attributes(nested: Mapping[str, Any] | None) -> Attributes:
-    """Attributes given beside what is emitted; odd values become JSON text.
+    """Convert the caller's further attributes of a span. Values of other types become JSON text.
 
     Raises:
-        EmitError: it is no dict, or a key is no string.
+        EmitError: `nested` is not a dict, or a key is not a string.
     """
     if nested is not None and not isinstance(nested, Mapping):
         raise EmitError(f"attributes must be a dict, not {type(nested).__name__}")
@@ -85,10 +92,10 @@ def as_attributes(nested: Mapping[str, Any] | None) -> Attributes:
 
 
 def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
-    """Attributes that a reader of the trace will compute with: only primitives and lists of them.
+    """Convert attributes that readers of the trace compute with: primitives, and lists of these.
 
     Raises:
-        EmitError: it is no dict, a key is no string, or a value is something else.
+        EmitError: `annotation` is not a dict, a key is not a string, or a value is of another type.
     """
     attributes = as_attributes(annotation)
     for key, value in flatten(annotation).items():
@@ -97,17 +104,18 @@ def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
             isinstance(leaf, Mapping) and leaf
         ):
             raise EmitError(
-                f"annotation {key!r} is {value!r:.80} of type {type(value).__name__}; give a str, bool, int or float, "
-                "or dicts and lists of these (emit_object takes other objects)"
+                f"annotation {key!r} is {value!r:.80} of type "
+                f"{type(value).__name__}; give a str, bool, int or float, or dicts and lists of these "
+                f"(emit_object takes other objects)"
             )
     return attributes
 
 
 def value_attributes(prefix: str, value: Any) -> Attributes:
-    """A function's argument or result under `prefix`. Whatever it is, recording it does not fail."""
+    """Return the attributes that record an argument or a result under `prefix`. Never raises."""
     try:
         flat = flatten({prefix: value})
-    except Exception:  # keys that are no strings, or a container of the user's that cannot be walked
+    except Exception:  # a key is not a string, or the user's container cannot be iterated
         flat = {}
     if not 0 < len(flat) <= MAX_KEYS:
         return {prefix: encode_value(value)}
@@ -115,7 +123,7 @@ def value_attributes(prefix: str, value: Any) -> Attributes:
 
 
 def exception_attributes(error: BaseException) -> Attributes:
-    """An exception as OpenTelemetry's semantic conventions have it."""
+    """Return the `exception.*` attributes of OpenTelemetry's semantic conventions."""
     kind = type(error)
     return {
         "exception.type": kind.__qualname__
@@ -127,7 +135,7 @@ def exception_attributes(error: BaseException) -> Attributes:
 
 
 def exception_message(error: BaseException) -> str:
-    """An exception's text; an exception of the user's may fail to tell it."""
+    """Return the message of an exception, also if its `__str__` raises."""
     try:
         return str(error)
     except Exception as broken:
@@ -135,10 +143,10 @@ def exception_message(error: BaseException) -> str:
 
 
 def make_tag_attributes(tags: Iterable[str]) -> Attributes:
-    """Attributes that tag a span: `agentlightning.tag.N`.
+    """Return the attributes that tag a span, `agentlightning.tag.N`.
 
     Raises:
-        EmitError: a tag is no string.
+        EmitError: a tag is not a string.
     """
     if isinstance(tags, str):
         raise EmitError(f"make_tag_attributes takes a list of tags, not the string {tags!r:.80}")
@@ -146,13 +154,14 @@ def make_tag_attributes(tags: Iterable[str]) -> Attributes:
 
 
 def make_link_attributes(links: Mapping[str, str]) -> Attributes:
-    """Attributes that say which spans this one is about: those whose attributes have these values.
+    """Return the attributes that link a span to others: to those whose attributes have the given values.
 
     Args:
-        links: attribute and value, such as `{"gen_ai.response.id": "chatcmpl-1"}`; `trace_id` and `span_id` name a span itself.
+        links: values by attribute, such as `{"gen_ai.response.id": "chatcmpl-1"}`. The keys `trace_id` and
+            `span_id` match the ids of a span.
 
     Raises:
-        EmitError: a key or a value is no string.
+        EmitError: a key or a value is not a string.
     """
     flat: Attributes = {}
     for index, (key, value) in enumerate(links.items()):

@@ -1,4 +1,4 @@
-"""Decorators that make an agent of a function."""
+"""Decorators that turn a function into an agent."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from raylight.types import Rollout
 logger = logging.getLogger(__name__)
 
 BUILTIN_PARAMETERS = frozenset({"task", "rollout", "resources"})
-"""Parameters that are always filled; no resource can have these names."""
+"""Parameters that raylight fills itself. Resources cannot have these names."""
 TYPED_PARAMETERS: dict[str, Callable[[Any], bool]] = {
     "llm": lambda resource: isinstance(resource, LLM) and not resource.tokenizer_only,
     "prompt_template": lambda resource: isinstance(resource, PromptTemplate),
     "tokenizer": lambda resource: isinstance(resource, LLM) and resource.tokenizer_only,
 }
-"""Parameters that, where no resource has their name, are filled by the first resource of their kind."""
+"""Parameters that also accept a resource of another name: the first one for which the test is true."""
 
 
 class FunctionalLitAgent(LitAgent[Any]):
-    """An agent made of a function; its parameters are filled by name.
+    """An agent made from a function, whose arguments are passed by name.
 
-    `task` (or, where none is called so, the first parameter), `rollout` and `resources` are always there; every other parameter
-    is a named resource. `llm`, `prompt_template` and `tokenizer` are also found by their kind.
+    The parameter `task` (or the first parameter, if none has this name) receives the task. `rollout` and
+    `resources` receive the rollout and all resources. Every other parameter receives the resource of its
+    name; `llm`, `prompt_template` and `tokenizer` also accept a resource of their type under another name.
 
     Args:
-        declared: resources that the agent brings along.
-        strip_proxy: give a `ProxyLLM` as the plain model of the attempt.
+        declared: resources that the agent provides itself, by name.
+        trained_agents: as in `LitAgent`.
+        strip_proxy: replace a `ProxyLLM` by the plain model with the URL of the attempt.
 
     Raises:
-        AgentSignatureError: the function takes no task, or has parameters that cannot be filled by name.
+        AgentSignatureError: the function takes no task, or has parameters that cannot be passed by name.
     """
 
     def __init__(
@@ -50,22 +52,23 @@ class FunctionalLitAgent(LitAgent[Any]):
     ) -> None:
         functools.update_wrapper(
             self, function, updated=()
-        )  # first, so that it overwrites nothing of our own
+        )  # first, so that it overwrites no attribute below
         super().__init__(trained_agents=trained_agents)
         self._function = function
         self._declared = dict(declared or {})
         self._strip_proxy = strip_proxy
         self._name = (
             getattr(function, "__name__", None)
-            or getattr(_bare(function), "__name__", None)
+            or getattr(_unwrap_partial(function), "__name__", None)
             or repr(function)
         )
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(_bare(function)).__call__
+            type(_unwrap_partial(function)).__call__
         )
-        if taken := BUILTIN_PARAMETERS & self._declared.keys():
+        if reserved := BUILTIN_PARAMETERS & self._declared.keys():
             raise AgentSignatureError(
-                f"@rollout cannot declare a resource {', '.join(sorted(taken))}; raylight gives these itself"
+                f"@rollout cannot declare a resource {', '.join(sorted(reserved))}; raylight fills these "
+                "parameters itself, so choose another name"
             )
         parameters = _parameters(function, self._name)
         names = [p.name for p in parameters]
@@ -78,11 +81,11 @@ class FunctionalLitAgent(LitAgent[Any]):
         return dict(self._declared)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself, as if it had not been decorated."""
+        """Call the undecorated function."""
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as the function; cloudpickle sends one that cannot be imported by value."""
+        """Pickle as the function. cloudpickle sends a function that cannot be imported by value."""
         settings = {
             "declared": self._declared,
             "trained_agents": self.trained_agents,
@@ -94,32 +97,36 @@ class FunctionalLitAgent(LitAgent[Any]):
         self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False
     ) -> None:
         super().check(resources, modes)
-        there = {
+        available = {
             **dict.fromkeys(resources),
             **self._declared,
             **(resources if isinstance(resources, Mapping) else {}),
         }
         missing = [
-            name for name in self._names if name not in self._optional and not self._can_fill(name, there)
+            name for name in self._names if name not in self._optional and not self._can_fill(name, available)
         ]
         if missing and not more_may_come:
-            raise AgentSignatureError(self._lacks(missing, there))
+            raise AgentSignatureError(self._missing_message(missing, available))
         if missing:
             logger.warning(
-                "%s; or the algorithm must add it before it enqueues a rollout", self._lacks(missing, there)
+                "%s, or let the algorithm add it before it enqueues a rollout",
+                self._missing_message(missing, available),
             )
         for name in self._names:
-            fitting = [
+            candidates = [
                 other
-                for other in there
-                if name not in there and name in TYPED_PARAMETERS and TYPED_PARAMETERS[name](there[other])
+                for other in available
+                if name not in available
+                and name in TYPED_PARAMETERS
+                and TYPED_PARAMETERS[name](available[other])
             ]
-            if len(fitting) > 1:
+            if len(candidates) > 1:
                 logger.warning(
-                    "rollout function %s asks for %r; of the resources %s it gets the first. Name one of them as the parameter",
-                    self._name,
+                    "the parameter %r of rollout function %s matches the resources %s and receives the "
+                    "first; rename the parameter or the resource that is meant",
                     name,
-                    ", ".join(map(repr, fitting)),
+                    self._name,
+                    ", ".join(map(repr, candidates)),
                 )
 
     def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
@@ -136,44 +143,47 @@ class FunctionalLitAgent(LitAgent[Any]):
     def display_name(self) -> str:
         return f"rollout function {self._name}"
 
-    def _where(self, name: str) -> str:
+    def _method_title(self, name: str) -> str:
         return self.display_name
 
     def _method_for(self, mode: str | None) -> str:
         return "rollout_async" if self._async else "rollout"
 
-    def _can_fill(self, name: str, there: Mapping[str, Any]) -> bool:
+    def _can_fill(self, name: str, resources: Mapping[str, Any]) -> bool:
         return (
             name in BUILTIN_PARAMETERS
-            or name in there
-            or (name in TYPED_PARAMETERS and any(map(TYPED_PARAMETERS[name], there.values())))
+            or name in resources
+            or (name in TYPED_PARAMETERS and any(map(TYPED_PARAMETERS[name], resources.values())))
         )
 
     def _arguments(self, task: Any, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
-        given = {"task": task, "rollout": rollout, "resources": resources}
+        builtin = {"task": task, "rollout": rollout, "resources": resources}
         arguments = {self._task_name: task}
         for name in self._names:
-            if name in given:
-                arguments[name] = given[name]
+            if name in builtin:
+                arguments[name] = builtin[name]
             elif self._can_fill(name, resources):
                 arguments[name] = self._resource(name, resources, rollout)
             elif name not in self._optional:
-                raise AgentSignatureError(self._lacks([name], resources))
+                raise AgentSignatureError(self._missing_message([name], resources))
         return arguments
 
     def _resource(self, name: str, resources: NamedResources, rollout: Rollout) -> Any:
-        found = (
-            resources[name] if name in resources else next(filter(TYPED_PARAMETERS[name], resources.values()))
-        )
-        return (
-            found.with_attempted_rollout(rollout) if self._strip_proxy and isinstance(found, LLM) else found
-        )
+        if name in resources:
+            resource = resources[name]
+        else:
+            resource = next(filter(TYPED_PARAMETERS[name], resources.values()))
+        if self._strip_proxy and isinstance(resource, LLM):
+            return resource.with_attempted_rollout(rollout)
+        return resource
 
-    def _lacks(self, missing: list[str], there: Iterable[str]) -> str:
+    def _missing_message(self, missing: list[str], resources: Iterable[str]) -> str:
+        names = ", ".join(sorted({*resources, *BUILTIN_PARAMETERS}))
         return (
-            f"rollout function {self._name} asks for {', '.join(map(repr, missing))}, which nothing fills; "
-            f"there are: {', '.join(sorted({*there, *BUILTIN_PARAMETERS}))}. Declare it in @rollout(...), or give it to the Trainer as an "
-            "initial resource"
+            f"rollout function {self._name} needs {', '.join(map(repr, missing))}, but there is no such "
+            f"resource; available: {names}. Declare it in @rollout(...), or pass it to the Trainer as an "
+            f"initial "
+            "resource"
         )
 
 
@@ -181,16 +191,16 @@ def _rebuild(function: Callable[..., Any], settings: dict[str, Any]) -> Function
     return FunctionalLitAgent(function, **settings)
 
 
-def _bare(function: Any) -> Any:
-    """What a partial function wraps."""
+def _unwrap_partial(function: Any) -> Any:
+    """Return the function inside nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
-    """Parameters to be filled by name."""
-    bare = _bare(function)
+    """Return the parameters of a rollout function, after checking that all can be passed by name."""
+    bare = _unwrap_partial(function)
     for yields in (inspect.isgeneratorfunction, inspect.isasyncgenfunction):
         if yields(bare) or yields(type(bare).__call__):
             raise AgentSignatureError(f"@rollout: {name} yields; a rollout returns its reward once")
@@ -198,13 +208,13 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise AgentSignatureError(
-            f"@rollout: the parameters of {name} are not known ({error}); wrap it in a function"
+            f"@rollout: the parameters of {name} cannot be inspected ({error}); wrap it in a function"
         ) from error
     unfillable = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
     if not parameters or unfillable:
         raise AgentSignatureError(
-            f"@rollout: {name} takes the task first and resources by name, such as (task, llm); "
-            f"it has ({', '.join(str(p) for p in parameters)})"
+            f"@rollout: {name} must take the task first and resources by name, such as (task, llm); "
+            f"its parameters are ({', '.join(str(p) for p in parameters)})"
         )
     if parameters[0].name == "self":
         raise AgentSignatureError(
@@ -217,7 +227,7 @@ _MISSING: Any = object()
 
 
 def _decorate(decorator: str, function: Any, **settings: Any) -> Any:
-    """The agent of a function; where none is given yet, what makes one of it."""
+    """Return the agent of a function, or a decorator if there is no function yet."""
     if function is _MISSING:
         return functools.partial(_decorate, decorator, **settings)
     if not callable(function) or isinstance(function, type | LitAgent):
@@ -238,7 +248,7 @@ def rollout(
 
 
 def rollout(function: Any = _MISSING, /, *, trained_agents: str | None = None, **resources: Any) -> Any:
-    """Make an agent of a function.
+    """Turn a function into an agent.
 
     Example:
         @rollout
@@ -249,10 +259,10 @@ def rollout(function: Any = _MISSING, /, *, trained_agents: str | None = None, *
 
     Args:
         trained_agents: as in `LitAgent`.
-        resources: resources that the agent brings along, by name.
+        resources: resources that the agent provides itself, by name.
 
     Raises:
-        AgentSignatureError: the function takes no task, or has parameters that cannot be filled by name.
+        AgentSignatureError: the function takes no task, or has parameters that cannot be passed by name.
     """
     return _decorate("rollout", function, declared=resources, trained_agents=trained_agents)
 
@@ -266,13 +276,13 @@ def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[..., Any]], F
 
 
 def llm_rollout(function: Any = _MISSING, /, *, strip_proxy: bool = True) -> Any:
-    """`rollout` for a function that takes the task and `llm`.
+    """Turn a function that takes the task and `llm` into an agent.
 
     Args:
-        strip_proxy: give a `ProxyLLM` as the plain model of the attempt.
+        strip_proxy: replace a `ProxyLLM` by the plain model with the URL of the attempt.
 
     Raises:
-        AgentSignatureError: as `rollout`, or the function does not take `llm`.
+        AgentSignatureError: as in `rollout`, or the function does not take `llm`.
     """
     if function is _MISSING:
         return functools.partial(llm_rollout, strip_proxy=strip_proxy)
@@ -288,10 +298,10 @@ def prompt_rollout() -> Callable[[Callable[..., Any]], FunctionalLitAgent]: ...
 
 
 def prompt_rollout(function: Any = _MISSING, /) -> Any:
-    """`rollout` for a function that takes the task and `prompt_template`.
+    """Turn a function that takes the task and `prompt_template` into an agent.
 
     Raises:
-        AgentSignatureError: as `rollout`, or the function does not take `prompt_template`.
+        AgentSignatureError: as in `rollout`, or the function does not take `prompt_template`.
     """
     if function is _MISSING:
         return prompt_rollout
@@ -301,6 +311,7 @@ def prompt_rollout(function: Any = _MISSING, /) -> Any:
 def _requiring(name: str, agent: FunctionalLitAgent) -> FunctionalLitAgent:
     if name not in agent._names:
         raise AgentSignatureError(
-            f"{agent.display_name} must take {name!r} beside the task; it takes {', '.join([agent._task_name, *agent._names])}"
+            f"{agent.display_name} must take {name!r} in addition to the task; it takes "
+            f"{', '.join([agent._task_name, *agent._names])}"
         )
     return agent

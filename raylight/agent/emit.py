@@ -1,6 +1,7 @@
-"""Emitters: what an agent's code says about its own rollout, and the readers of that.
+"""Emitters, with which an agent records rewards, messages and objects, and functions that read these back.
 
-Outside an attempt an emitter only returns what it would have recorded, so that the same code runs without raylight.
+Outside an attempt an emitter only returns the span that it would record, so that the same code runs without
+raylight.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ def emit_reward(
     """Record a reward.
 
     Args:
-        reward: a finite number, or a dict of named ones.
-        primary_key: the name of the one that is trained on; needed where there are several.
+        reward: a finite number, or a dict of named rewards.
+        primary_key: name of the reward to train on; required if there are several.
         attributes: further attributes, such as those of `make_link_attributes`.
         propagate: False only returns the span.
 
     Raises:
-        RewardError: it is no finite number, or `primary_key` does not name one of several.
+        RewardError: a reward is not a finite number, or `primary_key` is missing or unknown.
     """
     if primary_key is None and isinstance(reward, Mapping) and len(reward) > 1:
         names = ", ".join(repr(name) for name in reward)
-        raise RewardError(f"emit_reward got the rewards {names}; say by primary_key= which one is trained on")
+        raise RewardError(
+            f"emit_reward got several rewards: {names}; name the one to train on with primary_key="
+        )
     return _emit(
         ANNOTATION,
         reward_attributes(named_rewards(reward, primary_key)) | as_attributes(attributes),
@@ -59,10 +62,10 @@ def emit_reward(
 
 
 def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanCoreFields:
-    """Record something about the rollout or about other spans; nested dicts and lists become dotted attributes.
+    """Record an annotation of the rollout or of other spans. Nested dicts and lists become dotted attributes.
 
     Raises:
-        EmitError: a value is no str, bool, int or float, nor a dict or list of these.
+        EmitError: a value is not a str, bool, int or float, nor a dict or list of these.
     """
     return _emit(ANNOTATION, strict_attributes(annotation), propagate)
 
@@ -73,11 +76,11 @@ def emit_message(
     """Record a line of text.
 
     Raises:
-        EmitError: it is no string.
+        EmitError: `message` is not a string.
     """
     if not isinstance(message, str):
         raise EmitError(
-            f"emit_message takes a string, not {type(message).__name__}; emit_object takes other things"
+            f"emit_message takes a string, not {type(message).__name__}; use emit_object for other values"
         )
     return _emit(MESSAGE, {MESSAGE_BODY: to_builtin(message)} | as_attributes(attributes), propagate)
 
@@ -85,10 +88,10 @@ def emit_message(
 def emit_object(
     object: Any, attributes: dict[str, Any] | None = None, propagate: bool = True
 ) -> SpanCoreFields:
-    """Record an object: a primitive, bytes, anything that JSON can hold, or a pydantic model.
+    """Record an object: a primitive, bytes, any value that JSON can represent, or a pydantic model.
 
     Raises:
-        EmitError: JSON cannot hold it.
+        EmitError: JSON cannot represent the object.
     """
     return _emit(OBJECT, _encode_object(object) | as_attributes(attributes), propagate)
 
@@ -99,7 +102,7 @@ def emit_exception(
     """Record an exception that the agent caught, with OpenTelemetry's `exception.*` attributes.
 
     Raises:
-        EmitError: it is no exception.
+        EmitError: `exception` is not an exception.
     """
     if not isinstance(exception, BaseException):
         raise EmitError(
@@ -113,7 +116,7 @@ def _emit(name: str, attributes: Attributes, propagate: bool) -> SpanCoreFields:
     core = SpanCoreFields(name=name, attributes=attributes, start_time=now, end_time=now)
     trace = current_trace() if propagate else None
     if trace is not None:
-        place = current_parent()
+        parent = current_parent()
         trace.add(
             Span.from_attributes(
                 name=name,
@@ -121,8 +124,8 @@ def _emit(name: str, attributes: Attributes, propagate: bool) -> SpanCoreFields:
                 start_time=now,
                 end_time=now,
                 status=core.status,
-                trace_id=place.trace_id if place else trace.trace_id,
-                parent_id=place.span_id if place else None,
+                trace_id=parent.trace_id if parent else trace.trace_id,
+                parent_id=parent.span_id if parent else None,
             )
         )
     return core
@@ -140,16 +143,17 @@ def _encode_object(value: Any) -> Attributes:
         text = json.dumps(value.model_dump(mode="json") if hasattr(value, "model_dump") else value)
     except (TypeError, ValueError, RecursionError) as error:
         raise EmitError(
-            f"emit_object cannot write this {name} as JSON: {error}; convert it to dicts and lists first"
+            f"emit_object cannot convert an object of type {name} to JSON: {error}; convert it to dicts and "
+            f"lists first"
         ) from error
     return {OBJECT_TYPE: name, OBJECT_JSON: text}
 
 
 def get_message_value(span: SpanLike) -> str | None:
-    """The text of a message span; None if it is none.
+    """Return the text of a message span; None for other spans.
 
     Raises:
-        EmitError: the text is no string.
+        EmitError: the text is not a string.
     """
     body = (span.attributes or {}).get(MESSAGE_BODY)
     if body is not None and not isinstance(body, str):
@@ -158,10 +162,10 @@ def get_message_value(span: SpanLike) -> str | None:
 
 
 def get_object_value(span: SpanLike) -> Any:
-    """The object of an object span, as JSON gives it back; None if it is none.
+    """Return the object of an object span, decoded from JSON; None for other spans.
 
     Raises:
-        EmitError: what the span holds cannot be read.
+        EmitError: the object cannot be decoded.
     """
     attributes = span.attributes or {}
     kind = attributes.get(OBJECT_TYPE, "str")
@@ -172,7 +176,7 @@ def get_object_value(span: SpanLike) -> Any:
             return _LITERALS[kind](attributes[OBJECT_LITERAL])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise EmitError(
-            f"the object of type {kind!r} in span {span.name!r} cannot be read: {error!r}"
+            f"the object of type {kind!r} in span {span.name!r} cannot be decoded: {error!r}"
         ) from error
     return None
 

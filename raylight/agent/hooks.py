@@ -1,4 +1,4 @@
-"""Hooks: code of the user's around every rollout that a runner makes."""
+"""Hooks: the user's code that a runner calls around every rollout."""
 
 from __future__ import annotations
 
@@ -15,50 +15,51 @@ from raylight.traces.rewards import find_final_reward
 
 logger = logging.getLogger(__name__)
 
-_ALWAYS = ("agent", "runner", "tracer", "rollout")
+_COMMON = ("agent", "runner", "tracer", "rollout")
 HOOK_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "on_rollout_start": _ALWAYS,
-    "on_trace_start": _ALWAYS,
-    "on_trace_end": (*_ALWAYS, "spans"),
-    "on_rollout_end": (*_ALWAYS, "spans"),
+    "on_rollout_start": _COMMON,
+    "on_trace_start": _COMMON,
+    "on_trace_end": (*_COMMON, "spans"),
+    "on_rollout_end": (*_COMMON, "spans"),
 }
-"""What a hook's method may take at each event."""
+"""Arguments that a hook's method may take, by event."""
 
 
 class Hook:
-    """Base of hooks: override what you need.
+    """Base class of hooks: override the methods that are needed.
 
-    A method takes any of these by keyword, in any order, and may be synchronous (it then holds up the runner's other rollouts)
-    or asynchronous: `agent`, `runner`, `tracer`, `rollout`; at the two ends also `spans`, those of the attempt so far.
+    A method takes any of these keyword arguments, in any order: `agent`, `runner`, `tracer`, `rollout`, and
+    at the two ends also `spans`, the spans of the attempt so far. It may be asynchronous. A synchronous
+    method blocks the runner's other rollouts.
     """
 
     strict: bool = False
-    """True fails the rollout when the hook fails; otherwise that is only logged."""
+    """True if an error in the hook fails the rollout; otherwise it is only logged."""
 
     async def on_rollout_start(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any) -> None:
-        """Before an attempt begins."""
+        """Called before an attempt begins."""
 
     async def on_trace_start(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any) -> None:
-        """After tracing began, before the agent is called."""
+        """Called after tracing has begun, before the agent is called."""
 
     async def on_trace_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any, spans: Any) -> None:
-        """After the agent returned or raised, while its trace is open; emitters can still be used."""
+        """Called after the agent has returned or raised. The trace is still open, so emitters work."""
 
     async def on_rollout_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any, spans: Any) -> None:
-        """After the attempt, before it is decided: a reward emitted here still counts."""
+        """Called after the attempt, before its outcome is decided: a reward emitted here still counts."""
 
 
 class LoggingHook(Hook):
-    """Logs the beginning and the end of every rollout.
+    """Hook that logs the beginning and the end of every rollout.
 
     Args:
-        level: of the log records.
+        level: level of the log records.
     """
 
     def __init__(self, level: int = logging.INFO) -> None:
         self._level = level
 
-    def on_rollout_start(self, *, rollout: Any) -> None:  # type: ignore[override]  # a hook takes what it needs
+    def on_rollout_start(self, *, rollout: Any) -> None:  # type: ignore[override]  # a hook takes only the arguments it needs
         logger.log(self._level, "%s begins, mode %s", _title(rollout), rollout.mode)
 
     def on_rollout_end(self, *, rollout: Any, spans: Any) -> None:  # type: ignore[override]
@@ -77,19 +78,19 @@ def _title(rollout: Any) -> str:
 
 
 class HookDispatcher:
-    """Calls hooks in their order, each with the arguments that it takes.
+    """Calls hooks in order, each with the arguments that it takes.
 
     Args:
         hooks: instances of `Hook`, or of any class with at least one of its methods.
 
     Raises:
-        HookError: something is no hook, has a method that is none of a hook's, or takes an argument that there is not.
+        HookError: an object is not a hook, a method name is misspelt, or a method takes an unknown argument.
     """
 
     def __init__(self, hooks: Iterable[Any] | Any = ()) -> None:
-        given = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
+        instances = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
         self._calls: dict[str, list[tuple[Any, frozenset[str]]]] = {event: [] for event in HOOK_ARGUMENTS}
-        for hook in given:
+        for hook in instances:
             _check(hook)
             for event in HOOK_ARGUMENTS:
                 method = getattr(hook, event, None)
@@ -97,41 +98,45 @@ class HookDispatcher:
                     self._calls[event].append((hook, _accepted_arguments(hook, event)))
 
     def __bool__(self) -> bool:
-        """Whether there is anything to call."""
+        """Return True if there is a hook to call."""
         return any(self._calls.values())
 
     async def call(self, event: str, /, **available: Any) -> None:
-        """Call the hooks of an event. One that fails is logged, and the others are called all the same.
+        """Call the hooks of an event. An error in one is logged, and the others are still called.
 
         Args:
-            available: what `HOOK_ARGUMENTS` lists for the event.
+            event: a key of `HOOK_ARGUMENTS`.
+            available: the arguments that `HOOK_ARGUMENTS` lists for the event.
 
         Raises:
             HookError: a strict hook failed; its exception is the cause.
         """
         failed: list[tuple[str, BaseException]] = []
-        for hook, wanted in self._calls[event]:
+        for hook, accepted in self._calls[event]:
             name = f"{type(hook).__name__}.{event}"
-            arguments = {key: available[key] for key in wanted}
+            arguments = {key: available[key] for key in accepted}
             try:
                 returned = getattr(hook, event)(**arguments)
                 if inspect.isawaitable(returned):
                     await returned
-            except BaseException as error:  # the hook is the user's code, and must not end the runner
+            except (
+                BaseException
+            ) as error:  # a hook is the user's code, and its errors must not end the runner
                 if _is_cancellation(error):
                     raise
                 logger.exception("the hook %s failed", name)
                 if getattr(hook, "strict", False):
                     failed.append((name, error))
         if failed:
-            said = "; ".join(
+            reasons = "; ".join(
                 f"{name}: {type(error).__name__}: {exception_message(error)}" for name, error in failed
             )
-            raise HookError(f"a strict hook failed: {said}") from failed[0][1]
+            raise HookError(f"a strict hook failed: {reasons}") from failed[0][1]
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Whether the task that called the hook is cancelled or closed, which is no failure of the hook."""
+    """Return True if the task that called the hook was cancelled or closed, which is not an error of the
+    hook."""
     task = asyncio.current_task()
     return isinstance(error, GeneratorExit) or (
         isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
@@ -139,36 +144,37 @@ def _is_cancellation(error: BaseException) -> bool:
 
 
 def _check(hook: Any) -> None:
-    """Refuse what would never be called."""
+    """Reject objects with methods that would never be called."""
     if isinstance(hook, type):
-        raise HookError(f"hooks takes instances; write {hook.__name__}() instead of {hook.__name__}")
+        raise HookError(f"hooks takes instances, not the class {hook.__name__}; write {hook.__name__}()")
     title = type(hook).__name__
     if not any(callable(getattr(hook, event, None)) for event in HOOK_ARGUMENTS):
-        raise HookError(f"{title} is no hook; define one of {', '.join(HOOK_ARGUMENTS)}")
+        raise HookError(f"{title} is not a hook; define one of {', '.join(HOOK_ARGUMENTS)}")
     for name in dir(type(hook)):
-        near = difflib.get_close_matches(name, HOOK_ARGUMENTS, 1, 0.8)
-        if name.startswith("on_") and name not in HOOK_ARGUMENTS and near:
+        nearest = difflib.get_close_matches(name, HOOK_ARGUMENTS, 1, 0.8)
+        if name.startswith("on_") and name not in HOOK_ARGUMENTS and nearest:
             raise HookError(
-                f"{title}.{name} is never called; is {near[0]} meant? The events are {', '.join(HOOK_ARGUMENTS)}"
+                f"{title}.{name} is never called; did you mean {nearest[0]}? The events are "
+                f"{', '.join(HOOK_ARGUMENTS)}"
             )
 
 
 def _accepted_arguments(hook: Any, event: str) -> frozenset[str]:
-    """Names of the arguments to call a hook's method with."""
+    """Return the names of the arguments that a hook's method takes."""
     title = f"{type(hook).__name__}.{event}"
     available = HOOK_ARGUMENTS[event]
-    wanted: set[str] = set()
+    accepted: set[str] = set()
     for parameter in inspect.signature(getattr(hook, event)).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             return frozenset(available)
         if parameter.kind is parameter.VAR_POSITIONAL:
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise HookError(f"{title} takes {parameter.name!r} by position only; hooks are called by keyword")
+            raise HookError(f"{title} takes {parameter.name!r} by position only; make it a keyword argument")
         if parameter.name in available:
-            wanted.add(parameter.name)
+            accepted.add(parameter.name)
         elif parameter.default is parameter.empty:
             raise HookError(
-                f"{title} takes {parameter.name!r}, which there is not; there are {', '.join(available)}"
+                f"{title} takes the unknown argument {parameter.name!r}; available: {', '.join(available)}"
             )
-    return frozenset(wanted)
+    return frozenset(accepted)

@@ -1,4 +1,4 @@
-"""The class of agents."""
+"""Base class of agents."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ from raylight.types import Rollout, Span, SpanCoreFields
 RolloutResult = (
     float | int | dict[str, float] | list[Span] | list[SpanCoreFields] | list[Any] | Rollout | None
 )
-"""What a rollout returns: a number; named rewards with the primary one first; spans (of raylight, or OpenTelemetry's ReadableSpan);
-a Rollout with `metadata["reward"]`; or None, if it emits its rewards or scores nothing."""
+"""Result of a rollout.
+
+A number; named rewards with the primary one first; spans (raylight's, or OpenTelemetry's ReadableSpan); a
+Rollout with `metadata["reward"]`; or None, if the agent emits its rewards or has none.
+"""
 Task = TypeVar("Task")
 
 _TRAIN = ("training_rollout_async", "training_rollout", "rollout_async", "rollout")
 _VALIDATION = ("validation_rollout_async", "validation_rollout", "rollout_async", "rollout")
-"""Methods in the order in which they are looked for; the first that the subclass defines is called."""
+"""Names of methods in order of preference: the first that the subclass defines is called."""
 
 
 class LitAgent(Generic[Task]):
-    """An agent: subclass it and write `rollout` or `rollout_async`.
+    """Base class of agents. A subclass defines `rollout` or `rollout_async`.
 
-    Where training differs from validation, write `training_rollout` and `validation_rollout` (or their `_async` forms) too. All are
-    called with the task first and `resources` and `rollout` by keyword.
+    It may define `training_rollout` and `validation_rollout` (or their `_async` forms) where the two differ.
+    All are called with the task as positional argument and with `resources` and `rollout` as keywords. A
+    subclass need not call this `__init__`.
 
     Args:
-        trained_agents: a regular expression; where a rollout has several agents, only calls of those whose name it finds are
-            trained. None trains all.
+        trained_agents: regular expression that is searched in the names of a rollout's agents. Only calls of
+            matching agents are trained on. None: all.
 
-    A subclass need not call this `__init__`.
+    Raises:
+        AgentSignatureError: `trained_agents` is not a regular expression.
     """
 
     trained_agents: str | None = None
@@ -43,42 +48,43 @@ class LitAgent(Generic[Task]):
         _check_pattern(self)
 
     def rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
-        """Run the agent on one task and return its reward. Runs in a thread."""
+        """Run the agent on one task and return its reward. Called in a thread."""
         raise NotImplementedError(f"{type(self).__name__} must define rollout or rollout_async")
 
     async def rollout_async(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
-        """Run the agent on one task and return its reward. Runs on the runner's event loop."""
+        """Run the agent on one task and return its reward. Called on the runner's event loop."""
         raise NotImplementedError(f"{type(self).__name__} must define rollout or rollout_async")
 
     def training_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
-        """`rollout` of a task that is trained on."""
+        """Run the agent on a training task. Default: `rollout`."""
         return self.rollout(task, resources=resources, rollout=rollout)
 
     async def training_rollout_async(
         self, task: Task, resources: NamedResources, rollout: Rollout
     ) -> RolloutResult:
-        """`rollout_async` of a task that is trained on."""
+        """Run the agent on a training task. Default: `rollout_async`."""
         return await self.rollout_async(task, resources=resources, rollout=rollout)
 
     def validation_rollout(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
-        """`rollout` of a task on which progress is measured."""
+        """Run the agent on a validation task. Default: `rollout`."""
         return self.rollout(task, resources=resources, rollout=rollout)
 
     async def validation_rollout_async(
         self, task: Task, resources: NamedResources, rollout: Rollout
     ) -> RolloutResult:
-        """`rollout_async` of a task on which progress is measured."""
+        """Run the agent on a validation task. Default: `rollout_async`."""
         return await self.rollout_async(task, resources=resources, rollout=rollout)
 
-    # what the runner and the Trainer use
+    # used by the runner and the Trainer
 
     @property
     def declared_resources(self) -> NamedResources:
-        """Resources that the agent brings along: the initial ones, where the Trainer is not given others of the same names."""
+        """Resources that the agent provides itself. Initial resources of the Trainer with the same names take
+        precedence."""
         return {}
 
     def is_async_for(self, mode: str | None) -> bool:
-        """Whether a rollout of this mode is a coroutine: then `call_async` runs it, otherwise `call`.
+        """Return True if `call_async` runs rollouts of this mode, and False if `call` does.
 
         Raises:
             AgentSignatureError: the agent has no method for this mode.
@@ -87,14 +93,14 @@ class LitAgent(Generic[Task]):
 
     @property
     def is_async(self) -> bool:
-        """`is_async_for` training."""
+        """True if training rollouts are asynchronous."""
         return self.is_async_for("train")
 
     def call(self, task: Task, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         """Run the synchronous method for the rollout's mode.
 
         Raises:
-            AgentSignatureError: there is none, or it gives something to be awaited.
+            AgentSignatureError: there is no such method, or it returns an awaitable.
         """
         name = self._method_for(rollout.mode)
         returned = getattr(self, name)(task, resources=resources, rollout=rollout)
@@ -102,7 +108,8 @@ class LitAgent(Generic[Task]):
             if inspect.iscoroutine(returned):
                 returned.close()
             raise AgentSignatureError(
-                f"{self._where(name)} returns something to be awaited; make it `async def` ({name}_async, as a method)"
+                f"{self._method_title(name)} returns an awaitable; make it `async def` ({name}_async, "
+                f"as a method)"
             )
         return returned
 
@@ -110,56 +117,67 @@ class LitAgent(Generic[Task]):
         """Run the asynchronous method for the rollout's mode.
 
         Raises:
-            AgentSignatureError: there is none, or it gives nothing to be awaited.
+            AgentSignatureError: there is no such method, or it does not return an awaitable.
         """
         name = self._method_for(rollout.mode)
         returned = getattr(self, name)(task, resources=resources, rollout=rollout)
         if not inspect.isawaitable(returned):
             raise AgentSignatureError(
-                f"{self._where(name)} is not asynchronous; call it {name.removesuffix('_async')}"
+                f"{self._method_title(name)} is not asynchronous; rename it to {name.removesuffix('_async')}"
             )
         return await returned
 
     def check(
         self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False
     ) -> None:
-        """Say before the run starts whether the agent can be run.
+        """Check before a run starts that the agent can be run.
 
         Args:
-            resources: the resources that there will be; their names alone will do, but a dict allows choosing them by type.
-            modes: the modes in which rollouts will be made; if empty, one for which the agent has a method must do.
-            more_may_come: the algorithm may add resources, so that one that is not there yet is only logged.
+            resources: names of the available resources, or a dict of them, so that they can be matched by
+                type too.
+            modes: modes of the planned rollouts. If empty, any one mode suffices.
+            more_may_come: True if the algorithm may add resources: then a missing one is only logged.
 
         Raises:
-            AgentSignatureError: it cannot.
+            AgentSignatureError: a method or a resource is missing, or a signature does not fit.
         """
         _check_pattern(self)
         for name in {self._method_for(mode) for mode in modes or [self._any_mode()]}:
             method = getattr(self, name)
             if not name.endswith("_async") and inspect.iscoroutinefunction(method):
-                raise AgentSignatureError(f"{self._where(name)} is asynchronous; call it {name}_async")
+                raise AgentSignatureError(
+                    f"{self._method_title(name)} is asynchronous; rename it to {name}_async"
+                )
             if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-                raise AgentSignatureError(f"{self._where(name)} yields; a rollout returns its reward once")
+                raise AgentSignatureError(
+                    f"{self._method_title(name)} yields; a rollout returns its reward once"
+                )
             self._check_parameters(name)
 
     def _check_parameters(self, name: str) -> None:
         try:
             signature = inspect.signature(getattr(self, name))
-        except (TypeError, ValueError):  # of a callable written in C, which checks its arguments itself
+        except (
+            TypeError,
+            ValueError,
+        ):  # a callable written in C without a signature checks its arguments itself
             return
         try:
             signature.bind(None, resources=None, rollout=None)
         except TypeError as error:
             raise AgentSignatureError(
-                f"{self._where(name)} has the parameters ({', '.join(signature.parameters)}); it is called with the task first, "
+                f"{self._method_title(name)} has the parameters ({', '.join(signature.parameters)}); it is "
+                f"called "
+                f"with the task first, "
                 f"and resources and rollout by keyword: {error}"
             ) from None
 
     @property
     def display_name(self) -> str:
+        """Name of the agent in messages."""
         return type(self).__name__
 
-    def _where(self, name: str) -> str:
+    def _method_title(self, name: str) -> str:
         return f"{self.display_name}.{name}"
 
     def _any_mode(self) -> str:
@@ -169,13 +187,16 @@ class LitAgent(Generic[Task]):
         return [name for name in names if getattr(type(self), name) is not getattr(LitAgent, name)]
 
     def _method_for(self, mode: str | None) -> str:
-        """Name of the method that runs a rollout of this mode: training for "train", validation for anything else."""
+        """Return the name of the method for rollouts of this mode. Modes other than "train" are
+        validation."""
         names = _TRAIN if mode == "train" else _VALIDATION
         defined = self._defined(names)
         if not defined:
-            what = "training_rollout" if mode == "train" else "validation_rollout"
+            alternative = "training_rollout" if mode == "train" else "validation_rollout"
             raise AgentSignatureError(
-                f"{self.display_name} must define rollout or rollout_async (or {what}, for rollouts of mode {mode!r})"
+                f"{self.display_name} must define rollout or rollout_async (or {alternative}, for rollouts "
+                f"of mode "
+                f"{mode!r})"
             )
         return defined[0]
 
@@ -187,5 +208,5 @@ def _check_pattern(agent: LitAgent) -> None:
         re.compile(agent.trained_agents)
     except (re.error, TypeError) as error:
         raise AgentSignatureError(
-            f"trained_agents={agent.trained_agents!r} is no regular expression: {error}"
+            f"trained_agents={agent.trained_agents!r} is not a regular expression: {error}"
         ) from error

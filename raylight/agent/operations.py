@@ -1,4 +1,4 @@
-"""`operation`: a function or a block of the agent's code as a span, with what went in and what came out."""
+"""`operation`: records a function or a block of code as a span, with its input and output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raylight.agent.attributes import as_attributes, exception_attributes, excep
 from raylight.agent.parent_span import (
     ParentSpan,
     current_parent,
-    inside,
     parent_from_context,
     start_otel_span,
+    use_parent,
 )
 from raylight.errors import EmitError
 from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as OtelSpan
 
 MAX_ITEMS = 1000
-"""Items of a generator that are recorded as its output."""
+"""Maximum number of a generator's items that are recorded as its output."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Recording:
-    """One run of an operation: its span while that is being made. It goes to the trace that was current when it began."""
+class OperationRun:
+    """One execution of an operation, and its unfinished span. The span goes to the trace that was current at
+    the start."""
 
     def __init__(self, attributes: Attributes, propagate: bool = True) -> None:
         self.attributes = dict(attributes)
@@ -41,24 +42,24 @@ class Recording:
         self._parent_id = outer.span_id if outer else None
         self._otel = start_otel_span(self._trace) if self._trace else None
         if self._otel is not None:
-            self._place = parent_from_context(self._otel.get_span_context())
+            self._parent = parent_from_context(self._otel.get_span_context())
         else:
-            self._place = ParentSpan(
+            self._parent = ParentSpan(
                 outer.trace_id if outer else self._trace.trace_id if self._trace else secrets.token_hex(16)
             )
         self._start = time.time()
 
     @property
-    def kept(self) -> bool:
-        """Whether an attempt takes the span."""
+    def recorded(self) -> bool:
+        """True if the span goes to the trace of an attempt."""
         return self._trace is not None
 
-    def inside(self) -> contextlib.AbstractContextManager[None]:
-        """Spans made in here hang below this one."""
-        return inside(self._place, self._otel) if self.kept else contextlib.nullcontext()
+    def as_parent(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which new spans are children of this one."""
+        return use_parent(self._parent, self._otel) if self.recorded else contextlib.nullcontext()
 
     def end(self, error: BaseException | None = None) -> SpanCoreFields:
-        """Close the span, with an exception that left the operation, and add it to the trace."""
+        """End the span, with the exception that left the operation if any, and add it to the trace."""
         status = TraceStatus(status_code="OK")
         if error is not None:
             status = TraceStatus(
@@ -88,8 +89,8 @@ class Recording:
                     events=events,
                     start_time=core.start_time,
                     end_time=core.end_time,
-                    trace_id=self._place.trace_id,
-                    span_id=self._place.span_id,
+                    trace_id=self._parent.trace_id,
+                    span_id=self._parent.span_id,
                     parent_id=self._parent_id,
                 )
             )
@@ -107,72 +108,73 @@ def _end_otel(span: OtelSpan, core: SpanCoreFields, raised: Attributes | None) -
 
 
 class Operation:
-    """What `operation(...)` returns: a decorator, and a context manager for one block at a time."""
+    """Result of `operation(...)`: a decorator, and a context manager for one block at a time."""
 
     def __init__(self, attributes: dict[str, Any], propagate: bool = True) -> None:
         self._attributes = as_attributes(attributes)
         self._propagate = propagate
         self._stack = contextlib.ExitStack()
-        self._recording: Recording | None = None
+        self._run: OperationRun | None = None
         self._span: SpanCoreFields | None = None
 
     def __enter__(self) -> Operation:
-        if self._recording is not None:
+        if self._run is not None:
             raise EmitError(
-                "this operation is being recorded already; make a new operation(...) for each block"
+                "this operation is already recording a block; create a new operation(...) for each block"
             )
-        self._recording = Recording(self._attributes, self._propagate)
-        self._stack.enter_context(self._recording.inside())
+        self._run = OperationRun(self._attributes, self._propagate)
+        self._stack.enter_context(self._run.as_parent())
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._stack.close()
         self._span = self._open().end(error)
-        self._recording = None
+        self._run = None
 
     def set_input(self, *args: Any, **kwargs: Any) -> None:
-        """Record what goes in, by position or by name.
+        """Record the input, by position or by name.
 
         Raises:
-            EmitError: outside the block.
+            EmitError: the call is outside the block.
         """
         self._open().attributes.update(_inputs(args, kwargs))
 
     def set_output(self, output: Any) -> None:
-        """Record what comes out.
+        """Record the output.
 
         Raises:
-            EmitError: outside the block.
+            EmitError: the call is outside the block.
         """
         self._open().attributes.update(value_attributes(OPERATION_OUTPUT, output))
 
     def span(self) -> SpanCoreFields:
-        """What was recorded of the last block.
+        """Return the span of the last block.
 
         Raises:
             EmitError: no block has ended yet.
         """
         if self._span is None:
-            raise EmitError("the operation has no span before its block ends")
+            raise EmitError("the operation has no span until its block ends; call span() after the block")
         return self._span
 
-    def _open(self) -> Recording:
-        if self._recording is None:
+    def _open(self) -> OperationRun:
+        if self._run is None:
             raise EmitError(
-                "an operation records only within its block: `with operation(...) as op: op.set_input(...)`"
+                "input and output can only be set within the block: `with operation(...) as op: "
+                "op.set_input(...)`"
             )
-        return self._recording
+        return self._run
 
     def __call__(self, function: Function) -> Function:
         """Record each call of a function, a coroutine function or a generator function.
 
         Raises:
-            EmitError: it is no function.
+            EmitError: `function` is not callable.
         """
         if not callable(function):
             raise EmitError(
-                f"operation decorates a function, not {type(function).__name__}; a name is given as operation(name=...), "
-                "and on a method it goes below @classmethod and @property"
+                f"operation decorates a function, not {type(function).__name__}; pass a name as "
+                "operation(name=...), and put it below @classmethod and @property"
             )
         begin = functools.partial(_begin, self._attributes, self._propagate, function, _signature(function))
         for is_kind, wrap in _WRAPPERS:
@@ -206,19 +208,19 @@ def operation(fn: Any = None, *, propagate: bool = True, name: str | None = None
             op.set_output(plan)
 
     Args:
-        name: what `agentlightning.operation.name` says; the function's name if None.
-        propagate: False records nothing in the rollout; `Operation.span` still tells what was recorded.
+        name: value of the attribute `agentlightning.operation.name`. None: the function's name.
+        propagate: False records nothing in the rollout; `Operation.span` still returns the span.
         attributes: further attributes of the span.
 
     Raises:
-        EmitError: it decorates something that is no function.
+        EmitError: it decorates something that is not a function.
     """
-    made = Operation({**attributes, **({OPERATION_NAME: name} if name is not None else {})}, propagate)
-    return made if fn is None else made(fn)
+    result = Operation({**attributes, **({OPERATION_NAME: name} if name is not None else {})}, propagate)
+    return result if fn is None else result(fn)
 
 
-StartRecording = Callable[[tuple[Any, ...], dict[str, Any]], Recording | None]
-"""Starts the recording of a call with its arguments; None where there is no attempt that it belongs to."""
+StartRun = Callable[[tuple[Any, ...], dict[str, Any]], OperationRun | None]
+"""Function that starts the run of a call with these arguments; it returns None outside an attempt."""
 
 
 def _begin(
@@ -228,11 +230,11 @@ def _begin(
     signature: inspect.Signature | None,
     args: Any,
     kwargs: Any,
-) -> Recording | None:
+) -> OperationRun | None:
     if not propagate or current_trace() is None:
         return None
     named = {OPERATION_NAME: getattr(function, "__name__", type(function).__name__), **attributes}
-    return Recording(named | _inputs(args, kwargs, signature))
+    return OperationRun(named | _inputs(args, kwargs, signature))
 
 
 def _signature(function: Any) -> inspect.Signature | None:
@@ -245,12 +247,12 @@ def _signature(function: Any) -> inspect.Signature | None:
 def _inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], signature: inspect.Signature | None = None
 ) -> Attributes:
-    """Arguments under `agentlightning.operation.input`: by name if the signature tells names, else `args.N`. `self` is left out."""
+    """Return the attributes of a call's arguments, by name or else as `args.N`, without `self` and `cls`."""
     named: dict[str, Any] = {f"args.{index}": value for index, value in enumerate(args)} | kwargs
     if signature is not None:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # the call itself will say so
+        except TypeError:  # the call itself will raise it
             bound = None
         if bound is not None:
             bound.apply_defaults()
@@ -264,69 +266,70 @@ def _inputs(
 
 
 @contextlib.contextmanager
-def _ending(recording: Recording) -> Iterator[None]:
-    """End the recording when the block ends, however it does."""
+def _ending(run: OperationRun) -> Iterator[None]:
+    """End the run when the block ends, with or without an exception."""
     try:
         yield
-    except GeneratorExit:  # a consumer that stops early is no failure
-        recording.end()
+    except GeneratorExit:  # a consumer that stops early is not a failure
+        run.end()
         raise
     except BaseException as error:
-        recording.end(error)
+        run.end(error)
         raise
-    recording.end()
+    run.end()
 
 
-def _wrap_plain(function: Any, begin: StartRecording) -> Any:
+def _wrap_plain(function: Any, begin: StartRun) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        recording = begin(args, kwargs)
-        if recording is None:
+        run = begin(args, kwargs)
+        if run is None:
             return function(*args, **kwargs)
-        with _ending(recording), recording.inside():
+        with _ending(run), run.as_parent():
             result = function(*args, **kwargs)
-            recording.attributes.update(value_attributes(OPERATION_OUTPUT, result))
+            run.attributes.update(value_attributes(OPERATION_OUTPUT, result))
             return result
 
     return call
 
 
-def _wrap_coroutine(function: Any, begin: StartRecording) -> Any:
+def _wrap_coroutine(function: Any, begin: StartRun) -> Any:
     async def call(*args: Any, **kwargs: Any) -> Any:
-        recording = begin(args, kwargs)
-        if recording is None:
+        run = begin(args, kwargs)
+        if run is None:
             return await function(*args, **kwargs)
-        with _ending(recording), recording.inside():
+        with _ending(run), run.as_parent():
             result = await function(*args, **kwargs)
-            recording.attributes.update(value_attributes(OPERATION_OUTPUT, result))
+            run.attributes.update(value_attributes(OPERATION_OUTPUT, result))
             return result
 
     return call
 
 
-def _wrap_generator(function: Any, begin: StartRecording) -> Any:
+def _wrap_generator(function: Any, begin: StartRun) -> Any:
     def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        recording = begin(args, kwargs)
+        run = begin(args, kwargs)
         generator = function(*args, **kwargs)
-        if recording is None:
+        if run is None:
             return (yield from generator)
         items: list[Any] = []
-        with _ending(recording):
+        with _ending(run):
             try:
-                return (yield from _stepped(generator, recording, items))
+                return (yield from _iterate(generator, run, items))
             finally:
-                recording.attributes.update(value_attributes(OPERATION_OUTPUT, items))
+                run.attributes.update(value_attributes(OPERATION_OUTPUT, items))
 
     return call
 
 
-def _stepped(
-    generator: Generator[Any, Any, Any], recording: Recording, items: list[Any]
+def _iterate(
+    generator: Generator[Any, Any, Any], run: OperationRun, items: list[Any]
 ) -> Generator[Any, Any, Any]:
-    """Run a generator so that the recording is current while its own code runs, and not while the consumer's does."""
+    """Iterate a generator. Its span is the parent only while the generator's code runs, not while the
+    consumer's does."""
     resume: Callable[[], Any] = functools.partial(next, generator)
     while True:
         try:
-            with recording.inside():
+            with run.as_parent():
                 item = resume()
         except StopIteration as stop:
             return stop.value
@@ -335,44 +338,44 @@ def _stepped(
         try:
             resume = functools.partial(generator.send, (yield item))
         except GeneratorExit:
-            with recording.inside():
+            with run.as_parent():
                 generator.close()
             raise
         except BaseException as thrown:
             resume = functools.partial(generator.throw, thrown)
 
 
-def _wrap_async_generator(function: Any, begin: StartRecording) -> Any:
+def _wrap_async_generator(function: Any, begin: StartRun) -> Any:
     async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        recording = begin(args, kwargs) or Recording({}, propagate=False)
+        run = begin(args, kwargs) or OperationRun({}, propagate=False)
         generator = function(*args, **kwargs)
         items: list[Any] = []
-        with _ending(recording):
+        with _ending(run):
             try:
                 resume: Callable[[], Any] = functools.partial(anext, generator)
                 while True:
                     try:
-                        with recording.inside():
+                        with run.as_parent():
                             item = await resume()
                     except StopAsyncIteration:
                         return
-                    if recording.kept and len(items) < MAX_ITEMS:
+                    if run.recorded and len(items) < MAX_ITEMS:
                         items.append(item)
                     try:
                         resume = functools.partial(generator.asend, (yield item))
                     except GeneratorExit:
-                        with recording.inside():
+                        with run.as_parent():
                             await generator.aclose()
                         raise
                     except BaseException as thrown:
                         resume = functools.partial(generator.athrow, thrown)
             finally:
-                recording.attributes.update(value_attributes(OPERATION_OUTPUT, items))
+                run.attributes.update(value_attributes(OPERATION_OUTPUT, items))
 
     return call
 
 
-_WRAPPERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, StartRecording], Any]], ...] = (
+_WRAPPERS: tuple[tuple[Callable[[Any], bool], Callable[[Any, StartRun], Any]], ...] = (
     (inspect.iscoroutinefunction, _wrap_coroutine),
     (inspect.isasyncgenfunction, _wrap_async_generator),
     (inspect.isgeneratorfunction, _wrap_generator),

@@ -1,4 +1,4 @@
-"""Where a new span hangs: below the innermost operation, or below the current span of OpenTelemetry."""
+"""Parent of a new span: the innermost operation, or the current span of OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParentSpan:
-    """A span below which others may hang; ids in hex."""
+    """Ids of a span that can be the parent of others, as hexadecimal text."""
 
     trace_id: str
     span_id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -29,20 +29,20 @@ class ParentSpan:
 _OPERATION: ContextVar[tuple[ParentSpan, ParentSpan | None] | None] = ContextVar(
     "raylight_operation", default=None
 )
-"""The innermost operation, and what was OpenTelemetry's current span when it began."""
+"""The innermost operation, and the current span of OpenTelemetry at its start."""
 
 
 def current_parent() -> ParentSpan | None:
-    """The innermost span that is open here; None if there is none."""
-    otel = _otel_place()
+    """Return the innermost open span; None if there is none."""
+    otel = _current_otel_span()
     operation = _OPERATION.get()
     if operation is None or otel not in (None, operation[1]):
-        return otel  # a library opened it within the operation
+        return otel  # opened by a library within the operation
     return operation[0]
 
 
-def _otel_place() -> ParentSpan | None:
-    """OpenTelemetry's current span, if the process has loaded it at all."""
+def _current_otel_span() -> ParentSpan | None:
+    """Return the current span of OpenTelemetry, if the process has loaded OpenTelemetry."""
     if "opentelemetry" not in sys.modules:
         return None
     from opentelemetry import trace
@@ -52,13 +52,15 @@ def _otel_place() -> ParentSpan | None:
 
 
 def parent_from_context(context: SpanContext) -> ParentSpan:
+    """Convert the ids of an OpenTelemetry span."""
     return ParentSpan(f"{context.trace_id:032x}", f"{context.span_id:016x}")
 
 
 def start_otel_span(trace: AttemptTrace) -> OtelSpan | None:
-    """A span of OpenTelemetry for an operation, which our tracer adds to the trace when it ends; None if none is listening.
+    """Start an OpenTelemetry span for an operation; None unless raylight's tracer listens in this process.
 
-    Libraries' spans then hang below it, also in threads that know only OpenTelemetry's context, and it is exported with them.
+    The tracer adds the span to the trace, and exports it, when the span ends. Spans of libraries then become
+    its children, also in threads that have only OpenTelemetry's context.
     """
     if "raylight.traces.otel" not in sys.modules:
         return None
@@ -67,27 +69,28 @@ def start_otel_span(trace: AttemptTrace) -> OtelSpan | None:
     from raylight.traces.otel import OWNER
 
     span = get_tracer("raylight").start_span(OPERATION)
-    return (
-        span if getattr(span, OWNER, None) is trace else None
-    )  # one that nobody listens to is never ended, so it is dropped
+    # a span that no tracer of ours listens to is never ended, and so is dropped
+    return span if getattr(span, OWNER, None) is trace else None
 
 
 @contextlib.contextmanager
-def inside(place: ParentSpan, otel: OtelSpan | None) -> Iterator[None]:
-    """Hang spans made in here below `place`: those of the emitters, and where `otel` is its span, also those of libraries."""
-    outer, otel_outer = _OPERATION.get(), _enter_otel(otel)
-    _OPERATION.set((place, _otel_place()))
+def use_parent(parent: ParentSpan, otel_span: OtelSpan | None) -> Iterator[None]:
+    """Make `parent` the parent of the spans created in the block: those of emitters, and with `otel_span`
+    those of libraries."""
+    outer, otel_outer = _OPERATION.get(), _enter_otel(otel_span)
+    _OPERATION.set((parent, _current_otel_span()))
     try:
         yield
     finally:
-        # Set back, not reset by token: an abandoned generator may be closed in another context, where a token is refused.
+        # set, not reset by token: an abandoned generator may be closed in another context, which rejects the
+        # token
         _OPERATION.set(outer)
         if otel_outer is not None:
             _set_otel(otel_outer)
 
 
 def _enter_otel(span: OtelSpan | None) -> Any:
-    """Make a span OpenTelemetry's current one; gives the context that was current."""
+    """Make a span the current one of OpenTelemetry, and return the previous context."""
     if span is None:
         return None
     from opentelemetry import context, trace

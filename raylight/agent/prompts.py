@@ -1,4 +1,7 @@
-"""Prompt templates. A template may come from a model (prompt optimisation), so that rendering it must be harmless."""
+"""Prompt templates.
+
+A template may be written by a model (prompt optimisation), so rendering it must be safe.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ if TYPE_CHECKING:
 class PromptTemplate(Resource):
     """A prompt with placeholders.
 
-    With the engine `f-string`, `{name}` is a placeholder, with a conversion and a format if wanted (`{name!r:>8}`), and `{{` is a
-    brace. With `jinja`, it is a Jinja template in a sandbox; a final newline is kept.
+    With the engine `f-string`, `{name}` is a placeholder, optionally with a conversion and a format
+    (`{name!r:>8}`), and `{{` is a literal brace. With `jinja`, the template is a Jinja template, rendered in
+    a sandbox; a final newline is kept.
     """
 
     resource_type: Literal["prompt_template"] = "prompt_template"
@@ -26,14 +30,15 @@ class PromptTemplate(Resource):
     engine: Literal["f-string", "jinja"] = "f-string"
 
     def format(self, /, **values: Any) -> str:
-        """Fill the placeholders; values that have none are ignored.
+        """Fill the placeholders. Values without a placeholder are ignored.
 
         Raises:
-            PromptError: a value is missing, or the template is malformed or reaches for the inside of a value.
+            PromptError: a value is missing, or the template is malformed or accesses attributes or items of a
+                value.
         """
         if self.engine == "jinja":
             return _render_jinja(self.template, values)
-        missing = sorted(_fields(self.template) - values.keys())
+        missing = sorted(_f_string_names(self.template) - values.keys())
         if missing:
             raise PromptError(_missing(missing, values))
         try:
@@ -42,56 +47,62 @@ class PromptTemplate(Resource):
             raise
         except Exception as error:  # a value's own __format__ may raise anything
             raise PromptError(
-                f"the prompt template cannot be filled: {type(error).__name__}: {error}"
+                f"the prompt template cannot be rendered: {type(error).__name__}: {error}"
             ) from error
 
     def placeholders(self) -> set[str]:
-        """Names of the values that the template asks for.
+        """Return the names of the placeholders.
 
         Raises:
             PromptError: the template is malformed.
         """
-        return _jinja_names(self.template) if self.engine == "jinja" else _fields(self.template)
+        return _jinja_names(self.template) if self.engine == "jinja" else _f_string_names(self.template)
 
 
-def _missing(names: Sequence[str], given: Mapping[str, Any]) -> str:
+def _missing(names: Sequence[str], values: Mapping[str, Any]) -> str:
     return (
-        f"the prompt template needs {', '.join(map(repr, names))}; "
-        f"given: {', '.join(map(repr, sorted(given))) or 'nothing'}. Pass it to format(), or take it out of the template"
+        f"the prompt template needs {', '.join(map(repr, names))}, but format() got {_listed(values)}; "
+        "pass the missing values, or remove the placeholders"
     )
 
 
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, sorted(values))) or "nothing"
+
+
 class _PlainFormatter(string.Formatter):
-    """Fills `{name}` and nothing else: an attribute or an index would show the inside of a value."""
+    """Formatter for plain `{name}` placeholders: attributes and indices could expose the internals of a
+    value."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        return kwargs[_checked(field_name)], field_name
+        return kwargs[_check_name(field_name)], field_name
 
 
-def _checked(field: str) -> str:
+def _check_name(field: str) -> str:
     if not field.isidentifier():
         raise PromptError(
-            f"the prompt template has the placeholder {{{field}}}; only a name may stand there, without attribute or index. "
-            "Write {{ and }} for braces in the text"
+            f"the prompt template has the placeholder {{{field}}}, which is not a plain name. Remove its "
+            f"attribute or "
+            "index, or write {{ and }} for braces in the text"
         )
     return field
 
 
-def _fields(template: str, depth: int = 2) -> set[str]:
-    """Names in an f-string template, also those within a format, as in `{value:{width}}`."""
+def _f_string_names(template: str, depth: int = 2) -> set[str]:
+    """Return the names in an f-string template, also those within a format, as in `{value:{width}}`."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise PromptError(
             f"the prompt template is malformed: {error}. Write {{{{ and }}}} for braces in the text"
         ) from error
-    found = set()
+    names = set()
     for _, field, layout, _ in parts:
         if field is not None:
-            found.add(_checked(field))
+            names.add(_check_name(field))
             if layout and depth > 1:
-                found |= _fields(layout, depth - 1)
-    return found
+                names |= _f_string_names(layout, depth - 1)
+    return names
 
 
 @functools.cache
@@ -119,11 +130,9 @@ def _render_jinja(template: str, values: dict[str, Any]) -> str:
         return _jinja().from_string(template).render(values)
     except UndefinedError as error:
         missing = sorted(names - values.keys())
-        said = (
-            _missing(missing, values)
-            if missing
-            else f"given: {', '.join(map(repr, sorted(values))) or 'nothing'}"
-        )
-        raise PromptError(f"the prompt template cannot be filled: {error}; {said}") from error
-    except Exception as error:  # the sandbox's refusal, or whatever an expression of the template raises
-        raise PromptError(f"the prompt template cannot be filled: {type(error).__name__}: {error}") from error
+        detail = _missing(missing, values) if missing else f"format() got {_listed(values)}"
+        raise PromptError(f"the prompt template cannot be rendered: {error}; {detail}") from error
+    except Exception as error:  # raised by the sandbox, or by an expression in the template
+        raise PromptError(
+            f"the prompt template cannot be rendered: {type(error).__name__}: {error}"
+        ) from error

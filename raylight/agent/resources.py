@@ -1,4 +1,4 @@
-"""Resources that a rollout is given by name: models and prompt templates."""
+"""Named resources of a rollout: models and prompt templates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from raylight.types import Rollout
 
 LLM_SYNONYMS = {"name": "model"}
-_SCOPE = re.compile(r"(?P<attempt>/rollout/[^/]+/attempt/[^/]+)(?:/agent/[^/]+)?$")
-"""What names an attempt, at the end of a URL without its `/v1`."""
+"""Other names for arguments of `LLM`, see `take_synonyms`."""
+_ATTEMPT_PATH = re.compile(r"(?P<attempt>/rollout/[^/]+/attempt/[^/]+)(?:/agent/[^/]+)?$")
+"""Path of an attempt, and of an agent in it, at the end of a URL without `/v1`."""
 
 
 class Resource(BaseModel):
-    """Base of what a rollout is given by name. `resource_type` tells the kinds apart where they travel as JSON."""
+    """Base class of resources. The field `resource_type` of subclasses distinguishes them in JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,10 +29,11 @@ class Resource(BaseModel):
 class LLM(Resource):
     """A language model as the agent sees it: an OpenAI-compatible base URL, a key and a model name.
 
-    A rollout may have several: traced ones, which raylight serves and trains, and fixed ones upstream, which are left as they are.
+        A rollout may have several: traced models, which raylight serves and trains, and fixed upstream
+            models.
 
     Args:
-        name: another word for `model`.
+        name: synonym of `model`.
 
     Raises:
         pydantic.ValidationError: a field is unknown or has a wrong value.
@@ -40,20 +42,23 @@ class LLM(Resource):
 
     resource_type: Literal["llm"] = "llm"
     endpoint: str = ""
-    """Base URL for an OpenAI client, ending in `/v1`. Filled by the serving side for the model being trained."""
+    """Base URL for an OpenAI client, ending in `/v1`. raylight sets it for the model that it serves."""
     model: str = ""
+    """Name of the model, as requests give it."""
     api_key: str | None = Field(default="unused", repr=False)
-    """Not shown when the model is printed or recorded as an input. None lets the client take it from the environment."""
+    """API key. Omitted when the model is printed or recorded as an input. None: the client reads it from the
+    environment."""
     sampling_parameters: dict[str, Any] = Field(default_factory=dict)
-    """What the agent should sample with, such as `{"temperature": 0.7}`; it is up to the agent to pass it on."""
+    """Sampling parameters for the agent's requests, such as `{"temperature": 0.7}`. The agent must pass them
+    on."""
     tokenizer_only: bool = False
-    """True if only the tokenizer of this model is wanted, so that nothing serves it."""
+    """True if only the tokenizer of this model is needed; then the model is not served."""
     traced: bool = False
     """True for a model served by raylight: each attempt gets its own URL and its own key."""
     agent_id: str | None = None
-    """The agent that calls through this; set by `for_agent`."""
+    """Id of the agent that calls through this model; set by `for_agent`."""
 
-    if TYPE_CHECKING:  # so that editors know of `name`
+    if TYPE_CHECKING:  # shows `name` to editors and type checkers
 
         def __init__(
             self,
@@ -76,16 +81,16 @@ class LLM(Resource):
 
     @property
     def name(self) -> str:
-        """The model's name, as in `model`."""
+        """Synonym of `model`."""
         return self.model
 
     @property
     def routed(self) -> bool:
-        """Whether each attempt has a URL of its own."""
+        """True if each attempt has a URL of its own."""
         return self.traced
 
     def for_attempt(self, rollout_id: str, attempt_id: str, secret: str) -> Self:
-        """The same model under a URL and key that belong to one attempt; one without a URL per attempt is returned as it is."""
+        """Return the model with the URL and the key of one attempt, or itself if attempts share its URL."""
         if not self.routed:
             return self
         key = attempt_key(secret, rollout_id, attempt_id) if self.traced else self.api_key
@@ -94,37 +99,37 @@ class LLM(Resource):
         )
 
     def for_agent(self, agent_id: str) -> Self:
-        """The same model for one of several agents in a rollout: calls through it are recorded as that agent's.
+        """Return the model for one of a rollout's agents. Calls through it are recorded as that agent's.
 
-        A model without a URL per attempt is returned as it is.
+        A model without a URL per attempt is returned unchanged.
 
         Raises:
-            ConfigError: the id cannot be a part of a URL.
+            ConfigError: the id cannot be part of a URL.
         """
-        if agent_id in ("", ".", "..") or any(
-            "\ud800" <= letter <= "\udfff" for letter in agent_id
-        ):  # no half characters
+        has_surrogates = any("\ud800" <= letter <= "\udfff" for letter in agent_id)
+        if agent_id in ("", ".", "..") or has_surrogates:
             raise ConfigError(
-                f"an agent cannot be called {agent_id!r}, because its calls are told by their URL"
+                f"the agent id {agent_id!r} cannot be part of a URL, by which calls are attributed to agents; "
+                "choose another id"
             )
         if not self.routed:
             return self
         named = self.model_copy(update={"agent_id": agent_id})
-        scope = _SCOPE.search(_without_version(self.endpoint))
+        scope = _ATTEMPT_PATH.search(_without_version(self.endpoint))
         return (
             named if scope is None else named.model_copy(update={"endpoint": named._route(scope["attempt"])})
         )
 
     def with_attempted_rollout(self, rollout: Rollout) -> LLM:
-        """The model for the attempt of `rollout`: this one, which belongs to it already or is the same for all."""
+        """Return the model for the attempt of `rollout`: this model itself, except for a `ProxyLLM`."""
         return self
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The base URL to give to an OpenAI client. The ids matter only to a `ProxyLLM`."""
+        """Return the base URL for an OpenAI client. Only a `ProxyLLM` uses the ids."""
         return self.endpoint
 
     def _route(self, attempt: str) -> str:
-        """The endpoint with the part that names an attempt, which replaces such a part that is there."""
+        """Return the endpoint with the path of an attempt, in place of any other attempt's."""
         bare = _without_version(self.endpoint)
         agent = (
             ""
@@ -132,11 +137,12 @@ class LLM(Resource):
             else attempt_path("", "", self.agent_id).removeprefix(attempt_path("", ""))
         )
         version = "/v1" if self.traced or bare != self.endpoint.rstrip("/") else ""
-        return f"{_SCOPE.sub('', bare)}{attempt}{agent}{version}"
+        return f"{_ATTEMPT_PATH.sub('', bare)}{attempt}{agent}{version}"
 
 
 class ProxyLLM(LLM):
-    """A model behind a proxy that tells attempts apart by the URL: each attempt gets its own, under the same key."""
+    """A model behind a proxy that identifies attempts by URL: each attempt has its own URL, and all share one
+    key."""
 
     resource_type: Literal["proxy_llm"] = "proxy_llm"  # type: ignore[assignment]
 
@@ -145,20 +151,22 @@ class ProxyLLM(LLM):
         return True
 
     def with_attempted_rollout(self, rollout: Rollout) -> LLM:
-        """A plain model under the URL of the rollout's attempt.
+        """Return a plain model with the URL of the rollout's attempt.
 
         Raises:
             ConfigError: the rollout has no attempt yet.
         """
         if rollout.attempt is None:
             raise ConfigError(
-                f"rollout {rollout.rollout_id} has no attempt yet, so that its model has no address; dequeue it first"
+                f"rollout {rollout.rollout_id} has no attempt yet, so that its model has no address; "
+                f"dequeue it first"
             )
         fields = self.model_dump(exclude={"resource_type"})
         return LLM(**fields | {"endpoint": self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id)})
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The base URL of one attempt, `/rollout/R/attempt/A` before `/v1`; without ids, the endpoint itself.
+        """Return the base URL of an attempt, with `/rollout/R/attempt/A` before `/v1`; without ids, the
+        endpoint.
 
         Raises:
             ConfigError: one id is given without the other.
@@ -166,7 +174,9 @@ class ProxyLLM(LLM):
         if rollout_id is None and attempt_id is None:
             return self.endpoint
         if rollout_id is None or attempt_id is None:
-            raise ConfigError("get_base_url takes the rollout id and the attempt id together, or neither")
+            raise ConfigError(
+                "get_base_url needs both the rollout id and the attempt id, or neither; pass the missing one"
+            )
         return self._route(attempt_path(rollout_id, attempt_id))
 
 
@@ -175,4 +185,4 @@ def _without_version(endpoint: str) -> str:
 
 
 NamedResources = dict[str, Any]
-"""Resources by the name under which a rollout function asks for them."""
+"""Resources by name, as rollout functions take them."""

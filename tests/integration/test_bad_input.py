@@ -205,7 +205,7 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
         (
             lambda path: fit(lambda task, tools: 1.0, path),
             errors.AgentSignatureError,
-            "'tools', which nothing fills",
+            "'tools', but there is no such resource",
         ),
     ],
 )

@@ -94,14 +94,14 @@ def test_a_default_gives_way_to_a_resource_of_the_kind() -> None:
 def test_what_nothing_fills_is_an_error_at_fit_time_and_when_called() -> None:
     agent = rollout(lambda task, llm: llm)
     with pytest.raises(
-        AgentSignatureError, match=r"asks for 'llm'.*there are: judge, resources, rollout, task.*Trainer"
+        AgentSignatureError, match=r"needs 'llm'.*available: judge, resources, rollout, task.*Trainer"
     ):
         agent.check({"judge"})  # by name alone, its kind is not known
     agent.check({"judge": JUDGE})
     for resources in ({"tok": TOKENIZER}, {"p": PROMPT}, {}):
-        with pytest.raises(AgentSignatureError, match="asks for 'llm'"):
+        with pytest.raises(AgentSignatureError, match="needs 'llm'"):
             agent.check(resources)
-        with pytest.raises(AgentSignatureError, match="asks for 'llm'"):
+        with pytest.raises(AgentSignatureError, match="needs 'llm'"):
             ask(agent, resources)
 
 
@@ -112,7 +112,9 @@ def test_a_declared_model_fills_llm() -> None:
 def test_a_choice_among_several_is_logged_at_fit_time(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "raylight"):
         rollout(lambda task, llm: llm).check({"a": POLICY, "b": JUDGE})
-        assert re.search(r"asks for 'llm'; of the resources 'a', 'b' it gets the first", caplog.text)
+        assert re.search(
+            r"the parameter 'llm' of .* matches the resources 'a', 'b' and receives the first", caplog.text
+        )
         caplog.clear()
         rollout(lambda task, llm: llm).check({"llm": POLICY, "b": JUDGE})
         assert caplog.text == ""
@@ -121,9 +123,9 @@ def test_a_choice_among_several_is_logged_at_fit_time(caplog: pytest.LogCaptureF
 def test_what_an_algorithm_may_still_add_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     agent = rollout(lambda task, llm, table: table)
     agent.check({"llm": POLICY}, more_may_come=True)
-    assert "asks for 'table', which nothing fills" in caplog.text
-    assert "the algorithm must add it before it enqueues a rollout" in caplog.text
-    with pytest.raises(AgentSignatureError, match="asks for 'table'"):
+    assert "needs 'table', but there is no such resource" in caplog.text
+    assert "let the algorithm add it before it enqueues a rollout" in caplog.text
+    with pytest.raises(AgentSignatureError, match="needs 'table'"):
         agent.check({"llm": POLICY})
 
 
@@ -168,7 +170,9 @@ def test_prompt_rollout() -> None:
 
 
 def test_they_want_their_parameter() -> None:
-    with pytest.raises(AgentSignatureError, match="must take 'llm' beside the task; it takes task, model"):
+    with pytest.raises(
+        AgentSignatureError, match="must take 'llm' in addition to the task; it takes task, model"
+    ):
         llm_rollout(lambda task, model: None)
     with pytest.raises(AgentSignatureError, match="must take 'prompt_template'"):
         prompt_rollout(lambda task, llm: None)
@@ -218,7 +222,7 @@ def test_what_is_no_rollout_function_is_refused(thing: Any, message: str) -> Non
 
 
 def test_a_bad_pattern_is_refused() -> None:
-    with pytest.raises(AgentSignatureError, match="is no regular expression"):
+    with pytest.raises(AgentSignatureError, match="is not a regular expression"):
         rollout(trained_agents="(")(lambda task: None)
 
 
@@ -274,9 +278,7 @@ def test_a_synchronous_function_that_gives_a_coroutine_is_found_out() -> None:
     async def run(task: str) -> float:
         return 1.0
 
-    with pytest.raises(
-        AgentSignatureError, match=r"<lambda> returns something to be awaited; make it `async def`"
-    ):
+    with pytest.raises(AgentSignatureError, match=r"<lambda> returns an awaitable; make it `async def`"):
         ask(rollout(lambda task: run(task)), {})
 
 

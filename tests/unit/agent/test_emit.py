@@ -125,7 +125,7 @@ def test_what_is_no_reward_is_refused(trace: AttemptTrace, reward: Any) -> None:
 
 
 def test_several_rewards_need_a_primary_one() -> None:
-    with pytest.raises(RewardError, match=r"'a', 'b'; say by primary_key="):
+    with pytest.raises(RewardError, match=r"'a', 'b'; name the one to train on with primary_key="):
         emit_reward({"a": 1.0, "b": 2.0})
     with pytest.raises(RewardError, match="not among"):
         emit_reward({"a": 1.0}, primary_key="b")
@@ -276,7 +276,7 @@ def test_an_object_that_json_cannot_hold_is_refused() -> None:
     ],
 )
 def test_an_object_that_cannot_be_read_is_an_error(attributes: dict[str, Any]) -> None:
-    with pytest.raises(EmitError, match="cannot be read"):
+    with pytest.raises(EmitError, match="cannot be decoded"):
         get_object_value(Span.from_attributes(attributes=attributes))
 
 

@@ -222,12 +222,15 @@ class Nothing:
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (Unfillable(), r"Unfillable.on_rollout_start takes 'spans'.*agent, runner, tracer, rollout"),
+        (
+            Unfillable(),
+            r"Unfillable.on_rollout_start takes the unknown argument 'spans'.*agent, runner, tracer, rollout",
+        ),
         (Positional(), "by position only"),
-        (Misspelled(), r"Misspelled.on_rollout_ended is never called; is on_rollout_end meant"),
-        (Nothing(), "Nothing is no hook"),
+        (Misspelled(), r"Misspelled.on_rollout_ended is never called; did you mean on_rollout_end"),
+        (Nothing(), "Nothing is not a hook"),
         (LoggingHook, r"write LoggingHook\(\)"),
-        (3, "int is no hook"),
+        (3, "int is not a hook"),
     ],
 )
 def test_what_could_not_be_called_is_refused(hook: Any, message: str) -> None:

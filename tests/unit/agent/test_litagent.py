@@ -124,11 +124,11 @@ def test_trained_agents_is_a_pattern() -> None:
         def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
             return 1.0
 
-    with pytest.raises(AgentSignatureError, match="no regular expression"):
+    with pytest.raises(AgentSignatureError, match="not a regular expression"):
         Agent(trained_agents="[")
     assert Agent(trained_agents="a|b").trained_agents == "a|b"
     bad = Agent.__new__(Agent)
-    with pytest.raises(AgentSignatureError, match="no regular expression"):
+    with pytest.raises(AgentSignatureError, match="not a regular expression"):
         bad.check(set())
 
 
@@ -143,7 +143,7 @@ def test_methods_of_the_wrong_kind_are_named_before_the_run_or_when_called() -> 
 
     with pytest.raises(
         AgentSignatureError,
-        match=r"Coroutine.training_rollout is asynchronous; call it training_rollout_async",
+        match=r"Coroutine.training_rollout is asynchronous; rename it to training_rollout_async",
     ):
         Coroutine().check(set())
     with pytest.raises(AgentSignatureError, match="training_rollout_async"):
@@ -207,6 +207,6 @@ async def test_an_asynchronous_method_that_is_none_is_named() -> None:
             return 1.0
 
     with pytest.raises(
-        AgentSignatureError, match=r"Agent.rollout_async is not asynchronous; call it rollout"
+        AgentSignatureError, match=r"Agent.rollout_async is not asynchronous; rename it to rollout"
     ):
         await Agent().call_async(1, {}, make_rollout())

@@ -227,7 +227,7 @@ def test_a_block_records_what_it_is_told(trace: AttemptTrace) -> None:
     with operation(name="plan", user=3) as op:
         op.set_input(1, {"a": 2}, task="t")
         op.set_output([1.5])
-        with pytest.raises(EmitError, match="before its block ends"):
+        with pytest.raises(EmitError, match="until its block ends"):
             op.span()
     span = only(trace)
     attributes = {
@@ -257,7 +257,7 @@ def test_a_block_that_fails_is_recorded(trace: AttemptTrace) -> None:
 def test_a_block_is_one_at_a_time(trace: AttemptTrace) -> None:
     op = operation()
     for call in (lambda: op.set_input(1), lambda: op.set_output(1)):
-        with pytest.raises(EmitError, match="only within its block"):
+        with pytest.raises(EmitError, match="only be set within the block"):
             call()
     with op, pytest.raises(EmitError, match="new operation"), op:
         pass

@@ -56,7 +56,7 @@ def test_a_default_is_kept_when_nothing_fills_it_and_replaced_when_something_doe
 def test_a_parameter_that_nothing_fills_is_named_before_the_run() -> None:
     def my_agent(task: str, llm: LLM, judge: LLM, tool: Any) -> None: ...
 
-    with pytest.raises(AgentSignatureError, match=r"my_agent asks for 'judge', 'tool'.*llm.*rollout"):
+    with pytest.raises(AgentSignatureError, match=r"my_agent needs 'judge', 'tool'.*llm.*rollout"):
         rollout(my_agent).check({"llm"})
     rollout(my_agent).check({"llm", "judge", "tool"})
 
@@ -80,7 +80,7 @@ def test_a_partial_function_lacks_a_parameter_with_the_same_error() -> None:
     ids=["args", "rest", "kwargs", "none", "positional"],
 )
 def test_parameters_that_cannot_be_filled_by_name_are_refused(function: Any) -> None:
-    with pytest.raises(AgentSignatureError, match="takes the task first"):
+    with pytest.raises(AgentSignatureError, match="must take the task first"):
         rollout(function)
 
 

@@ -119,7 +119,7 @@ async def test_a_parameter_that_nothing_fills_fails_the_rollout_by_name(store: S
     await store.add_resources({"table": 1})
     (decided,) = await run_all(store, [1], lambda task, tabel: 1.0)
     assert decided.attempt.failure.kind == "agent"
-    assert "asks for 'tabel'" in decided.attempt.failure.error
+    assert "needs 'tabel'" in decided.attempt.failure.error
 
 
 async def test_several_models_are_scoped_each_in_its_way(store: StoreClient) -> None:

@@ -106,7 +106,7 @@ def test_a_policy_reads_no_proxy_and_of_an_adapter_the_agents_only(
             DatasetError,
             "val_dataset is empty",
         ),
-        (lambda task, llm, judge: 1.0, {"train_dataset": [1]}, AgentSignatureError, "asks for 'judge'"),
+        (lambda task, llm, judge: 1.0, {"train_dataset": [1]}, AgentSignatureError, "needs 'judge'"),
     ],
 )
 def test_a_policy_needs_tasks_and_an_agent_that_can_be_called(
@@ -142,7 +142,7 @@ def test_a_rollout_must_fit_into_a_micro_batch(hollow_model: str) -> None:
 
 
 def test_the_baseline_says_before_the_run_which_parameter_nothing_fills() -> None:
-    with pytest.raises(AgentSignatureError, match="asks for 'prompt_template'"):
+    with pytest.raises(AgentSignatureError, match="needs 'prompt_template'"):
         Trainer(algorithm=Baseline()).fit(lambda task, prompt_template: 1.0, [1])
 
 
@@ -151,7 +151,7 @@ def test_another_algorithm_may_add_a_resource_itself(caplog: pytest.LogCaptureFi
         Trainer(algorithm=Fast(), resources={"table": 1}), lambda task, prompt_template, table: 1.0, [1]
     )
     assert (
-        "asks for 'prompt_template', which nothing fills; there are: resources, rollout, table, task"
+        "needs 'prompt_template', but there is no such resource; available: resources, rollout, table, task"
         in caplog.text
     )
     caplog.clear()
