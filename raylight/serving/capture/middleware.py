@@ -155,13 +155,13 @@ class CaptureMiddleware:
         if self._conversations is None or wish == b"off":
             return None
         if self._recall is not None and (
-            missing := self._conversations.missing(exchange.scope, exchange.body)
+            missing := self._conversations.unknown_answer(exchange.scope, exchange.body)
         ):
             await self._recall.load(exchange.scope, missing)
         splice = self._conversations.splice(exchange.scope, exchange.body)
         if splice is None:
             return None
-        exchange.prompt = "spliced" if splice.whole else "partly"
+        exchange.prompt = "spliced" if splice.complete else "partly"
         return splice.tokens
 
 

@@ -1,1 +1,2 @@
-"""Conversations as tokens: multi-turn exactness."""
+"""Token-in conversations: a request that continues a conversation is sampled from that conversation's own
+tokens."""

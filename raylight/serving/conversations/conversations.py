@@ -1,8 +1,9 @@
-"""Conversations as tokens: tokens in, tokens out.
+"""Conversations in tokens: prompts that continue a conversation with the tokens that were really sampled.
 
-After an answer, a conversation is known under its messages. A request whose messages go on from there gets a prompt made of the
-very tokens that were prompted and sampled, and of its new turns, rendered: no template can change the past. Law: such a prompt
-begins with the tokens of the conversation that it continues.
+After each answer, a conversation's tokens are stored under a key of its messages. A request whose messages
+continue a stored conversation gets a spliced prompt: the stored tokens, followed by the rendered new turns.
+So a chat template cannot change past turns. Law: a spliced prompt begins with the tokens of the conversation
+that it continues.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.serving.conversations.canonical import NotCanonical, message_keys, root_key
-from raylight.serving.conversations.rendering import Renderer, TemplateRefusal
+from raylight.serving.conversations.message_keys import UnsupportedMessage, message_keys, root_key
+from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
 
 logger = logging.getLogger(__name__)
 
-SPECIAL = (
+PROMPT_FIELDS = (
     "add_special_tokens",
     "chat_template",
     "continue_final_message",
@@ -34,75 +35,79 @@ SPECIAL = (
     "prompt_embeds",
     "truncate_prompt_tokens",
 )
-"""Fields by which a request asks for a prompt that is not simply its messages, rendered."""
+"""Request fields that make a prompt differ from the rendered messages; such requests are not spliced."""
 OVERHEAD = 64
-"""What a conversation takes besides its tokens, in tokens."""
+"""Memory of a stored conversation beside its tokens, in tokens."""
 
 
 @dataclass
 class SpliceCounts:
-    """What became of the requests' prompts."""
+    """Numbers of prompts by their source."""
 
     spliced: int = 0
     partly: int = 0
-    """Spliced, but with answers after the tokens that were known; these were rendered."""
+    """Spliced, but with rendered answers after the stored tokens."""
     rendered: int = 0
-    """Nothing was known of the conversation, or the request is not one to splice."""
+    """The conversation was not stored, or the request cannot be spliced."""
     refused_by_template: int = 0
+    """The chat template does not allow splicing."""
 
 
 @dataclass(frozen=True)
-class Splice:
-    """A prompt that begins with the tokens of a conversation."""
+class SplicedPrompt:
+    """A prompt that begins with the tokens of a stored conversation."""
 
     tokens: list[int]
-    whole: bool
-    """Whether no answer had to be rendered; otherwise there are some after the last one that is known."""
+    complete: bool
+    """True if all answers in it are sampled tokens; False if later answers had to be rendered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Turns:
-    """A conversation up to an answer, stored from where it leaves an earlier one."""
+class _StoredPrefix:
+    """The tokens of a conversation up to an answer, stored as the difference to an earlier prefix."""
 
-    base: _Turns | None
-    rest: NDArray[np.uint32]
-    total: int
-    """Number of tokens, those of `base` included."""
+    base: _StoredPrefix | None
+    suffix: NDArray[np.uint32]
+    length: int
+    """Number of tokens, including those of `base`."""
 
     def tokens(self) -> list[int]:
-        parts, turns = [], self
+        parts, prefix = [], self
         while True:
-            parts.append(turns.rest)
-            if turns.base is None:
+            parts.append(prefix.suffix)
+            if prefix.base is None:
                 return np.concatenate(parts[::-1]).tolist()
-            turns = turns.base
+            prefix = prefix.base
 
-    def begins(self, tokens: NDArray[np.uint32]) -> bool:
-        """Whether the other tokens begin with these."""
-        turns: _Turns | None = self
-        while turns is not None:
-            if not np.array_equal(turns.rest, tokens[turns.total - len(turns.rest) : turns.total]):
+    def is_prefix_of(self, tokens: NDArray[np.uint32]) -> bool:
+        """True if `tokens` begins with this prefix."""
+        prefix: _StoredPrefix | None = self
+        while prefix is not None:
+            start = prefix.length - len(prefix.suffix)
+            if not np.array_equal(prefix.suffix, tokens[start : prefix.length]):
                 return False
-            turns = turns.base
+            prefix = prefix.base
         return True
 
 
 @dataclass
-class _Attempt:
-    known: dict[bytes, _Turns] = field(default_factory=dict)
+class _AttemptConversations:
+    prefixes: dict[bytes, _StoredPrefix] = field(default_factory=dict)
     size: int = 0
 
 
 class Conversations:
-    """The conversations of attempts, for one event loop.
+    """Stored conversations of all attempts on a replica, for one event loop.
 
-    Every answer's end is kept, so that an agent may go back to an earlier turn and go on differently. The agents of an attempt
-    do not share conversations: each is trained on its own.
+    The state after every answer is stored, so that an agent may return to an earlier turn and continue
+    differently. The agents of an attempt do not share conversations, because each agent's trajectories are
+    trained separately.
 
     Args:
-        tokenizer: of Hugging Face; its chat template is the one that the engine renders with.
-        capacity_tokens: how many tokens are kept, of all attempts; the attempt that was not used for longest is forgotten first.
-        template_kwargs: the engine's own defaults for `chat_template_kwargs`.
+        tokenizer: Hugging Face tokenizer with the chat template that the engine renders with.
+        capacity_tokens: number of tokens stored for all attempts; beyond it, the least recently used attempt
+            is dropped.
+        template_kwargs: the engine's defaults for `chat_template_kwargs`.
     """
 
     def __init__(
@@ -114,128 +119,132 @@ class Conversations:
         self.counts = SpliceCounts()
         self._renderer = Renderer(tokenizer)
         self._defaults = dict(template_kwargs or {})
-        self._attempts: LRUCache[tuple[str, str], _Attempt] = LRUCache(
+        self._attempts: LRUCache[tuple[str, str], _AttemptConversations] = LRUCache(
             capacity_tokens, getsizeof=lambda attempt: attempt.size
         )
         self._reasons: set[str] = set()
 
-    def splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> Splice | None:
-        """The prompt of a chat request that continues a conversation of its attempt; None: let the engine render it."""
+    def splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> SplicedPrompt | None:
+        """Return the prompt of a chat request that continues a stored conversation of its attempt; None if
+        the engine is to render the request."""
         try:
-            prompt = self._spliced(scope, body)
-        except TemplateRefusal as refusal:
+            prompt = self._splice(scope, body)
+        except UnsupportedTemplate as error:
             self.counts.refused_by_template += 1
-            self._tell(str(refusal))
+            self._warn_once(str(error))
             return None
         if prompt is None:
             self.counts.rendered += 1
-        elif prompt.whole:
+        elif prompt.complete:
             self.counts.spliced += 1
         else:
             self.counts.partly += 1
         return prompt
 
-    def missing(self, scope: AttemptScope, body: Mapping[str, Any]) -> bytes | None:
-        """The last answer in a request, if it could be continued in tokens but is not known here: a key that stands for it and
-        for all before it. Another replica may have sampled it."""
+    def unknown_answer(self, scope: AttemptScope, body: Mapping[str, Any]) -> bytes | None:
+        """Return the key of the last answer in a request if it could be spliced but is not stored here; else
+        None.
+
+        Another replica may have sampled it.
+        """
         keys = self._keys(scope, body)
-        answers = (
-            [key for key, message in zip(keys[:-1], body["messages"], strict=False) if _is_answer(message)]
-            if keys
-            else []
-        )
+        if not keys:
+            return None
+        answers = [key for key, m in zip(keys[:-1], body["messages"], strict=False) if _is_answer(m)]
         return answers[-1] if answers and not self._has(scope, answers[-1]) else None
 
     def remember(
         self, scope: AttemptScope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]
     ) -> None:
-        """Know a conversation by the messages of a request and the answer's; of equal ones the latest counts.
+        """Store a conversation under the key of a request's messages and its answer, replacing an equal one.
 
         Args:
-            tokens: prompt and output, as they were sampled from and sampled.
+            message: the answer.
+            tokens: token ids of prompt and answer, exactly as sampled.
         """
         keys = self._keys(scope, body, message)
         if not tokens or not keys:
             return
-        attempt = self._attempts.get(_name(scope)) or _Attempt()
+        attempt = self._attempts.get(_attempt_key(scope)) or _AttemptConversations()
         all_tokens = np.array(tokens, dtype=np.uint32)
         base = next(
             (
-                known
+                prefix
                 for key in reversed(keys)
-                if (known := attempt.known.get(key)) and known.begins(all_tokens)
+                if (prefix := attempt.prefixes.get(key)) and prefix.is_prefix_of(all_tokens)
             ),
             None,
         )
-        if base is not None and base.total == len(tokens) and attempt.known.get(keys[-1]) is base:
+        if base is not None and base.length == len(tokens) and attempt.prefixes.get(keys[-1]) is base:
             return
-        turns = _Turns(base, all_tokens[base.total if base else 0 :].copy(), len(tokens))
-        attempt.known[keys[-1]] = turns
-        attempt.size += len(turns.rest) + OVERHEAD
-        self._attempts.pop(_name(scope), None)  # it counts with its new size when it is put back
-        with suppress(ValueError):  # it alone is larger than the capacity
-            self._attempts[_name(scope)] = attempt
+        stored = _StoredPrefix(base, all_tokens[base.length if base else 0 :].copy(), len(tokens))
+        attempt.prefixes[keys[-1]] = stored
+        attempt.size += len(stored.suffix) + OVERHEAD
+        self._attempts.pop(_attempt_key(scope), None)  # inserted again below, with its new size
+        with suppress(ValueError):  # larger than the whole capacity
+            self._attempts[_attempt_key(scope)] = attempt
 
     def forget(self, scope: AttemptScope) -> None:
-        """Forget all conversations of the attempt, whichever agent's."""
-        self._attempts.pop(_name(scope), None)
+        """Drop all conversations of an attempt, of all its agents."""
+        self._attempts.pop(_attempt_key(scope), None)
 
     def knows(self, scope: AttemptScope, body: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-        """Whether the conversation is known that the messages of a request and the answer's make."""
+        """True if the conversation of a request's messages and its answer is stored."""
         keys = self._keys(scope, body, message)
         return bool(keys) and self._has(scope, keys[-1])
 
-    def _spliced(self, scope: AttemptScope, body: Mapping[str, Any]) -> Splice | None:
-        attempt = self._attempts.get(_name(scope))
+    def _splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> SplicedPrompt | None:
+        attempt = self._attempts.get(_attempt_key(scope))
         if attempt is None:
             return None
         keys = self._keys(scope, body)
-        for answered in reversed(range(len(keys) - 1)):
-            if turns := attempt.known.get(keys[answered]):
+        for answer_index in reversed(range(len(keys) - 1)):
+            if prefix := attempt.prefixes.get(keys[answer_index]):
                 messages = body["messages"]
                 tokens = self._renderer.extend(
-                    turns.tokens(), messages, answered, body.get("tools"), self._kwargs(body)
+                    prefix.tokens(), messages, answer_index, body.get("tools"), self._kwargs(body)
                 )
-                return Splice(tokens, whole=not any(map(_is_answer, messages[answered + 1 :])))
+                return SplicedPrompt(tokens, complete=not any(map(_is_answer, messages[answer_index + 1 :])))
         return None
 
     def _has(self, scope: AttemptScope, key: bytes) -> bool:
-        attempt = self._attempts.get(_name(scope))
-        return attempt is not None and key in attempt.known
+        attempt = self._attempts.get(_attempt_key(scope))
+        return attempt is not None and key in attempt.prefixes
 
     def _keys(self, scope: AttemptScope, body: Mapping[str, Any], *answer: Mapping[str, Any]) -> list[bytes]:
-        """Of the messages of a request, and the answer's; none where they cannot be told, or are not all there is to the prompt."""
-        if _is_special(body):
+        """Return the keys of a request's messages and its answer; an empty list if the request cannot be
+        spliced."""
+        if _changes_prompt(body):
             return []
         try:
             root = root_key(scope.agent, body.get("tools"), self._kwargs(body))
             return message_keys(root, [*body["messages"], *answer])
-        except NotCanonical as error:
-            logger.debug("a conversation is left to the engine: %s", error)
+        except UnsupportedMessage as error:
+            logger.debug(
+                "a conversation cannot be stored in tokens, and is rendered by the engine: %s", error
+            )
             return []
 
     def _kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables of the template, as vLLM sets them."""
-        kwargs, asked, effort = (
-            self._defaults,
-            body.get("chat_template_kwargs") or {},
-            body.get("reasoning_effort"),
-        )
+        """Return the template's variables, with the same defaults as vLLM."""
+        requested, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
         if effort is None:
-            return kwargs | asked
-        return kwargs | {"enable_thinking": effort != "none"} | asked | {"reasoning_effort": effort}
+            return self._defaults | requested
+        return (
+            self._defaults | {"enable_thinking": effort != "none"} | requested | {"reasoning_effort": effort}
+        )
 
-    def _tell(self, reason: str) -> None:
-        """Each reason once: it is the template's, and comes again with every turn."""
+    def _warn_once(self, reason: str) -> None:
+        """Log each reason once, because the template gives the same one for every turn."""
         if reason not in self._reasons and len(self._reasons) < 10:
             self._reasons.add(reason)
             logger.warning(
-                "a conversation was rendered anew, as the chat template lets none be continued in tokens: %s",
+                "conversations are rendered from their messages; the chat template does not allow splicing: %s",
                 reason,
             )
 
 
-def _name(scope: AttemptScope) -> tuple[str, str]:
+def _attempt_key(scope: AttemptScope) -> tuple[str, str]:
     return scope.rollout_id, scope.attempt_id
 
 
@@ -243,9 +252,9 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant"
 
 
-def _is_special(body: Mapping[str, Any]) -> bool:
+def _changes_prompt(body: Mapping[str, Any]) -> bool:
     return (
-        any(body.get(name) for name in SPECIAL)
+        any(body.get(name) for name in PROMPT_FIELDS)
         or body.get("add_generation_prompt") is False
         or not isinstance(body.get("messages"), list)
         or not isinstance(body.get("chat_template_kwargs"), dict | None)

@@ -1,8 +1,9 @@
-"""New turns of a conversation as tokens, without what came before them.
+"""Rendering of a conversation's new turns alone, without the turns before them.
 
-The chat template renders all messages, with a mark in place of the last answer; what follows the mark is the end of the assistant's
-turn, the new turns, and the beginning of the next answer. It must not depend on what was answered, and must show all new turns: for
-each shape of a conversation's end this is tried out once.
+The chat template renders all messages, with a placeholder in place of the last answer. The text after the
+placeholder is the end of the assistant's turn, the new turns, and the start of the next answer. This text
+must not depend on the answer and must show every new turn; both are verified once for each shape of a
+conversation's end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from raylight.serving.conversations.canonical import arguments_of, text_of
+from raylight.serving.conversations.message_keys import arguments_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,36 +38,38 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Names that are no variables of a template, but arguments of the tokenizer."""
-LONGEST_ENDING = 16
-"""Tokens with which a template ends a turn and begins the next, at most."""
-MOST_SHAPES = 1000
+"""Arguments of the tokenizer, which cannot be template variables."""
+MAX_TURN_END = 16
+"""Longest run of tokens with which a template ends a turn and starts the next."""
+MAX_SHAPES = 1000
+"""Shapes whose verification is remembered."""
+NO_TURN_END = "the end of a turn with tool calls cannot be found in the rendered text"
 
 Message: TypeAlias = dict[str, Any]
 
 
-class TemplateRefusal(Exception):
-    """The chat template does not let its turns be taken apart; the text tells why."""
+class UnsupportedTemplate(Exception):
+    """The chat template does not allow its turns to be rendered separately; the text gives the reason."""
 
 
 @dataclass(frozen=True)
-class _Mark:
-    """A message that nobody sent, and that ends in a word that is found again."""
+class _Placeholder:
+    """Content of a made-up message, ending in a word that is unique in the rendered text."""
 
-    before: str = ""
+    lead: str = ""
     word: str = field(default_factory=lambda: "Zq" + uuid.uuid4().hex)
 
     @property
     def content(self) -> str:
-        return self.before + self.word
+        return self.lead + self.word
 
 
-FIRST, SECOND = _Mark(), _Mark("Well,\n\n that {differs}. ")
+FIRST, SECOND = _Placeholder(), _Placeholder("Well,\n\n that {differs}. ")
 
 
 @dataclass(frozen=True)
-class _Ending:
-    """A conversation from its beginning to its new turns, as the template is given it."""
+class _TemplateInput:
+    """A conversation as passed to the template, split at its last answer."""
 
     before: list[Message]
     answer: Message
@@ -76,169 +79,204 @@ class _Ending:
 
     @property
     def shape(self) -> Hashable:
+        """Properties that the end of the rendered text depends on."""
         calls = len(self.answer.get("tool_calls", ()))
         new = tuple((m["role"], bool(m["content"]), "tool_calls" in m) for m in self.new)
         return calls, new, bool(self.tools), repr(self.kwargs)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """How to find the text after an answer."""
+class _TurnEndRule:
+    """Rule for finding the text after an answer."""
 
-    calls: bool
-    """Whether the answer is shown with its tool calls."""
-    end: str = ""
-    """The token that ends a turn with tool calls,"""
-    passed: int = 0
-    """and how many of these come between the arguments of the last call and that end."""
+    with_calls: bool
+    """True if the answer is rendered with its tool calls."""
+    end_token: str = ""
+    """Token that ends a turn with tool calls."""
+    skipped: int = 0
+    """Number of such tokens between the arguments of the last call and the end of the turn."""
 
 
 class Renderer:
-    """Renders with a tokenizer's own chat template, in a copy of the tokenizer, which no other thread may borrow.
+    """Renders new turns with a tokenizer's own chat template, on a copy of the tokenizer. Not thread-safe.
 
     Args:
-        tokenizer: of Hugging Face.
+        tokenizer: a Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._added = frozenset(added)
-        self._special = sorted(
+        self._added_ids = frozenset(added)
+        self._special_tokens = sorted(
             (str(token) for token in added.values() if token.special), key=len, reverse=True
         )
-        self._ways: dict[Hashable, _Way] = {}
-        self._parts: bool | None = None
+        self._rules: dict[Hashable, _TurnEndRule] = {}
+        self._takes_parts: bool | None = None
 
     def extend(
         self,
         tokens: Sequence[int],
         messages: Sequence[Mapping[str, Any]],
-        answered: int,
+        answer_index: int,
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """A prompt: a conversation's tokens as they are, and the messages after its last answer `messages[answered]`.
+        """Return a prompt: a conversation's tokens unchanged, then the messages after
+        `messages[answer_index]`.
 
-        Tokens that end a turn are not repeated where they were sampled, and are added where the answer was cut short.
+        Tokens that end a turn are not repeated if they were sampled, and are added if the answer was cut
+        short.
+
+        Args:
+            tokens: the conversation's tokens, up to and including its last answer.
+            messages: all messages of the request.
+            answer_index: index of that last answer.
 
         Raises:
-            TemplateRefusal: the template does not allow it.
+            UnsupportedTemplate: the template does not allow it.
         """
-        text = self.after(messages, answered, tools, template_kwargs)
+        text = self.text_after_answer(messages, answer_index, tools, template_kwargs)
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        if not ids or ids[0] not in self._added:
-            raise TemplateRefusal("it ends the assistant's turn without a token of its own")
-        end = list(tokens[-LONGEST_ENDING:])
+        if not ids or ids[0] not in self._added_ids:
+            raise UnsupportedTemplate("it ends the assistant's turn without a special token")
+        end = list(tokens[-MAX_TURN_END:])
         sampled = next((n for n in range(min(len(end), len(ids)), 0, -1) if end[-n:] == ids[:n]), 0)
         return [*tokens, *ids[sampled:]]
 
-    def after(
+    def text_after_answer(
         self,
         messages: Sequence[Mapping[str, Any]],
-        answered: int,
+        answer_index: int,
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that follows the answer `messages[answered]`, from the token on that ends its turn.
+        """Return the rendered text after `messages[answer_index]`, starting with the token that ends its
+        turn.
 
         Raises:
-            TemplateRefusal: the template raises, has no such text, or one that depends on the answer or leaves a message out.
+            UnsupportedTemplate: the template raises, the text cannot be found, it depends on the answer, or
+                it omits a message.
         """
         kwargs = dict(template_kwargs or {})
         if kwargs.keys() & RESERVED:
-            raise TemplateRefusal("chat_template_kwargs has names that are no variables of a template")
-        shown = [self._shown(message) for message in messages]
-        ending = _Ending(shown[:answered], shown[answered], shown[answered + 1 :], tools or None, kwargs)
-        shape = ending.shape
-        way = self._ways.get(shape)
-        if way is None:
-            way = self._find_way(ending)
-            if len(self._ways) >= MOST_SHAPES:
-                self._ways.clear()
-            self._ways[shape] = way
-        return self._after(way, ending, FIRST)
-
-    def _find_way(self, ending: _Ending) -> _Way:
-        """With its tool calls an answer is shown as it was; some templates show it such that its turn's end cannot be told."""
-        if "tool_calls" in ending.answer:
-            try:
-                way = self._past_calls(ending)
-                self._try_out(way, ending)
-                return way
-            except TemplateRefusal as refusal:
-                logger.debug("an answer is shown without its tool calls: %s", refusal)
-        way = _Way(calls=False)
-        self._try_out(way, ending)
-        return way
-
-    def _past_calls(self, ending: _Ending) -> _Way:
-        """A turn ends with the special token that comes last where there are no new turns."""
-        answer = self._calling(ending.answer, FIRST)
-        alone = self._tail(answer, replace(ending, new=[]), FIRST, add_generation_prompt=False)
-        end = next((token for token in self._special if alone.rstrip().endswith(token)), "")
-        at = alone.rfind(end) if end else -1
-        if at < 0 or not self._tail(answer, ending, FIRST).startswith(alone[: at + len(end)]):
-            raise TemplateRefusal("a turn in which a tool is called has no end that could be found")
-        return _Way(calls=True, end=end, passed=alone[:at].count(end))
-
-    def _try_out(self, way: _Way, ending: _Ending) -> None:
-        if self._after(way, ending, FIRST) != self._after(way, ending, SECOND):
-            raise TemplateRefusal("what it shows after an answer depends on the answer")
-        renamed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in ending.new]
-        if renamed != ending.new and self._after(way, replace(ending, new=renamed), FIRST) != self._after(
-            way, ending, FIRST
-        ):
-            raise TemplateRefusal(
-                "it shows a developer's message otherwise than a system's, and engines differ in which they take"
-            )
-        sent = [(m, _Mark()) for m in ending.new]
-        probe = replace(
-            ending, new=[{**m, "content": self._content(m["role"], mark.content)} for m, mark in sent]
+            raise UnsupportedTemplate("chat_template_kwargs has names that are not template variables")
+        converted = [self._for_template(message) for message in messages]
+        given = _TemplateInput(
+            converted[:answer_index],
+            converted[answer_index],
+            converted[answer_index + 1 :],
+            tools or None,
+            kwargs,
         )
-        text = self._after(way, probe, FIRST)
-        if any(mark.word not in text for _, mark in sent):
-            raise TemplateRefusal("it leaves a message out, or shows it within the answer before it")
+        shape = given.shape
+        rule = self._rules.get(shape)
+        if rule is None:
+            rule = self._find_rule(given)
+            if len(self._rules) >= MAX_SHAPES:
+                self._rules.clear()
+            self._rules[shape] = rule
+        return self._new_text(rule, given, FIRST)
 
-    def _after(self, way: _Way, ending: _Ending, mark: _Mark) -> str:
-        """Space between an answer of text alone and the token that ends its turn is the answer's, if anyone's."""
-        if not way.calls:
-            return self._tail(
-                {"role": "assistant", "content": self._content("assistant", mark.content)}, ending, mark
-            ).lstrip()
-        parts = self._tail(self._calling(ending.answer, mark), ending, mark).split(way.end, way.passed + 1)
-        if len(parts) < way.passed + 2:
-            raise TemplateRefusal("a turn in which a tool is called has no end that could be found")
-        return way.end + parts[-1]
+    def _find_rule(self, given: _TemplateInput) -> _TurnEndRule:
+        """Find a rule that works: the answer with its tool calls, else, if its turn's end cannot be found,
+        without them."""
+        if "tool_calls" in given.answer:
+            try:
+                rule = self._rule_with_calls(given)
+                self._verify(rule, given)
+                return rule
+            except UnsupportedTemplate as error:
+                logger.debug("an answer is rendered without its tool calls: %s", error)
+        rule = _TurnEndRule(with_calls=False)
+        self._verify(rule, given)
+        return rule
 
-    def _calling(self, answer: Message, mark: _Mark) -> Message:
-        """The same calls with other arguments, and without the text that came first, which some templates put last."""
-        arguments = {mark.content: mark.content}
+    def _rule_with_calls(self, given: _TemplateInput) -> _TurnEndRule:
+        """Take the special token that ends the text without new turns as the token that ends a turn."""
+        answer = self._answer_with_calls(given.answer, FIRST)
+        alone = self._text_after_placeholder(
+            answer, replace(given, new=[]), FIRST, add_generation_prompt=False
+        )
+        end = next((token for token in self._special_tokens if alone.rstrip().endswith(token)), "")
+        index = alone.rfind(end) if end else -1
+        text = self._text_after_placeholder(answer, given, FIRST)
+        if index < 0 or not text.startswith(alone[: index + len(end)]):
+            raise UnsupportedTemplate(NO_TURN_END)
+        return _TurnEndRule(with_calls=True, end_token=end, skipped=alone[:index].count(end))
+
+    def _verify(self, rule: _TurnEndRule, given: _TemplateInput) -> None:
+        """Check that the new text does not depend on the answer and shows every new message."""
+        text = self._new_text(rule, given, FIRST)
+        if text != self._new_text(rule, given, SECOND):
+            raise UnsupportedTemplate("the text after an answer depends on the answer")
+        renamed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in given.new]
+        if renamed != given.new and self._new_text(rule, replace(given, new=renamed), FIRST) != text:
+            raise UnsupportedTemplate(
+                "it renders a developer message differently from a system message, and engines differ in the "
+                "role that they pass to it"
+            )
+        placeholders = [(m, _Placeholder()) for m in given.new]
+        probe = replace(
+            given, new=[{**m, "content": self._content(m["role"], p.content)} for m, p in placeholders]
+        )
+        text = self._new_text(rule, probe, FIRST)
+        if any(placeholder.word not in text for _, placeholder in placeholders):
+            raise UnsupportedTemplate("it omits a new message, or shows it within the previous answer")
+
+    def _new_text(self, rule: _TurnEndRule, given: _TemplateInput, placeholder: _Placeholder) -> str:
+        """Render, and return the text from the end of the answer's turn on.
+
+        White space between a text answer and the end of its turn counts as part of the answer.
+        """
+        if not rule.with_calls:
+            answer = {"role": "assistant", "content": self._content("assistant", placeholder.content)}
+            return self._text_after_placeholder(answer, given, placeholder).lstrip()
+        answer = self._answer_with_calls(given.answer, placeholder)
+        text = self._text_after_placeholder(answer, given, placeholder)
+        parts = text.split(rule.end_token, rule.skipped + 1)
+        if len(parts) < rule.skipped + 2:
+            raise UnsupportedTemplate(NO_TURN_END)
+        return rule.end_token + parts[-1]
+
+    def _answer_with_calls(self, answer: Message, placeholder: _Placeholder) -> Message:
+        """The same calls with the placeholder as arguments, and without text, which some templates put
+        last."""
+        arguments = {placeholder.content: placeholder.content}
         calls = [
             {**call, "function": {**call["function"], "arguments": arguments}}
             for call in answer["tool_calls"]
         ]
         return {"role": "assistant", "content": self._content("assistant", ""), "tool_calls": calls}
 
-    def _tail(
-        self, answer: Message, ending: _Ending, mark: _Mark, *, add_generation_prompt: bool = True
+    def _text_after_placeholder(
+        self,
+        answer: Message,
+        given: _TemplateInput,
+        placeholder: _Placeholder,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """What follows the mark in an answer. Text must be shown once; arguments of calls may be shown several times."""
-        shown = [*ending.before, answer, *ending.new]
-        text = self._render(shown, ending.tools, ending.kwargs, add_generation_prompt=add_generation_prompt)
-        marks = text.count(mark.word)
-        if not marks or (marks > 1 and "tool_calls" not in answer):
-            raise TemplateRefusal("it does not show an earlier answer exactly once, and as it is")
-        return text.rpartition(mark.word)[2]
+        """Render with `answer`, and return the text after its placeholder.
 
-    def _shown(self, message: Mapping[str, Any]) -> Message:
-        """A message as engines hand it to templates: content in the form that the template reads, arguments as data."""
-        shown = {**message, "content": self._content(message["role"], text_of(message.get("content")))}
+        Content must appear exactly once. Arguments of calls may appear several times.
+        """
+        messages = [*given.before, answer, *given.new]
+        text = self._render(messages, given.tools, given.kwargs, add_generation_prompt=add_generation_prompt)
+        count = text.count(placeholder.word)
+        if not count or (count > 1 and "tool_calls" not in answer):
+            raise UnsupportedTemplate("it does not show an earlier answer exactly once and unchanged")
+        return text.rpartition(placeholder.word)[2]
+
+    def _for_template(self, message: Mapping[str, Any]) -> Message:
+        """Convert a message to the form that engines pass to templates: content as the template reads it,
+        arguments decoded."""
+        converted = {**message, "content": self._content(message["role"], text_of(message.get("content")))}
         if reasoning := message.get("reasoning") or message.get("reasoning_content"):
-            shown |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        calls = shown.pop("tool_calls", None)
+            converted |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        calls = converted.pop("tool_calls", None)
         if calls and message["role"] == "assistant":
-            shown["tool_calls"] = [
+            converted["tool_calls"] = [
                 {
                     **call,
                     "function": {
@@ -248,22 +286,25 @@ class Renderer:
                 }
                 for call in calls
             ]
-        return shown
+        return converted
 
     def _content(self, role: str, text: str) -> Any:
-        """Content as text, or in parts for a template that reads parts; results of tools are text for all."""
-        if self._parts is None:
+        """Return content as text, or as parts for a template that reads parts. Tool results are always
+        text."""
+        if self._takes_parts is None:
             probe = [{"role": "user", "content": [{"type": "text", "text": FIRST.content}]}]
             try:
-                shown = self._render(probe, None, {})
-            except TemplateRefusal:
-                shown = ""
-            self._parts = FIRST.word in shown and "'type'" not in shown and '"type"' not in shown
-        return [{"type": "text", "text": text}] if self._parts and role != "tool" else text
+                rendered = self._render(probe, None, {})
+            except UnsupportedTemplate:
+                rendered = ""
+            self._takes_parts = (
+                FIRST.word in rendered and "'type'" not in rendered and '"type"' not in rendered
+            )
+        return [{"type": "text", "text": text}] if self._takes_parts and role != "tool" else text
 
     def _render(
         self,
-        shown: list[Message],
+        messages: list[Message],
         tools: Any,
         kwargs: Mapping[str, Any],
         *,
@@ -272,8 +313,12 @@ class Renderer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    shown, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
+                    messages,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **kwargs,
                 )
             )
-        except Exception as error:  # a template is a program of the model's authors and may raise anything
-            raise TemplateRefusal(f"it raises: {error}") from error
+        except Exception as error:  # a template is the model authors' program and may raise anything
+            raise UnsupportedTemplate(f"it raises: {error}") from error

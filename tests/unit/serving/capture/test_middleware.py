@@ -37,7 +37,7 @@ from raylight.serving.capture import captured_request, conversation_loader, retr
 from raylight.serving.capture.conversation_loader import REMEMBERED, ConversationLoader
 from raylight.serving.capture.middleware import MAX_CHOICES, CaptureMiddleware, count_choices
 from raylight.serving.capture.recorder import Recorder
-from raylight.serving.conversations.conversations import Conversations, Splice
+from raylight.serving.conversations.conversations import Conversations, SplicedPrompt
 from raylight.store.client import StoreClient
 from raylight.store.reading import ChatTurn
 from raylight.store.service import StoreService
@@ -57,10 +57,10 @@ class Known:
         self.remembered: list[tuple[AttemptScope, Any, Any, list[int]]] = []
         self.forgotten: list[AttemptScope] = []
 
-    def splice(self, scope: AttemptScope, body: Any) -> Splice | None:
-        return Splice(self.spliced, self.whole) if self.spliced else None
+    def splice(self, scope: AttemptScope, body: Any) -> SplicedPrompt | None:
+        return SplicedPrompt(self.spliced, self.whole) if self.spliced else None
 
-    def missing(self, scope: AttemptScope, body: Any) -> bytes | None:
+    def unknown_answer(self, scope: AttemptScope, body: Any) -> bytes | None:
         """Answers are told apart by their text alone."""
         answers = [m["content"] for m in body["messages"] if m["role"] == "assistant"]
         return (

@@ -15,8 +15,8 @@ from template_helpers import ADD, call_of, make_tokenizer, result, says, templat
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.experience.trajectory import build_trajectories
-from raylight.serving.conversations.canonical import NotCanonical, message_keys
 from raylight.serving.conversations.conversations import OVERHEAD, Conversations
+from raylight.serving.conversations.message_keys import UnsupportedMessage, message_keys
 from raylight.types import CallKey, Generation
 
 SCOPE = AttemptScope("ro-1", "at-1")
@@ -373,8 +373,8 @@ def test_special_requests_are_neither_spliced_nor_remembered(special: dict[str, 
     assert found.splice(SCOPE, then(says("A"), **special)) is None
     assert found.splice(SCOPE, then(says("A"))) is not None
     assert not known(says("A"), **special).knows(SCOPE, FIRST, says("A"))
-    assert found.missing(SCOPE, then(says("B"))) is not None
-    assert found.missing(SCOPE, then(says("B"), **special)) is None
+    assert found.unknown_answer(SCOPE, then(says("B"))) is not None
+    assert found.unknown_answer(SCOPE, then(says("B"), **special)) is None
 
 
 IMAGE = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
@@ -404,7 +404,7 @@ MALFORMED: list[Any] = [
 def test_messages_that_are_not_understood_are_left_to_the_engine(message: Any) -> None:
     found = known(says("A"))
     assert found.splice(SCOPE, then(says("A"), message)) is None
-    assert found.missing(SCOPE, then(says("B"), message)) is None
+    assert found.unknown_answer(SCOPE, then(says("B"), message)) is None
     found.remember(SCOPE, {"messages": [message]}, says("A"), [7])
     assert found.splice(SCOPE, {"messages": [message, says("A"), user("U2")]}) is None
 
@@ -438,7 +438,7 @@ anything = st.fixed_dictionaries(
 def test_whatever_is_sent_nothing_is_raised(messages: list[Any], body: dict[str, Any]) -> None:
     found = known(says("A"), "tools", **body)
     found.splice(SCOPE, then(says("A"), *messages, **body))
-    found.missing(SCOPE, then(says("A"), *messages, **body))
+    found.unknown_answer(SCOPE, then(says("A"), *messages, **body))
     found.remember(SCOPE, {"messages": messages, **body}, says("A"), TOKENS)
     found.splice(SCOPE, {"messages": [*messages, says("A"), *messages], **body})
 
@@ -448,7 +448,7 @@ def test_a_body_without_messages_is_left_to_the_engine(messages: Any) -> None:
     found = known(says("A"))
     assert found.splice(SCOPE, {"messages": messages}) is None
     assert found.splice(SCOPE, {}) is None
-    assert found.missing(SCOPE, {"messages": messages}) is None
+    assert found.unknown_answer(SCOPE, {"messages": messages}) is None
     found.remember(SCOPE, {}, says("A"), [1])
 
 
@@ -472,28 +472,30 @@ def test_the_longest_known_conversation_is_continued_and_a_fork_finds_its_own() 
     edited = found.splice(SCOPE, {"messages": [*first["messages"], says("edited"), user("U3")]})
     assert edited is not None
     assert "edited" in TOKENIZERS["chatml"].decode(edited.tokens[len(TOKENS) :])
-    assert (longest.whole, fork.whole, edited.whole) == (True, True, False)
+    assert (longest.complete, fork.complete, edited.complete) == (True, True, False)
 
 
 def test_what_is_missing_is_the_last_answer_that_is_not_known() -> None:
     found, first = known(says("A")), then(says("A"))
-    assert found.missing(SCOPE, FIRST) is None, "it has no past"
-    assert found.missing(SCOPE, first) is None
-    assert found.missing(SCOPE, then(says("A"), says("B"))) is None, "the last message cannot be continued"
+    assert found.unknown_answer(SCOPE, FIRST) is None, "it has no past"
+    assert found.unknown_answer(SCOPE, first) is None
+    assert found.unknown_answer(SCOPE, then(says("A"), says("B"))) is None, (
+        "the last message cannot be continued"
+    )
     second = {"messages": [*first["messages"], says("B"), user("U3")]}
-    missing = found.missing(SCOPE, second)
+    missing = found.unknown_answer(SCOPE, second)
     assert missing is not None
-    assert missing == found.missing(SCOPE, {"messages": [*second["messages"], user("and U4")]})
-    assert missing != found.missing(SCOPE, {"messages": [*first["messages"], says("C"), user("U3")]})
+    assert missing == found.unknown_answer(SCOPE, {"messages": [*second["messages"], user("and U4")]})
+    assert missing != found.unknown_answer(SCOPE, {"messages": [*first["messages"], says("C"), user("U3")]})
     splice = found.splice(SCOPE, second)
     assert splice is not None
-    assert (splice.tokens[: len(TOKENS)], splice.whole) == (TOKENS, False)
+    assert (splice.tokens[: len(TOKENS)], splice.complete) == (TOKENS, False)
     assert vars(found.counts) == {"spliced": 0, "partly": 1, "rendered": 0, "refused_by_template": 0}
     found.remember(SCOPE, first, says("B"), [*TOKENS, 9])
-    assert found.missing(SCOPE, second) is None
+    assert found.unknown_answer(SCOPE, second) is None
     whole = found.splice(SCOPE, second)
     assert whole is not None
-    assert (whole.tokens[: len(TOKENS) + 1], whole.whole) == ([*TOKENS, 9], True)
+    assert (whole.tokens[: len(TOKENS) + 1], whole.complete) == ([*TOKENS, 9], True)
 
 
 def test_of_equal_answers_the_latest_counts() -> None:
@@ -523,7 +525,7 @@ def test_attempts_and_agents_are_apart() -> None:
     ):
         assert found.splice(other, then(says("A"))) is None
         assert not found.knows(other, FIRST, says("A"))
-        assert found.missing(other, then(says("A"))) is not None
+        assert found.unknown_answer(other, then(says("A"))) is not None
     assert found.knows(SCOPE, FIRST, says("A"))
 
 
@@ -575,5 +577,5 @@ def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> Non
     "part", [{"type": [], "text": "a"}, {"type": {}, "text": "a"}, {"text": "a"}, 1, None]
 )
 def test_a_part_of_no_known_type_is_left_to_the_engine(part: Any) -> None:
-    with pytest.raises(NotCanonical):
+    with pytest.raises(UnsupportedMessage):
         message_keys(b"", [{"role": "user", "content": [part]}])

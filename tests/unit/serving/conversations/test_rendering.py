@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from template_helpers import ADD, call_of, make_tokenizer, result, says, template, user
 
-from raylight.serving.conversations.rendering import MOST_SHAPES, Renderer, TemplateRefusal
+from raylight.serving.conversations.rendering import MAX_SHAPES, Renderer, UnsupportedTemplate
 
 CALL = call_of("add", {"a": 1, "b": [2]})
 ASKED = [user("U1"), says("A1"), user("U2")]
@@ -30,7 +30,7 @@ WITHIN_CALL = (
 def after(
     chat_template: str, messages: list[dict[str, Any]], answered: int = 1, tools: Any = None, **kwargs: Any
 ) -> str:
-    return Renderer(make_tokenizer(chat_template)).after(messages, answered, tools, kwargs)
+    return Renderer(make_tokenizer(chat_template)).text_after_answer(messages, answered, tools, kwargs)
 
 
 def extended(chat_template: str, tokens: str, messages: list[dict[str, Any]], answered: int = 1) -> str:
@@ -176,14 +176,14 @@ def test_the_next_turns_beginning_may_have_been_sampled() -> None:
             ASKED,
             "depends on",
         ),
-        (TURNS.replace("messages", "messages if m.role != 'tool'"), CALLED, "leaves a message out"),
+        (TURNS.replace("messages", "messages if m.role != 'tool'"), CALLED, "omits a new message"),
         (
             "{%- for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}",
             ASKED,
-            "without a token of its own",
+            "without a special token",
         ),
-        (WITHIN_CALL, CALLED, "leaves a message out"),
-        (WITHIN, CALLED, "without a token of its own"),
+        (WITHIN_CALL, CALLED, "omits a new message"),
+        (WITHIN, CALLED, "without a special token"),
         (template("strict"), [user("U1"), says("A1"), user("U2"), user("U3")], "alternate"),
         (template("strict"), [user("U1"), says("A1"), result("3")], "Not expecting"),
         ("{{ raise_exception('no system') }}", ASKED, "no system"),
@@ -193,36 +193,36 @@ def test_the_next_turns_beginning_may_have_been_sampled() -> None:
 def test_templates_that_cannot_be_taken_apart(
     chat_template: str, messages: list[dict[str, Any]], why: str
 ) -> None:
-    with pytest.raises(TemplateRefusal, match=why):
+    with pytest.raises(UnsupportedTemplate, match=why):
         Renderer(make_tokenizer(chat_template)).extend([1, 2], messages, 1)
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer = make_tokenizer("")
     tokenizer.chat_template = None
-    with pytest.raises(TemplateRefusal, match="raises"):
-        Renderer(tokenizer).after(ASKED, 1)
+    with pytest.raises(UnsupportedTemplate, match="raises"):
+        Renderer(tokenizer).text_after_answer(ASKED, 1)
 
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "add_generation_prompt"])
 def test_arguments_of_the_tokenizer_are_no_variables(name: str) -> None:
-    with pytest.raises(TemplateRefusal, match="no variables"):
-        Renderer(make_tokenizer(template("chatml"))).after(ASKED, 1, None, {name: True})
+    with pytest.raises(UnsupportedTemplate, match="not template variables"):
+        Renderer(make_tokenizer(template("chatml"))).text_after_answer(ASKED, 1, None, {name: True})
 
 
 def test_a_shape_is_tried_out_once_and_a_new_one_again() -> None:
     renderer = Renderer(make_tokenizer(TURNS.replace("m.content", "(m.content if m.role != 'tool' else '')")))
-    assert renderer.after(ASKED, 1) == renderer.after(ASKED, 1)
-    assert "U3" in renderer.after([*ASKED, says("A2"), user("U3")], 3)
-    with pytest.raises(TemplateRefusal, match="leaves a message out"):
-        renderer.after(CALLED, 1)
+    assert renderer.text_after_answer(ASKED, 1) == renderer.text_after_answer(ASKED, 1)
+    assert "U3" in renderer.text_after_answer([*ASKED, says("A2"), user("U3")], 3)
+    with pytest.raises(UnsupportedTemplate, match="omits a new message"):
+        renderer.text_after_answer(CALLED, 1)
 
 
 def test_shapes_without_number_do_not_fill_the_memory() -> None:
     renderer = Renderer(make_tokenizer(template("chatml")))
-    for number in range(MOST_SHAPES + 10):
-        renderer.after(ASKED, 1, None, {"number": number})
-    assert len(renderer._ways) <= MOST_SHAPES
+    for number in range(MAX_SHAPES + 10):
+        renderer.text_after_answer(ASKED, 1, None, {"number": number})
+    assert len(renderer._rules) <= MAX_SHAPES
 
 
 def test_messages_and_tokenizer_are_left_as_they_are() -> None:
@@ -231,14 +231,14 @@ def test_messages_and_tokenizer_are_left_as_they_are() -> None:
     before = repr(messages)
     renderer = Renderer(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('changed') }}"
-    assert "3" in renderer.after(messages, 1)
+    assert "3" in renderer.text_after_answer(messages, 1)
     assert repr(messages) == before
 
 
 def test_a_developers_message_is_taken_where_it_is_a_systems_in_all_but_name() -> None:
     """Engines differ in whether they rename the role, and the new turns must be what the engine would render."""
     told = [user("U1"), says("A1"), {"role": "developer", "content": "D2"}]
-    with pytest.raises(TemplateRefusal, match="developer's message otherwise"):
+    with pytest.raises(UnsupportedTemplate, match="developer message differently"):
         after(TURNS, told)
     alike = TURNS.replace("m.role +", "('system' if m.role == 'developer' else m.role) +")
     assert after(alike, told) == after(TURNS, [*told[:2], {"role": "system", "content": "D2"}])
