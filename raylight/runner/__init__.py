@@ -1,1 +1,1 @@
-"""Executing rollouts: one of them (pure), an actor that runs many, and the pool of actors."""
+"""Execution of rollouts: one attempt (pure), an actor that executes many at once, and the pool of actors."""

@@ -1,4 +1,7 @@
-"""One attempt: run the agent within its trace and hooks, read its reward, name its failure. No Ray, no store, an injected clock."""
+"""Execution of one attempt: call the agent inside its trace and hooks, read its reward, classify its failure.
+
+No Ray, no store, and the clock is injected.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +24,49 @@ from raylight.types import Failure, Rollout, Span
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 5.0
-"""How long an agent may take to clean up after it was cancelled; then it is left alone."""
+"""Time that a cancelled agent has to clean up; after it the agent is abandoned."""
 
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What a runner has to run attempts with."""
+    """Everything that a runner needs to execute attempts."""
 
     agent: LitAgent
     tracer: Tracer
     hooks: HookDispatcher
     secret: str
-    """The run's secret, from which each attempt's API key is derived."""
+    """Secret of the run, from which each attempt's API key is derived."""
     threads: AgentThreads
     clock: Callable[[], float]
     runner: Any = None
-    """Given to hooks that ask for it."""
+    """The runner, for hooks that have a parameter of this name."""
 
 
 async def execute(
-    bench: RolloutContext, rollout: Rollout, resources: NamedResources, trace: AttemptTrace
+    context: RolloutContext, rollout: Rollout, resources: NamedResources, trace: AttemptTrace
 ) -> Outcome:
-    """Run one attempt to its end; whatever the agent or a hook does becomes an Outcome.
+    """Execute one attempt to its end; every error of the agent or of a hook becomes an Outcome.
 
     Args:
         trace: the current trace, which collects the attempt's spans.
     """
-    known = {"agent": bench.agent, "runner": bench.runner, "tracer": bench.tracer, "rollout": rollout}
-    result: list[Span] = []
+    hook_args = {
+        "agent": context.agent,
+        "runner": context.runner,
+        "tracer": context.tracer,
+        "rollout": rollout,
+    }
+    reward_spans: list[Span] = []
     try:
-        await bench.hooks.call("on_rollout_start", **known)
-        await bench.hooks.call("on_trace_start", **known)
-        outcome, result = await _run_agent(bench, rollout, resources)
+        await context.hooks.call("on_rollout_start", **hook_args)
+        await context.hooks.call("on_trace_start", **hook_args)
+        outcome, reward_spans = await _run_agent(context, rollout, resources)
     except HookError as error:
-        outcome = _failed_by(error)
-    except asyncio.CancelledError:  # what a hook opened, a hook closes
+        outcome = _hook_failure(error)
+    except asyncio.CancelledError:  # hooks that opened something must close it
         try:
             async with asyncio.timeout(CANCEL_GRACE_S):
-                await _end(bench.hooks, known, trace, CANCELLED, result)
+                await _call_end_hooks(context.hooks, hook_args, trace, CANCELLED, reward_spans)
         except TimeoutError:
             logger.error(
                 "the hooks of cancelled rollout %s did not end within %g s",
@@ -66,56 +74,58 @@ async def execute(
                 CANCEL_GRACE_S,
             )
         raise
-    return await _end(bench.hooks, known, trace, outcome, result)
+    return await _call_end_hooks(context.hooks, hook_args, trace, outcome, reward_spans)
 
 
-async def _end(
-    hooks: HookDispatcher, known: dict[str, Any], trace: AttemptTrace, outcome: Outcome, result: list[Span]
+async def _call_end_hooks(
+    hooks: HookDispatcher,
+    hook_args: dict[str, Any],
+    trace: AttemptTrace,
+    outcome: Outcome,
+    reward_spans: list[Span],
 ) -> Outcome:
-    """Call the hooks of the end; one that is strict fails an attempt that had succeeded.
+    """Call the hooks of the end; a strict hook that fails also fails an attempt that had succeeded.
 
-    What the agent returned comes between them, so that it outweighs a reward of `on_trace_end`, and is outweighed by one of
-    `on_rollout_end`.
+    The last reward counts. The agent's own comes between the two hooks: it overrides a reward of
+    `on_trace_end`, and a reward of `on_rollout_end` overrides it.
     """
     for event in ("on_trace_end", "on_rollout_end"):
         try:
-            await hooks.call(event, **known, spans=trace.spans)
+            await hooks.call(event, **hook_args, spans=trace.spans)
         except HookError as error:
-            outcome = outcome if outcome.failure else _failed_by(error)
-        for span in result:
+            outcome = outcome if outcome.failure else _hook_failure(error)
+        for span in reward_spans:
             trace.add(span)
-        result = []
+        reward_spans = []
     return outcome
 
 
-def _failed_by(error: HookError) -> Outcome:
+def _hook_failure(error: HookError) -> Outcome:
     return Outcome("failed", Failure(kind="hook", error=one_line(f"HookError: {error}")))
 
 
 async def _run_agent(
-    bench: RolloutContext, rollout: Rollout, resources: NamedResources
+    context: RolloutContext, rollout: Rollout, resources: NamedResources
 ) -> tuple[Outcome, list[Span]]:
-    """Call the agent under its time limit; gives how that ended, and what it returned as spans."""
+    """Call the agent under its time limit; returns the outcome, and the returned rewards as spans."""
     attempt, limit = rollout.attempt, rollout.config.timeout_seconds
     assert attempt is not None, "only a dequeued rollout is executed"
     scoped = {
-        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, bench.secret)
+        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, context.secret)
         if isinstance(resource, LLM)
         else resource
         for name, resource in resources.items()
     }
-    work = asyncio.create_task(_call(bench, rollout, scoped))
+    work = asyncio.create_task(_call(context, rollout, scoped))
     try:
         await asyncio.wait([work], timeout=limit)
-    except (
-        asyncio.CancelledError
-    ):  # the runner stops, or the store says that nobody needs this attempt any more
-        await _give_up(work, bench.threads)
+    except asyncio.CancelledError:  # the runner stops, or the attempt is obsolete
+        await _cancel_agent(work, context.threads)
         raise
     if not work.done():
-        await _give_up(work, bench.threads)
-        late = Failure(kind="timeout", error=f"TimeoutError: the attempt took longer than {limit:g} s")
-        return Outcome("timeout", late), []
+        await _cancel_agent(work, context.threads)
+        timeout = Failure(kind="timeout", error=f"TimeoutError: the attempt took longer than {limit:g} s")
+        return Outcome("timeout", timeout), []
     if work.cancelled():
         return Outcome("failed", describe(asyncio.CancelledError("the agent cancelled itself"))), []
     error = work.exception()
@@ -123,29 +133,32 @@ async def _run_agent(
     if raised is not None:
         return Outcome("failed", describe(raised)), []
     try:
-        return Outcome("succeeded"), read_result(returned, bench.clock)
-    except Exception as error:  # what the agent returned is as much its own as what it raises
+        return Outcome("succeeded"), read_result(returned, context.clock)
+    except Exception as error:  # a wrong return value is a failure of the agent
         return Outcome("failed", describe(error)), []
 
 
 async def _call(
-    bench: RolloutContext, rollout: Rollout, resources: NamedResources
+    context: RolloutContext, rollout: Rollout, resources: NamedResources
 ) -> tuple[Any, BaseException | None]:
-    """Call the agent; gives what it returned or raised. Caught here is only what would end the event loop if it left the task."""
-    agent, task = bench.agent, rollout.input
+    """Call the agent; returns its return value and its error.
+
+    Only errors that would end the event loop are caught here; others are raised.
+    """
+    agent, task = context.agent, rollout.input
     try:
         if not agent.is_async_for(rollout.mode):
-            return await bench.threads.run(agent.call, task, resources, rollout)
+            return await context.threads.run(agent.call, task, resources, rollout)
         return await agent.call_async(task, resources, rollout), None
     except (SystemExit, KeyboardInterrupt) as error:
         return None, error
 
 
-async def _give_up(work: asyncio.Task[Any], threads: AgentThreads) -> None:
-    """Cancel the agent; one that does not let itself be cancelled goes on alone, and is counted until it ends."""
+async def _cancel_agent(work: asyncio.Task[Any], threads: AgentThreads) -> None:
+    """Cancel the agent. An agent that ignores the cancellation is abandoned, and counted until it ends."""
     work.cancel()
     try:
         await asyncio.wait([work], timeout=CANCEL_GRACE_S)
-    finally:  # also when this is cut short, because the runner stops or the store says that the attempt is over
+    finally:  # also when this wait is cancelled
         if not work.done():
             threads.abandon(work)

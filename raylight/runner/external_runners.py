@@ -1,4 +1,4 @@
-"""Runners that other processes start: how they find a run on the cluster, and what takes the pool's place in it."""
+"""External runners: started by other processes, they find a run on the cluster by its name and join it."""
 
 from __future__ import annotations
 
@@ -17,105 +17,114 @@ from raylight.store.client import StoreClient
 
 logger = logging.getLogger(__name__)
 
-RENDEZVOUS_NAME = "desk"
-LOOK_S = 1.0
-"""Between two looks for a run that is not there yet: Ray tells nobody when a name is given."""
-SILENCE_S = 3 * HEARTBEAT_S
-"""A runner that is there is heard of more often."""
+RENDEZVOUS_NAME = "rendezvous"
+LOOKUP_INTERVAL_S = 1.0
+"""Interval between two lookups of a run that has not begun: Ray has no event for a new actor name."""
+HEARTBEAT_TIMEOUT_S = 3 * HEARTBEAT_S
+"""Time without heartbeats after which there is no live runner."""
 
 
-class Shared(NamedTuple):
-    """What runners need of a run."""
+class RunAccess(NamedTuple):
+    """Store and secret of a run, which an external runner needs to execute its rollouts."""
 
     store: StoreClient
     secret: str
 
 
 class Rendezvous:
-    """Where runners of other processes report; a Ray actor under the run's name. Its end is the end of the run."""
+    """Ray actor under the run's name at which external runners join. It lives as long as the run."""
 
     def __init__(self, store: StoreClient, secret: str) -> None:
-        self._shared = Shared(store, secret)
+        self._access = RunAccess(store, secret)
         self._joined = asyncio.Event()
 
-    async def shared(self) -> Shared:
-        return self._shared
+    async def access(self) -> RunAccess:
+        """Return the run's store and secret."""
+        return self._access
 
     async def join(self) -> None:
-        """Runners are up."""
+        """Report that runners are up."""
         self._joined.set()
 
-    async def joined(self) -> None:
-        """Answers once runners are up."""
+    async def wait_for_runners(self) -> None:
+        """Return once runners have joined."""
         await self._joined.wait()
 
-    async def over(self) -> None:
-        """Never answers: a caller gets a RayActorError when the run is over, or its process is gone."""
+    async def wait_for_end(self) -> None:
+        """Never return: the caller gets a RayActorError when the run ends or its process dies."""
         await asyncio.Event().wait()
 
 
 async def find_rendezvous(run: str, timeout: float) -> Any:
-    """The desk of a run, which may begin only now.
+    """Return the rendezvous of a run, waiting for a run that has not begun.
 
     Raises:
-        ConfigError: there is none within `timeout` seconds.
+        ConfigError: no such run began within `timeout` seconds.
     """
     clock, never = asyncio.get_running_loop().time, asyncio.Event()
-    end = clock() + timeout
+    deadline = clock() + timeout
     while True:
         try:
             return ray.get_actor(RENDEZVOUS_NAME, namespace=run)
         except ValueError:
-            if clock() >= end:
+            if clock() >= deadline:
                 raise ConfigError(
-                    f"there is no run {run!r} on this cluster that runners can join, and none came within {timeout:g} s; start its "
-                    f"algorithm by Trainer(role='algorithm', run_name={run!r}), or RAYLIGHT_ROLE=algorithm RAYLIGHT_RUN={run}"
+                    f"no run {run!r} that runners can join began on this cluster within {timeout:g} s; start "
+                    "its "
+                    f"algorithm with Trainer(role='algorithm', run_name={run!r}), or RAYLIGHT_ROLE=algorithm "
+                    f"RAYLIGHT_RUN={run}"
                 ) from None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(never.wait(), LOOK_S)
+            await asyncio.wait_for(never.wait(), LOOKUP_INTERVAL_S)
 
 
 class JoinedPool(RunnerPool):
-    """A pool beside others of the same run: when its runners have run their `max_rollouts`, the others go on."""
+    """Pool of runners that joined a run.
 
-    async def _refuse_forever(self) -> None:
-        logger.info("all runners have run their max_rollouts=%s", self._config.max_rollouts)
+    When they have executed their `max_rollouts`, other pools of the run continue.
+    """
+
+    async def _reject_forever(self) -> None:
+        logger.info("all runners have executed max_rollouts=%s", self._config.max_rollouts)
 
 
-class RemoteRunners:
-    """Takes the place of a RunnerPool in a run whose runners other processes start and watch. Of the settings it reads
-    `start_timeout_s`, how long the run may be without any (at least `SILENCE_S`), and `stuck_after_s`, how often it looks."""
+class ExternalRunners:
+    """Replaces the RunnerPool in a run whose runners are started and watched by other processes.
 
-    lost = worn_out = 0
+    Of the settings it uses `start_timeout_s`, the longest time without any runner (at least
+    `HEARTBEAT_TIMEOUT_S`), and `stuck_after_s`, the interval of its checks.
+    """
+
+    lost = replaced = 0
 
     def __init__(self, run: str, config: RunnerConfig, store: StoreClient, payload: RunnerPayload) -> None:
         self._run = run
         self._config = config
         self._store = store
         self._secret = payload.secret
-        self._desk: Any = None
+        self._rendezvous: Any = None
 
     async def start(self) -> None:
-        """Open the desk and wait for the first runners.
+        """Start the rendezvous and wait for the first runners.
 
         Raises:
-            PlacementError: none came within `start_timeout_s`.
+            PlacementError: no runner joined within `start_timeout_s`.
         """
-        self._desk = (
+        self._rendezvous = (
             ray.remote(Rendezvous)
             .options(name=RENDEZVOUS_NAME, namespace=self._run, num_cpus=0, max_concurrency=1000)
             .remote(self._store, self._secret)
         )
         try:
-            await asyncio.wait_for(self._desk.joined.remote(), self._config.start_timeout_s)
+            await asyncio.wait_for(self._rendezvous.wait_for_runners.remote(), self._config.start_timeout_s)
         except TimeoutError:
-            raise PlacementError(self._none_for(self._config.start_timeout_s)) from None
+            raise PlacementError(self._no_runner_message(self._config.start_timeout_s)) from None
 
     async def watch(self) -> None:
-        """Raise RunnerLostError when there have been no runners for `start_timeout_s`."""
+        """Raise RunnerLostError when no runner has sent a heartbeat for `start_timeout_s`."""
         clock, never = asyncio.get_running_loop().time, asyncio.Event()
-        patience = max(self._config.start_timeout_s, SILENCE_S)
-        seen, before = clock(), set[tuple[str, float | None]]()
+        limit = max(self._config.start_timeout_s, HEARTBEAT_TIMEOUT_S)
+        last_beat, known = clock(), set[tuple[str, float | None]]()
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
@@ -123,24 +132,25 @@ class RemoteRunners:
                 )
             workers = await self._store.query_workers(status_in=["idle", "busy"])
             beats = {(worker.worker_id, worker.last_heartbeat_time) for worker in workers}
-            if beats - before:  # one whose process was killed stays in the store, and beats no more
-                seen, before = clock(), beats
-            elif clock() - seen >= patience:
-                raise RunnerLostError(self._none_for(clock() - seen))
-            elif clock() - seen >= SILENCE_S:
+            if beats - known:  # a killed worker stays in the store, without further heartbeats
+                last_beat, known = clock(), beats
+            elif clock() - last_beat >= limit:
+                raise RunnerLostError(self._no_runner_message(clock() - last_beat))
+            elif clock() - last_beat >= HEARTBEAT_TIMEOUT_S:
                 logger.warning(
-                    "%s has no runner now; start some by `raylight runner AGENT --run %s`",
+                    "%s has no live runner; start one with `raylight runner AGENT --run %s`",
                     self._run,
                     self._run,
                 )
 
     async def stop(self) -> None:
-        """Tell the runners that the run is over."""
-        if self._desk is not None:
-            ray.kill(self._desk)
+        """End the rendezvous, so that the external runners end too."""
+        if self._rendezvous is not None:
+            ray.kill(self._rendezvous)
 
-    def _none_for(self, seconds: float) -> str:
+    def _no_runner_message(self, seconds: float) -> str:
         return (
-            f"run {self._run} had no runner for {seconds:.0f} s; start some by `raylight runner AGENT --run {self._run}`, or wait "
-            "longer for them: runner={'start_timeout_s': ...}"
+            f"run {self._run} had no runner for {seconds:.0f} s; start one with `raylight runner AGENT --run "
+            f"{self._run}`, or wait "
+            "longer: runner={'start_timeout_s': ...}"
         )

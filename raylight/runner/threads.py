@@ -1,4 +1,4 @@
-"""Where agents run that may not come back: synchronous ones in threads. One that hangs is left alone, and nobody waits for it."""
+"""Daemon threads for synchronous agents. A hung agent is abandoned rather than joined."""
 
 from __future__ import annotations
 
@@ -11,58 +11,60 @@ from typing import Any
 
 
 class AgentThreads:
-    """Runs each call in a daemon thread of its own, within a copy of the caller's context, and counts agents that were given up.
+    """Runs each call in a daemon thread of its own, in a copy of the caller's context, and counts abandoned
+    agents.
 
-    A pool would lose a place to every agent that hangs. Threads are daemons, so that a hung one does not keep the process alive.
+    A thread pool would lose a thread to every agent that hangs. A daemon thread does not keep the process
+    alive.
     """
 
     def __init__(self) -> None:
         self._threads = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        """Held here, because asyncio alone would let go of a task that nobody awaits."""
+        """Strong references, because asyncio keeps only weak ones to a task that nobody awaits."""
 
     @property
     def abandoned(self) -> int:
-        """Agents, in threads or as tasks, that were given up and still run."""
+        """Number of abandoned agents, in threads or as tasks, that still run."""
         return self._threads + len(self._tasks)
 
     def abandon(self, task: asyncio.Task[Any]) -> None:
-        """Leave a task alone that did not let itself be cancelled; it is counted until it ends."""
+        """Stop waiting for a task that ignored its cancellation; it is counted until it ends."""
         self._tasks.add(task)
-        task.add_done_callback(self._returned)
+        task.add_done_callback(self._forget)
 
-    def _returned(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # asyncio would log one that nobody looked at
+            task.exception()  # otherwise asyncio logs that it was never retrieved
 
     async def run(self, function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
-        """Call the function; returns its result, and what it raised instead.
+        """Call the function in a thread; returns its result and its error, one of which is None.
 
-        When the caller is cancelled the thread goes on, and is counted until it ends.
+        When the caller is cancelled, the thread is abandoned, and counted until it ends.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
         context = copy_context()
 
-        def deliver(answer: tuple[Any, BaseException | None]) -> None:
+        def deliver(result: tuple[Any, BaseException | None]) -> None:
             if done.done():
                 self._threads -= 1
             else:
-                done.set_result(answer)
+                done.set_result(result)
 
         def work() -> None:
-            answer: tuple[Any, BaseException | None]
+            result: tuple[Any, BaseException | None]
             try:
-                answer = context.run(function, *args), None
-            except BaseException as error:  # handed to the caller; a future cannot carry a StopIteration
-                answer = None, error
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-                loop.call_soon_threadsafe(deliver, answer)
+                result = context.run(function, *args), None
+            except BaseException as error:  # returned, because a future cannot carry a StopIteration
+                result = None, error
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so that no caller waits
+                loop.call_soon_threadsafe(deliver, result)
 
         threading.Thread(target=work, name="rollout", daemon=True).start()
         try:
             return await done
         except asyncio.CancelledError:
-            self._threads += done.cancelled()  # else the thread had returned at the same moment
+            self._threads += done.cancelled()  # False if the thread returned at the same moment
             raise

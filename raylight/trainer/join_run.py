@@ -69,7 +69,7 @@ class RemoteRunnerProcess:
         self._config = trainer.runner
 
     async def work(self) -> dict[str, Any]:
-        """Do it; returns how many runners were lost or worn out.
+        """Do it; returns how many runners were lost or replaced.
 
         Raises:
             ConfigError: there is no such run.
@@ -85,9 +85,9 @@ class RemoteRunnerProcess:
                     f"there is no cluster here on which run {self._run!r} could be; give its address, or set RAY_ADDRESS"
                 )
             shown.stage(f"looking for run {self._run}")
-            desk = await find_rendezvous(self._run, self._config.start_timeout_s)
+            rendezvous = await find_rendezvous(self._run, self._config.start_timeout_s)
             try:
-                store, secret = await desk.shared.remote()
+                store, secret = await rendezvous.access.remote()
             except RayActorError:
                 raise ConfigError(
                     f"run {self._run!r} ended before its runners could join it; start them again with it"
@@ -99,15 +99,15 @@ class RemoteRunnerProcess:
                 shown.stage(
                     f"{self._config.n} runner(s) work for run {self._run}, until it is over or Ctrl-C"
                 )
-                over = await self._until_over(desk, pool)
+                over = await self._until_over(rendezvous, pool)
             finally:
                 await pool.stop()
             shown.stage(f"run {self._run} is over" if over else "all runners have run their max_rollouts")
-        return {"run": self._run, "runners_lost": pool.lost, "runners_worn_out": pool.worn_out}
+        return {"run": self._run, "runners_lost": pool.lost, "runners_replaced": pool.replaced}
 
-    async def _until_over(self, desk: Any, pool: JoinedPool) -> bool:
+    async def _until_over(self, rendezvous: Any, pool: JoinedPool) -> bool:
         """Returns whether the run is over; if not, these runners have done enough."""
-        ending, watching = asyncio.ensure_future(_end_of(desk)), asyncio.ensure_future(pool.watch())
+        ending, watching = asyncio.ensure_future(_end_of(rendezvous)), asyncio.ensure_future(pool.watch())
         try:
             await asyncio.wait([ending, watching], return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
@@ -128,10 +128,10 @@ class RemoteRunnerProcess:
             await asyncio.gather(ending, watching, return_exceptions=True)
 
 
-async def _end_of(desk: Any) -> None:
+async def _end_of(rendezvous: Any) -> None:
     """Join the run; returns when it is over."""
     try:
-        await desk.join.remote()
-        await desk.over.remote()
+        await rendezvous.join.remote()
+        await rendezvous.wait_for_end.remote()
     except RayActorError:  # what it waits for
         return

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.agent.resources import NamedResources
 from raylight.errors import ConfigError, summarize_ray_error
-from raylight.runner.external_runners import RemoteRunners
+from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.pool import RunnerPool
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
@@ -43,7 +43,7 @@ class Session:
     """The running components of one run. Use `async with`; leaving it stops everything that was started."""
 
     store: StoreClient
-    pool: RunnerPool | RemoteRunners
+    pool: RunnerPool | ExternalRunners
     resources: NamedResources
     """Those of the plan, with the addresses of what is served here."""
 
@@ -115,11 +115,11 @@ class Session:
                 self._stack,
             )
 
-    def _make_pool(self) -> RunnerPool | RemoteRunners:
+    def _make_pool(self) -> RunnerPool | ExternalRunners:
         external = self.run.runner.external
         if external:
-            self._say(f"waiting for runners; start them by `raylight runner AGENT --run {self.run.name}`")
-        self.pool = (RemoteRunners if external else RunnerPool)(
+            self._say(f"waiting for runners; start them with `raylight runner AGENT --run {self.run.name}`")
+        self.pool = (ExternalRunners if external else RunnerPool)(
             self.run.name, self.run.runner, self.store, self.run.payload
         )
         self._stack.push_async_callback(self.pool.stop)
@@ -141,5 +141,5 @@ class Session:
 
     async def counts(self) -> dict[str, int]:
         """What was counted along the way, by the store and by the pool."""
-        pool = {"runners_lost": self.pool.lost, "runners_worn_out": self.pool.worn_out}
+        pool = {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}
         return {**await self.store.statistics(), **pool}

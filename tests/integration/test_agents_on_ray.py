@@ -129,19 +129,19 @@ def hangs(task: int) -> float:
 
 
 def test_agents_that_hang_are_left_alone_and_their_runner_is_replaced(tmp_path: Path) -> None:
-    from raylight.runner.runner import WORN_OUT
+    from raylight.runner.runner import MAX_HUNG_AGENTS
 
-    tasks = [*range(3 * WORN_OUT), *[-1] * 20]
+    tasks = [*range(3 * MAX_HUNG_AGENTS), *[-1] * 20]
     done = roll(
         hangs, tasks, tmp_path, config=rl.RolloutConfig(timeout_seconds=1.0), runner={"max_concurrent": 12}
     )
     by_status = Counter((item.rollout.status, item.rollout.input >= 0) for item in done.found)
-    assert by_status == {("failed", True): 3 * WORN_OUT, ("succeeded", False): 20}
+    assert by_status == {("failed", True): 3 * MAX_HUNG_AGENTS, ("succeeded", False): 20}
     assert {item.rollout.attempt.status for item in done.found if item.rollout.attempt} == {
         "timeout",
         "succeeded",
     }
-    assert done.summary["counts"]["runners_worn_out"] >= 1  # type: ignore[attr-defined]
+    assert done.summary["counts"]["runners_replaced"] >= 1  # type: ignore[attr-defined]
     assert done.summary["counts"]["runners_lost"] == 0  # type: ignore[attr-defined]
 
 

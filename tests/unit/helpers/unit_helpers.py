@@ -117,7 +117,7 @@ def as_agent(agent: LitAgent | Callable[..., Any]) -> LitAgent:
     return agent if isinstance(agent, LitAgent) else decorate(agent)
 
 
-def make_bench(
+def make_context(
     agent: Any, *, hooks: Iterable[Any] = (), threads: AgentThreads | None = None, runner: Any = None
 ) -> RolloutContext:
     """A workbench whose clock stands at 7."""
@@ -142,11 +142,11 @@ async def run_attempt(
     **resources: Any,
 ) -> tuple[Outcome, list[Span]]:
     """Execute one attempt, without runner and store; returns its outcome and its spans."""
-    bench = make_bench(agent, hooks=hooks, threads=threads, runner="the runner")
+    context = make_context(agent, hooks=hooks, threads=threads, runner="the runner")
     given = rollout or make_rollout(task=3, timeout=timeout)
-    with bench.tracer.attempt(given) as trace:
+    with context.tracer.attempt(given) as trace:
         async with within():
-            return await execute(bench, given, resources, trace), trace.spans
+            return await execute(context, given, resources, trace), trace.spans
 
 
 async def enqueue(store: StoreClient, tasks: Iterable[Any], **config: Any) -> list[str]:

@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from unit_helpers import make_bench, make_rollout, run_attempt, until, within
+from unit_helpers import make_context, make_rollout, run_attempt, until, within
 
 from raylight.agent.attempt_keys import is_attempt_key
 from raylight.agent.emit import emit_reward
@@ -18,7 +18,7 @@ from raylight.agent.resources import LLM, ProxyLLM
 from raylight.errors import RewardError
 from raylight.runner import execute as module
 from raylight.runner.execute import execute
-from raylight.runner.outcome import OUR_FRAMES, Outcome
+from raylight.runner.outcome import HIDDEN_FRAMES, Outcome
 from raylight.runner.threads import AgentThreads
 from raylight.traces.rewards import find_final_reward
 from raylight.types import Rollout, Span
@@ -94,7 +94,7 @@ async def test_the_trace_of_a_failure_shows_the_agent_and_none_of_raylight() -> 
         assert failure.kind == "agent"
         assert "deep_in_the_agent" in failure.trace
         assert failure.trace.rstrip().endswith("KeyError: 'tool'")
-        assert OUR_FRAMES[0] not in failure.trace
+        assert HIDDEN_FRAMES[0] not in failure.trace
 
 
 # time
@@ -310,6 +310,6 @@ async def test_each_model_is_scoped_to_the_attempt_as_its_kind_wants() -> None:
 
 async def test_only_a_dequeued_rollout_is_executed() -> None:
     rollout = make_rollout()
-    bench = make_bench(lambda task: None)
-    with bench.tracer.attempt(rollout) as trace, pytest.raises(AssertionError, match="dequeued"):
-        await execute(bench, rollout.model_copy(update={"attempt": None}), {}, trace)
+    context = make_context(lambda task: None)
+    with context.tracer.attempt(rollout) as trace, pytest.raises(AssertionError, match="dequeued"):
+        await execute(context, rollout.model_copy(update={"attempt": None}), {}, trace)

@@ -16,7 +16,7 @@ import raylight as rl
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, RunnerLostError
 from raylight.runner import external_runners
-from raylight.runner.external_runners import RemoteRunners
+from raylight.runner.external_runners import ExternalRunners
 from raylight.trainer import join_run
 from raylight.trainer.join_run import RemoteRunnerProcess
 
@@ -36,10 +36,10 @@ class Beating:
 async def test_runners_are_lost_when_they_are_silent_and_not_between_two_heartbeats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(external_runners, "SILENCE_S", 0.6)
+    monkeypatch.setattr(external_runners, "HEARTBEAT_TIMEOUT_S", 0.6)
     store = Beating(every=0.2, beats=5)
     config = RunnerConfig(start_timeout_s=0.05, stuck_after_s=0.02)  # both shorter than a heartbeat
-    runners = RemoteRunners("night", config, store, SimpleNamespace(secret="s"))  # type: ignore[arg-type]
+    runners = ExternalRunners("night", config, store, SimpleNamespace(secret="s"))  # type: ignore[arg-type]
     async with within():
         with pytest.raises(RunnerLostError, match="raylight runner AGENT --run night"):
             await runners.watch()

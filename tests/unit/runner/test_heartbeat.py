@@ -161,7 +161,7 @@ async def test_notes_of_an_attempt_that_nobody_needs_are_not_kept(store: StoreCl
     async with serving(store, agent, heartbeat_s=0.01, max_rollouts=1) as task:
         await inside.wait()
         await store.cancel_rollout(rollout_id)
-        assert await task == "enough"
+        assert await task == "max_rollouts"
     assert (await store.get_rollout_by_id(rollout_id)).metadata == {}
 
 
@@ -181,7 +181,7 @@ async def test_an_attempt_that_ran_out_of_time_in_the_store_is_cancelled(store: 
         await inside.wait()
         await store.update_attempt(rollout_id, "latest", status="timeout")
         await cleaned.wait()
-        assert await task == "enough"
+        assert await task == "max_rollouts"
     decided = await store.get_rollout_by_id(rollout_id)
     assert (decided.status, decided.attempt.status) == ("failed", "timeout")
 
@@ -250,7 +250,7 @@ async def test_an_attempt_is_cancelled_once_however_often_the_store_says_so(stor
     async with serving(telling, agent, heartbeat_s=0.005, max_rollouts=1) as task:
         await inside.wait()
         telling.telling.set()
-        assert await task == "enough"
+        assert await task == "max_rollouts"
     assert steps == [0, 1, 2]
 
 
@@ -305,10 +305,10 @@ async def test_a_blocking_agent_that_hangs_is_abandoned_and_the_others_go_on(
     assert [rollout.attempt.status for rollout in decided] == ["timeout"] * 3 + ["succeeded"] * 10
 
 
-async def test_a_runner_is_worn_out_by_agents_that_hang_and_ends_the_others_first(
+async def test_a_runner_is_replaced_by_agents_that_hang_and_ends_the_others_first(
     store: StoreClient, leave: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "WORN_OUT", 3)
+    monkeypatch.setattr(module, "MAX_HUNG_AGENTS", 3)
     inside, go_on = threading.Event(), threading.Event()
 
     def agent(task: str) -> float:
@@ -330,16 +330,16 @@ async def test_a_runner_is_worn_out_by_agents_that_hang_and_ends_the_others_firs
         await asyncio.wait([task], timeout=0.05)
         assert not task.done()
         go_on.set()
-        assert await task == "worn out"
+        assert await task == "hung_agents"
     (first,) = await store.wait_for_rollouts(rollout_ids=slow)
     assert first.status == "succeeded"
     assert {rollout.status for rollout in await store.query_rollouts(rollout_id_in=later)} == {"queuing"}
 
 
-async def test_a_runner_that_recovered_is_not_worn_out(
+async def test_a_runner_that_recovered_is_not_replaced(
     store: StoreClient, leave: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "WORN_OUT", 2)
+    monkeypatch.setattr(module, "MAX_HUNG_AGENTS", 2)
 
     def agent(task: str) -> float:
         if task == "hang":

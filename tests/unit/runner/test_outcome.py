@@ -19,7 +19,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 from unit_helpers import make_rollout
 
 from raylight.errors import RewardError, SpanError
-from raylight.runner.outcome import OUR_FRAMES, classify, describe, one_line, read_result
+from raylight.runner.outcome import HIDDEN_FRAMES, classify, describe, one_line, read_result
 from raylight.semconv import ANNOTATION
 from raylight.traces.rewards import find_final_reward, get_rewards_from_span, named_rewards
 from raylight.types import Failure, Rollout, Span, SpanCoreFields
@@ -286,7 +286,7 @@ def test_an_exception_that_cannot_be_printed_is_described() -> None:
 def test_the_trace_ends_with_the_exception_and_has_no_frame_of_raylight() -> None:
     failure = describe(raised(KeyError("tool")))
     assert failure.trace.rstrip().endswith("KeyError: 'tool'")
-    assert not any(frame in failure.trace for frame in OUR_FRAMES)
+    assert not any(frame in failure.trace for frame in HIDDEN_FRAMES)
     assert describe(KeyError("never raised")).trace == ""
 
 

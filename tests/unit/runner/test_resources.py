@@ -96,11 +96,11 @@ async def test_a_newer_version_than_the_rollout_knew_of_is_not_fetched_again(sto
 
 async def test_a_runner_keeps_no_more_than_a_few_versions(store: StoreClient) -> None:
     counting = Counting(store._channel.target)
-    number = module.KEPT_RESOURCES + 3
+    number = module.MAX_RESOURCES + 3
     added = [(await store.add_resources({"table": n})).resources_id for n in range(number)]
     seen: list[int] = []
     async with serving(counting, lambda task, table: seen.append(table), 1):
-        for which in [*added, *added[-module.KEPT_RESOURCES :], added[0]]:
+        for which in [*added, *added[-module.MAX_RESOURCES :], added[0]]:
             rollout = await store.enqueue_rollout(1, resources_id=which)
             await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id])
     assert counting.fetched == [*added, added[0]]

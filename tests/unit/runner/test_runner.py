@@ -82,7 +82,7 @@ async def test_a_runner_takes_a_few_at_once_so_that_others_get_some_too(store: S
 
     counting = Counting(store._channel.target)
     await run_all(counting, range(20), lambda task: None, {"max_concurrent": 64})
-    assert set(counting.limits) == {module.TAKE_AT_ONCE}
+    assert set(counting.limits) == {module.DEQUEUE_LIMIT}
 
 
 async def test_a_place_that_becomes_free_is_used_while_others_still_run(store: StoreClient) -> None:
@@ -222,7 +222,7 @@ async def test_an_attempt_that_takes_too_long_is_given_up(store: StoreClient) ->
 async def test_a_runner_ends_after_its_rollouts_and_leaves_the_others(store: StoreClient) -> None:
     ids = await enqueue(store, range(5))
     async with within():
-        assert await make_runner(store, lambda task: 1.0, 2, max_rollouts=3).serve() == "enough"
+        assert await make_runner(store, lambda task: 1.0, 2, max_rollouts=3).serve() == "max_rollouts"
     assert [rollout.status for rollout in await store.query_rollouts(rollout_id_in=ids)] == [
         "succeeded"
     ] * 3 + ["queuing"] * 2
@@ -241,14 +241,14 @@ async def test_it_decides_what_it_has_before_it_ends(store: StoreClient) -> None
         await inside.wait()
         assert not task.done()
         leave.set()
-        assert await task == "enough"
+        assert await task == "max_rollouts"
     assert (await store.statistics())["rollouts_succeeded"] == 1
 
 
 async def test_a_retry_counts_as_a_rollout_of_the_runner(store: StoreClient) -> None:
     await enqueue(store, [0], max_attempts=5, retry_condition=["failed"])
     async with within():
-        assert await make_runner(store, lambda task: 1 / task, max_rollouts=3).serve() == "enough"
+        assert await make_runner(store, lambda task: 1 / task, max_rollouts=3).serve() == "max_rollouts"
     assert (await store.statistics())["total_attempts"] == 3
 
 
