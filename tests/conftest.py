@@ -1,7 +1,13 @@
-"""The environment that every test needs before it imports Ray, and the Ray cluster that the tests share."""
+"""The environment that every test needs before it imports Ray, the shared Ray cluster, and how the tests are divided.
 
+`pytest -n 2` gives whole files to two processes, slow folders first. `pytest -m slow --slow-part HASH` runs a tenth of the slow
+tests, another one for each commit.
+"""
+
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head, restore_interrupts
@@ -9,7 +15,72 @@ from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head,
 # `ray start` asks for a token once this user has one, and a driver with an explicit address sends it only with this set
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ |= SESSION
+if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 restore_interrupts()
+
+SLOW_PARTS = 10
+ONE_PROCESS = ("tests/vllm_cpu/",)
+"""Folders whose files share one engine, so one process runs all of them."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-part",
+        metavar="HASH",
+        help=f"of the slow tests, run the {SLOW_PARTS}th part that belongs to this hexadecimal commit hash",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if commit := config.getoption("--slow-part"):
+        return f"slow tests: part {int(commit, 16) % SLOW_PARTS} of {SLOW_PARTS}, by commit {commit}"
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
+    if commit := config.getoption("--slow-part"):
+        part = int(commit, 16) % SLOW_PARTS
+        kept = [
+            item for item in items if not item.get_closest_marker("slow") or _slow_part(item.nodeid) == part
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def _slow_part(nodeid: str) -> int:
+    """Return the part of a test. It stays the same as long as the test has its name."""
+    return int(hashlib.sha256(nodeid.encode()).hexdigest(), 16) % SLOW_PARTS
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Escape lone surrogates, which some tests log and which no process can send to another."""
+    return _encodable((yield))
+
+
+def _encodable(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode(errors="backslashreplace").decode()
+    if isinstance(data, dict):
+        return {key: _encodable(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(_encodable(value) for value in data)
+    return data
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give whole files to a process, since the tests of a file share fixtures."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = [folder for folder in ONE_PROCESS if nodeid.startswith(folder)]
+            return shared[0] if shared else nodeid.split("::", 1)[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

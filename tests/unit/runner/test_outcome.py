@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_nothing_is_no_reward(returned: Any) -> None:
         [{"reward": 1.0}],
         [object()],
     ],
-    ids=repr,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", repr(value)),  # the same in every process
 )
 def test_what_is_no_reward_is_refused(returned: Any) -> None:
     with pytest.raises(RewardError):

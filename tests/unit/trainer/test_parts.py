@@ -51,7 +51,11 @@ class Sized(Unsized):
         return 3
 
 
-@pytest.mark.parametrize("dataset", [[0, 1, 2], (0, 1, 2), range(3), Sized(), (i for i in range(3))], ids=str)
+@pytest.mark.parametrize(
+    "dataset",
+    [[0, 1, 2], (0, 1, 2), range(3), Sized(), (i for i in range(3))],
+    ids=lambda d: type(d).__name__,
+)
 def test_a_dataset_is_anything_with_tasks_in_it(dataset: Any) -> None:
     assert as_tasks(dataset, "train_dataset", required=True) == [0, 1, 2]
 
