@@ -1,0 +1,44 @@
+# Usual tasks; `just` lists them.
+
+_list:
+    @just --list
+
+# install raylight with everything that tests and lint need, into the active environment
+setup:
+    pip install -c constraints.txt -e ".[test,lint]"
+
+# the README's test line: all tests except slow ones
+test *args:
+    pytest {{args}}
+
+# the tests that need no Ray cluster
+unit *args:
+    pytest tests/unit {{args}}
+
+# slow tests; `just slow --slow-part $(git rev-parse HEAD)` runs the tenth that CI runs for this commit
+slow *args:
+    pytest -m slow {{args}}
+
+# lint, the formatter's check and types
+lint:
+    ruff check .
+    ruff format --check .
+    mypy
+
+# the generated parts of the documentation: docs/api and the architecture's picture
+docs:
+    python docs/generate_api.py
+    python docs/architecture_picture.py
+
+# the benchmarks of the learner, the engine, capture and the store: each prints its ratios
+bench:
+    for name in learner_tokens engine_tokens capture store_growth noop_rollouts; do python tests/benchmarks/$name.py; done
+
+# what CI runs: a fresh virtual environment and all checks, about half an hour
+ci:
+    .ci/run
+
+# regenerate constraints.txt from the active environment
+constraints:
+    (sed '/^[^#]/,$d' constraints.txt; pip freeze --exclude-editable | sed -E '/^raylight[ =@]/d; s/\+[a-z0-9]+$//') > constraints.new
+    mv constraints.new constraints.txt
