@@ -1,4 +1,4 @@
-"""APO with real runners, a real store and a real client, against models that answer by script."""
+"""APO with real runners, a real store and a real client, against scripted models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def trainer(algorithm: rl.APO, folder: Path, **settings: Any) -> rl.Trainer:
 
 
 def answer_of(text: str) -> str:
-    """What the model that the agent calls says: it adds, and is brief only where it is told to be."""
+    """Return the answer of the agent's model: the sum, without other words only if the prompt asks for
+    that."""
     total = sum(
         int(word)
         for word in text.replace("?", " ").replace(".", " ").replace(",", " ").split()
@@ -63,8 +64,8 @@ async def adder(task: dict, prompt_template: rl.PromptTemplate, worker: rl.LLM) 
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=worker.endpoint, api_key=worker.api_key) as client:
-        asked = [{"role": "user", "content": prompt_template.format(**task)}]
-        reply = await client.chat.completions.create(model=worker.model, messages=asked)  # type: ignore[arg-type]
+        messages = [{"role": "user", "content": prompt_template.format(**task)}]
+        reply = await client.chat.completions.create(model=worker.model, messages=messages)  # type: ignore[arg-type]
     return 1.0 if reply.choices[0].message.content == str(task["a"] + task["b"]) else 0.0
 
 
@@ -101,7 +102,7 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
     assert history.rejected_by_kind() == {"cut off": 4, "placeholders": 1, "endpoint": 1}
     criticised = [text for model, text in models.asked if model == "critic"]
     assert all("The answer is" in text or "write only" in text.lower() for text in criticised), (
-        "it reads what was said"
+        "it reads the conversation"
     )
     assert any("[user] What is" in text and "Reward: 0" in text for text in criticised)
     assert any("it talks too much" in text for model, text in models.asked if model == "editor")
@@ -117,20 +118,22 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "apo_tree.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["val/reward"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 1.0)]
-    # seed on 6; 4 branches on 2; 3 prompts on 3; the leader on 6; 4 branches on 2; 2 prompts on 3, as no other came
+    # seed on 6; 4 branches on 2; 3 prompts on 3; the leader on 6
+    # 4 branches on 2; 2 prompts on 3, as the other rewrites were rejected
     assert summary["rollouts"] == summary["by_status"]["succeeded"] == 6 + 8 + 9 + 6 + 8 + 6
 
 
 @rl.rollout
 async def by_words(task: dict, prompt_template: rl.PromptTemplate) -> float:
-    """Rewards the number of words; hangs on half of the tasks if told to ponder, and fails if told to fail."""
+    """Agent rewarded by the number of words; it hangs on half of the tasks at "ponder" and fails at
+    "fail"."""
     import asyncio
 
     text = prompt_template.format(**task)
     if "ponder" in text and task["b"] == 1:
         await asyncio.Event().wait()
     if "fail" in text:
-        raise ValueError("as told")
+        raise ValueError("requested by the prompt")
     rl.emit_message(text)
     return float(len(text.split()))
 
@@ -222,7 +225,7 @@ def test_an_agent_that_always_fails_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_is_served_where_apo_is_told_to(tmp_path: Path) -> None:
-    """The starter model adds only if it is asked the way it knows."""
+    """The starter model adds only with the prompt that it was trained on."""
     from raylight.quickstart import STARTER_MODEL
     from raylight.quickstart.additions import additions
 
@@ -233,9 +236,9 @@ def test_a_model_is_served_where_apo_is_told_to(tmp_path: Path) -> None:
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
-            asked: list[Any] = [{"role": "user", "content": prompt_template.format(**task)}]
+            messages: list[Any] = [{"role": "user", "content": prompt_template.format(**task)}]
             reply = await client.chat.completions.create(
-                model=llm.model, messages=asked, max_tokens=8, temperature=0.0
+                model=llm.model, messages=messages, max_tokens=8, temperature=0.0
             )
         return 1.0 if reply.choices[0].message.content == str(task["a"] + task["b"]) else 0.0
 

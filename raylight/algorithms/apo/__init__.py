@@ -1,1 +1,1 @@
-"""Automatic prompt optimisation: textual gradients and beam search."""
+"""APO: automatic prompt optimisation by textual gradients and beam search."""

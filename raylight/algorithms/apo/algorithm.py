@@ -1,4 +1,4 @@
-"""APO: a better prompt for an agent, by textual gradients and beam search."""
+"""APO: the algorithm that optimises an agent's prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.beam import BeamSearch
-from raylight.algorithms.apo.critic import PromptCritic, on_this_loop
+from raylight.algorithms.apo.critic import PromptCritic, client_on_current_loop
 from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History
-from raylight.algorithms.apo.report import show
+from raylight.algorithms.apo.report import print_result
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import as_list
@@ -36,35 +36,41 @@ BEST_FILE = "best_prompt.txt"
 class APO(Algorithm):
     """Automatic prompt optimisation after ProTeGi (Pryzant et al. 2023, https://arxiv.org/abs/2305.03495).
 
-    The seed is the first `PromptTemplate` among the resources. In each round, prompts of the beam are rolled out on batches of
-    training tasks; a model criticises the prompt by what happened (a textual gradient), another rewrites it by the critique; the
-    beam and the rewrites are scored on one batch of validation tasks, and the best are the next beam. The first of them is scored
-    on all validation tasks, and is the best prompt if none before did as well.
+    The seed is the first `PromptTemplate` among the resources. In each round, prompts of the beam are rolled
+    out on batches of training tasks. One model criticises the prompt by these rollouts (a textual gradient),
+    another rewrites it by the critique. The beam and the rewrites are scored on one batch of validation
+    tasks, and the best form the next beam. The first of them is scored on all validation tasks; it becomes
+    the best prompt if its score is strictly higher.
 
-    A rewrite that lost a placeholder, invented one, cannot be filled or was tried before is rejected and counted. A rollout that
-    failed, ran out of time or gave no reward counts as 0; one lost to the infrastructure is left out.
+    A rewrite with missing or unknown placeholders, with invalid syntax, or of a text that was tried before is
+    rejected and counted. A rollout that failed, timed out or has no reward scores 0; infrastructure failures
+    are excluded.
 
-    In the run directory: `apo.json` (every prompt with its scores and parent; `fit(resume=...)` goes on from it), `apo_tree.png`,
-    `best_prompt.txt`. When it is over, the latest resources in the store have the best prompt.
+    Files in the run directory: `apo.json` (every prompt with its scores and parent; `fit(resume=...)` resumes
+    from it), `apo_tree.png`, `best_prompt.txt`. At the end, the latest resources in the store hold the best
+    prompt.
 
     Args:
-        async_openai_client: asks the two models; it retries transient errors itself (`max_retries`).
-        gradient_model: criticises prompts.
-        apply_edit_model: rewrites prompts.
-        diversity_temperature: of both; None sends none, for models that take none.
-        gradient_batch_size: training tasks that a critique is made from.
-        val_batch_size: validation tasks that the prompts of a round are compared on.
-        beam_width: prompts that are kept, and parents in a round.
-        branch_factor: rewrites of each parent.
+        async_openai_client: client for both models; it retries transient errors itself (`max_retries`).
+        gradient_model: name of the model that criticises prompts.
+        apply_edit_model: name of the model that rewrites prompts.
+        diversity_temperature: sampling temperature of both models; None sends none.
+        gradient_batch_size: training tasks per critique.
+        val_batch_size: validation tasks on which the prompts of a round are compared.
+        beam_width: prompts kept after a round, and parents in a round.
+        branch_factor: rewrites per parent.
         beam_rounds: rounds of the search.
-        rollout_batch_timeout: seconds that the rollouts of one prompt on one batch may take, waiting for a runner included.
-        run_initial_validation: score the seed on all validation tasks first, so that only a better prompt replaces it.
-        served_model: folder or name of a model that the run serves to agents, as `llm` or where an LLM has no endpoint; None: none.
-        max_concurrent: prompts that are rolled out, or criticised, at once.
-        seed: of batches, parents and ways to ask.
+        rollout_batch_timeout: seconds for the rollouts of one prompt on one batch, including the time in the
+            queue.
+        run_initial_validation: score the seed on all validation tasks first, so that only a better prompt
+            replaces it.
+        served_model: folder or name of a model that the run serves to agents, as `llm` or for every LLM
+            without an endpoint; None: no model.
+        max_concurrent: most prompts that are rolled out or criticised at a time.
+        seed: seed of batches, parents and variants of requests.
 
     Raises:
-        ConfigError: an argument does not fit.
+        ConfigError: an argument is out of range or of a wrong type.
     """
 
     result_file = RESULT_FILE
@@ -91,7 +97,7 @@ class APO(Algorithm):
 
         if not hasattr(async_openai_client, "chat") or isinstance(async_openai_client, OpenAI):
             raise ConfigError(
-                f"APO asks its models through an openai.AsyncOpenAI client, not {async_openai_client!r:.80}"
+                f"async_openai_client is {async_openai_client!r:.80}; APO needs an openai.AsyncOpenAI client"
             )
         self.client = async_openai_client
         self.served_model = served_model
@@ -110,7 +116,7 @@ class APO(Algorithm):
             seed=seed,
         )
         self.history: History | None = None
-        """Every prompt that was tried; None before `run`."""
+        """History of the search; None before `run`."""
 
     def total_steps(self, n_train: int) -> int:
         return self.settings.beam_rounds
@@ -119,68 +125,73 @@ class APO(Algorithm):
         return self.settings.model_dump(mode="json") | {"served_model": self.served_model}
 
     def get_best_prompt(self) -> PromptTemplate:
-        """The prompt with the highest score on all validation tasks; the seed if none did better.
+        """Return the prompt with the highest score on all validation tasks.
 
         Raises:
-            ConfigError: it has not run.
+            ConfigError: the search has not run.
         """
         if self.history is None:
             raise ConfigError(
-                "there is no best prompt yet: run APO first, by Trainer(algorithm=apo, ...).fit(...)"
+                "there is no best prompt yet; run APO first, by Trainer(algorithm=apo, ...).fit(...)"
             )
         return self.history.best_candidate.template
 
     def get_seed_prompt_template(self) -> tuple[str, PromptTemplate]:
-        """The first prompt among the resources, and its name.
+        """Return the name and the template of the first prompt among the resources.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no prompt.
         """
         for name, resource in (self.get_initial_resources() or {}).items():
             if isinstance(resource, PromptTemplate):
                 return name, resource
         raise ConfigError(
-            "APO needs a prompt to begin with: Trainer(initial_resources={'prompt_template': PromptTemplate(template='...')})"
+            "the resources have no PromptTemplate, from which APO starts; add one: "
+            "Trainer(initial_resources={'prompt_template': PromptTemplate(template='...')})"
         )
 
     def get_adapter(self) -> TraceToMessages:
-        """What makes conversations of spans for the critic.
+        """Return the adapter that converts spans into conversations for the critic.
 
         Raises:
-            ConfigError: the Trainer was given one that makes something else.
+            ConfigError: the Trainer has an adapter of another type.
         """
-        given = None if self._trainer is None else getattr(self.get_trainer(), "adapter", None)
-        if given is not None and not isinstance(given, TraceToMessages):
+        adapter = None if self._trainer is None else getattr(self.get_trainer(), "adapter", None)
+        if adapter is not None and not isinstance(adapter, TraceToMessages):
             raise ConfigError(
-                f"the critic of APO reads conversations, which {type(given).__name__} does not make; leave adapter out"
+                f"the Trainer's adapter is a {type(adapter).__name__}, and APO needs TraceToMessages; leave "
+                f"adapter out"
             )
-        return given or (self._adapter if isinstance(self._adapter, TraceToMessages) else TraceToMessages())
+        return adapter or (self._adapter if isinstance(self._adapter, TraceToMessages) else TraceToMessages())
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-        """Search.
+        """Search for a better prompt.
 
         Raises:
-            ConfigError: there is no store, or no prompt to begin with.
+            ConfigError: there is no store, or no prompt among the resources.
             DatasetError: there are no training or no validation tasks.
-            PromptError: the prompt to begin with is malformed.
+            PromptError: the seed is malformed.
             CriticError: the models that criticise and rewrite do not answer.
-            CheckpointError: the search to go on with is of another prompt or other tasks.
-            RolloutsFailedError: a batch of rollouts was lost, or gave no reward.
+            CheckpointError: the search to resume has another seed or other tasks.
+            RolloutsFailedError: a batch of rollouts was lost, or the agent never returned a reward.
         """
         train, val = as_list(train_dataset, "train_dataset"), as_list(val_dataset, "val_dataset")
         for name, tasks in (("train_dataset", train), ("val_dataset", val)):
             if not tasks:
                 raise DatasetError(
-                    f"APO criticises prompts on training tasks and scores them on others; {name} is missing"
+                    f"{name} is missing; APO criticises prompts on train_dataset and scores them on "
+                    f"val_dataset"
                 )
         name, seed = self.get_seed_prompt_template()
         try:
             seed.placeholders()
         except PromptError as error:
             raise PromptError(f"resource {name!r}: {error}") from None
-        side = self._run_context
-        folder = None if side is None else side.folder
-        history = self._begin(seed, name, _digest(val), None if side is None else side.resume_file)
+        context = self._run_context
+        folder = None if context is None else context.folder
+        history = self._load_or_begin(
+            seed, name, _fingerprint(val), None if context is None else context.resume_file
+        )
         self.history = history
         console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
         datasets: dict[RolloutMode, Sequence[Any]] = {"train": train, "val": val}
@@ -191,10 +202,10 @@ class APO(Algorithm):
             datasets,
             self.settings.rollout_batch_timeout,
             self.get_adapter(),
-            tell=(lambda finished: None) if side is None else side.report_failures,
-            works=history.has_scores,
+            report_failures=(lambda finished: None) if context is None else context.report_failures,
+            agent_works=history.has_scores,
         )
-        async with on_this_loop(self.client) as client:
+        async with client_on_current_loop(self.client) as client:
             critic = PromptCritic(client, self.settings)
             search = BeamSearch(
                 self.settings,
@@ -204,12 +215,12 @@ class APO(Algorithm):
                 evaluator,
                 critic.critique,
                 critic.edit,
-                changed=lambda: _keep(history, folder),
-                say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+                on_change=lambda: _save(history, folder),
+                log=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
             )
             await self._search(search, folder)
-        await evaluator.settle_on(self.get_best_prompt())
-        show(history, console)
+        await evaluator.make_latest(self.get_best_prompt())
+        print_result(history, console)
         if folder is not None:
             console.print(
                 *(f"  {folder / file}" for file in (RESULT_FILE, TREE_FILE, BEST_FILE)),
@@ -217,46 +228,49 @@ class APO(Algorithm):
                 soft_wrap=True,
             )
 
-    def _begin(self, seed: PromptTemplate, name: str, tasks: str, result: Path | None) -> History:
-        if result is None:
+    def _load_or_begin(
+        self, seed: PromptTemplate, name: str, tasks: str, resume_file: Path | None
+    ) -> History:
+        if resume_file is None:
             return History.begin(seed, name, tasks, self.resolved())
-        history = History.load(result)
-        history.must_fit(seed, name, tasks, result)
+        history = History.load(resume_file)
+        history.check_same_search(seed, name, tasks, resume_file)
         return history.model_copy(update={"settings": self.resolved()})
 
     async def _search(self, search: BeamSearch, folder: Path | None) -> None:
-        history, side = search.history, self._run_context
-        was_scored = history.candidates[0].val_score is not None
+        history, context = search.history, self._run_context
+        seed = history.candidates[0]
+        was_scored = seed.val_score is not None
         await search.begin()
         await asyncio.to_thread(_draw, history, folder)
-        if side is not None and not was_scored and (found := history.candidates[0].val_score) is not None:
-            side.step(0, {"val/reward": found})
+        if context is not None and not was_scored and seed.val_score is not None:
+            context.step(0, {"val/reward": seed.val_score})
         while history.rounds_done < self.settings.beam_rounds:
             started, number = time.perf_counter(), history.rounds_done + 1
-            if side is not None:
-                side.stage(f"round {number}/{self.settings.beam_rounds}")
+            if context is not None:
+                context.stage(f"round {number}/{self.settings.beam_rounds}")
             await search.round()
             await asyncio.to_thread(_draw, history, folder)
-            if side is not None:
-                side.step(number, round_metrics(history, time.perf_counter() - started))
+            if context is not None:
+                context.step(number, round_metrics(history, time.perf_counter() - started))
 
 
 def round_metrics(history: History, seconds: float) -> dict[str, float]:
-    """The figures of the last round."""
+    """Return the metrics of the last finished round."""
     number, beam = history.rounds_done, history.beam
     assert beam[0].val_score is not None, "the leader of a finished round was validated"
     return {
         "val/reward": beam[0].val_score,
         "apo/best": history.best_candidate.val_score or 0.0,
         "apo/beam_mean": sum(candidate.batch_scores[number] for candidate in beam) / len(beam),
-        "apo/made": float(len(history.made_in(number))),
+        "apo/made": float(len(history.created_in(number))),
         "apo/rejected": float(sum(rejection.round == number for rejection in history.rejections)),
         "time/round_s": seconds,
     }
 
 
-def _keep(history: History, folder: Path | None) -> None:
-    """Write what there is into the run directory."""
+def _save(history: History, folder: Path | None) -> None:
+    """Write the history and the best prompt into the run directory."""
     if folder is not None:
         history.save(folder / RESULT_FILE)
         (folder / BEST_FILE).write_text(history.best_candidate.template.template, encoding="utf-8")
@@ -269,7 +283,7 @@ def _draw(history: History, folder: Path | None) -> None:
         plot_tree(history, folder / TREE_FILE)
 
 
-def _digest(tasks: Sequence[Any]) -> str:
-    """Tells tasks apart, the same in every process."""
+def _fingerprint(tasks: Sequence[Any]) -> str:
+    """Return a digest of tasks that is the same in every process."""
     text = json.dumps(tasks, skipkeys=True, default=lambda item: type(item).__qualname__)
     return f"{len(tasks)} tasks, sha256 {hashlib.sha256(text.encode()).hexdigest()}"

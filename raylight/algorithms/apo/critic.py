@@ -1,4 +1,4 @@
-"""The models that criticise and rewrite prompts, behind an OpenAI client."""
+"""Models that criticise and rewrite prompts, behind an OpenAI client."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 NO_COMPLETION = (
-    "answered with no chat completion (does the client's base_url end in /v1, or whatever its server wants?)"
+    "answered with no chat completion (check that the client's base_url ends in /v1, or in the server's own "
+    "path)"
 )
 
 
 @contextlib.asynccontextmanager
-async def on_this_loop(client: AsyncOpenAI) -> AsyncIterator[AsyncOpenAI]:
-    """The same client with connections of this event loop, closed in the end: a run has a loop of its own, and a connection that
-    another loop has opened breaks. A client that was given its own `http_client` is left as it is."""
+async def client_on_current_loop(client: AsyncOpenAI) -> AsyncIterator[AsyncOpenAI]:
+    """Yield a copy of a client whose connections belong to this event loop, and close them at the end.
+
+    A run has an event loop of its own, and a connection that another loop opened fails there. A client with
+    the user's own `http_client` is yielded unchanged.
+    """
     import openai
     from openai._base_client import AsyncHttpxClientWrapper
 
@@ -36,59 +40,69 @@ async def on_this_loop(client: AsyncOpenAI) -> AsyncIterator[AsyncOpenAI]:
 
 
 class PromptCritic:
-    """Asks the two models. Transient errors are retried by the client itself, as often as its `max_retries` says."""
+    """Client of the two models. The OpenAI client retries transient errors, up to its `max_retries`."""
 
     def __init__(self, client: AsyncOpenAI, settings: ApoSettings) -> None:
         self._client = client
         self._settings = settings
 
     async def critique(self, template: PromptTemplate, trials: Sequence[Trial], variant: int) -> str:
-        """Why a prompt did not do better (a textual gradient).
+        """Return a critique of a prompt by its rollouts (a textual gradient).
 
         Raises:
-            RejectedEdit: the model did not answer, or said nothing.
-            CriticError: it never will: the key or the name of the model is wrong.
+            RejectedEdit: the model did not answer, or its answer is empty or truncated.
+            CriticError: no request can succeed: the API key, the model's name or the base URL is wrong.
         """
-        return await self._ask(
+        return await self._complete(
             self._settings.gradient_model, critique_messages(template, describe_trials(trials), variant)
         )
 
     async def edit(self, template: PromptTemplate, critique: str, variant: int) -> str:
-        """The answer in which there is a rewritten prompt; raises as `critique` does."""
-        return await self._ask(self._settings.apply_edit_model, edit_messages(template, critique, variant))
+        """Return an answer that contains a rewritten prompt.
 
-    async def _ask(self, model: str, messages: list[dict[str, str]]) -> str:
+        Raises:
+            RejectedEdit: as in `critique`.
+            CriticError: as in `critique`.
+        """
+        return await self._complete(
+            self._settings.apply_edit_model, edit_messages(template, critique, variant)
+        )
+
+    async def _complete(self, model: str, messages: list[dict[str, str]]) -> str:
         import openai
 
-        warmth = self._settings.diversity_temperature
-        extra: dict[str, Any] = {} if warmth is None else {"temperature": warmth}
-        messages = [message | {"content": writable(message["content"])} for message in messages]
+        temperature = self._settings.diversity_temperature
+        extra: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+        messages = [message | {"content": replace_surrogates(message["content"])} for message in messages]
         try:
             reply = await self._client.chat.completions.create(model=model, messages=messages, **extra)  # type: ignore[arg-type]
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
             raise CriticError(
-                f"{model!r} at {self._client.base_url} cannot be asked: {error}. Check the client's base_url and api_key, and the "
-                "names given as gradient_model and apply_edit_model"
+                f"requests to {model!r} at {self._client.base_url} are rejected: {error}. Check the "
+                f"client's base_url "
+                "and api_key, and the names given as gradient_model and apply_edit_model"
             ) from error
         except openai.OpenAIError as error:
             raise RejectedEdit(
                 f"{model!r} did not answer: {type(error).__name__}: {error}", "endpoint"
             ) from error
-        except ValueError as error:  # a body that is announced as JSON and is none
+        except ValueError as error:  # the content type is JSON, the body is not
             raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {error}", "endpoint") from error
-        text, ending = _answer(reply, model)
-        if ending == "length":
-            raise RejectedEdit(f"the answer of {model!r} was cut off", "cut off", text)
+        text, finish_reason = _parse_reply(reply, model)
+        if finish_reason == "length":
+            raise RejectedEdit(f"the answer of {model!r} is truncated", "cut off", text)
         if not text:
-            raise RejectedEdit(f"{model!r} gave an empty answer", "empty")
+            raise RejectedEdit(f"the answer of {model!r} is empty", "empty")
         return text
 
 
-def _answer(reply: Any, model: str) -> tuple[str, str | None]:
-    """The text of a reply and why it ended. The client takes whatever an endpoint sends for a completion, a web page too.
+def _parse_reply(reply: Any, model: str) -> tuple[str, str | None]:
+    """Return the text of a reply and its finish reason.
+
+    The OpenAI client accepts any body as a completion, a web page too.
 
     Raises:
-        RejectedEdit: it is no completion.
+        RejectedEdit: the reply is not a completion.
     """
     try:
         choice = reply.choices[0]
@@ -97,9 +111,9 @@ def _answer(reply: Any, model: str) -> tuple[str, str | None]:
             raise TypeError(f"its content is a {type(content).__name__}")
     except (AttributeError, TypeError, LookupError) as error:
         raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {reply!r:.200} ({error})", "endpoint") from error
-    return writable(content or "").strip(), choice.finish_reason
+    return replace_surrogates(content or "").strip(), choice.finish_reason
 
 
-def writable(text: str) -> str:
-    """The text without halves of surrogate pairs, which neither a request nor a file can hold."""
+def replace_surrogates(text: str) -> str:
+    """Return a text with `?` for lone surrogates, which neither a request nor a file can encode."""
     return text.encode(errors="replace").decode()

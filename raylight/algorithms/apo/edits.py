@@ -1,4 +1,4 @@
-"""What a model wrote in place of a prompt: taken out of its answer, and let pass only if agents can use it."""
+"""Parsing and validation of a model's rewritten prompt."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FENCED = re.compile(r"\A```[\w-]*\n(?P<text>.*)\n```\Z", re.DOTALL)
 
 
 class RejectedEdit(RaylightError):
-    """A branch of the search led to no prompt.
+    """Branch of the search without a usable prompt.
 
     Args:
-        message: why.
-        kind: in a word, for counting.
-        text: what was rejected.
+        message: the reason.
+        kind: category of the reason, for counting.
+        text: the rejected text.
     """
 
     def __init__(self, message: str, kind: RejectionKind = "malformed", text: str = "") -> None:
@@ -32,51 +32,58 @@ class RejectedEdit(RaylightError):
         return type(self), (str(self), self.kind, self.text)
 
 
-def extract(answer: str) -> str:
-    """The prompt in an answer: between the last `<prompt>` and `</prompt>`, or after a `<prompt>` that was left open, or all of it;
-    without a fence around it."""
+def extract_prompt(answer: str) -> str:
+    """Return the prompt in an answer, without a code fence around it.
+
+    The prompt is the text between the last `<prompt>` and `</prompt>`, or after an unclosed `<prompt>`, or
+    else the whole answer.
+    """
     tagged = list(_TAGGED.finditer(answer))
     text = (tagged[-1]["text"] if tagged else _OPENED.sub("", answer)).strip()
     fenced = _FENCED.match(text)
     return fenced["text"].strip() if fenced else text
 
 
-def rewrite_of(parent: PromptTemplate, answer: str) -> PromptTemplate:
-    """The rewritten prompt, which has exactly its parent's placeholders, each plain or as its parent writes it: no other format is
-    known to fit what agents fill in.
+def parse_rewrite(parent: PromptTemplate, answer: str) -> PromptTemplate:
+    """Return the rewritten prompt of an answer.
+
+    It has exactly its parent's placeholders, each plain or with its parent's conversion and format, because
+    no other format is known to fit the agents' values.
 
     Raises:
-        RejectedEdit: it is empty, cannot be filled, or lost or invented a placeholder.
+        RejectedEdit: the prompt is empty or malformed, or has other placeholders than its parent.
     """
-    text = extract(answer)
+    text = extract_prompt(answer)
     if not text:
-        raise RejectedEdit("the model gave back no prompt", "empty", answer)
+        raise RejectedEdit("the model's answer has no prompt", "empty", answer)
     rewritten = parent.model_copy(update={"template": text})
     try:
-        found = rewritten.placeholders()
+        placeholders = rewritten.placeholders()
     except PromptError as error:
         raise RejectedEdit(str(error), "malformed", text) from None
-    wanted = parent.placeholders()
-    if found != wanted:
-        lost, new = sorted(wanted - found), sorted(found - wanted)
-        parts = [f"lost {', '.join(lost)}"] * bool(lost) + [
-            f"asks for {', '.join(new)}, which nobody gives"
-        ] * bool(new)
-        raise RejectedEdit(f"the rewritten prompt {' and '.join(parts)}", "placeholders", text)
+    expected = parent.placeholders()
+    if placeholders != expected:
+        missing, unknown = sorted(expected - placeholders), sorted(placeholders - expected)
+        problems = [f"lacks the placeholders {', '.join(missing)}"] * bool(missing)
+        problems += [f"has the unknown placeholders {', '.join(unknown)}"] * bool(unknown)
+        raise RejectedEdit(f"the rewritten prompt {' and '.join(problems)}", "placeholders", text)
     if parent.engine == "f-string":
-        odd = fields(text) - fields(parent.template) - {f"{{{name}}}" for name in wanted}
-        if odd:
+        plain = {f"{{{name}}}" for name in expected}
+        if changed := written_placeholders(text) - written_placeholders(parent.template) - plain:
             raise RejectedEdit(
-                f"the rewritten prompt has {', '.join(sorted(odd))}: a format of its own", "malformed", text
+                f"the rewritten prompt has {', '.join(sorted(changed))}, a format that its parent does not "
+                f"use",
+                "malformed",
+                text,
             )
     return rewritten
 
 
-def fields(template: str) -> set[str]:
-    """The placeholders of an f-string template as they are written, with conversion and format."""
+def written_placeholders(template: str) -> set[str]:
+    """Return the placeholders of an f-string template as they are written, with conversion and format."""
     parts = string.Formatter().parse(template)
     return {
-        f"{{{name}{f'!{conversion}' if conversion else ''}{f':{layout}' if layout else ''}}}"
-        for _, name, layout, conversion in parts
+        f"{{{name}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}}}"
+        for _, name, spec, conversion in parts
         if name is not None
     }

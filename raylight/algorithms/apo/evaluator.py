@@ -1,4 +1,4 @@
-"""Rolling the agent out with a prompt, through the store."""
+"""Evaluation of prompts by rollouts of the agent, through the store."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import Any
 
 from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import NamedResources
-from raylight.algorithms.apo.trials import Ending, Evaluation, Trial
+from raylight.algorithms.apo.trials import Evaluation, Outcome, Trial
 from raylight.errors import RolloutsFailedError
 from raylight.store.client import StoreClient
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.rewards import is_reward_span
 from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutMode, Span
 
-NOTED_SPANS = 30
-"""Of a rollout without a call to a model, shown to the critic."""
-SHOWN_ATTRIBUTES = 500
-"""Characters of a span's."""
+MAX_SPANS = 30
+"""Spans per rollout without a model call that the critic reads."""
+MAX_SPAN_CHARACTERS = 500
+"""Characters of a span's attributes that the critic reads."""
 
 
 class PromptEvaluator:
-    """Implements `raylight.algorithms.apo.beam.Evaluate`.
+    """Implementation of `raylight.algorithms.apo.beam.EvaluateFunction`.
 
     Args:
-        resources: what agents are given beside the prompt.
-        name: of the prompt among them.
+        resources: resources of agents besides the prompt.
+        name: name of the prompt among the resources.
         datasets: tasks by mode.
-        timeout: seconds after which the rollouts of a batch that are not over are cancelled.
-        tell: given the rollouts of every batch, to tell of those that failed.
-        works: the agent is known to give rewards, so that a prompt is at fault where it gives none.
+        timeout: seconds after which the undecided rollouts of a batch are cancelled.
+        messages: adapter that converts spans into conversations.
+        report_failures: called with the rollouts of every batch.
+        agent_works: True if the agent has returned rewards before, so that a prompt without rewards scores 0
+            instead of ending the search.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class PromptEvaluator:
         datasets: dict[RolloutMode, Sequence[Any]],
         timeout: float,
         messages: TraceToMessages,
-        tell: Callable[[list[FinishedRollout]], None] = lambda finished: None,
-        works: bool = False,
+        report_failures: Callable[[list[FinishedRollout]], None] = lambda finished: None,
+        agent_works: bool = False,
     ) -> None:
         self._store = store
         self._resources = resources
@@ -51,86 +53,90 @@ class PromptEvaluator:
         self._datasets = datasets
         self._timeout = timeout
         self._messages = messages
-        self._tell = tell
-        self._works = works
+        self._report_failures = report_failures
+        self._agent_works = agent_works
         self._resources_ids: dict[str, str] = {}
-        """By the prompt's text."""
-        self._offering = asyncio.Lock()
+        """Text of a prompt -> id of the resources that contain it."""
+        self._storing = asyncio.Lock()
 
     async def __call__(self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
         """Roll every task out once.
 
         Raises:
-            RolloutsFailedError: all were lost to the infrastructure, or none has ever done anything but fail or give no reward.
+            RolloutsFailedError: infrastructure failures lost all rollouts, or no rollout so far has returned
+                a reward.
         """
-        resources_id = await self.offer(template)
-        asked = [
+        resources_id = await self.store_prompt(template)
+        requests = [
             EnqueueRolloutRequest(input=self._datasets[mode][i], mode=mode, resources_id=resources_id)
             for i in tasks
         ]
-        ids = [rollout.rollout_id for rollout in await self._store.enqueue_many_rollouts(asked)]
+        ids = [rollout.rollout_id for rollout in await self._store.enqueue_many_rollouts(requests)]
         decided = await self._store.wait_for_rollouts(rollout_ids=ids, timeout=self._timeout)
         if len(decided) < len(ids):
             await self._store.cancel_rollouts(ids)
         finished = await self._store.collect(ids, with_spans=True)
-        self._tell(finished)
-        found = Evaluation([self._trial(item) for item in finished])
-        _must_be_there(found)
-        self._must_work(found)
-        return found
+        self._report_failures(finished)
+        evaluation = Evaluation([self._trial(item) for item in finished])
+        _check_not_all_lost(evaluation)
+        self._check_agent_works(evaluation)
+        return evaluation
 
-    async def offer(self, template: PromptTemplate) -> str:
-        """Store the resources with this prompt, once; returns their id."""
-        async with self._offering:  # branches of one parent come at once
+    async def store_prompt(self, template: PromptTemplate) -> str:
+        """Store the resources with this prompt, once, and return their id."""
+        async with self._storing:  # branches of one parent run concurrently
             if template.template not in self._resources_ids:
                 update = await self._store.add_resources(self._resources | {self._name: template})
                 self._resources_ids[template.template] = update.resources_id
             return self._resources_ids[template.template]
 
-    async def settle_on(self, template: PromptTemplate) -> None:
-        """Make the resources with this prompt the latest."""
+    async def make_latest(self, template: PromptTemplate) -> None:
+        """Make the resources with this prompt the latest in the store."""
         await self._store.update_resources(
-            await self.offer(template), self._resources | {self._name: template}
+            await self.store_prompt(template), self._resources | {self._name: template}
         )
 
-    def _must_work(self, found: Evaluation) -> None:
-        """Raise RolloutsFailedError if the agent fails, or scores nothing, whatever it is asked: then no prompt is at fault."""
-        self._works = self._works or any(
-            trial.ending == "timed out" or (trial.ending == "succeeded" and trial.reward is not None)
-            for trial in found.trials
+    def _check_agent_works(self, evaluation: Evaluation) -> None:
+        """Raise RolloutsFailedError if the agent has never returned a reward: then the prompt is not the
+        cause."""
+        self._agent_works = self._agent_works or any(
+            trial.outcome == "timed out" or (trial.outcome == "succeeded" and trial.reward is not None)
+            for trial in evaluation.trials
         )
-        if self._works:
+        if self._agent_works:
             return
-        errors = Counter(trial.error for trial in found.trials if trial.ending == "failed")
+        errors = Counter(trial.error for trial in evaluation.trials if trial.outcome == "failed")
         if not errors:
             raise RolloutsFailedError(
-                f"none of {len(found.trials)} rollouts was scored: the agent returns None; return a float, or a dict of floats"
+                f"none of the {len(evaluation.trials)} rollouts has a reward: the agent returns None; "
+                f"return a float, or a "
+                "dict of floats"
             )
         error, count = errors.most_common(1)[0]
         raise RolloutsFailedError(
-            f"{errors.total()} of the {len(found.trials)} rollouts of the first batch failed and none was scored, {count} of them "
-            f"with {error}; Trainer.dev() shows where"
+            f"{errors.total()} of the {len(evaluation.trials)} rollouts of the first batch failed and none "
+            f"has a reward, "
+            f"{count} of them with {error}; run Trainer.dev() to see the traceback"
         )
 
     def _trial(self, item: FinishedRollout) -> Trial:
         failure = item.rollout.attempt.failure if item.rollout.attempt else None
         conversations = self._messages.adapt(item.spans)
+        spans = [] if conversations else [span for span in item.spans if not is_reward_span(span)]
         return Trial(
             task=item.rollout.input,
-            ending=_ending(item),
+            outcome=_outcome(item),
             reward=item.reward,
             conversations=conversations,
-            notes=()
-            if conversations
-            else [_note(span) for span in item.spans if not is_reward_span(span)][:NOTED_SPANS],
+            notes=[_describe_span(span) for span in spans[:MAX_SPANS]],
             error=failure.error if failure else "",
         )
 
 
-def _ending(item: FinishedRollout) -> Ending:
+def _outcome(item: FinishedRollout) -> Outcome:
     if item.rollout.status == "succeeded":
         return "succeeded"
-    if item.rollout.status == "cancelled":  # by us, who waited long enough
+    if item.rollout.status == "cancelled":  # by the evaluator, after its timeout
         return "timed out"
     failure = item.rollout.attempt.failure if item.rollout.attempt else None
     if failure is None or failure.kind in ("infrastructure", "cancelled"):
@@ -138,15 +144,17 @@ def _ending(item: FinishedRollout) -> Ending:
     return "timed out" if failure.kind in ("timeout", "unresponsive") else "failed"
 
 
-def _must_be_there(found: Evaluation) -> None:
-    """Raise RolloutsFailedError if all of these rollouts were lost, which says nothing of their prompt."""
-    if all(trial.ending == "lost" for trial in found.trials):
+def _check_not_all_lost(evaluation: Evaluation) -> None:
+    """Raise RolloutsFailedError if all rollouts were lost, which leaves the prompt without a score."""
+    if all(trial.outcome == "lost" for trial in evaluation.trials):
         raise RolloutsFailedError(
-            f"all {len(found.trials)} rollouts of a batch were lost: {found.trials[0].error or 'their attempts left no reason'}. "
-            "fit(resume='auto') goes on with this round"
+            f"all {len(evaluation.trials)} rollouts of a batch were lost to infrastructure failures, the "
+            f"first with: "
+            f"{evaluation.trials[0].error or 'no error recorded'}. fit(resume='auto') continues with this "
+            f"round"
         )
 
 
-def _note(span: Span) -> str:
-    said = ", ".join(f"{key}={value!r}" for key, value in span.attributes.items())
-    return f"- {span.name}: {said[:SHOWN_ATTRIBUTES]}" if said else f"- {span.name}"
+def _describe_span(span: Span) -> str:
+    attributes = ", ".join(f"{key}={value!r}" for key, value in span.attributes.items())
+    return f"- {span.name}: {attributes[:MAX_SPAN_CHARACTERS]}" if attributes else f"- {span.name}"

@@ -1,4 +1,4 @@
-"""Every prompt that was tried: where it comes from, what it scored, and what became of those that were not."""
+"""History of a search: every prompt with its parent and scores, and every rejected rewrite."""
 
 from __future__ import annotations
 
@@ -15,69 +15,70 @@ from raylight.files import write_atomic
 RejectionKind = Literal["endpoint", "empty", "cut off", "malformed", "placeholders", "duplicate"]
 
 
-class Record(BaseModel):
-    """Base of what is written into the result file."""
+class HistoryModel(BaseModel):
+    """Base of the models in the result file."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Candidate(Record):
-    """A prompt that was tried."""
+class Candidate(HistoryModel):
+    """Prompt of the search."""
 
     version: str
-    """`v0` is the seed; numbers grow in the order in which prompts were made."""
+    """`v0` for the seed; later prompts are numbered in the order of their creation."""
     template: PromptTemplate
     parent: str | None = None
-    """Version that it is a rewrite of; None for the seed."""
+    """Version of the rewritten prompt; None for the seed."""
     round: int = 0
-    """In which it was made; 0 for the seed."""
+    """Round in which the prompt was created; 0 for the seed."""
     critique: str = ""
-    """Of its parent, which led to it."""
+    """Critique of the parent that led to this prompt."""
     batch_scores: dict[int, float] = Field(default_factory=dict)
-    """Mean reward on the validation batch of each round in which it was scored."""
+    """Round -> mean reward on its validation batch."""
     val_score: float | None = None
-    """Mean reward on all validation tasks; None if it never led a beam."""
+    """Mean reward on all validation tasks; None if the prompt never led a beam."""
 
     @property
     def last_score(self) -> float | None:
-        """On the latest validation batch that it was scored on."""
+        """Mean reward on the latest validation batch; None if there is none."""
         return self.batch_scores[max(self.batch_scores)] if self.batch_scores else None
 
 
-class Rejection(Record):
-    """A branch that led to no prompt."""
+class Rejection(HistoryModel):
+    """Branch of the search without a usable prompt."""
 
     parent: str
     round: int
     kind: RejectionKind
     reason: str
     text: str = ""
-    """What was rejected, if there was anything."""
+    """Rejected text, if there is any."""
 
 
-class History(Record):
-    """A search so far. It is all that going on with it needs.
+class History(HistoryModel):
+    """State of a search, sufficient for resuming it.
 
-    A round is over when `beams` has its beam; its rewrites are made when `generated` says so.
+    A round is finished once `beams` has its beam; its rewrites are complete once `generated` is its number.
     """
 
     resource: str
-    """Name under which agents are given the prompt."""
+    """Name of the prompt among the agents' resources."""
     tasks: str
-    """Tells the validation tasks from others."""
+    """Fingerprint of the validation tasks."""
     settings: dict[str, Any]
     candidates: list[Candidate]
     rejections: list[Rejection] = Field(default_factory=list)
     beams: list[list[str]]
-    """Versions in the beam after each round, best first; the first is the seed's alone."""
+    """Versions in the beam after each round, best first; the first beam holds the seed only."""
     generated: int = 0
-    """The last round whose rewrites were all made."""
+    """Last round whose rewrites are complete."""
     best: str = "v0"
-    """Version of the prompt with the highest score on all validation tasks; the seed until one has one."""
+    """Version of the prompt with the highest score on all validation tasks; the seed until there is a
+    score."""
 
     @classmethod
     def begin(cls, seed: PromptTemplate, resource: str, tasks: str, settings: dict[str, Any]) -> History:
-        """A search that has only its seed."""
+        """Return the history of a new search, which holds the seed only."""
         return cls(
             resource=resource,
             tasks=tasks,
@@ -88,30 +89,34 @@ class History(Record):
 
     @property
     def rounds_done(self) -> int:
+        """Number of finished rounds."""
         return len(self.beams) - 1
 
     @property
     def beam(self) -> list[Candidate]:
-        """The beam after the last finished round, best first."""
+        """Beam after the last finished round, best first."""
         return [self.candidate(version) for version in self.beams[-1]]
 
     def candidate(self, version: str) -> Candidate:
+        """Return the prompt of a version."""
         return next(candidate for candidate in self.candidates if candidate.version == version)
 
     @property
     def best_candidate(self) -> Candidate:
+        """Best prompt so far."""
         return self.candidate(self.best)
 
     @property
     def has_scores(self) -> bool:
-        """Whether anything was measured."""
+        """True if any prompt has a score."""
         return any(candidate.val_score is not None or candidate.batch_scores for candidate in self.candidates)
 
-    def made_in(self, round: int) -> list[Candidate]:
+    def created_in(self, round: int) -> list[Candidate]:
+        """Return the prompts created in a round."""
         return [candidate for candidate in self.candidates if candidate.round == round]
 
     def add(self, template: PromptTemplate, parent: str, round: int, critique: str) -> Candidate:
-        """A new candidate, with the next version."""
+        """Add a prompt with the next version and return it."""
         added = Candidate(
             version=f"v{len(self.candidates)}",
             template=template,
@@ -122,12 +127,12 @@ class History(Record):
         self.candidates.append(added)
         return added
 
-    def knows(self, text: str) -> bool:
-        """Whether a prompt with this text was tried."""
+    def contains(self, text: str) -> bool:
+        """Return True if there is a prompt with this text."""
         return any(candidate.template.template == text for candidate in self.candidates)
 
     def rejected_by_kind(self) -> dict[str, int]:
-        """How many branches led to no prompt, by what was wrong; most frequent first."""
+        """Return the number of rejections of each kind, most frequent first."""
         return dict(Counter(rejection.kind for rejection in self.rejections).most_common())
 
     def save(self, file: Path) -> None:
@@ -136,10 +141,10 @@ class History(Record):
 
     @classmethod
     def load(cls, file: Path) -> History:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            CheckpointError: it cannot be read, or is something else.
+            CheckpointError: the file cannot be read, or is not a result of APO.
         """
         try:
             return cls.model_validate_json(file.read_text(encoding="utf-8"))
@@ -147,21 +152,23 @@ class History(Record):
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
+            field = ".".join(map(str, first["loc"]))
             raise CheckpointError(
-                f"{file} is no result of APO ({where}: {first['msg']}); remove it, or begin anew with resume=False"
+                f"{file} is not a result of APO ({field}: {first['msg']}); remove it, or start a new search "
+                f"with "
+                "resume=False"
             ) from None
 
-    def must_fit(self, seed: PromptTemplate, resource: str, tasks: str, file: Path) -> None:
-        """Raise CheckpointError unless this is a search from the same seed, measured by the same tasks."""
-        seeds = self.candidates[0].template
-        for what, then, now in (
+    def check_same_search(self, seed: PromptTemplate, resource: str, tasks: str, file: Path) -> None:
+        """Raise CheckpointError unless the resource, the seed and the validation tasks are the same."""
+        for name, saved, current in (
             ("resource", self.resource, resource),
-            ("seed", seeds, seed),
+            ("seed", self.candidates[0].template, seed),
             ("val_dataset", self.tasks, tasks),
         ):
-            if then != now:
+            if saved != current:
                 raise CheckpointError(
-                    f"{file} is of a search with another {what}, whose scores mean nothing here; give the same, choose another "
-                    "output_dir, or begin anew with resume=False"
+                    f"{file} is of a search with another {name}, so its scores are not comparable; use the "
+                    f"same {name}, "
+                    "choose another output_dir, or start a new search with resume=False"
                 )

@@ -1,4 +1,4 @@
-"""The prompts that were tried, as a table."""
+"""Result of a search as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rich.text import Text
 
 from raylight.algorithms.apo.history import History
 
-EXCERPT = 60
+EXCERPT_CHARACTERS = 60
 """Characters of a prompt in the table."""
 
 
 def prompt_table(history: History) -> Table:
-    """Every prompt with its parent, scores and beginning; the best is marked with a star."""
+    """Return a table of all prompts with their parents, scores and first words; a star marks the best."""
     table = Table(title="prompts tried", title_style="bold")
     for name in ("prompt", "from", "round", "batch score", "validation", "in beam of", "text"):
         table.add_column(name, justify="left" if name in ("prompt", "from", "text") else "right")
@@ -26,8 +26,8 @@ def prompt_table(history: History) -> Table:
             f"{candidate.version} *" if best else candidate.version,
             candidate.parent or "-",
             str(candidate.round or "seed"),
-            score(candidate.last_score),
-            score(candidate.val_score),
+            format_score(candidate.last_score),
+            format_score(candidate.val_score),
             ", ".join(rounds) or "-",
             Text(excerpt(candidate.template.template)),
             style="bold green" if best else None,
@@ -35,8 +35,8 @@ def prompt_table(history: History) -> Table:
     return table
 
 
-def show(history: History, console: Console) -> None:
-    """Print the table, what was rejected, and the best prompt."""
+def print_result(history: History, console: Console) -> None:
+    """Print the table, the number of rejected rewrites, and the best prompt."""
     console.print(prompt_table(history))
     if kinds := history.rejected_by_kind():
         console.print(
@@ -48,19 +48,20 @@ def show(history: History, console: Console) -> None:
             soft_wrap=True,
         )
     best, seed = history.best_candidate, history.candidates[0]
-    before = f"; the seed {score(seed.val_score)}" if best is not seed else ""
+    before = f"; the seed {format_score(seed.val_score)}" if best is not seed else ""
     console.print(
-        Text(f"best prompt: {best.version}, validation {score(best.val_score)}{before}", style="bold"),
+        Text(f"best prompt: {best.version}, validation {format_score(best.val_score)}{before}", style="bold"),
         soft_wrap=True,
     )
     console.print(Text(best.template.template), soft_wrap=True)
 
 
-def score(value: float | None) -> str:
+def format_score(value: float | None) -> str:
+    """Return a score with three decimals; "-" for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a prompt on one line."""
+    """Return the beginning of a prompt on one line."""
     line = " ".join(text.split())
-    return line if len(line) <= EXCERPT else f"{line[: EXCERPT - 1]}…"
+    return line if len(line) <= EXCERPT_CHARACTERS else f"{line[: EXCERPT_CHARACTERS - 1]}…"

@@ -1,4 +1,4 @@
-"""The arguments of APO, checked."""
+"""Validated arguments of APO, shared by its algorithm, its search and its critic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raylight.config import Config
 
 
 class ApoSettings(Config):
-    """How prompts are searched for. Its defaults are those of `APO`, which tells what each means."""
+    """Settings of the search; `APO` documents each."""
 
     gradient_model: str = Field(default="gpt-5-mini", min_length=1)
     apply_edit_model: str = Field(default="gpt-4.1-mini", min_length=1)

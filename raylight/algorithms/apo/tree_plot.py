@@ -1,4 +1,4 @@
-"""The prompts that were tried, as a tree."""
+"""Plot of a search as a tree of prompts."""
 
 from __future__ import annotations
 
@@ -10,30 +10,40 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from raylight.algorithms.apo.history import Candidate, History
-from raylight.algorithms.apo.report import score
+from raylight.algorithms.apo.report import format_score
 
-Place = tuple[float, float]
+Position = tuple[float, float]
+"""Round and height of a prompt in the plot."""
 
 
-def layout(history: History) -> dict[str, Place]:
-    """Where each prompt stands: its round, and a height near its parent's; prompts of a round never share a place."""
-    places: dict[str, Place] = {}
+def layout(history: History) -> dict[str, Position]:
+    """Return the position of each prompt.
+
+    Prompts of a round are ordered by the heights of their parents, so that lines do not cross, and never
+    overlap.
+    """
+    positions: dict[str, Position] = {}
     rounds = sorted({candidate.round for candidate in history.candidates})
-    tallest = max(len(history.made_in(number)) for number in rounds)
+    tallest = max(len(history.created_in(number)) for number in rounds)
     for number in rounds:
-        made = sorted(history.made_in(number), key=lambda c: -places[c.parent][1] if c.parent else 0.0)
-        gap = tallest / len(made)
-        for row, candidate in enumerate(made):
-            places[candidate.version] = (float(number), (len(made) - 1) / 2 * gap - row * gap)
-            # those of one parent keep their order, the first on top
-    return places
+        created = sorted(
+            history.created_in(number), key=lambda c: -positions[c.parent][1] if c.parent else 0.0
+        )
+        gap = tallest / len(created)
+        for row, candidate in enumerate(created):
+            positions[candidate.version] = (float(number), (len(created) - 1) / 2 * gap - row * gap)
+            # children of one parent keep their order, the first on top
+    return positions
 
 
 def plot_tree(history: History, path: Path) -> None:
-    """Draw the prompts by round, each with a line from its parent, coloured by its score; kept ones have a dark edge, the best a
-    star, and a cross tells how many rewrites of a round were rejected."""
-    places = layout(history)
-    heights = [y for _, y in places.values()]
+    """Write a plot of the prompts by round, each with a line from its parent and coloured by its score.
+
+    Prompts that were in a beam have a dark edge, and the best has a star. A cross with a number counts the
+    rejected rewrites of a round.
+    """
+    positions = layout(history)
+    heights = [y for _, y in positions.values()]
     rounds = max(max(candidate.round for candidate in history.candidates), history.rounds_done, 1)
     figure = Figure(
         figsize=(3 + 2.6 * rounds, min(3 + 0.45 * (max(heights) - min(heights) + 1), 24)),
@@ -43,25 +53,25 @@ def plot_tree(history: History, path: Path) -> None:
     axes = figure.subplots()
     for candidate in history.candidates:
         if candidate.parent is not None:
-            (x0, y0), (x1, y1) = places[candidate.parent], places[candidate.version]
+            (x0, y0), (x1, y1) = positions[candidate.parent], positions[candidate.version]
             axes.plot([x0, x1], [y0, y1], color="lightgrey", linewidth=1, zorder=1)
     kept = {version for beam in history.beams for version in beam}
-    scored = [candidate for candidate in history.candidates if _shown(candidate) is not None]
+    scored = [candidate for candidate in history.candidates if _score(candidate) is not None]
     dots = axes.scatter(
-        [places[c.version][0] for c in scored],
-        [places[c.version][1] for c in scored],
-        c=[_shown(c) or 0.0 for c in scored],
+        [positions[c.version][0] for c in scored],
+        [positions[c.version][1] for c in scored],
+        c=[_score(c) or 0.0 for c in scored],
         s=130,
         cmap="viridis",
         edgecolors=["black" if c.version in kept else "none" for c in scored],
         zorder=2,
     )
-    x, y = places[history.best]
+    x, y = positions[history.best]
     axes.scatter([x], [y], marker="*", s=330, color="gold", edgecolors="black", zorder=3, label="best")
     for candidate in history.candidates:
         axes.annotate(
-            f"{candidate.version}  {score(_shown(candidate))}",
-            places[candidate.version],
+            f"{candidate.version}  {format_score(_score(candidate))}",
+            positions[candidate.version],
             xytext=(9, 5),
             textcoords="offset points",
             fontsize=8,
@@ -75,14 +85,14 @@ def plot_tree(history: History, path: Path) -> None:
             color="firebrick",
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("round in which the prompt was made (0: the seed); ✗: rewrites rejected")
+    axes.set_xlabel("round in which the prompt was created (0: the seed); ✗: rejected rewrites")
     axes.set_yticks([])
     axes.margins(x=0.15, y=0.15)
     axes.legend(loc="upper left")
     if scored:
-        figure.colorbar(dots, label="mean reward, on all validation tasks or else the last batch")
+        figure.colorbar(dots, label="mean reward on all validation tasks, or else on the last batch")
     figure.savefig(path, dpi=120)
 
 
-def _shown(candidate: Candidate) -> float | None:
+def _score(candidate: Candidate) -> float | None:
     return candidate.last_score if candidate.val_score is None else candidate.val_score

@@ -1,4 +1,4 @@
-"""What came of a prompt on a batch of tasks."""
+"""Outcomes of a prompt's rollouts, and their text for the critic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from raylight.traces.messages import OpenAIMessages
 
-Ending = Literal["succeeded", "failed", "timed out", "lost"]
-"""lost: to the infrastructure, which says nothing of the prompt."""
+Outcome = Literal["succeeded", "failed", "timed out", "lost"]
+"""Outcome of a rollout; lost: an infrastructure failure, which has nothing to do with the prompt."""
 
-TASK_CHARACTERS = 1_000
-TRANSCRIPT_CHARACTERS = 6_000
-"""Shown of each rollout to the model that criticises."""
+MAX_TASK_CHARACTERS = 1_000
+"""Characters of a task, or an error, that the critic reads."""
+MAX_TRANSCRIPT_CHARACTERS = 6_000
+"""Characters of a rollout's transcript that the critic reads."""
 
 
 @dataclass(frozen=True)
@@ -23,80 +24,81 @@ class Trial:
     """One rollout with a prompt."""
 
     task: Any
-    ending: Ending
+    outcome: Outcome
     reward: float | None = None
     conversations: Sequence[OpenAIMessages] = ()
-    """One per call to a model."""
+    """Messages of each model call."""
     notes: Sequence[str] = ()
-    """A line a span, where no call to a model was seen."""
+    """One line per span, for a rollout without a recorded model call."""
     error: str = ""
 
     @property
-    def counted(self) -> float:
-        """What it adds to the score."""
-        return self.reward if self.reward is not None and self.ending == "succeeded" else 0.0
+    def score(self) -> float:
+        """Contribution to the prompt's score: the reward of a rollout that succeeded, else 0."""
+        return self.reward if self.reward is not None and self.outcome == "succeeded" else 0.0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A prompt on a batch of tasks."""
+    """Rollouts of a prompt on a batch of tasks."""
 
     trials: Sequence[Trial] = field(default_factory=list)
 
     @property
     def score(self) -> float:
-        """Mean reward. What failed, ran out of time or gave no reward counts as 0; what was lost is left out.
+        """Mean reward, with 0 for rollouts that failed, timed out or have no reward; lost rollouts are
+        excluded.
 
         Raises:
-            ZeroDivisionError: everything was lost.
+            ZeroDivisionError: all rollouts were lost.
         """
-        known = [trial.counted for trial in self.trials if trial.ending != "lost"]
-        return sum(known) / len(known)
+        scores = [trial.score for trial in self.trials if trial.outcome != "lost"]
+        return sum(scores) / len(scores)
 
-    def endings(self) -> str:
-        """Of what did not succeed, in words; empty if all did."""
-        counts = Counter(trial.ending for trial in self.trials if trial.ending != "succeeded")
-        unscored = sum(trial.ending == "succeeded" and trial.reward is None for trial in self.trials)
+    def problems(self) -> str:
+        """Return the counts of rollouts without success or reward, in words; empty if there are none."""
+        counts = Counter(trial.outcome for trial in self.trials if trial.outcome != "succeeded")
+        unscored = sum(trial.outcome == "succeeded" and trial.reward is None for trial in self.trials)
         return ", ".join(
-            [f"{count} {ending}" for ending, count in counts.items()]
+            [f"{count} {outcome}" for outcome, count in counts.items()]
             + [f"{unscored} without a reward"] * bool(unscored)
         )
 
 
 def describe_trials(trials: Sequence[Trial]) -> str:
-    """Rollouts as text, for a model to read."""
+    """Return rollouts as text for a model to read."""
     return "\n\n".join(f"### Attempt {number}\n{_describe(trial)}" for number, trial in enumerate(trials, 1))
 
 
 def _describe(trial: Trial) -> str:
-    reward = "none was given" if trial.reward is None else f"{trial.reward:g}"
+    reward = "none" if trial.reward is None else f"{trial.reward:g}"
     lines = [
-        f"Task: {_short(_text(trial.task), TASK_CHARACTERS)}",
-        f"Outcome: {trial.ending}",
+        f"Task: {_shorten(_text(trial.task), MAX_TASK_CHARACTERS)}",
+        f"Outcome: {trial.outcome}",
         f"Reward: {reward}",
     ]
     if trial.error:
-        lines.append(f"Error: {_short(trial.error, TASK_CHARACTERS)}")
-    shown = _transcript(trial.conversations) if trial.conversations else "\n".join(trial.notes)
-    if shown:
-        lines.append(f"What happened:\n{_short(shown, TRANSCRIPT_CHARACTERS)}")
+        lines.append(f"Error: {_shorten(trial.error, MAX_TASK_CHARACTERS)}")
+    transcript = _transcript(trial.conversations) if trial.conversations else "\n".join(trial.notes)
+    if transcript:
+        lines.append(f"Transcript:\n{_shorten(transcript, MAX_TRANSCRIPT_CHARACTERS)}")
     return "\n".join(lines)
 
 
 def _transcript(conversations: Sequence[OpenAIMessages]) -> str:
-    """Each conversation once: one that a later one goes on with is left out."""
+    """Return each conversation once: one that a later one extends is left out."""
     dialogues = [item["messages"] for item in conversations]
-    whole = [
+    complete = [
         dialogue
-        for place, dialogue in enumerate(dialogues)
-        if not any(later[: len(dialogue)] == dialogue for later in dialogues[place + 1 :])
+        for index, dialogue in enumerate(dialogues)
+        if not any(later[: len(dialogue)] == dialogue for later in dialogues[index + 1 :])
     ]
     return "\n---\n".join(
-        "\n".join(f"[{m.get('role', '?')}] {_said(m)}" for m in dialogue) for dialogue in whole
+        "\n".join(f"[{m.get('role', '?')}] {_message_text(m)}" for m in dialogue) for dialogue in complete
     )
 
 
-def _said(message: dict[str, Any]) -> str:
+def _message_text(message: dict[str, Any]) -> str:
     content = message.get("content")
     calls = message.get("tool_calls")
     text = "" if content is None else _text(content)
@@ -106,13 +108,13 @@ def _said(message: dict[str, Any]) -> str:
 def _text(value: Any) -> str:
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    except (TypeError, ValueError):  # keys that JSON does not have, or a value within itself
+    except (TypeError, ValueError):  # keys that JSON does not support, or a circular reference
         return repr(value)
 
 
-def _short(text: str, most: int) -> str:
-    """The beginning and the end of a long text."""
-    if len(text) <= most:
+def _shorten(text: str, limit: int) -> str:
+    """Return the beginning and the end of a long text."""
+    if len(text) <= limit:
         return text
-    half = most // 2
+    half = limit // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

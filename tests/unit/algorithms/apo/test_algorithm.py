@@ -1,4 +1,4 @@
-"""APO around its search: rollouts through a store in this process, what is kept, what is refused."""
+"""APO around its search: rollouts through a store in this process, files, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.console import Console
 from unit_helpers import within
 
 import raylight as rl
-from raylight.algorithms.apo.algorithm import APO, _digest, round_metrics
+from raylight.algorithms.apo.algorithm import APO, _fingerprint, round_metrics
 from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History, Rejection
-from raylight.algorithms.apo.report import prompt_table, show
+from raylight.algorithms.apo.report import print_result, prompt_table
 from raylight.algorithms.apo.tree_plot import layout, plot_tree
 from raylight.errors import CheckpointError, ConfigError, DatasetError, PromptError, RolloutsFailedError
 from raylight.store.client import StoreClient
@@ -36,8 +36,8 @@ def client() -> Any:
     return AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="unused")
 
 
-def evaluator(store: StoreClient, timeout: float = 5.0, told: list[Any] | None = None) -> PromptEvaluator:
-    heard: list[Any] = [] if told is None else told
+def evaluator(store: StoreClient, timeout: float = 5.0, reported: list[Any] | None = None) -> PromptEvaluator:
+    reports: list[Any] = [] if reported is None else reported
     return PromptEvaluator(
         store,
         {"judge": 1},
@@ -45,13 +45,13 @@ def evaluator(store: StoreClient, timeout: float = 5.0, told: list[Any] | None =
         {"train": [10, 11, 12], "val": [20, 21]},
         timeout,
         TraceToMessages(),
-        tell=heard.append,
+        report_failures=reports.append,
     )
 
 
 async def test_a_prompt_is_rolled_out_with_all_resources() -> None:
-    store, told = StoreClient(StoreService()), list[list[FinishedRollout]]()
-    evaluate = evaluator(store, told=told)
+    store, reported = StoreClient(StoreService()), list[list[FinishedRollout]]()
+    evaluate = evaluator(store, reported=reported)
     async with runner(store, lambda rollout: float(rollout.input)) as seen:
         found = await evaluate(SEED, [2, 0], "train")
         assert (await evaluate(SEED, [1], "val")).score == 21.0
@@ -62,7 +62,7 @@ async def test_a_prompt_is_rolled_out_with_all_resources() -> None:
     assert len({rollout.resources_id for rollout in seen}) == 1, "a prompt is stored once"
     update = await store.get_resources_by_id(seen[0].resources_id or "")
     assert update.resources == {"judge": 1, "prompt": SEED}
-    assert [len(finished) for finished in told] == [2, 1]
+    assert [len(finished) for finished in reported] == [2, 1]
 
 
 async def test_rollouts_out_of_time_are_cancelled_and_lost_ones_left_out() -> None:
@@ -70,7 +70,7 @@ async def test_rollouts_out_of_time_are_cancelled_and_lost_ones_left_out() -> No
     evaluate = evaluator(store, timeout=0.05)
     found = await evaluate(SEED, [0, 1], "val")  # nobody takes them
     assert found.score == 0.0
-    assert found.endings() == "2 timed out"
+    assert found.problems() == "2 timed out"
     assert await store.dequeue_rollout("w") is None, "they left the queue"
 
     def mixed(rollout: Rollout) -> float | Failure:
@@ -79,7 +79,7 @@ async def test_rollouts_out_of_time_are_cancelled_and_lost_ones_left_out() -> No
     evaluate = evaluator(store)
     async with runner(store, mixed), within():
         found = await evaluate(SEED, [0, 1, 2], "train")
-    assert found.endings() == "1 failed, 1 lost"
+    assert found.problems() == "1 failed, 1 lost"
     assert found.score == 2.0
     assert found.trials[1].error == "ValueError: no"
 
@@ -118,15 +118,15 @@ async def test_a_prompt_that_many_ask_for_at_once_is_stored_once() -> None:
     assert len(await store.query_resources()) == 1
 
 
-async def test_a_search_that_goes_on_may_begin_with_prompts_that_fail(tmp_path: Path) -> None:
-    """The scores that it has tell that the agent works, so that it is the prompt's fault."""
-    history = History.begin(SEED, "prompt", _digest([2]), {})
+async def test_a_resumed_search_may_begin_with_failing_prompts(tmp_path: Path) -> None:
+    """Its saved scores show that the agent works, so failures are the prompt's fault."""
+    history = History.begin(SEED, "prompt", _fingerprint([2]), {})
     history.candidates[0].val_score = history.candidates[0].batch_scores[1] = 0.5
     history.add(rl.PromptTemplate(template="break {a}"), "v0", 1, "too tame")
     history.generated = 1
     history.save(tmp_path / "apo.json")
     algorithm, store = ready({"prompt": SEED}, beam_rounds=1)
-    algorithm.set_run_context(SideOf(tmp_path))  # type: ignore[arg-type]
+    algorithm.set_run_context(ResumedContext(tmp_path))  # type: ignore[arg-type]
     async with runner(store, lambda rollout: BROKEN):
         await algorithm.run([1], [2])
     assert algorithm.history is not None
@@ -134,8 +134,8 @@ async def test_a_search_that_goes_on_may_begin_with_prompts_that_fail(tmp_path: 
     assert algorithm.get_best_prompt() == SEED
 
 
-class SideOf:
-    """As much of a run as a search that goes on needs."""
+class ResumedContext:
+    """Minimal run context of a resumed search."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.resume_file = folder, folder / "apo.json"
@@ -153,10 +153,10 @@ def grown() -> History:
     history = History.begin(SEED, "prompt", "2 tasks", {})
     history.candidates[0].val_score, history.candidates[0].batch_scores = 0.25, {1: 0.25}
     for place, text in enumerate(["sum {a} [bold]", "{a}!", "please\nadd {a} " + "x" * 80]):
-        made = history.add(
+        added = history.add(
             rl.PromptTemplate(template=text), "v0" if place < 2 else "v1", 1 if place < 2 else 2, "too long"
         )
-        made.batch_scores[made.round] = place / 2
+        added.batch_scores[added.round] = place / 2
     history.candidates[2].val_score = 0.5
     history.rejections = [Rejection(parent="v0", round=1, kind="placeholders", reason="lost a", text="add")]
     history.beams += [["v2", "v0"]]
@@ -171,20 +171,20 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
     again = json.loads((tmp_path / "apo.json").read_text())
     assert again["candidates"][3]["parent"] == "v1"
-    history.must_fit(SEED, "prompt", "2 tasks", tmp_path)
+    history.check_same_search(SEED, "prompt", "2 tasks", tmp_path)
     for seed, name, tasks in (
         (SEED, "other", "2 tasks"),
         (SEED, "prompt", "3"),
         (rl.PromptTemplate(template="x"), "prompt", "2 tasks"),
     ):
         with pytest.raises(CheckpointError, match="another"):
-            history.must_fit(seed, name, tasks, tmp_path)
+            history.check_same_search(seed, name, tasks, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"resource": 1'])
 def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "apo.json").write_text(text)
-    with pytest.raises(CheckpointError, match="no result of APO"):
+    with pytest.raises(CheckpointError, match="is not a result of APO"):
         History.load(tmp_path / "apo.json")
     with pytest.raises(CheckpointError, match="cannot be read"):
         History.load(tmp_path)
@@ -193,7 +193,7 @@ def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
 def test_the_table_and_the_tree_have_every_prompt(tmp_path: Path) -> None:
     history = grown()
     console = Console(record=True, width=160, file=(tmp_path / "shown").open("w"))
-    show(history, console)
+    print_result(history, console)
     shown = console.export_text()
     rows = [line for line in shown.splitlines() if line.startswith("│ v")]
     assert len(rows) == 4
@@ -205,11 +205,11 @@ def test_the_table_and_the_tree_have_every_prompt(tmp_path: Path) -> None:
     assert "1 rewrites rejected: 1 placeholders" in shown
     assert "best prompt: v2, validation 0.500; the seed 0.250" in shown
     assert prompt_table(History.begin(SEED, "p", "t", {})).row_count == 1
-    places = layout(history)
-    assert set(places) == {"v0", "v1", "v2", "v3"}
-    assert len(set(places.values())) == 4
-    assert [places[version][0] for version in ("v0", "v1", "v2", "v3")] == [0, 1, 1, 2]
-    assert places["v1"][1] > places["v2"][1]
+    positions = layout(history)
+    assert set(positions) == {"v0", "v1", "v2", "v3"}
+    assert len(set(positions.values())) == 4
+    assert [positions[version][0] for version in ("v0", "v1", "v2", "v3")] == [0, 1, 1, 2]
+    assert positions["v1"][1] > positions["v2"][1]
     for parent in ("v2", "v1", "v2"):
         history.add(rl.PromptTemplate(template=f"{{a}} {len(history.candidates)}"), parent, 2, "")
     heights = {version: y for version, (_, y) in layout(history).items()}
@@ -354,11 +354,11 @@ async def test_it_can_be_cancelled() -> None:
         await running
 
 
-def names(history: History, rounds: Sequence[int]) -> list[str]:
-    return [candidate.version for number in rounds for candidate in history.made_in(number)]
+def versions_of(history: History, rounds: Sequence[int]) -> list[str]:
+    return [candidate.version for number in rounds for candidate in history.created_in(number)]
 
 
 def test_candidates_by_round() -> None:
-    assert names(grown(), [0, 1, 2]) == ["v0", "v1", "v2", "v3"]
+    assert versions_of(grown(), [0, 1, 2]) == ["v0", "v1", "v2", "v3"]
     assert grown().candidates[0].last_score == 0.25
     assert History.begin(SEED, "p", "t", {}).candidates[0].last_score is None

@@ -1,4 +1,4 @@
-"""The search itself: any evaluation, critique and edit, without Ray."""
+"""The search with random evaluations, critiques and edits, without Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylight.agent.prompts import PromptTemplate
-from raylight.algorithms.apo.beam import BeamSearch, batch_of
+from raylight.algorithms.apo.beam import BeamSearch, sample_batch
 from raylight.algorithms.apo.edits import RejectedEdit
 from raylight.algorithms.apo.history import History
 from raylight.algorithms.apo.settings import ApoSettings
@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
 
 class World:
-    """A task in which a prompt is `{a} N`, and how good a number is depends on nothing but the number and the task."""
+    """Toy domain: a prompt is `{a} N`, and its reward depends only on N and the task."""
 
     def __init__(self, salt: int, stop_after: int | None = None) -> None:
         self.salt = salt
@@ -73,7 +73,7 @@ def fresh() -> History:
     return History.begin(SEED, "prompt", "tasks", {})
 
 
-async def whole(search: BeamSearch) -> None:
+async def run_all(search: BeamSearch) -> None:
     await search.begin()
     while search.history.rounds_done < search.settings.beam_rounds:
         await search.round()
@@ -97,10 +97,10 @@ CONFIGS = st.builds(
 def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
     world, history = World(salt), fresh()
     try:
-        asyncio.run(whole(world.search(history, config)))
+        asyncio.run(run_all(world.search(history, config)))
     except CriticError:
         assert config.beam_width * config.branch_factor <= 4, (
-            "few branches may all be without an answer by chance"
+            "with few branches, all may lack an answer by chance"
         )
         return
     by_version = {candidate.version: candidate for candidate in history.candidates}
@@ -123,9 +123,9 @@ def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
         assert len(beam) == min(config.beam_width, len(rivals))
         assert [by_version[version].batch_scores[number] for version in beam] == scores[: len(beam)]
         assert by_version[beam[0]].val_score is not None
-        made, rejected = len(history.made_in(number)), sum(r.round == number for r in history.rejections)
+        made, rejected = len(history.created_in(number)), sum(r.round == number for r in history.rejections)
         assert made + rejected == config.beam_width * config.branch_factor
-        val = batch_of(N_VAL, config.val_batch_size, number - 1, config.seed)
+        val = sample_batch(N_VAL, config.val_batch_size, number - 1, config.seed)
         for rival in rivals:  # all on the same tasks
             mean = sum(world.reward(rival.template.template, task) for task in val) / len(val)
             assert rival.batch_scores[number] == pytest.approx(mean)
@@ -142,13 +142,13 @@ def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(CONFIGS, st.integers(0, 1000), st.integers(0, 60))
-def test_a_search_that_was_interrupted_ends_as_one_that_was_not(
+def test_a_resumed_search_ends_like_one_without_interruption(
     config: ApoSettings, salt: int, stop_after: int
 ) -> None:
     straight, world = fresh(), World(salt)
     failed = False
     try:
-        asyncio.run(whole(world.search(straight, config)))
+        asyncio.run(run_all(world.search(straight, config)))
     except CriticError:
         failed = True
     kept = [fresh().model_dump_json()]
@@ -162,13 +162,13 @@ def test_a_search_that_was_interrupted_ends_as_one_that_was_not(
         cut.evaluate,
         cut.critique,
         cut.edit,
-        changed=lambda: kept.append(history.model_dump_json()),
+        on_change=lambda: kept.append(history.model_dump_json()),
     )
     with contextlib.suppress(Interrupted, CriticError):
-        asyncio.run(whole(search))
+        asyncio.run(run_all(search))
     again, rest = History.model_validate_json(kept[-1]), World(salt)
     try:
-        asyncio.run(whole(rest.search(again, config)))
+        asyncio.run(run_all(rest.search(again, config)))
     except CriticError:
         assert failed
         return
@@ -177,27 +177,29 @@ def test_a_search_that_was_interrupted_ends_as_one_that_was_not(
 
 @settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
-def test_batches_go_through_all_items_before_any_comes_again(n: int, size: int, seed: int) -> None:
+def test_an_epoch_of_batches_repeats_no_item(n: int, size: int, seed: int) -> None:
     per_epoch = n // min(size, n)
     for epoch in range(3):
         items = [
-            item for index in range(per_epoch) for item in batch_of(n, size, epoch * per_epoch + index, seed)
+            item
+            for index in range(per_epoch)
+            for item in sample_batch(n, size, epoch * per_epoch + index, seed)
         ]
         assert len(set(items)) == len(items) == per_epoch * min(size, n)
         assert set(items) <= set(range(n))
-    drawn = {item for index in range(60 * per_epoch) for item in batch_of(n, size, index, seed)}
-    assert drawn == set(range(n)), "a batch size that does not divide leaves none out for good"
+    drawn = {item for index in range(60 * per_epoch) for item in sample_batch(n, size, index, seed)}
+    assert drawn == set(range(n)), "a batch size that does not divide n excludes no item for good"
 
 
-def test_a_smaller_beam_than_its_width_is_gone_through_again() -> None:
+def test_a_beam_below_its_width_is_repeated() -> None:
     config = ApoSettings(beam_width=3, branch_factor=2, beam_rounds=1)
     world = World(5)
     search = world.search(fresh(), config)
     assert [parent.version for parent in search.parents(1)] == ["v0", "v0", "v0"]
-    asyncio.run(whole(search))
+    asyncio.run(run_all(search))
     train = [tasks for _, tasks, mode in world.seen if mode == "train"]
     assert len(train) == 6
-    assert len({frozenset(tasks) for tasks in train}) > 2, "each branch sees tasks of its own"
+    assert len({frozenset(tasks) for tasks in train}) > 2, "each branch has its own tasks"
 
 
 def test_the_seed_survives_edits_that_are_all_worse() -> None:
@@ -206,16 +208,16 @@ def test_the_seed_survives_edits_that_are_all_worse() -> None:
             return 1.0 if text == SEED.template else 0.0
 
     history = fresh()
-    asyncio.run(whole(Downhill(1).search(history, ApoSettings(beam_rounds=2, beam_width=2))))
+    asyncio.run(run_all(Downhill(1).search(history, ApoSettings(beam_rounds=2, beam_width=2))))
     assert history.best == "v0"
     assert history.best_candidate.val_score == 1.0
     assert history.beams[1][0] == history.beams[2][0] == "v0"
 
 
-@pytest.mark.parametrize("places", [1, 3, 100])
-def test_prompts_are_tried_at_the_same_time_as_far_as_there_are_places(places: int) -> None:
+@pytest.mark.parametrize("slots", [1, 3, 100])
+def test_prompts_are_evaluated_concurrently_up_to_max_concurrent(slots: int) -> None:
     class Held(World):
-        """Stays until everybody came who may."""
+        """Evaluation that takes long enough for all others to start."""
 
         def __init__(self) -> None:
             super().__init__(1)
@@ -233,11 +235,11 @@ def test_prompts_are_tried_at_the_same_time_as_far_as_there_are_places(places: i
 
     world, history = Held(), fresh()
     config = ApoSettings(
-        beam_width=3, branch_factor=4, beam_rounds=1, max_concurrent=places, run_initial_validation=False
+        beam_width=3, branch_factor=4, beam_rounds=1, max_concurrent=slots, run_initial_validation=False
     )
-    asyncio.run(whole(world.search(history, config)))
+    asyncio.run(run_all(world.search(history, config)))
     assert len(history.candidates) > 3
-    assert world.most == {"train": min(places, 12), "val": min(places, len(history.candidates))}
+    assert world.most == {"train": min(slots, 12), "val": min(slots, len(history.candidates))}
 
 
 def test_a_leader_is_validated_once() -> None:
@@ -246,7 +248,7 @@ def test_a_leader_is_validated_once() -> None:
             return float(text.split()[1])
 
     world, history = Uphill(3), fresh()
-    asyncio.run(whole(world.search(history, ApoSettings(beam_rounds=4, val_batch_size=2))))
+    asyncio.run(run_all(world.search(history, ApoSettings(beam_rounds=4, val_batch_size=2))))
     full = [text for text, tasks, mode in world.seen if mode == "val" and len(tasks) == N_VAL]
     assert len(full) == len(set(full))
     assert history.best_candidate.val_score == max(
@@ -254,29 +256,29 @@ def test_a_leader_is_validated_once() -> None:
     )
 
 
-def test_without_an_answer_to_any_branch_the_search_ends_and_can_go_on() -> None:
+def test_a_round_without_any_answer_ends_the_search_and_can_be_resumed() -> None:
     class Silent(World):
-        async def edit(self, *given: Any) -> str:
+        async def edit(self, *arguments: Any) -> str:
             raise RejectedEdit("'m' did not answer: APITimeoutError", "endpoint")
 
     history = fresh()
     with pytest.raises(CriticError, match="APITimeoutError"):
-        asyncio.run(whole(Silent(1).search(history, ApoSettings(beam_width=2, branch_factor=2))))
+        asyncio.run(run_all(Silent(1).search(history, ApoSettings(beam_width=2, branch_factor=2))))
     assert (history.generated, history.rounds_done) == (0, 0)
-    asyncio.run(whole(World(1).search(history, ApoSettings(beam_width=2, branch_factor=2, beam_rounds=1))))
+    asyncio.run(run_all(World(1).search(history, ApoSettings(beam_width=2, branch_factor=2, beam_rounds=1))))
     assert history.rounds_done == 1
 
 
-def test_rejections_are_kept_with_what_was_wrong() -> None:
+def test_rejections_are_recorded_with_their_reason() -> None:
     answers = iter(
         ["no placeholder", "{a} {b}", "{a", "<prompt> </prompt>", "{a} 0", "<prompt>{a} 9</prompt>", "{a} 9"]
     )
 
     class Scripted(World):
-        async def edit(self, *given: Any) -> str:
+        async def edit(self, *arguments: Any) -> str:
             return next(answers)
 
-    told: list[str] = []
+    lines: list[str] = []
     history, world = fresh(), Scripted(1)
     search = BeamSearch(
         ApoSettings(beam_width=1, branch_factor=7, beam_rounds=1, max_concurrent=1),
@@ -286,13 +288,13 @@ def test_rejections_are_kept_with_what_was_wrong() -> None:
         world.evaluate,
         world.critique,
         world.edit,
-        say=told.append,
+        log=lines.append,
     )
-    asyncio.run(whole(search))
+    asyncio.run(run_all(search))
     assert history.rejected_by_kind() == {"placeholders": 2, "duplicate": 2, "malformed": 1, "empty": 1}
     assert [candidate.template.template for candidate in history.candidates] == ["{a} 0", "{a} 9"]
-    assert "lost a" in history.rejections[0].reason
+    assert "lacks the placeholders a" in history.rejections[0].reason
     assert history.rejections[0].text == "no placeholder"
-    assert "lost a and asks for" not in history.rejections[1].reason
-    assert "asks for b" in history.rejections[1].reason
-    assert sum("is rejected" in line for line in told) == 6
+    assert "lacks" not in history.rejections[1].reason
+    assert "has the unknown placeholders b" in history.rejections[1].reason
+    assert sum("rejected a rewrite of" in line for line in lines) == 6

@@ -1,4 +1,4 @@
-"""What APO makes of whatever an endpoint answers, with a real client and a real server."""
+"""The critic with any answer of an endpoint, through a real client and a real server."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ TEMPLATE = PromptTemplate(template="{a}")
 
 
 class Endpoint:
-    """Answers every request with the same body."""
+    """Server that answers every request with the same body."""
 
     def __init__(self, body: str, kind: str = "application/json", status: int = 200) -> None:
         self.body, self.kind, self.status = body, kind, status
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
 
     async def chat(self, request: web.Request) -> web.Response:
-        self.asked.append(await request.json())
+        self.requests.append(await request.json())
         return web.Response(body=self.body.encode(), content_type=self.kind, status=self.status)
 
 
-def said(content: Any, reason: str = "stop") -> str:
+def completion(content: Any, reason: str = "stop") -> str:
     return json.dumps(
         {"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": reason}]}
     )
@@ -71,11 +71,11 @@ async def critic(endpoint: Endpoint, settings: ApoSettings | None = None) -> Asy
         ('{"choices": [null]}', "application/json"),
         ('{"choices": [{"message": null}]}', "application/json"),
         ('{"choices": "many"}', "application/json"),
-        (said(["a", "list"]), "application/json"),
-        (said(7), "application/json"),
+        (completion(["a", "list"]), "application/json"),
+        (completion(7), "application/json"),
     ],
 )
-async def test_what_is_no_completion_is_a_rejected_branch(body: str, kind: str) -> None:
+async def test_an_answer_without_completion_is_a_rejected_branch(body: str, kind: str) -> None:
     async with critic(Endpoint(body, kind)) as models:
         with pytest.raises(RejectedEdit, match=r"no chat completion .*base_url") as caught:
             await models.edit(TEMPLATE, "too long", 0)
@@ -86,22 +86,22 @@ async def test_what_is_no_completion_is_a_rejected_branch(body: str, kind: str) 
     ("content", "reason", "kind"),
     [("", "stop", "empty"), (None, "stop", "empty"), ("{a", "length", "cut off")],
 )
-async def test_an_answer_that_is_no_prompt(content: Any, reason: str, kind: str) -> None:
-    async with critic(Endpoint(said(content, reason))) as models:
+async def test_an_empty_or_truncated_answer_is_rejected(content: Any, reason: str, kind: str) -> None:
+    async with critic(Endpoint(completion(content, reason))) as models:
         with pytest.raises(RejectedEdit) as caught:
             await models.critique(TEMPLATE, [], 0)
     assert caught.value.kind == kind
 
 
-async def test_text_that_no_file_can_hold_is_mended_on_its_way() -> None:
-    endpoint = Endpoint(said("half \ud800 of {a}"))
+async def test_lone_surrogates_are_replaced_in_requests_and_answers() -> None:
+    endpoint = Endpoint(completion("half \ud800 of {a}"))
     async with critic(endpoint, ApoSettings(diversity_temperature=None)) as models:
         assert await models.edit(TEMPLATE, "cut \udfff here", 0) == "half ? of {a}"
         assert await models.critique(TEMPLATE, [Trial({(1, 2): "pair"}, "succeeded", 1.0)], 0)
-    edited, criticised = (asked["messages"][1]["content"] for asked in endpoint.asked)
+    edited, criticised = (request["messages"][1]["content"] for request in endpoint.requests)
     assert "cut ? here" in edited
     assert "{(1, 2): 'pair'}" in criticised, "a task need not be JSON"
-    assert "temperature" not in endpoint.asked[0]
+    assert "temperature" not in endpoint.requests[0]
 
 
 def test_a_client_that_blocks_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a model's answer becomes, and what the models are asked."""
+"""Parsing of a model's answer, and the requests to the models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylight.agent.prompts import PromptTemplate
-from raylight.algorithms.apo.edits import RejectedEdit, extract, rewrite_of
+from raylight.algorithms.apo.edits import RejectedEdit, extract_prompt, parse_rewrite
 from raylight.algorithms.apo.prompts import CRITIQUES, EDITS, critique_messages, edit_messages
-from raylight.algorithms.apo.trials import TRANSCRIPT_CHARACTERS, Evaluation, Trial, describe_trials
+from raylight.algorithms.apo.trials import MAX_TRANSCRIPT_CHARACTERS, Evaluation, Trial, describe_trials
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from raylight.algorithms.apo.trials import TRANSCRIPT_CHARACTERS, Evaluation, Tr
     ],
 )
 def test_the_prompt_in_an_answer(answer: str, prompt: str) -> None:
-    assert extract(answer) == prompt
+    assert extract_prompt(answer) == prompt
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,20 @@ def test_the_prompt_in_an_answer(answer: str, prompt: str) -> None:
 )
 def test_rewrites_that_agents_could_not_use(engine: Any, parent: str, answer: str, kind: str) -> None:
     with pytest.raises(RejectedEdit) as caught:
-        rewrite_of(PromptTemplate(template=parent, engine=engine), answer)
+        parse_rewrite(PromptTemplate(template=parent, engine=engine), answer)
     assert caught.value.kind == kind
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.kind, again.text) == (str(caught.value), kind, caught.value.text)
 
 
 def test_a_rewrite_keeps_the_engine() -> None:
-    made = rewrite_of(PromptTemplate(template="{{ a }}", engine="jinja"), "{% if a > 1 %}{{ a }}{% endif %}")
-    assert made.format(a=2) == "2"
-    assert rewrite_of(PromptTemplate(template="{a}"), 'as {{"x": {a}}}').format(a=2) == 'as {"x": 2}'
+    rewritten = parse_rewrite(
+        PromptTemplate(template="{{ a }}", engine="jinja"), "{% if a > 1 %}{{ a }}{% endif %}"
+    )
+    assert rewritten.format(a=2) == "2"
+    assert parse_rewrite(PromptTemplate(template="{a}"), 'as {{"x": {a}}}').format(a=2) == 'as {"x": 2}'
     formatted = PromptTemplate(template="{a:.2f} {b!r}")
-    assert rewrite_of(formatted, "{a:.2f}, or {a}: {b!r}").format(a=0.5, b="x") == "0.50, or 0.5: 'x'"
+    assert parse_rewrite(formatted, "{a:.2f}, or {a}: {b!r}").format(a=0.5, b="x") == "0.50, or 0.5: 'x'"
 
 
 @settings(deadline=None)
@@ -94,13 +96,13 @@ def test_the_editor_is_told_what_to_keep() -> None:
     assert "no placeholders" in edit_messages(PromptTemplate(template="plain"), "x", 0)[1]["content"]
 
 
-def test_what_the_critic_reads_of_rollouts() -> None:
+def test_the_transcript_for_the_critic() -> None:
     first = [
         {"role": "user", "content": "2+2"},
         {"role": "assistant", "content": "", "tool_calls": [{"name": "calc"}]},
     ]
     second = [*first, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}]
-    told = describe_trials(
+    text = describe_trials(
         [
             Trial(
                 {"a": 2},
@@ -117,19 +119,19 @@ def test_what_the_critic_reads_of_rollouts() -> None:
             ),
         ]
     )
-    assert told.count("[user] 2+2") == 1, "a conversation that goes on is shown once"
-    assert "[assistant] (calls [{" in told
-    assert "It is 4" in told
-    assert "Reward: 0.5" in told
-    assert "Reward: none was given" in told
-    assert "Error: ValueError: odd\nWhat happened:\n- search: q='x'" in told
-    assert "characters left out" in told
-    assert len(told) < TRANSCRIPT_CHARACTERS + 1000
+    assert text.count("[user] 2+2") == 1, "a conversation that goes on is shown once"
+    assert "[assistant] (calls [{" in text
+    assert "It is 4" in text
+    assert "Reward: 0.5" in text
+    assert "Reward: none" in text
+    assert "Error: ValueError: odd\nTranscript:\n- search: q='x'" in text
+    assert "characters left out" in text
+    assert len(text) < MAX_TRANSCRIPT_CHARACTERS + 1000
 
 
-def test_what_counts() -> None:
-    endings = [("succeeded", 1.0), ("failed", 1.0), ("timed out", None), ("succeeded", None), ("lost", None)]
-    found = Evaluation([Trial(task, ending, reward) for task, (ending, reward) in enumerate(endings)])  # type: ignore[arg-type]
-    assert found.score == 0.25
-    assert found.endings() == "1 failed, 1 timed out, 1 lost, 1 without a reward"
-    assert Evaluation([Trial(0, "succeeded", 1.0)]).endings() == ""
+def test_the_score_of_an_evaluation() -> None:
+    outcomes = [("succeeded", 1.0), ("failed", 1.0), ("timed out", None), ("succeeded", None), ("lost", None)]
+    evaluation = Evaluation([Trial(task, outcome, reward) for task, (outcome, reward) in enumerate(outcomes)])  # type: ignore[arg-type]
+    assert evaluation.score == 0.25
+    assert evaluation.problems() == "1 failed, 1 timed out, 1 lost, 1 without a reward"
+    assert Evaluation([Trial(0, "succeeded", 1.0)]).problems() == ""
