@@ -1,1 +1,1 @@
-"""From what was recorded to what is learned from."""
+"""Tracing of agents, and conversion of recorded spans to rewards, messages, triplets and text."""

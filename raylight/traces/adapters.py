@@ -1,4 +1,4 @@
-"""Adapters: from what was recorded to what an algorithm learns from."""
+"""Base classes of adapters, which convert recorded spans to an algorithm's training data."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Generic, TypeVar
 
 from raylight.types import Span
 
-From = TypeVar("From", contravariant=True)
-To = TypeVar("To", covariant=True)
+Source = TypeVar("Source", contravariant=True)
+Result = TypeVar("Result", covariant=True)
 
 
-class Adapter(ABC, Generic[From, To]):
-    """Converts one kind of data into another. An adapter keeps no state between calls, and may be called like a function."""
+class Adapter(ABC, Generic[Source, Result]):
+    """Converter from one kind of data to another. It keeps no state between calls, and can be called like a
+    function."""
 
     @abstractmethod
-    def adapt(self, source: From, /) -> To:
-        """Convert; the source is left as it is."""
+    def adapt(self, source: Source, /) -> Result:
+        """Convert `source`, without changing it."""
 
-    def __call__(self, source: From, /) -> To:
+    def __call__(self, source: Source, /) -> Result:
         return self.adapt(source)
 
 
-class TraceAdapter(Adapter[Sequence[Span], To], Generic[To]):
-    """Converts the spans of one attempt, as the store gives them. No spans are no calls: the result is empty."""
+class TraceAdapter(Adapter[Sequence[Span], Result], Generic[Result]):
+    """Converter of the spans of one attempt, as the store returns them. Without spans the result is empty."""

@@ -1,8 +1,9 @@
-"""agent-framework's spans: its agents, chats, tools and workflow executors. The package is loaded by `init` and nowhere before.
+"""Spans of agent-framework: its agents, chats, tools and workflow executors. Only `init` imports that
+package.
 
-agent-framework tells OpenTelemetry by itself what it does. A chat is told twice, by its `chat` span and by the span that raylight
-captured; both have the response's id, so that the captured call gets its place in the tree and with it its agent: the nearest
-workflow executor above it, else the nearest agent (`SpanNode.agent`).
+agent-framework records spans through OpenTelemetry by itself. A chat has two spans: agent-framework's `chat`
+span and the span that raylight captured. Both carry the response id, by which the captured call is placed in
+the tree. Its agent is the nearest workflow executor above it, else the nearest agent (`SpanNode.agent`).
 """
 
 from __future__ import annotations
@@ -18,47 +19,49 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 DISTRIBUTION = "agent-framework-core"
-NEEDED = "1.0"
-"""The first version whose `enable_instrumentation` is what `init` asks for."""
+MIN_VERSION = "1.0"
+"""The first version with the `enable_instrumentation` that `init` calls."""
 
 
 def init(contents: bool = True) -> None:
-    """Let agent-framework make spans in this process, also where ENABLE_INSTRUMENTATION=false turned them off.
+    """Enable agent-framework's spans in this process, even if ENABLE_INSTRUMENTATION=false disabled them.
 
-    They go to the global tracer provider: to the current attempt where a tracer is set up, else to whoever listens there.
+    They go to the global tracer provider, and from there to the current attempt if a tracer is set up.
 
     Args:
-        contents: whether they have messages, instructions, and the arguments and results of tools (agent-framework's "sensitive
-            data"); False leaves that as ENABLE_SENSITIVE_DATA says.
+        contents: True if spans include messages, instructions, and the arguments and results of tools
+            (agent-framework's "sensitive data"). False: as ENABLE_SENSITIVE_DATA says.
 
     Raises:
-        TracerError: agent-framework is not installed or too old, or the program called its `disable_instrumentation`.
+        TracerError: agent-framework is not installed or too old, or the program called its
+            `disable_instrumentation`.
     """
     try:
         from agent_framework.observability import OBSERVABILITY_SETTINGS, enable_instrumentation
     except ImportError as error:
         raise TracerError(
-            f'{_found()}; pip install -U "{DISTRIBUTION}>={NEEDED}" agent-framework-openai ({error})'
+            f"{_version_problem()} ({error}); pip install -U "
+            f'"{DISTRIBUTION}>={MIN_VERSION}" agent-framework-openai'
         ) from error
     enable_instrumentation(enable_sensitive_data=True if contents else None)
     if not OBSERVABILITY_SETTINGS.ENABLED:
         raise TracerError(
-            "the program called agent_framework.observability.disable_instrumentation(), so that its agents leave no spans; "
-            "take that call out, or trace with OtelTracer, which does without them"
+            "the program called agent_framework.observability.disable_instrumentation(), so its agents "
+            "record no spans; "
+            "remove that call, or trace with OtelTracer, which does not need them"
         )
 
 
 class AgentFrameworkTracer(OtelTracer):
-    """An OtelTracer for agents of agent-framework: it makes sure that each process that runs rollouts has their spans.
+    """An OtelTracer for agents of agent-framework, which enables their spans in each process that runs
+    rollouts.
 
-    What it turned on stays on after `teardown`: agent-framework has one switch for the whole process, and spans that nobody listens
-    to cost next to nothing.
+    The spans stay enabled after `teardown`: agent-framework has one switch per process, and spans without a
+    listener cost almost nothing. The other arguments are those of OtelTracer.
 
     Args:
-        contents: whether spans have messages, instructions, and the arguments and results of tools, which rewards may need; they
-            go to the exporter too, if there is one.
-
-    The other arguments are OtelTracer's.
+        contents: True if spans include messages, instructions, and the arguments and results of tools, which
+            rewards may need. They are exported too, if there is an exporter.
     """
 
     def __init__(
@@ -81,22 +84,23 @@ class AgentFrameworkTracer(OtelTracer):
         self.contents = contents
 
     def setup(self) -> None:
-        """Turn agent-framework's spans on, and hear them.
+        """Enable agent-framework's spans, and start to record them.
 
         Raises:
-            TracerError: agent-framework cannot be traced (see `init`), or the process cannot (see `OtelTracer.setup`).
+            TracerError: agent-framework cannot be traced (see `init`), or the process cannot (see
+                `OtelTracer.setup`).
         """
         if not self._is_set_up:
             init(self.contents)
         super().setup()
 
     def init(self) -> None:
-        """What agent-framework's own tracer for agent-lightning calls `setup`."""
+        """Call `setup`, under the name that agent-framework's own tracer for agent-lightning uses."""
         self.setup()
 
 
-def _found() -> str:
-    """Which agent-framework is there, in words."""
+def _version_problem() -> str:
+    """Describe why the installed agent-framework cannot be traced."""
     try:
         return f"{DISTRIBUTION} {version(DISTRIBUTION)} is too old to be traced"
     except PackageNotFoundError:

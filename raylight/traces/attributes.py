@@ -1,7 +1,8 @@
-"""Reading span attributes: flattened lists and dicts, values written as text, and what identifies a call and an agent.
+"""Reading of span attributes: flattened lists and dicts, values stored as text, ids of calls, and names of
+agents.
 
-The conventions are those of OpenTelemetry's `gen_ai`, OpenLLMetry, AgentOps, Weave, LangChain, AutoGen, agent-framework, the OpenAI
-Agents SDK, and agent-lightning's LLM proxy.
+The conventions are those of OpenTelemetry's `gen_ai`, OpenLLMetry, AgentOps, Weave, LangChain, AutoGen,
+agent-framework, the OpenAI Agents SDK, and agent-lightning's LLM proxy.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from raylight.semconv import AGENT_NAME, CALL_ID, RESPONSE_ID
 from raylight.types import Span
 
 RAW_FIELD = re.compile(r"llm\.(?!request\.|response\.|usage\.)\w+\.(\w+)")
-"""`llm.<provider>.<field>`: a field of the raw request or response, as agent-lightning's LLM proxy (LiteLLM) records it."""
+"""`llm.<provider>.<field>`: a field of the raw request or response, as agent-lightning's LLM proxy (LiteLLM)
+records it."""
 WEAVE_INPUT = "agentlightning.operation.input"
 WEAVE_OUTPUT = "agentlightning.operation.output"
-"""Under these agent-lightning's Weave tracer records requests and responses."""
+"""Prefixes under which agent-lightning's Weave tracer records requests and responses."""
 
 EXECUTOR = "executor.id"
-"""The id of an executor of agent-framework's workflows."""
+"""Attribute with the id of an executor in a workflow of agent-framework."""
 
 AGENT_KEYS: tuple[tuple[str, tuple[str, str] | None], ...] = (
     (AGENT_NAME, None),  # OpenTelemetry
@@ -33,11 +35,12 @@ AGENT_KEYS: tuple[tuple[str, tuple[str, str] | None], ...] = (
     (EXECUTOR, None),
     (f"{WEAVE_INPUT}.name", ("type", "agent")),  # Weave
 )
-"""Attributes that name an agent, the first one that is there decides; some do only where another attribute has a certain value."""
+"""Attributes that name an agent, in order of precedence, each with the attribute and value that it requires,
+if any."""
 
 
 def agent_of(span: Span) -> str | None:
-    """The agent that a span is of, or None if it names none."""
+    """Return the name of a span's agent; None if the span names none."""
     attributes = span.attributes
     for key, condition in AGENT_KEYS:
         name = attributes.get(key)
@@ -47,14 +50,13 @@ def agent_of(span: Span) -> str | None:
             and (condition is None or attributes.get(condition[0]) == condition[1])
         ):
             return name
-    name = (
-        attributes.get("lc_name") if span.name.startswith("langchain.Chain.") else None
-    )  # Weave's spans of LangChain
+    # Weave's spans of LangChain
+    name = attributes.get("lc_name") if span.name.startswith("langchain.Chain.") else None
     return name if isinstance(name, str) and name else None
 
 
 def response_id_of(attributes: Mapping[str, Any]) -> str | None:
-    """The id that a response of a model has, whoever recorded it."""
+    """Return the id of a model's response, in any of the conventions."""
     for candidate in (
         attributes.get(RESPONSE_ID),
         attributes.get(f"{WEAVE_OUTPUT}.id"),
@@ -66,26 +68,27 @@ def response_id_of(attributes: Mapping[str, Any]) -> str | None:
 
 
 def call_key_of(attributes: Mapping[str, Any]) -> str | None:
-    """What spans that tell of the same call have in common; None if the span does not say.
+    """Return the key that all spans of one call share; None if the span has none.
 
-    It is the response id. Of a response with several choices raylight captures one call each: the first one's id is part of the
-    response id, the others are known by their own ids.
+    It is the response id. Of a response with several choices raylight captures one call per choice: the first
+    one's id is part of the response id, and the others are identified by their own ids.
     """
     response, call = response_id_of(attributes), attributes.get(CALL_ID)
     return call if isinstance(call, str) and (response is None or call not in response) else response
 
 
 def raw_field(attributes: Mapping[str, Any], field: str) -> Any:
-    """A field of the raw request or response of any provider, parsed; None if it is not there."""
+    """Return a field of the raw request or response of any provider, parsed; None if it is missing."""
     for key, value in attributes.items():
         match = RAW_FIELD.fullmatch(key)
         if match and match[1] == field:
-            return parsed(value)
+            return parse_literal(value)
     return None
 
 
-def parsed(value: Any) -> Any:
-    """What a text stands for, if it is a list or dict in JSON, or in Python's notation (LiteLLM's); else the value itself."""
+def parse_literal(value: Any) -> Any:
+    """Parse a list or dict in JSON or in Python's notation (used by LiteLLM). Return other values
+    unchanged."""
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
@@ -94,12 +97,13 @@ def parsed(value: Any) -> Any:
         try:
             return parse(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # not in this notation
-            found = value
-    return found
+            result = value
+    return result
 
 
 def unflatten(attributes: Mapping[str, Any], prefix: str) -> Any:
-    """What was flattened under `prefix.`: a dict, or a list where all keys are numbers; None if there is nothing."""
+    """Rebuild the value flattened under `prefix.`: a dict, or a list if all keys are numbers; None if there
+    is none."""
     nested: dict[str, Any] = {}
     for key, value in attributes.items():
         if not key.startswith(f"{prefix}."):
@@ -108,7 +112,7 @@ def unflatten(attributes: Mapping[str, Any], prefix: str) -> Any:
         inner = nested
         for part in path:
             if not isinstance(inner.get(part), dict):
-                inner[part] = {}  # a value that has fields as well gives way to them
+                inner[part] = {}  # if a key has both a value and fields, the fields count
             inner = inner[part]
         if not isinstance(inner.get(last), dict):
             inner[last] = value
@@ -123,9 +127,9 @@ def _with_lists(node: Any) -> Any:
     return {key: _with_lists(value) for key, value in node.items()}
 
 
-def indexed(attributes: Mapping[str, Any], prefix: str) -> list[Any]:
-    """The entries under `prefix.N.`, in order; what is under the prefix without a number is left out."""
-    found = unflatten(attributes, prefix)
-    if isinstance(found, dict):
-        found = [found[key] for key in sorted((key for key in found if key.isdecimal()), key=int)]
-    return found or []
+def unflatten_list(attributes: Mapping[str, Any], prefix: str) -> list[Any]:
+    """Return the entries under `prefix.N.`, in order, without those under other keys."""
+    value = unflatten(attributes, prefix)
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted((key for key in value if key.isdecimal()), key=int)]
+    return value or []

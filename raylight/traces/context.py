@@ -1,7 +1,8 @@
-"""The trace of the attempt that runs here: where emitters and tracers put their spans.
+"""The trace of the running attempt, to which emitters and tracers add spans.
 
-Laws: two attempts interleaved on one event loop, or in two threads, never mix spans, because the current trace is a context
-variable; adding a span never waits and never fails the agent, and what does not fit is counted.
+Laws: two attempts interleaved on one event loop, or in two threads, never mix spans, because the current
+trace is a context variable. Adding a span never blocks and never fails the agent; spans over the capacity are
+counted.
 """
 
 from __future__ import annotations
@@ -15,33 +16,34 @@ from contextvars import ContextVar
 from raylight.types import Span
 
 CAPACITY = 100_000
-"""Spans of one attempt; further ones are dropped and counted."""
+"""Maximum number of spans of one attempt. Further ones are dropped and counted."""
 
 
 class AttemptTrace:
     """Spans of one attempt, in the order in which they ended. Thread-safe.
 
     Args:
-        rollout_id: rollout and
-        attempt_id: attempt that every added span is keyed to.
+        rollout_id: id of the rollout, given to every added span.
+        attempt_id: id of the attempt, given to every added span.
+        capacity: maximum number of spans.
     """
 
     def __init__(self, rollout_id: str, attempt_id: str, capacity: int = CAPACITY) -> None:
         self.rollout_id = rollout_id
         self.attempt_id = attempt_id
         self.trace_id = secrets.token_hex(16)
-        """For spans that belong to no OpenTelemetry trace."""
+        """Trace id of spans that belong to no OpenTelemetry trace."""
         self.dropped = 0
         self.closed = False
         self._capacity = capacity
         self._spans: list[Span] = []
         self._sent = 0
-        self._lock = (
-            threading.RLock()
-        )  # a span may end while garbage is collected, anywhere in this thread: also in here
+        # reentrant: garbage collection may end a span at any point of this thread, also while it holds the
+        # lock
+        self._lock = threading.RLock()
 
     def add(self, span: Span) -> None:
-        """Take a span in; after the end of the attempt, or beyond the capacity, it is counted and dropped."""
+        """Add a span. After the end of the attempt, or beyond the capacity, it is dropped and counted."""
         with self._lock:
             if self.closed or len(self._spans) >= self._capacity:
                 self.dropped += 1
@@ -57,14 +59,14 @@ class AttemptTrace:
             return list(self._spans)
 
     def take(self) -> list[Span]:
-        """Spans added since the last call, to be sent to the store."""
+        """Return the spans added since the last call, to be sent to the store."""
         with self._lock:
             fresh = self._spans[self._sent :]
             self._sent = len(self._spans)
             return fresh
 
     def close(self) -> None:
-        """The attempt is decided; what still runs of it changes nothing."""
+        """Reject further spans, because the attempt is decided."""
         with self._lock:
             self.closed = True
 
@@ -73,13 +75,14 @@ _CURRENT: ContextVar[AttemptTrace | None] = ContextVar("raylight_trace", default
 
 
 def current_trace() -> AttemptTrace | None:
-    """The trace of the attempt whose code runs here; None outside of any."""
+    """Return the trace of the running attempt; None outside an attempt."""
     return _CURRENT.get()
 
 
 @contextlib.contextmanager
 def tracing(trace: AttemptTrace) -> Iterator[AttemptTrace]:
-    """Make a trace the current one, in this context and in those made from it (tasks; threads by `copy_context().run`)."""
+    """Make a trace the current one, in this context and in its copies (tasks, and threads run by
+    `copy_context().run`)."""
     token = _CURRENT.set(trace)
     try:
         yield trace

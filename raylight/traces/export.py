@@ -1,4 +1,5 @@
-"""Export of spans to a collector: in batches, by a thread, never in the agent's way. Loads the OpenTelemetry SDK."""
+"""Export of spans to a collector: in batches and by a thread, without blocking the agent. Imports the
+OpenTelemetry SDK."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class AttemptExport:
-    """Sends spans to an exporter, each with its attempt's ids as resource attributes.
+    """Export queue of spans, which gives each the ids of its attempt as resource attributes.
 
-    The queue is the SDK's: bounded (`OTEL_BSP_MAX_QUEUE_SIZE`), and what does not fit is dropped and logged.
+    The queue is the SDK's: it is bounded (`OTEL_BSP_MAX_QUEUE_SIZE`), and overflowing spans are dropped and
+    logged.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
@@ -33,36 +35,39 @@ class AttemptExport:
         self._resources: weakref.WeakKeyDictionary[AttemptTrace, Resource] = weakref.WeakKeyDictionary()
 
     def add(self, span: ReadableSpan, trace: AttemptTrace) -> None:
-        """Queue an ended span. It does not wait."""
+        """Queue an ended span, without blocking."""
         resource = self._resources.get(trace)
         if resource is None:
             ids = {ROLLOUT_ID: trace.rollout_id, ATTEMPT_ID: trace.attempt_id}
             resource = self._resources[trace] = span.resource.merge(Resource(ids))
-        keyed = copy.copy(span)  # other processors of the provider see the span as it was
+        keyed = copy.copy(span)  # the span itself stays unchanged for the provider's other processors
         keyed._resource = resource
         self._batches.on_end(keyed)
 
     def flush(self, seconds: float) -> bool:
-        """Export what is queued; False if that takes longer."""
-        return _within(seconds, self._batches.force_flush)
+        """Export the queued spans. Return False if that takes longer than `seconds`."""
+        return _run_within(seconds, self._batches.force_flush)
 
     def close(self, seconds: float = CLOSE_TIMEOUT_S) -> bool:
-        """Export what is queued and end; what is left after `seconds` is dropped, and it returns False."""
-        if _within(seconds, self._batches.shutdown):
+        """Export the queued spans and stop. Return False if some are left after `seconds`; these are
+        dropped."""
+        if _run_within(seconds, self._batches.shutdown):
             return True
         logger.warning(
-            "the last spans were not exported within %g s and are dropped; is the collector up?", seconds
+            "the last spans were not exported within %g s and are dropped; check that the collector runs",
+            seconds,
         )
-        self._exporter.shutdown()  # wakes an export that waits for its next try
+        self._exporter.shutdown()  # wakes an export that waits for its next retry
         return False
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> bool:
-    """Do something in a thread that is left behind when it takes too long: the SDK's own calls know no deadline."""
+def _run_within(seconds: float, work: Callable[[], Any]) -> bool:
+    """Run `work` in a thread, abandoned after `seconds`: the SDK's calls have no deadline. Return True if it
+    ended."""
     thread = threading.Thread(target=work, name="raylight-export", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is on its way out and starts no more threads
+    except RuntimeError:  # the interpreter is shutting down and starts no more threads
         work()
         return True
     thread.join(seconds)

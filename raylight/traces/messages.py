@@ -1,4 +1,5 @@
-"""Messages of model calls, as OpenAI's fine-tuning format has them, whatever convention the span was written in."""
+"""Messages of model calls, as OpenAI's fine-tuning format has them, whatever convention the span was written
+in."""
 
 from __future__ import annotations
 
@@ -10,15 +11,23 @@ from typing import Any, TypeAlias, TypedDict
 
 from raylight.semconv import INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
 from raylight.traces.adapters import TraceAdapter
-from raylight.traces.attributes import WEAVE_INPUT, WEAVE_OUTPUT, call_key_of, indexed, parsed, raw_field
+from raylight.traces.attributes import (
+    WEAVE_INPUT,
+    WEAVE_OUTPUT,
+    call_key_of,
+    parse_literal,
+    raw_field,
+    unflatten_list,
+)
 from raylight.types import Span
 
 Message: TypeAlias = dict[str, Any]
-"""A chat message in OpenAI's shape: `role` and `content`, with `tool_calls`, `tool_call_id`, `name` where it has them."""
+"""A chat message in OpenAI's shape: `role` and `content`, with `tool_calls`, `tool_call_id`, `name` where it
+has them."""
 
 SYSTEM_INSTRUCTIONS = "gen_ai.system_instructions"
 OPERATION = "gen_ai.operation.name"
-NO_CALLS = frozenset(
+NON_CALL_OPERATIONS = frozenset(
     {"create_agent", "invoke_agent", "invoke_workflow", "execute_tool", "embeddings", "retrieval"}
 )
 """Operations whose spans may carry messages without being a call to a model."""
@@ -28,7 +37,8 @@ CONTENTS = frozenset({"text", "image_url", "input_text", "input_image", "input_a
 TOOL_CALLS = frozenset({"tool_call", "tool_use", "function_call"})
 TOOL_RESULTS = frozenset({"tool_call_response", "tool_result", "function_call_output"})
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
-"""Types of parts in OpenAI's, OpenTelemetry's and Anthropic's messages. OpenAI's fine-tuning format has no place for thoughts."""
+"""Types of parts in OpenAI's, OpenTelemetry's and Anthropic's messages. OpenAI's fine-tuning format has no
+place for thoughts."""
 
 
 class OpenAIMessages(TypedDict):
@@ -55,10 +65,11 @@ class CallMessages:
 
 
 class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
-    """One conversation per call to a model, in the order of the spans: the prompt, and the (first) answer to it.
+    """One conversation per call to a model, in the order of the spans: the prompt, and the (first) answer to
+    it.
 
-    Several spans may tell of one call (`call_key_of`); the first one that has both prompt and answer is taken, rather one with
-    tools. Spans without messages are left out.
+    Several spans may tell of one call (`call_key_of`); the first one that has both prompt and answer is
+    taken, rather one with tools. Spans without messages are left out.
     """
 
     def adapt(self, source: Sequence[Span], /) -> list[OpenAIMessages]:
@@ -68,7 +79,7 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
                 below[span.parent_id].append(span)
         calls: dict[str, CallMessages] = {}
         for span in source:
-            if span.attributes.get(OPERATION) in NO_CALLS:
+            if span.attributes.get(OPERATION) in NON_CALL_OPERATIONS:
                 continue
             call = read_call(span.attributes, below.get(span.span_id, ()))
             key = call_key_of(span.attributes) or span.span_id
@@ -87,24 +98,24 @@ def read_call(attributes: Mapping[str, Any], below: Sequence[Span] = ()) -> Call
         attributes: the span's.
         below: spans whose parent it is; AgentOps puts the tool calls of an answer there.
     """
-    choices = indexed(attributes, f"{WEAVE_OUTPUT}.choices")
+    choices = unflatten_list(attributes, f"{WEAVE_OUTPUT}.choices")
     prompt = _first(
         attributes.get(INPUT_MESSAGES),
-        indexed(attributes, "gen_ai.prompt"),
+        unflatten_list(attributes, "gen_ai.prompt"),
         raw_field(attributes, "messages"),
-        indexed(attributes, f"{WEAVE_INPUT}.messages") if choices else None,
+        unflatten_list(attributes, f"{WEAVE_INPUT}.messages") if choices else None,
     )
     answers = _first(
         attributes.get(OUTPUT_MESSAGES),
-        indexed(attributes, "gen_ai.completion"),
+        unflatten_list(attributes, "gen_ai.completion"),
         raw_field(attributes, "choices"),
         choices,
     )
     tools = _first(
         attributes.get(TOOL_DEFINITIONS),
-        *(indexed(attributes, prefix) for prefix in TOOL_LISTS),
+        *(unflatten_list(attributes, prefix) for prefix in TOOL_LISTS),
         raw_field(attributes, "tools"),
-        indexed(attributes, f"{WEAVE_INPUT}.tools") if choices else None,
+        unflatten_list(attributes, f"{WEAVE_INPUT}.tools") if choices else None,
     )
     asked, answered = openai_messages(prompt, "user"), openai_messages(answers, "assistant")
     system = _contents(_list(attributes.get(SYSTEM_INSTRUCTIONS)))
@@ -132,13 +143,14 @@ def image_urls(messages: Sequence[Message]) -> list[str]:
 
 
 def openai_messages(recorded: Sequence[Any], role: str) -> list[Message]:
-    """Messages in OpenAI's shape from those of OpenAI (chat, choices, responses), OpenTelemetry (parts) or Anthropic (blocks).
+    """Messages in OpenAI's shape from those of OpenAI (chat, choices, responses), OpenTelemetry (parts) or
+    Anthropic (blocks).
 
     Args:
         role: of a message that has none and shows none.
     """
     messages: list[Message] = []
-    for entry in map(parsed, recorded):
+    for entry in map(parse_literal, recorded):
         if isinstance(entry, dict) and isinstance(entry.get("message"), dict):
             entry = entry["message"]  # a choice
         if isinstance(entry, str):
@@ -177,11 +189,12 @@ def _message(entry: dict[str, Any], role: str) -> list[Message]:
 def _parts(content: Any, role: str) -> list[dict[str, Any]] | None:
     """The parts that a content consists of; None if it is plain text.
 
-    Flattened attributes hold parts as JSON. What an assistant or a tool said may well be a list in JSON, so it stays text.
+    Flattened attributes hold parts as JSON. What an assistant or a tool said may well be a list in JSON, so
+    it stays text.
     """
     if isinstance(content, str) and role not in ("user", "system", "developer"):
         return None
-    parts = parsed(content)
+    parts = parse_literal(content)
     if not isinstance(parts, list) or not all(isinstance(part, dict) and "type" in part for part in parts):
         return None
     return parts if not isinstance(content, str) or all(part["type"] in CONTENTS for part in parts) else None
@@ -198,7 +211,8 @@ def _plain(entry: dict[str, Any], role: str, content: Any, calls: list[dict[str,
 
 
 def _contents(parts: list[Any]) -> Any:
-    """Content in OpenAI's shape: text, or a list of parts if there is more than text; None if there is nothing."""
+    """Content in OpenAI's shape: text, or a list of parts if there is more than text; None if there is
+    nothing."""
     others = TOOL_CALLS | TOOL_RESULTS | THOUGHTS
     contents = [
         _content(part) for part in parts if not (isinstance(part, dict) and part.get("type") in others)
@@ -272,7 +286,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     described = {
         "name": function["name"],
         "description": function.get("description", ""),
-        "parameters": parsed(given),
+        "parameters": parse_literal(given),
     }
     return {"type": "function", "function": described | extra}
 
@@ -283,7 +297,7 @@ def _first(*candidates: Any) -> list[Any]:
 
 def _list(value: Any) -> list[Any]:
     """A list from a list, its text, or its only entry."""
-    found = parsed(value)
+    found = parse_literal(value)
     if isinstance(found, list):
         return found
     return [found] if isinstance(found, dict) or (isinstance(found, str) and found) else []

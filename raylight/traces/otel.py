@@ -1,6 +1,8 @@
-"""OpenTelemetry's side of the tracer: a span processor that keys spans to attempts. Loads the SDK; `OtelTracer.setup` imports it.
+"""Span processor that assigns OpenTelemetry spans to attempts. Imports the SDK; only `OtelTracer.setup`
+imports this module.
 
-Laws: nothing here waits, sends, or fails the agent's code; a span that never ends leaves nothing behind once its attempt is over.
+Laws: nothing here blocks, sends, or fails the agent's code. A span that never ends leaves nothing behind once
+its attempt is over.
 """
 
 from __future__ import annotations
@@ -31,38 +33,43 @@ from raylight.types import Span
 logger = logging.getLogger(__name__)
 
 SPAN_LIMIT = 10_000
-"""Attributes, and events, of a span of our own provider. The SDK's 128 would cut long conversations (several attributes a message)
-without an error."""
+"""Maximum number of attributes, and of events, of a span in raylight's own provider.
+
+The SDK's default of 128 would silently truncate long conversations, which have several attributes per
+message.
+"""
 OWNER = "_raylight_trace"
-"""Attribute of a span object: the trace that it belongs to."""
+"""Attribute of a span object that holds the trace it belongs to."""
 
 
 class SpanCapture(SpanProcessor):
-    """Adds the spans of attempts to their traces. One per provider, shared by all tracers of the process.
+    """Span processor that adds the spans of attempts to their traces. One per provider, shared by all tracers
+    of a process.
 
-    A span processor cannot be taken out again, so it listens only while a tracer is set up.
+    A provider cannot remove a span processor, so it records only while a tracer is set up.
     """
 
     def __init__(self) -> None:
         self.failed = 0
-        """Spans that could not be keyed, converted or handed to an export."""
+        """Spans that could not be assigned, converted or queued for export."""
         self.truncated = 0
-        """Spans that had lost attributes to the provider's limits."""
+        """Spans that lost attributes to the provider's limits."""
         self._lock = threading.Lock()
         self._tracers = 0
         self._exports: tuple[AttemptExport, ...] = ()
         self._open: weakref.WeakValueDictionary[tuple[int, int], AttemptTrace] = weakref.WeakValueDictionary()
-        """Trace of each span that has not ended, by trace id and span id: `on_end` is given another object than `on_start`."""
+        """Trace of each open span, by trace id and span id: `on_end` receives another object than
+        `on_start`."""
 
-    def join(self, export: AttemptExport | None) -> None:
-        """A tracer is set up."""
+    def add_tracer(self, export: AttemptExport | None) -> None:
+        """Count a tracer that is set up, and add its export."""
         with self._lock:
             self._tracers += 1
             if export is not None:
                 self._exports = (*self._exports, export)
 
-    def leave(self, export: AttemptExport | None) -> None:
-        """A tracer is torn down; it gives the same export as before."""
+    def remove_tracer(self, export: AttemptExport | None) -> None:
+        """Remove a tracer that is torn down, with the export that it added."""
         with self._lock:
             self._tracers -= 1
             self._exports = tuple(other for other in self._exports if other is not export)
@@ -76,7 +83,7 @@ class SpanCapture(SpanProcessor):
                 setattr(span, OWNER, owner)
                 context = span.get_span_context()
                 self._open[context.trace_id, context.span_id] = owner
-        except Exception:  # this is the agent's own call
+        except Exception:  # errors here must not reach the agent's code
             self._count_failure(span)
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -90,24 +97,23 @@ class SpanCapture(SpanProcessor):
             owner.add(Span.from_opentelemetry(span, owner.rollout_id, owner.attempt_id))
             for export in self._exports:
                 export.add(span, owner)
-        except Exception:  # this is the agent's own call
+        except Exception:  # errors here must not reach the agent's code
             self._count_failure(span)
 
     def shutdown(self) -> None:
-        """The provider shuts down, at the latest when the interpreter exits."""
+        """Close all exports. The provider calls it when it shuts down, at the latest at interpreter exit."""
         with self._lock:
             exports, self._exports = self._exports, ()
         for export in exports:
             export.close()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        flushed = [
-            export.flush(timeout_millis / 1000) for export in self._exports
-        ]  # every one, also after one that is late
+        # a list, so that all are flushed also after one that is late
+        flushed = [export.flush(timeout_millis / 1000) for export in self._exports]
         return all(flushed)
 
     def _owner_of_parent(self, parent_context: Context | None) -> AttemptTrace | None:
-        """The trace of the parent, be it a span object of this process or the ids of one (that came by a header, say)."""
+        """Return the trace of the parent, which is a span object or only ids (from a header, for example)."""
         parent = otel.get_current_span(parent_context)
         owner: AttemptTrace | None = getattr(parent, OWNER, None)
         if owner is None:
@@ -119,7 +125,7 @@ class SpanCapture(SpanProcessor):
         with self._lock:
             self.failed += 1
             first = self.failed == 1
-        logger.warning("span %r was lost: it could not be converted", span.name, exc_info=first)
+        logger.warning("span %r could not be converted and is dropped", span.name, exc_info=first)
 
     def _count_truncated(self, span: ReadableSpan) -> None:
         with self._lock:
@@ -127,7 +133,8 @@ class SpanCapture(SpanProcessor):
             first = self.truncated == 1
         if first:
             logger.warning(
-                "span %r lost %d attributes to the limits of the tracer provider; raise OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT "
+                "span %r lost %d attributes to the limits of the tracer provider; raise "
+                "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT "
                 "(further ones are only counted)",
                 span.name,
                 span.dropped_attributes,
@@ -138,27 +145,31 @@ _CAPTURES: weakref.WeakKeyDictionary[otel.TracerProvider, SpanCapture] = weakref
 _LOCK = threading.Lock()
 
 
-def capture_of_process(service_name: str) -> SpanCapture:
-    """The one SpanCapture of the global tracer provider, which is installed if there is none.
+def process_capture(service_name: str) -> SpanCapture:
+    """Return the SpanCapture of the global tracer provider. Install a provider if there is none.
 
     Raises:
-        TracerError: the global provider takes no span processors, runs them where the attempt is not known, or is disabled.
+        TracerError: the global provider takes no span processors, runs them in other threads, or is disabled.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        raise TracerError("OTEL_SDK_DISABLED=true turns every span off; unset it, or trace with DummyTracer")
+        raise TracerError("OTEL_SDK_DISABLED=true disables all spans; unset it, or trace with DummyTracer")
     with _LOCK:
         provider = otel.get_tracer_provider()
         if isinstance(provider, otel.ProxyTracerProvider):
             provider = _install(service_name)
         if not hasattr(provider, "add_span_processor"):
             raise TracerError(
-                f"the global tracer provider is a {type(provider).__module__}.{type(provider).__qualname__}, which takes no span "
-                "processors; let the agent use an opentelemetry.sdk.trace.TracerProvider, or trace with DummyTracer"
+                f"the global tracer provider is a "
+                f"{type(provider).__module__}.{type(provider).__qualname__}, which "
+                "takes no span processors; use an opentelemetry.sdk.trace.TracerProvider in the agent, or "
+                "trace with "
+                "DummyTracer"
             )
         if isinstance(getattr(provider, "_active_span_processor", None), ConcurrentMultiSpanProcessor):
             raise TracerError(
-                "the global tracer provider runs its span processors in other threads (ConcurrentMultiSpanProcessor), where the "
-                "attempt of a span is not known; make it without active_span_processor"
+                "the global tracer provider runs its span processors in other threads "
+                "(ConcurrentMultiSpanProcessor), where the attempt of a span is unknown; create it without "
+                "active_span_processor"
             )
         if provider not in _CAPTURES:
             capture = SpanCapture()
@@ -168,7 +179,7 @@ def capture_of_process(service_name: str) -> SpanCapture:
 
 
 def _install(service_name: str) -> otel.TracerProvider:
-    """Set a provider that samples everything: what is left out of an attempt cannot be learned from."""
+    """Install a provider that samples every span: dropped spans could not be trained on."""
     limits = SpanLimits(max_span_attributes=SPAN_LIMIT, max_events=SPAN_LIMIT)
     resource = Resource.create({SERVICE_NAME: service_name})
     otel.set_tracer_provider(TracerProvider(sampler=ALWAYS_ON, resource=resource, span_limits=limits))

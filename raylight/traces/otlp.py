@@ -1,9 +1,9 @@
 """The OTLP/HTTP endpoint `/v1/traces`: spans from other processes and languages, in protobuf or in JSON.
 
-A span names its attempt by the resource attributes `agentlightning.rollout_id` and `agentlightning.attempt_id` or, where its
-resource lacks them, by span attributes of these names; an address that is scoped to an attempt names it for all. Spans that cannot
-be read, that name no attempt, or one that the store does not take, are rejected one by one (OTLP's partial success); the others are
-stored.
+A span names its attempt by the resource attributes `agentlightning.rollout_id` and
+`agentlightning.attempt_id` or, where its resource lacks them, by span attributes of these names; an address
+that is scoped to an attempt names it for all. Spans that cannot be read, that name no attempt, or one that
+the store does not take, are rejected one by one (OTLP's partial success); the others are stored.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from raylight.types import Span
 logger = logging.getLogger(__name__)
 
 MAX_DECODES = 2
-"""Bodies that a route decodes at once. Each takes a thread, and all of them share the interpreter with the event loop."""
+"""Bodies that a route decodes at once. Each takes a thread, and all of them share the interpreter with the
+event loop."""
 CHUNK = 500
 """Spans that the sink is given at once, so that a large body does not hold up what else it does."""
 RETRY_AFTER_S = 2
 """What an exporter is told to wait while the store is down."""
 
 Sink = Callable[[list[Span]], Awaitable[Sequence[str] | None]]
-"""Stores spans. It returns a reason for each span that it did not take (None, or no reason: it took all), or it raises one of
-REFUSALS, or anything else if it is down: then the exporter is told to try again, and spans that were stored come again."""
+"""Stores spans. It returns a reason for each span that it did not take (None, or no reason: it took all), or
+it raises one of REFUSALS, or anything else if it is down: then the exporter is told to try again, and spans
+that were stored come again."""
 REFUSALS = (UnknownIdError, SpanError, InvalidTransitionError)
 """Errors of the store by which it refuses spans for good."""
 Scope = Callable[[], tuple[str, str] | None]
-"""The (rollout id, attempt id) that the request's address and key are for; None for those of the whole run."""
+"""The (rollout id, attempt id) that the request's address and key are for; None for those of the whole
+run."""
 
 
 def traces_route(
@@ -53,8 +56,9 @@ def traces_route(
 ) -> Route:
     """The route that takes spans in.
 
-    It answers as OTLP/HTTP has it, in the encoding of the request: 200, with `partial_success` if spans were rejected; 4xx with a
-    `google.rpc.Status` for a body that cannot be read; 503 with `Retry-After` while the store is down, and nothing else above 500.
+    It answers as OTLP/HTTP has it, in the encoding of the request: 200, with `partial_success` if spans were
+    rejected; 4xx with a `google.rpc.Status` for a body that cannot be read; 503 with `Retry-After` while the
+    store is down, and nothing else above 500.
     """
 
     decoding = asyncio.Semaphore(MAX_DECODES)
@@ -137,7 +141,8 @@ async def _store(sink: Sink, spans: list[Span]) -> list[str]:
             by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(span)
         if len(by_attempt) == 1:
             return [str(error)] * len(spans)
-    # one bad attempt must not cost the others their spans; those that are stored already come again and are ignored
+    # one bad attempt must not cost the others their spans; those that are stored already come again and are
+    # ignored
     return [reason for group in by_attempt.values() for reason in await _store(sink, group)]
 
 

@@ -1,4 +1,5 @@
-"""Bodies sent to the OTLP/HTTP endpoint: from protobuf or JSON to spans. What one span has wrong costs that span alone."""
+"""Bodies sent to the OTLP/HTTP endpoint: from protobuf or JSON to spans. What one span has wrong costs that
+span alone."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 MAX_BYTES = 4 * 2**20
-"""Limit of a body, as sent and once more as unpacked. A body made of empty spans takes some 80 times its size to parse."""
+"""Limit of a body, as sent and once more as unpacked. A body made of empty spans takes some 80 times its size
+to parse."""
 MAX_SPANS = 10_000
 """Spans in one body; an exporter of OpenTelemetry's sends 512 at once."""
 MAX_COPIES = 16
@@ -53,7 +55,8 @@ def decode(
     max_bytes: int = MAX_BYTES,
     max_spans: int = MAX_SPANS,
 ) -> tuple[list[Span], list[str]]:
-    """Spans of an ExportTraceServiceRequest, in the order sent, and a reason for each that cannot be read or stored.
+    """Spans of an ExportTraceServiceRequest, in the order sent, and a reason for each that cannot be read or
+    stored.
 
     Ids of rollout and attempt are "" where the body has none.
 
@@ -65,7 +68,8 @@ def decode(
         max_spans: limit of the spans in it, those included that cannot be read.
 
     Raises:
-        OtlpError: the body as a whole is malformed (400), too large (413), or of an unknown type or coding (415).
+        OtlpError: the body as a whole is malformed (400), too large (413), or of an unknown type or coding
+            (415).
     """
     kind = media_type(content_type)
     data = _unpack(body, content_encoding, max_bytes)
@@ -143,7 +147,8 @@ def _deflate_window(body: bytes) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """A resource that has spans, and these: protobuf's own, or of JSON as they were sent, so that each can be refused alone."""
+    """A resource that has spans, and these: protobuf's own, or of JSON as they were sent, so that each can be
+    refused alone."""
 
     shared: ResourceSpans
     scopes: Sequence[Sequence[Any]]
@@ -287,7 +292,8 @@ def _link(link: ProtoSpan.Link, name: str) -> Link:
 def _id(value: bytes, size: int, what: str, name: str) -> str:
     if len(value) != size or not any(value):
         raise OtlpError(
-            f"the {what} of span {name!r:.80} is {value.hex()[:64]!r}; it takes {size} bytes that are not all zero"
+            f"the {what} of span {name!r:.80} is {value.hex()[:64]!r}; it takes {size} bytes that are not "
+            f"all zero"
         )
     return value.hex()
 

@@ -1,4 +1,5 @@
-"""Rewards: checking those that are given, and reading them from spans of raylight and of agent-lightning 0.2 and 0.3."""
+"""Rewards: checking those that are given, and reading them from spans of raylight and of agent-lightning 0.2
+and 0.3."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
     if not isinstance(reward, Mapping):
         if primary_key is not None:
             raise RewardError(
-                f"primary_key={primary_key!r} chooses from a dict of rewards, but the reward is {reward!r:.80}"
+                f"primary_key={primary_key!r} chooses from a dict of rewards, but the reward is "
+                f"{reward!r:.80}"
             )
         return {PRIMARY: as_reward(reward)}
     if not reward:
@@ -92,7 +94,8 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
 
 
 def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
-    """All rewards of a span, the primary one first; empty if it carries none, or none that can be read (this is logged)."""
+    """All rewards of a span, the primary one first; empty if it carries none, or none that can be read (this
+    is logged)."""
     attributes = span.attributes
     if not attributes:
         return []

@@ -1,4 +1,5 @@
-"""The tree of an attempt's spans. Any list of spans makes one: parents may be missing, ids double, links circular."""
+"""The tree of an attempt's spans. Any list of spans makes one: parents may be missing, ids double, links
+circular."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class SpanNode:
 
     @property
     def agent(self) -> str | None:
-        """The nearest agent, from this span upwards; an agent above it that runs in a workflow's executor counts as that one."""
+        """The nearest agent, from this span upwards; an agent above it that runs in a workflow's executor
+        counts as that one."""
         for node in self.upwards():
             if (name := agent_of(node.span)) is not None:
                 return (
@@ -78,8 +80,8 @@ class SpanTree:
     def from_spans(cls, spans: Sequence[Span]) -> SpanTree:
         """The tree by parent ids.
 
-        A missing parent is a virtual node, with all its children. Of spans with the same id the first one counts. A circle is cut
-        open. Several roots, or none, get a virtual root.
+        A missing parent is a virtual node, with all its children. Of spans with the same id the first one
+        counts. A circle is cut open. Several roots, or none, get a virtual root.
         """
         nodes: dict[str, SpanNode] = {}
         for span in sorted(spans, key=order):
@@ -114,8 +116,8 @@ class SpanTree:
     def repair_hierarchy(self) -> None:
         """Move spans that float right below the root under the tightest span that encloses them in time.
 
-        Where several tracing systems meet (an agent framework's, the OpenAI client's, the engine's), calls lose their parent and
-        with it their agent. Spans without times stay.
+        Where several tracing systems meet (an agent framework's, the OpenAI client's, the engine's), calls
+        lose their parent and with it their agent. Spans without times stay.
         """
         top = self.root
         while len(top.children) == 1:  # a session around the root is not where things float
@@ -138,8 +140,8 @@ class SpanTree:
     def agents_of_responses(self) -> dict[str, str | None]:
         """The agent of each response id.
 
-        Where several spans tell of a response, one that names the agent itself comes first, then one that says where it belongs,
-        last one that was found by its times.
+        Where several spans tell of a response, one that names the agent itself comes first, then one that
+        says where it belongs, last one that was found by its times.
         """
         answered = [
             (response, node)
@@ -153,7 +155,8 @@ class SpanTree:
         return found
 
     def render(self) -> str:
-        """The tree as text, for debugging: one span a line, with its agent and its time in seconds since the first span."""
+        """The tree as text, for debugging: one span a line, with its agent and its time in seconds since the
+        first span."""
         starts = [node.span.start_time for node in self.walk() if node.span.start_time is not None]
         first = min(starts, default=0.0)
         lines = []

@@ -1,4 +1,5 @@
-"""Tracers: they make the trace of an attempt the current one, and catch what the agent's libraries tell OpenTelemetry.
+"""Tracers: they make the trace of an attempt the current one, and catch what the agent's libraries tell
+OpenTelemetry.
 
 This module is light: the OpenTelemetry SDK is loaded by `OtelTracer.setup` and nowhere before.
 """
@@ -56,9 +57,11 @@ class TraceContext:
 
 
 class Tracer:
-    """Base of the tracers. A tracer is its settings: it is pickled, travels to the runners, and is set up once in each process.
+    """Base of the tracers. A tracer is its settings: it is pickled, travels to the runners, and is set up
+    once in each process.
 
-    The trace of an attempt is a context variable, so that any number of attempts run in one process and never mix spans.
+    The trace of an attempt is a context variable, so that any number of attempts run in one process and never
+    mix spans.
     """
 
     def setup(self) -> None:
@@ -69,13 +72,15 @@ class Tracer:
         """
 
     def teardown(self) -> None:
-        """Give back what `setup` took, within a deadline. It may block: an event loop calls it in a thread."""
+        """Give back what `setup` took, within a deadline. It may block: an event loop calls it in a
+        thread."""
 
     @contextlib.contextmanager
     def attempt(self, rollout: Rollout) -> Iterator[AttemptTrace]:
         """Trace the rollout's attempt while the block runs.
 
-        The trace stays open afterwards, because hooks and rewards still add to it; whoever decides the attempt closes it.
+        The trace stays open afterwards, because hooks and rewards still add to it; whoever decides the
+        attempt closes it.
 
         Raises:
             TracerError: the rollout has no attempt, so that its spans would belong to nothing.
@@ -92,7 +97,8 @@ class Tracer:
     ) -> TraceContext:
         """Trace a block by hand; it gives the `AttemptTrace`.
 
-        Without ids, a block inside of an attempt adds to that attempt's trace; outside of any it has a trace with empty ids.
+        Without ids, a block inside of an attempt adds to that attempt's trace; outside of any it has a trace
+        with empty ids.
 
         Args:
             name: of a span around the block; None for no such span.
@@ -107,7 +113,8 @@ class Tracer:
         return TraceContext(self._by_hand(name, rollout_id, attempt_id))
 
     def get_last_trace(self) -> list[Span]:
-        """Spans of the attempt that runs here, or else of the last one that ran in this context; empty if there was none."""
+        """Spans of the attempt that runs here, or else of the last one that ran in this context; empty if
+        there was none."""
         trace = current_trace() or _LAST.get()
         return trace.spans if trace else []
 
@@ -152,26 +159,31 @@ class Tracer:
 
 
 class DummyTracer(Tracer):
-    """Traces what is emitted by hand (rewards, messages, operations) and nothing else; it never loads OpenTelemetry."""
+    """Traces what is emitted by hand (rewards, messages, operations) and nothing else; it never loads
+    OpenTelemetry."""
 
 
 class OtelTracer(Tracer):
-    """Traces every OpenTelemetry span that begins inside an attempt: those of any instrumented library, and the agent's own.
+    """Traces every OpenTelemetry span that begins inside an attempt: those of any instrumented library, and
+    the agent's own.
 
-    It works with the global tracer provider: it installs one, or joins the SDK provider that is there. A span belongs to the
-    attempt whose code starts it; in a thread of the agent's that knows only OpenTelemetry's context, to the attempt of its
-    parent. Other spans are left alone. Nothing is sent while a span ends: it is converted (some 30 us) and kept.
+    It works with the global tracer provider: it installs one, or joins the SDK provider that is there. A span
+    belongs to the attempt whose code starts it; in a thread of the agent's that knows only OpenTelemetry's
+    context, to the attempt of its parent. Other spans are left alone. Nothing is sent while a span ends: it
+    is converted (some 30 us) and kept.
 
-    Spans may be exported to a collector too. They are sent in batches by a thread; a collector that is slow or down costs
-    exported spans (logged by the SDK), never time of the agent or spans of the store. Every exported span has the resource
-    attributes `agentlightning.rollout_id` and `agentlightning.attempt_id`, so that a collector shows an attempt as one resource,
-    and so that raylight's own `/v1/traces` accepts them.
+    Spans may be exported to a collector too. They are sent in batches by a thread; a collector that is slow
+    or down costs exported spans (logged by the SDK), never time of the agent or spans of the store. Every
+    exported span has the resource attributes `agentlightning.rollout_id` and `agentlightning.attempt_id`, so
+    that a collector shows an attempt as one resource, and so that raylight's own `/v1/traces` accepts them.
 
     Args:
         service_name: `service.name` of the provider that is installed; one that is there keeps its own.
-        exporter: a class or function that makes a SpanExporter in each process (`functools.partial(OTLPSpanExporter, ...)`);
-            not an exporter, because that holds connections and cannot travel to the runners.
-        export_endpoint: instead, the URL of an OTLP/HTTP collector; `/v1/traces` is added to one without a path.
+        exporter: a class or function that makes a SpanExporter in each process
+            (`functools.partial(OTLPSpanExporter, ...)`); not an exporter, because that holds connections and
+            cannot travel to the runners.
+        export_endpoint: instead, the URL of an OTLP/HTTP collector; `/v1/traces` is added to one without a
+            path.
         headers: HTTP headers for `export_endpoint`.
         export_timeout: seconds that `teardown` waits for the last spans to be exported.
 
@@ -194,7 +206,8 @@ class OtelTracer(Tracer):
     ) -> None:
         if exporter is not None and not callable(exporter):
             raise ConfigError(
-                f"exporter is a {type(exporter).__name__}; give a class or function that makes one in each runner process, "
+                f"exporter is a {type(exporter).__name__}; give a class or function that makes one in each "
+                f"runner process, "
                 "such as functools.partial(OTLPSpanExporter, endpoint=...)"
             )
         if exporter is not None and export_endpoint is not None:
@@ -214,7 +227,8 @@ class OtelTracer(Tracer):
 
     @property
     def truncated(self) -> int:
-        """Spans of this process from which the provider's span limits cut attributes before they came here."""
+        """Spans of this process from which the provider's span limits cut attributes before they came
+        here."""
         return self._capture.truncated if self._capture else 0
 
     def setup(self) -> None:
@@ -226,24 +240,25 @@ class OtelTracer(Tracer):
         if self._is_set_up:
             return
         from raylight.traces.export import AttemptExport
-        from raylight.traces.otel import capture_of_process
+        from raylight.traces.otel import process_capture
 
         with _SETUP:
             if self._is_set_up:
                 return
-            self._capture = capture_of_process(self.service_name)
+            self._capture = process_capture(self.service_name)
             exporter = self._make_exporter()
             self._export = AttemptExport(exporter) if exporter else None
-            self._capture.join(self._export)
+            self._capture.add_tracer(self._export)
             self._is_set_up = True
 
     def teardown(self) -> None:
-        """Hear no more spans, and export what is left within `export_timeout` seconds; what is not exported then is dropped."""
+        """Hear no more spans, and export what is left within `export_timeout` seconds; what is not exported
+        then is dropped."""
         with _SETUP:
             if not self._is_set_up or self._capture is None:
                 return
             self._is_set_up = False
-            self._capture.leave(self._export)
+            self._capture.remove_tracer(self._export)
             export, self._export = self._export, None
         if export is not None:
             export.close(self.export_timeout)

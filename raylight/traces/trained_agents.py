@@ -1,4 +1,5 @@
-"""Which agents of a rollout are trained: one filter, fed from the algorithm or agent (a pattern) and from the rollout (marks)."""
+"""Which agents of a rollout are trained: one filter, fed from the algorithm or agent (a pattern) and from the
+rollout (marks)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class AgentFilter:
     With neither, all calls are kept. With either, calls of agents without a name are left out.
 
     Args:
-        pattern: regular expression, found anywhere in the name (`LitAgent(trained_agents=...)`, an adapter's `agent_match`).
+        pattern: regular expression, found anywhere in the name (`LitAgent(trained_agents=...)`, an adapter's
+            `agent_match`).
         marked: exact names (`rollout.mark_agent_as_trainable`).
 
     Raises:
@@ -52,7 +54,8 @@ class AgentFilter:
 def agents_of_generations(generations: Sequence[Generation], spans: Sequence[Span]) -> list[str | None]:
     """The agent of each generation: the one that it names, else that of the spans with its response id.
 
-    That id is told by the span that raylight captured; where there is none, it is the one that contains the call id.
+    That id is told by the span that raylight captured; where there is none, it is the one that contains the
+    call id.
     """
     if all(generation.agent is not None for generation in generations):
         return [generation.agent for generation in generations]
@@ -80,7 +83,8 @@ def agents_of_generations(generations: Sequence[Generation], spans: Sequence[Spa
 
 
 def filter_generations(finished: FinishedRollout, pattern: str | None = None) -> list[Generation]:
-    """The generations of a rollout that are trained: those of agents that the pattern matches or that the rollout marked."""
+    """The generations of a rollout that are trained: those of agents that the pattern matches or that the
+    rollout marked."""
     agents = AgentFilter(pattern, finished.rollout.metadata.get(TRAINABLE_AGENTS, ()))
     if agents.keeps_all:
         return finished.generations

@@ -1,4 +1,5 @@
-"""A rollout as text for people: what each agent was told and said, what its tools did, and what it got for it."""
+"""A rollout as text for people: what each agent was told and said, what its tools did, and what it got for
+it."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ SHORT = 400
 def transcript(finished: FinishedRollout, *, full: bool = False) -> str:
     """All that was recorded of a rollout's latest attempt, in its order.
 
-    Of a call of the model it shows the messages that the same agent had not been told before, the answer, and how many tokens were
-    recorded; of an operation (a tool) its input and output; of any other span its attributes.
+    Of a call of the model it shows the messages that the same agent had not been told before, the answer, and
+    how many tokens were recorded; of an operation (a tool) its input and output; of any other span its
+    attributes.
 
     Args:
         finished: with its spans.
@@ -128,7 +130,8 @@ class _Transcript:
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
-    """Whether they are the same conversation; a client may send an answer back with other fields, but not what was asked."""
+    """Whether they are the same conversation; a client may send an answer back with other fields, but not
+    what was asked."""
     return all(
         one.get("role") == other.get("role")
         and (one.get("role") == "assistant" or one.get("content") == other.get("content"))

@@ -1,4 +1,5 @@
-"""Triplets from spans: each call to a model with its prompt, its response, and the reward that came for it."""
+"""Triplets from spans: each call to a model with its prompt, its response, and the reward that came for
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from raylight.traces.attributes import (
     WEAVE_OUTPUT,
     agent_of,
     call_key_of,
-    parsed,
+    parse_literal,
     raw_field,
     response_id_of,
     unflatten,
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 LLM_CALL_MATCH = (
     r"^openai\.(chat|completion|response)|^anthropic\.(chat|completion|message)|^raw_gen_ai_request$"
 )
-"""Spans of calls: those that raylight captures, those of AgentOps and OpenLLMetry, and those of agent-lightning's LLM proxy."""
+"""Spans of calls: those that raylight captures, those of AgentOps and OpenLLMetry, and those of
+agent-lightning's LLM proxy."""
 
 CHOICE = f"{WEAVE_OUTPUT}.choices.0"
 PROMPT_KEYS = (PROMPT_TOKEN_IDS, f"{WEAVE_OUTPUT}.prompt_token_ids")
@@ -54,7 +56,8 @@ RESPONSE_KEYS = (
 
 
 class RewardMatchPolicy(StrEnum):
-    """Which call a reward is for: always the last one that had ended before it and has none yet, among these."""
+    """Which call a reward is for: always the last one that had ended before it and has none yet, among
+    these."""
 
     FIRST_OCCURRENCE = "first_occurrence"
     """All calls."""
@@ -98,14 +101,16 @@ class _Call:
 class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
     """Triplets of an attempt's calls in the order in which they began, by the tree of its spans.
 
-    Several spans may tell of one call (`call_key_of`). A span that does not say which, above or below another one of a call, tells
-    of that call.
+    Several spans may tell of one call (`call_key_of`). A span that does not say which, above or below another
+    one of a call, tells of that call.
 
     Args:
         repair_hierarchy: put spans that lost their parent under the tightest span that encloses them in time.
         llm_call_match: regular expression for the names of spans that are calls.
-        agent_match: regular expression for the names of agents; the calls of others, and of agents without a name, are left out.
-        exclude_llm_call_in_reward: leave out the calls that were made to compute a reward, such as those of a judge.
+        agent_match: regular expression for the names of agents; the calls of others, and of agents without a
+            name, are left out.
+        exclude_llm_call_in_reward: leave out the calls that were made to compute a reward, such as those of a
+            judge.
         reward_match: which call a reward is for.
         _skip_empty_token_spans: leave out calls without token ids, before rewards are matched.
 
@@ -142,7 +147,8 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             ) from error
 
     def tree(self, spans: Sequence[Span]) -> SpanTree:
-        """The tree that calls, agents and rewards are looked up in; `print(adapter.tree(spans).render())` shows it."""
+        """The tree that calls, agents and rewards are looked up in; `print(adapter.tree(spans).render())`
+        shows it."""
         tree = SpanTree.from_spans(spans)
         if self.repair_hierarchy:
             tree.repair_hierarchy()
@@ -218,7 +224,8 @@ TraceToTriplet = TracerTraceToTriplet
 
 
 class LlmProxyTraceToTriplet(TraceAdapter[list[Triplet]]):
-    """Triplets of the calls whose spans carry token ids, by sequence ids alone: clocks of several machines need not agree.
+    """Triplets of the calls whose spans carry token ids, by sequence ids alone: clocks of several machines
+    need not agree.
 
     A reward is for the last call before it that has none yet.
     """
@@ -276,8 +283,9 @@ def match_rewards(
 def read_triplet(attributes: Mapping[str, Any], agent: str | None, below: Sequence[Span] = ()) -> Triplet:
     """Triplet of a call without its reward.
 
-    `prompt` has `token_ids`, `raw_content` (messages in OpenAI's shape, or None) and `image_urls`; `response` has `token_ids` and
-    `raw_content`, and one entry per token in `logprobs` and `weight_versions` where the span carries them.
+    `prompt` has `token_ids`, `raw_content` (messages in OpenAI's shape, or None) and `image_urls`; `response`
+    has `token_ids` and `raw_content`, and one entry per token in `logprobs` and `weight_versions` where the
+    span carries them.
     """
     call = read_call(attributes, below)
     prompt_ids = _numbers(*map(attributes.get, PROMPT_KEYS), raw_field(attributes, "prompt_token_ids"))
@@ -337,7 +345,7 @@ def _described(attributes: Mapping[str, Any], prefix: str, weave: str, elsewhere
 
 def _numbers(*recorded: Any) -> list[Any]:
     """The first of these that is a list of numbers; empty if none is."""
-    for value in map(parsed, recorded):
+    for value in map(parse_literal, recorded):
         if isinstance(value, list) and value and all(isinstance(number, int | float) for number in value):
             return value
         if value not in (None, []):
@@ -347,7 +355,7 @@ def _numbers(*recorded: Any) -> list[Any]:
 
 def _logprobs(attributes: Mapping[str, Any]) -> list[float]:
     """Log-probability of each response token: raylight's own, or OpenAI's `logprobs.content`."""
-    entries = parsed(attributes.get("logprobs.content"))
+    entries = parse_literal(attributes.get("logprobs.content"))
     openai = (
         [entry.get("logprob") for entry in entries if isinstance(entry, dict)]
         if isinstance(entries, list)

@@ -71,7 +71,7 @@ def test_a_value_that_does_not_fit_its_format_says_so() -> None:
 def test_missing_values_are_named_with_what_was_given(template: PromptTemplate) -> None:
     with pytest.raises(PromptError, match=r"needs 'a', 'c', but format\(\) got 'b', 'z'"):
         template.format(b=1, z=2)
-    with pytest.raises(PromptError, match="format\(\) got nothing"):
+    with pytest.raises(PromptError, match=r"format\(\) got nothing"):
         template.format()
 
 

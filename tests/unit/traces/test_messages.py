@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylight.traces.attributes import indexed, parsed, unflatten
+from raylight.traces.attributes import parse_literal, unflatten, unflatten_list
 from raylight.traces.messages import TraceToMessages, openai_messages, read_call
 from raylight.types import Span
 
@@ -306,7 +306,7 @@ def test_tools_that_are_no_functions_stay() -> None:
 
 def test_flattened_entries_come_in_the_order_of_their_numbers_with_gaps_closed() -> None:
     attributes = {"p.10.a": 1, "p.2.a": 2, "p.other": 3, "px.0.a": 4, "p": 5}
-    assert indexed(attributes, "p") == [{"a": 2}, {"a": 1}]
+    assert unflatten_list(attributes, "p") == [{"a": 2}, {"a": 1}]
     assert unflatten(attributes, "p") == {"10": {"a": 1}, "2": {"a": 2}, "other": 3}
     assert unflatten(attributes, "q") is None
 
@@ -344,7 +344,7 @@ def test_unflattening_undoes_flattening(value: dict[str, Any]) -> None:
     ],
 )
 def test_texts_in_either_notation_are_parsed(text: Any, value: Any) -> None:
-    assert parsed(text) == value
+    assert parse_literal(text) == value
 
 
 @given(

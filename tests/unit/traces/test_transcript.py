@@ -187,4 +187,4 @@ async def test_a_runs_folder_is_read_and_printed(tmp_path: Path) -> None:
     assert first not in shown()
     assert f"=== {first} (train): succeeded" in shown("--rollout", first)
     assert shown("--last", "2").count("===") == 2
-    assert "no such rollouts" in shown("--rollout", first, "--failed")
+    assert "no rollout matches" in shown("--rollout", first, "--failed")
