@@ -72,7 +72,7 @@ _EXPORTS = {
     "traces.tracer": ("DummyTracer", "OtelTracer", "Tracer"),
     "traces.triplets": ("LlmProxyTraceToTriplet", "TraceToTriplet", "TracerTraceToTriplet"),
     "traces.transcript": ("transcript",),
-    "trainer.traces": ("print_traces", "read_rollouts"),
+    "trainer.run_records": ("print_traces", "read_rollouts"),
     "trainer.trainer": ("Trainer",),
     "types": (
         "Attempt",

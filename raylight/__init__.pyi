@@ -69,8 +69,8 @@ from raylight.traces.transcript import transcript as transcript
 from raylight.traces.triplets import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
 from raylight.traces.triplets import TraceToTriplet as TraceToTriplet
 from raylight.traces.triplets import TracerTraceToTriplet as TracerTraceToTriplet
-from raylight.trainer.traces import print_traces as print_traces
-from raylight.trainer.traces import read_rollouts as read_rollouts
+from raylight.trainer.run_records import print_traces as print_traces
+from raylight.trainer.run_records import read_rollouts as read_rollouts
 from raylight.trainer.trainer import Trainer as Trainer
 from raylight.types import Attempt as Attempt
 from raylight.types import EnqueueRolloutRequest as EnqueueRolloutRequest

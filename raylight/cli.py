@@ -124,7 +124,7 @@ def evaluate(
     --set takes engine.NAME, runner.NAME, store.NAME and rollout.NAME.
     """
     import raylight as rl
-    from raylight.trainer.data_files import read_tasks
+    from raylight.trainer.task_files import read_tasks
 
     tasks = read_tasks(data, limit)
     settings: dict[str, Any] = {
@@ -195,7 +195,7 @@ def serve(
     --set takes engine.NAME, and engine.args.NAME for an argument of the engine itself.
     """
     from raylight.config import EngineConfig
-    from raylight.trainer.serve import serve_model
+    from raylight.trainer.serve_model import serve_model
 
     _import_from_here()
     settings: dict[str, Any] = {
@@ -261,7 +261,7 @@ def trace(
     ] = False,
 ) -> None:
     """Print recorded rollouts: messages, tools, rewards, failures. The run may still be in progress."""
-    from raylight.trainer.traces import print_traces
+    from raylight.trainer.run_records import print_traces
 
     if last is None and not rollout:
         last = 1

@@ -21,7 +21,7 @@ from rich.console import Console
 from raylight import __version__
 from raylight.config import EngineConfig
 from raylight.engines.registry import ENGINES, choose_engine
-from raylight.trainer.cluster import answers, running_cluster
+from raylight.trainer.cluster import is_reachable, running_cluster
 
 GIB = 2**30
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
@@ -114,7 +114,7 @@ def installed(name: str) -> str | None:
 def gather_cluster() -> Cluster | None:
     """Look at the cluster that a run would join, without starting one; None if there is none."""
     wanted = os.environ.get("RAY_ADDRESS", "")
-    if wanted not in ("", "auto") and not answers(wanted):
+    if wanted not in ("", "auto") and not is_reachable(wanted):
         return (
             None if wanted == "local" else Cluster(wanted, error=f"nothing answers at RAY_ADDRESS={wanted}")
         )

@@ -90,11 +90,11 @@ def _copy(output: IO[str], log: IO[str]) -> None:
 
 
 def _endpoint(output: IO[str], log: IO[str]) -> str | None:
-    """The URL that the server says it answers at; None if it ends without."""
+    """Return the URL that the server prints; None if it ends before that."""
     for line in output:
         log.write(line)
         log.flush()
-        if found := re.search(r"answers at (\S+/v1)", line):
+        if found := re.search(r"is served at (\S+/v1)", line):
             return found[1]
     return None
 

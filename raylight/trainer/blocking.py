@@ -1,6 +1,6 @@
-"""Running a coroutine to its end from any place: a script, a notebook cell whose own event loop runs, a job.
+"""Run a coroutine from synchronous code: a script, a job, or a notebook cell with a running event loop.
 
-The coroutine gets an event loop in a thread of its own. Ctrl-C and SIGTERM cancel it and wait for its clean-up.
+The coroutine runs on an event loop in its own thread. Ctrl-C and SIGTERM cancel it and wait for its clean-up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result; on KeyboardInterrupt or SIGTERM cancel it first, let it clean up, then raise."""
+    """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up, then raise."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = (
         concurrent.futures.Future()
@@ -35,7 +35,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     def target() -> None:
         try:
             result.set_result(asyncio.run(main()))
-        except BaseException as error:  # handed to the waiting thread
+        except BaseException as error:  # raised in the waiting thread
             result.set_exception(error)
 
     def cancel() -> None:
@@ -58,25 +58,25 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """In the main thread, let SIGTERM end the run as Ctrl-C does, but with SIGTERM's exit code."""
+    """In the main thread, make SIGTERM end the run as Ctrl-C does, with the exit code of SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def leave(number: int, frame: Any) -> None:
+    def exit_on_signal(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _wait_uninterrupted(result: concurrent.futures.Future[Any]) -> None:
-    """Wait for the clean-up. An impatient second Ctrl-C is answered, and does not leave half of the run behind."""
+    """Wait for the clean-up. A second Ctrl-C is logged and does not interrupt it."""
     while not result.done():
         try:
             concurrent.futures.wait([result])
         except (KeyboardInterrupt, SystemExit):
-            logger.warning("still cleaning up; a moment")
+            logger.warning("the run is still being cleaned up; please wait")

@@ -1,9 +1,10 @@
-"""Displays: a live table in a terminal, plain lines elsewhere."""
+"""Displays of a run in progress: a live table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,12 +14,12 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from raylight.trainer.report import Display, Metrics
+from raylight.trainer.loggers import Display, Metrics
 
-ROWS = 15
-"""Steps that the live table shows."""
+TABLE_ROWS = 15
+"""Number of steps in the live table."""
 
-COLUMNS: list[tuple[str, str, str]] = [
+COLUMNS: list[tuple[str, str, str]] = [  # title, metric, format
     ("reward", "train/reward", "{:.3f}"),
     ("validation", "val/reward", "{:.3f}"),
     ("failed", "train/failed", "{:.0f}"),
@@ -31,11 +32,12 @@ COLUMNS: list[tuple[str, str, str]] = [
 
 
 def cell(metrics: Metrics, key: str, form: str) -> str:
+    """Return a formatted metric; empty if a step does not have it."""
     return form.format(metrics[key]) if key in metrics else ""
 
 
 class PlainDisplay:
-    """One line a step."""
+    """Prints one line per step."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
@@ -48,7 +50,7 @@ class PlainDisplay:
         pass
 
     def stage(self, text: str) -> None:
-        if "rollouts" not in text:  # the progress within a step is for a display that can overwrite it
+        if "rollouts" not in text:  # progress within a step would be a line for every update
             self._print(text)
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -63,11 +65,11 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table of the last steps that redraws itself."""
+    """Shows a table of the last steps, which is redrawn in place."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._total = total
-        self._rows: deque[tuple[int, Metrics]] = deque(maxlen=ROWS)
+        self._rows: deque[tuple[int, Metrics]] = deque(maxlen=TABLE_ROWS)
         self._spinner = Spinner("dots", "starting")
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
 
@@ -102,7 +104,7 @@ class LiveDisplay:
 
 
 class SilentDisplay(PlainDisplay):
-    """Shows only notes."""
+    """Prints notes only."""
 
     def stage(self, text: str) -> None:
         pass
@@ -112,7 +114,12 @@ class SilentDisplay(PlainDisplay):
 
 
 def make_display(progress: bool, total: int) -> AbstractContextManager[Display]:
-    """The display that fits where the output goes."""
+    """Return a display for standard output.
+
+    Args:
+        progress: False shows notes only.
+        total: planned number of steps.
+    """
     console = Console()
     if not progress:
         return SilentDisplay(console, total)
@@ -124,7 +131,7 @@ def make_display(progress: bool, total: int) -> AbstractContextManager[Display]:
 
 
 def print_summary(summary: dict[str, Any], folder: str) -> None:
-    """A table of before and after, and where everything is."""
+    """Print the reward before and after training, and the files of the run."""
     table = Table(title="raylight", title_style="bold", show_header=True)
     table.add_column("")
     table.add_column("before", justify="right")
@@ -136,7 +143,7 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     console.print(table)
     if best := summary.get("best"):
         console.print(f"best: {best['metric']} {best['value']:.3f} at step {best['step']}", highlight=False)
-    lost = f" ({summary['rollouts_lost']} by the infrastructure)" if summary["rollouts_lost"] else ""
+    lost = f" ({summary['rollouts_lost']} because of the infrastructure)" if summary["rollouts_lost"] else ""
     failed = summary["rollouts_failed"]
     console.print(
         f"{summary['steps']} steps, {summary['rollouts']} rollouts{f', {failed} failed' if failed else ''}{lost}, "
@@ -150,7 +157,7 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
 
 
 def print_run(summary: dict[str, Any], folder: str) -> None:
-    """What became of the rollouts of an algorithm with its own loop, and where everything is."""
+    """Print the rollout counts of an algorithm with its own loop, and the files of the run."""
     console = Console()
     by_status = ", ".join(f"{count} {status}" for status, count in summary["by_status"].items())
     console.print(
@@ -160,22 +167,26 @@ def print_run(summary: dict[str, Any], folder: str) -> None:
 
 
 def print_scores(figures: dict[str, Any], folder: str) -> None:
-    """The figures of an evaluation, as in `eval.json`."""
+    """Print the scores of an evaluation.
+
+    Args:
+        figures: content of `eval.json`.
+    """
     table = Table(title=f"{figures['agent']} with {figures['model']}", title_style="bold")
     for name in ("reward", "mean", "std", "± error", "95% interval", "rollouts"):
         table.add_column(name, justify="left" if name == "reward" else "right")
-    for name, found in figures["rewards"].items():
+    for name, spread in figures["rewards"].items():
         shown = (
             figures["primary"] if name == "reward" and figures["primary"] not in (None, "primary") else name
         )
-        interval, error = found["interval_95"], found["standard_error"]
+        interval, error = spread["interval_95"], spread["standard_error"]
         table.add_row(
             escape(shown),
-            f"{found['mean']:.4f}",
-            f"{found['std']:.4f}",
+            f"{spread['mean']:.4f}",
+            f"{spread['std']:.4f}",
             "-" if error is None else f"{error:.4f}",
             "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
-            str(found["rollouts"]),
+            str(spread["rollouts"]),
         )
     console = Console()
     console.print(table)
@@ -184,11 +195,11 @@ def print_scores(figures: dict[str, Any], folder: str) -> None:
             console.print(
                 "  ".join(f"{title}{k}: {value:.4f}" for k, value in by_number.items()), highlight=False
             )
-    lost = f" ({figures['lost']} by the infrastructure)" if figures["lost"] else ""
+    lost = f" ({figures['lost']} because of the infrastructure)" if figures["lost"] else ""
     unscored = f", {figures['unscored']} without a reward" if figures["unscored"] else ""
     console.print(
         f"{figures['tasks']} tasks, {figures['rollouts']} rollouts, {figures['failed']} failed{lost}{unscored}; {figures['calls']} "
-        f"calls, {figures['tokens_per_rollout']:.1f} tokens a rollout; {figures['seconds']:.1f} s, {figures['tokens_per_s']:.0f} "
+        f"calls, {figures['tokens_per_rollout']:.1f} tokens per rollout; {figures['seconds']:.1f} s, {figures['tokens_per_s']:.0f} "
         "tokens/s",
         highlight=False,
         soft_wrap=True,
@@ -198,4 +209,5 @@ def print_scores(figures: dict[str, Any], folder: str) -> None:
 
 def _print_files(console: Console, folder: str, *names: str) -> None:
     for name in names:
-        console.print(f"  {folder}/{name}", highlight=False, soft_wrap=True)
+        if Path(folder, name).exists():
+            console.print(f"  {folder}/{name}", highlight=False, soft_wrap=True)

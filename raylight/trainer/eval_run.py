@@ -1,4 +1,4 @@
-"""The run that scores a model: engines and runners, and nothing that learns."""
+"""A run that scores a model with engines and runners, without learners."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from raylight.types import FinishedRollout
 if TYPE_CHECKING:
     from raylight.trainer.trainer import Trainer
 
-COLLECTED_AT_ONCE = 256
-"""Rollouts whose spans are in memory at the same time."""
+COLLECT_CHUNK = 256
+"""Maximum number of rollouts whose spans are in memory at the same time."""
 
 
 class EvalRun:
-    """Rolls every task out `samples` times and scores what came of it.
+    """Rolls every task out `samples` times and scores the rollouts.
 
-    In `folder` it writes `eval.json` (all figures, and the configuration), `eval.jsonl` (a line a rollout), `eval.png` (the
-    rewards) and `eval.db` (the store); other files there are left alone, so that it may be a training's run directory.
+    Writes `eval.json` (all scores, and the configuration), `eval.jsonl` (a line per rollout), `eval.png` (the rewards) and
+    `eval.db` (the store) to `folder`. Other files there are unchanged, so the folder may be a training run's directory.
 
     Raises:
-        RaylightError: the agent, the model or the adapter is not there, or cannot be run.
+        RaylightError: the agent, the model or the adapter does not exist or cannot be used.
     """
 
     def __init__(
@@ -75,62 +75,62 @@ class EvalRun:
         )
 
     def run(self, address: str | None, log_to_driver: bool) -> dict[str, Any]:
-        """Do it; returns what is in `eval.json`.
+        """Run the evaluation; return the content of `eval.json`.
 
         Raises:
-            RaylightError: nothing could be served, or no rollout was scored.
+            RaylightError: the model could not be served, or no rollout was scored.
         """
         self._clear()
         show = self.trainer.progress
-        with ray_session(address, log_to_driver) as connection, make_display(show, 0) as shown:
-            narrator = ProgressReporter(shown)
-            narrator.stage(
+        with ray_session(address, log_to_driver) as connection, make_display(show, 0) as display:
+            progress = ProgressReporter(display)
+            progress.stage(
                 f"run {self.plan.name}; Ray dashboard: {connection.dashboard or 'see the cluster'}"
             )
-            figures = run_blocking(self._work(narrator, connection.local))
+            figures = run_blocking(self._work(progress, connection.owns_cluster))
         if show:
             print_scores(figures, str(self.folder))
         return figures
 
     def _clear(self) -> None:
-        """What an earlier evaluation left in the folder would be taken for this one's."""
+        """Create the folder and remove the results of an earlier evaluation in it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("eval.json", "eval.png"):
                 (self.folder / name).unlink(missing_ok=True)
             (self.folder / "eval.jsonl").write_text("")
         except OSError as error:
-            raise ConfigError(f"output_dir {self.folder} cannot be written: {error.strerror}") from None
+            raise ConfigError(
+                f"output_dir {self.folder} cannot be written: {error.strerror}; choose another folder"
+            ) from None
 
-    async def _work(self, narrator: ProgressReporter, cluster_ends: bool) -> dict[str, Any]:
+    async def _work(self, progress: ProgressReporter, owns_cluster: bool) -> dict[str, Any]:
         settings = self.plan.settings
-        async with EvalSession(self.plan, narrator.stage, cluster_ends) as session:
+        async with EvalSession(self.plan, progress.stage, owns_cluster) as session:
             started = time.perf_counter()
-            work = session.finish(self.tasks, "val", settings.samples, narrator.rolling("val"))
+            work = session.run_tasks(self.tasks, "val", settings.samples, progress.rollout_progress("val"))
             ids = await session.watched(work)
             seconds = time.perf_counter() - started
             finished = await self._collect(session, ids)
-            narrator.failures(finished)
-            narrator.stage("stopping")
+            progress.failures(finished)
+            progress.stage("stopping")
         raise_if_hopeless(finished, settings.failure_reward)
         scores = measure(finished, settings.samples, settings.failure_reward, settings.pass_reward)
         if note := ignored_sampling(finished, settings.sampling):
-            narrator.note(note)
+            progress.note(note)
         figures = self._figures(scores, finished, seconds, note)
         write_atomic(self.folder / "eval.json", json.dumps(figures, indent=2) + "\n")
         plot_histogram(rewards_by_name(finished), self.folder / "eval.png")
         return figures
 
     async def _collect(self, session: EvalSession, ids: list[str]) -> list[FinishedRollout]:
-        """What the rollouts left, without spans; writes a line for each."""
+        """Write a line per rollout; return the finished rollouts without their spans."""
         finished: list[FinishedRollout] = []
         with (self.folder / "eval.jsonl").open("a") as file:
-            for start in range(0, len(ids), COLLECTED_AT_ONCE):
-                for item in await session.store.collect(
-                    ids[start : start + COLLECTED_AT_ONCE], with_spans=True
-                ):
-                    place = divmod(len(finished), self.plan.settings.samples)
-                    file.write(json.dumps(line_of(item, *place), default=repr) + "\n")
+            for start in range(0, len(ids), COLLECT_CHUNK):
+                for item in await session.store.collect(ids[start : start + COLLECT_CHUNK], with_spans=True):
+                    task, sample = divmod(len(finished), self.plan.settings.samples)
+                    file.write(json.dumps(eval_line(item, task, sample), default=repr) + "\n")
                     finished.append(replace(item, spans=[]))
         return finished
 
@@ -157,7 +157,7 @@ class EvalRun:
             },
             "unscored": scores.unscored,
             "primary": primary,
-            "rewards": {name: _spread(found) for name, found in scores.rewards.items()},
+            "rewards": {name: _spread(spread) for name, spread in scores.rewards.items()},
             "best_of": {str(k): value for k, value in scores.best_of.items()},
             "pass_at": {str(k): value for k, value in scores.pass_at.items()},
             "calls": scores.calls,
@@ -171,12 +171,14 @@ class EvalRun:
 
 
 def _engine(config: EngineConfig, settings: EvalSettings) -> tuple[str, EngineConfig]:
-    """The model's folder, empty where it is elsewhere, and the engine's settings with its kind."""
+    """Return the model's folder, empty for an upstream model, and the engine's settings with its resolved kind."""
     kind = choose_engine(config)
     update: dict[str, Any] = {"kind": kind}
     if kind == "upstream":
         if settings.lora_adapter is not None:
-            raise ConfigError("an upstream model is served elsewhere, and takes no adapter from here")
+            raise ConfigError(
+                "lora_adapter: an upstream model takes no adapter from raylight; leave it out, or serve the model with raylight"
+            )
         return "", config.model_copy(
             update=update | {"upstream_model": config.upstream_model or settings.model}
         )
@@ -185,11 +187,12 @@ def _engine(config: EngineConfig, settings: EvalSettings) -> tuple[str, EngineCo
     return resolve_model(settings.model), config.model_copy(update=update)
 
 
-def line_of(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
-    """A rollout as it is written into `eval.jsonl`.
+def eval_line(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
+    """Return the content of a rollout's line in `eval.jsonl`.
 
     Args:
-        task, sample: their places.
+        task: index of the task.
+        sample: index of the rollout among those of its task.
     """
     rollout, attempt = item.rollout, item.rollout.attempt
     ended = attempt.end_time if attempt else None
@@ -211,7 +214,7 @@ def line_of(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
 
 
 def _text(messages: str) -> str | None:
-    """What the last of recorded messages says; None if it has no text, such as one that only calls tools."""
+    """Return the text of the last recorded message; None if it has none, such as a message with only tool calls."""
     content = json.loads(messages)[-1].get("content")
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
@@ -219,13 +222,13 @@ def _text(messages: str) -> str | None:
 
 
 def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]) -> str | None:
-    """What to say of sampling parameters that agents did not pass on; None if they did, as far as the recorded calls tell."""
+    """Return a note about sampling parameters that the agent did not pass on, by the recorded calls; None if it did."""
     calls = [call.sampling for item in finished for call in item.generations]
-    recorded = {"temperature": 1.0, "top_p": 1.0}
+    defaults = {"temperature": 1.0, "top_p": 1.0}
     parts = []
-    for name in recorded.keys() & wanted.keys():
+    for name in defaults.keys() & wanted.keys():
         others = [
-            value for sampling in calls if (value := sampling.get(name, recorded[name])) != wanted[name]
+            value for sampling in calls if (value := sampling.get(name, defaults[name])) != wanted[name]
         ]
         if others:
             parts.append(
@@ -233,25 +236,27 @@ def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]
             )
     if not parts:
         return None
-    return f"{'; '.join(sorted(parts))}: the agent chose itself. Have it pass llm.sampling_parameters on"
+    return (
+        f"{'; '.join(sorted(parts))}: the agent does not use llm.sampling_parameters. Pass them to its client"
+    )
 
 
 def rewards_by_name(finished: Iterable[FinishedRollout]) -> dict[str, list[float]]:
-    """All rewards that were given by rollouts that succeeded."""
-    found: dict[str, list[float]] = {}
+    """Return all rewards of succeeded rollouts, by name."""
+    rewards: dict[str, list[float]] = {}
     for item in finished:
         if item.rollout.status == "succeeded":
             for name, value in item.rewards.items():
-                found.setdefault(name, []).append(value)
-    return found
+                rewards.setdefault(name, []).append(value)
+    return rewards
 
 
-def _spread(found: Spread) -> dict[str, Any]:
-    interval = found.interval
+def _spread(spread: Spread) -> dict[str, Any]:
+    interval = spread.interval
     return {
-        "mean": found.mean,
-        "std": found.std,
-        "standard_error": found.error,
+        "mean": spread.mean,
+        "std": spread.std,
+        "standard_error": spread.error,
         "interval_95": list(interval) if interval else None,
-        "rollouts": found.rollouts,
+        "rollouts": spread.rollouts,
     }

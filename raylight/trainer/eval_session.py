@@ -1,4 +1,4 @@
-"""The components of a run that scores a model: a store, runners and engines, and no learner."""
+"""The components of a run that scores a model: store, runners and engines, but no learners."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class EvalSettings(Config):
-    """What is scored, and how."""
+    """Settings of an evaluation."""
 
     model: str
-    """Folder of a Hugging Face model, or the name of one in the local cache; with an upstream engine its name there."""
+    """Folder of a Hugging Face model, its name in the local cache, or the upstream's name of it."""
     lora_adapter: str | None = None
-    """Folder of a LoRA adapter in peft's format, with which the model is served."""
+    """Folder of a LoRA adapter in peft's format, which is served with the model."""
     samples: int = Field(default=1, ge=1)
-    """Rollouts of each task."""
+    """Rollouts per task."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """What agents find in `llm.sampling_parameters`, such as `{"temperature": 0.0}`. It is up to them to pass it on."""
+    """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their client themselves."""
     failure_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """Reward of a rollout whose agent failed; None leaves it out. Failures of the infrastructure are always left out."""
+    """Reward of a rollout whose agent failed; None leaves it out. Infrastructure failures are always left out."""
     pass_reward: float = Field(default=1.0, allow_inf_nan=False)
-    """Reward from which a rollout passes, for pass@k."""
+    """Lowest reward with which a rollout passes, for pass@k."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
     """Limits and retries of each rollout."""
     lora_adapter_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline for the adapter to reach every engine."""
+    """Deadline for the adapter to reach every replica, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class EvalPlan(ServedPlan):
 
 
 class EvalSession(ServedSession):
-    """A ServedSession whose model may have an adapter."""
+    """A ServedSession that may serve a LoRA adapter with its model."""
 
     plan: EvalPlan
 
@@ -79,8 +79,8 @@ class EvalSession(ServedSession):
         settings = self.plan.settings
         if settings.lora_adapter is None:
             return MODEL_NAME
-        box = [ray.put(read_adapter(settings.lora_adapter))]
-        await self.fleet.publish(1, box, settings.lora_adapter_timeout_s, adapter=ADAPTER_NAME)
+        payload_refs = [ray.put(read_adapter(settings.lora_adapter))]
+        await self.replicas.publish(1, payload_refs, settings.lora_adapter_timeout_s, adapter=ADAPTER_NAME)
         return ADAPTER_NAME
 
     def _resources_with(self, llm: LLM) -> NamedResources:
@@ -93,23 +93,25 @@ class EvalSession(ServedSession):
 
 
 def find_adapter(folder: str) -> str:
-    """The folder of a peft adapter.
+    """Return the absolute path of a peft adapter's folder.
 
     Raises:
-        ModelNotFoundError: there is no such folder, or it holds no adapter.
+        ModelNotFoundError: there is no such folder, or it contains no adapter.
     """
     path = os.path.abspath(os.path.expanduser(folder))
     if not os.path.isdir(path):
-        raise ModelNotFoundError(f"there is no adapter folder {path}")
+        raise ModelNotFoundError(
+            f"there is no adapter folder {path}; give the folder to which peft saved the adapter"
+        )
     if missing := [name for name in ADAPTER_FILES if not os.path.isfile(os.path.join(path, name))]:
         raise ModelNotFoundError(
-            f"{path} holds no LoRA adapter as peft saves it: {', '.join(missing)} is missing"
+            f"{path} is not a LoRA adapter in peft's format: {', '.join(missing)} is missing"
         )
     return path
 
 
 def read_adapter(folder: str) -> LoraAdapter:
-    """An adapter from the folder where peft saved it."""
+    """Read an adapter in peft's format."""
     from safetensors.torch import load_file
 
     config, weights = (os.path.join(folder, name) for name in ADAPTER_FILES)

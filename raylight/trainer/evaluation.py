@@ -1,5 +1,4 @@
-"""How good the policy is on tasks that it is never trained on: measured along the way, the best one kept, a stop where it gets no
-better."""
+"""Evaluation of the policy on tasks that it is never trained on: metrics, the best model, and early stopping."""
 
 from __future__ import annotations
 
@@ -19,17 +18,19 @@ from raylight.types import FinishedRollout
 BEST_JSON = "best.json"
 
 
-class Saves(Protocol):
-    """Learners."""
+class ModelSaver(Protocol):
+    """The part of a LearnerGroup that an Evaluator uses."""
 
-    async def save(self, folder: str) -> None: ...
+    async def save(self, folder: str) -> None:
+        """Write the model to a folder."""
+        ...
 
 
-class RollsOut(Protocol):
-    """A session, as far as an evaluation needs it."""
+class EvaluationSession(Protocol):
+    """The part of a PolicySession that an Evaluator uses."""
 
     @property
-    def learners(self) -> Saves: ...
+    def learners(self) -> ModelSaver: ...
 
     async def rollout(
         self, tasks: list[Any], mode: Any, samples: int, progress: Any
@@ -37,38 +38,38 @@ class RollsOut(Protocol):
 
 
 class Evaluator:
-    """Measures the policy on validation tasks before, during and after training.
+    """Evaluates the policy on validation tasks before, during and after training.
 
-    Whenever the metric `algorithm.best` gets better, the model is saved to `best/` in the run directory, with `best.json` in it.
-    With `algorithm.patience`, `stop_reason` says when it got no better for so many evaluations.
+    When the metric `algorithm.best` improves, the model is saved to `best/` in the run directory, together with `best.json`.
+    With `algorithm.patience`, `stop_reason` is set after so many evaluations without an improvement.
 
     Args:
-        tasks: none, and nothing is ever measured.
+        tasks: validation tasks; without any, nothing is evaluated.
     """
 
     def __init__(
-        self, session: RollsOut, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report
+        self, session: EvaluationSession, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report
     ) -> None:
         self._session = session
         self._algorithm = algorithm
         self._tasks = tasks
         self._report = report
         self._best: dict[str, Any] | None = None
-        """The content of `best.json`."""
+        """Content of `best.json`."""
         self._reference: float | None = None
-        """The value that the next ones are to surpass by `min_delta`."""
+        """Value that an evaluation must exceed by `min_delta` to count as an improvement."""
         self._stale = 0
-        """Evaluations since then."""
+        """Number of evaluations since the last improvement."""
 
     async def before_training(self) -> Metrics:
-        """The metrics of the model as it comes; nothing where these are not wanted."""
+        """Return the metrics of the initial model; empty if `val_before_train` is off."""
         return await self._evaluate(0) if self._tasks and self._algorithm.val_before_train else {}
 
     async def after(self, step: int, last: bool) -> Metrics:
-        """The metrics after a step; nothing where no evaluation is due.
+        """Return the metrics after a step; empty if no evaluation is due.
 
         Raises:
-            ConfigError: the metric that tells the best is not among them.
+            ConfigError: the metric `algorithm.best` is not among them.
             RaylightError: no rollout was scored (see `raise_if_hopeless`).
         """
         every = self._algorithm.val_every
@@ -78,48 +79,48 @@ class Evaluator:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why training should end now; None if it should go on."""
+        """Reason to end training early; None to continue."""
         algorithm = self._algorithm
         if algorithm.patience is None or self._stale < algorithm.patience:
             return None
         assert self._best is not None
         return (
-            f"{algorithm.best} did not get better by {algorithm.min_delta:g} in {self._stale} evaluations, so training ends early "
-            f"(patience); its best is {self._best['value']:.4g}, of step {self._best['step']}"
+            f"training ends early: {algorithm.best} did not improve by {algorithm.min_delta:g} in the last {self._stale} evaluations "
+            f"(patience); its best value is {self._best['value']:.4g}, at step {self._best['step']}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes; plain JSON."""
+        """Return the state that `load_state_dict` takes, as plain JSON."""
         return {"best": self._best, "reference": self._reference, "stale": self._stale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state. A model in `best/` that was saved after it stays the best, as long as none is better.
+        """Continue from a state. A model in `best/` that was saved after the state remains the best until a better one.
 
-        What was the best by another metric, or the other way round, is not compared with: the next evaluation is the first.
+        A best model by another metric or mode is not compared with: the next evaluation then counts as the first.
         """
         self._best, self._reference, self._stale = state["best"], state["reference"], state["stale"]
-        if self._best is not None and not self._tells(self._best):
+        if self._best is not None and not self._is_comparable(self._best):
             self._best, self._reference, self._stale = None, None, 0
-        kept = self.folder / BEST_JSON
         restore_folder(self.folder)
-        if kept.exists():
-            there = json.loads(kept.read_text())
-            if self._tells(there) and (
-                self._best is None or self._is_better(there["value"], self._best["value"])
+        best_json = self.folder / BEST_JSON
+        if best_json.exists():
+            saved = json.loads(best_json.read_text())
+            if self._is_comparable(saved) and (
+                self._best is None or self._is_better(saved["value"], self._best["value"])
             ):
-                self._best = there
+                self._best = saved
         self._report.best = self._best
 
     @property
     def folder(self) -> Path:
-        """Where the best model is."""
+        """Folder of the best model."""
         return self._report.folder / "best"
 
     async def _evaluate(self, step: int) -> Metrics:
         started = time.perf_counter()
         algorithm, report = self._algorithm, self._report
         finished = await self._session.rollout(
-            self._tasks, "val", algorithm.val_samples, report.rolling("val")
+            self._tasks, "val", algorithm.val_samples, report.rollout_progress("val")
         )
         report.failures(finished)
         raise_if_hopeless(finished, algorithm.failure_reward)
@@ -129,16 +130,22 @@ class Evaluator:
         metrics["time/val_s"] = time.perf_counter() - started
         if (
             algorithm.best is not None and algorithm.val_every is not None
-        ):  # else the untrained model would be the best
+        ):  # else only the initial model is measured
             await self._compare(step, algorithm.best, metrics)
         return metrics
 
     async def _compare(self, step: int, name: str, metrics: Metrics) -> None:
-        """Note whether the policy got better, and keep it if it did."""
+        """Compare the policy with the best so far; save it if it is better.
+
+        Args:
+            name: the metric to compare by.
+        """
         value = metrics.get(name)
         if value is None and self._best is None:
-            known = ", ".join(key for key in metrics if key.startswith("val/"))
-            raise ConfigError(f"best={name!r} is not among the metrics of this evaluation: {known}")
+            available = ", ".join(key for key in metrics if key.startswith("val/"))
+            raise ConfigError(
+                f"best={name!r} is not a metric of this evaluation; set best to one of: {available}"
+            )
         if value is not None and (self._best is None or self._is_better(value, self._best["value"])):
             self._best = {
                 "metric": name,
@@ -157,16 +164,16 @@ class Evaluator:
         else:
             self._stale += 1
 
-    def _tells(self, best: dict[str, Any]) -> bool:
-        """Whether what was found the best was so by the metric that counts now."""
+    def _is_comparable(self, best: dict[str, Any]) -> bool:
+        """Return True if the best model was chosen by the current metric and mode."""
         return (best["metric"], best["mode"]) == (self._algorithm.best, self._algorithm.best_mode)
 
-    def _is_better(self, value: float, other: float, by: float = 0.0) -> bool:
+    def _is_better(self, value: float, other: float, min_delta: float = 0.0) -> bool:
         gain = value - other if self._algorithm.best_mode == "max" else other - value
-        return gain > 0 and gain >= by
+        return gain > 0 and gain >= min_delta
 
     async def _save(self) -> None:
-        """Write the policy and what it is worth to `best/`, which holds either the former best or the new one, whole."""
+        """Replace `best/` by the current policy and its `best.json`, atomically."""
         new = self.folder.with_name(f"{self.folder.name}.new")
         await self._session.learners.save(str(new))
         if not new.is_dir():
@@ -179,10 +186,10 @@ class Evaluator:
 
 
 def describe_scores(scores: Scores) -> Metrics:
-    """Scores as metrics of a step."""
+    """Return scores as metrics of a step."""
     metrics = {"val/rollouts": float(scores.rollouts), "val/failed": float(scores.failed)}
-    for name, found in scores.rewards.items():
-        metrics["val/reward" if name == "reward" else f"val/reward/{name}"] = found.mean
+    for name, spread in scores.rewards.items():
+        metrics["val/reward" if name == "reward" else f"val/reward/{name}"] = spread.mean
     if (primary := scores.rewards.get("reward")) is not None:
         metrics["val/reward_std"] = primary.std
         if primary.error is not None:

@@ -1,4 +1,4 @@
-"""The rollouts that one step learns from."""
+"""Collect the rollouts of one training step."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ from raylight.types import FinishedRollout
 
 
 async def gather(
-    session: PolicySession, algorithm: PolicyAlgorithm, tasks: Iterator[list[Any]], step: int, report: Report
+    session: PolicySession,
+    algorithm: PolicyAlgorithm,
+    batches: Iterator[list[Any]],
+    step: int,
+    report: Report,
 ) -> list[FinishedRollout]:
-    """Roll out the next tasks; and more of them, up to `max_rounds` times, until `tasks_per_step` groups have rewards that differ.
+    """Roll out the next batch of tasks, and up to `max_rounds` batches until `tasks_per_step` groups have differing rewards.
 
     Raises:
-        RaylightError: no rollout of a round gave a reward (`raise_if_hopeless`).
+        RaylightError: no rollout of a round has a reward (see `raise_if_hopeless`).
     """
     finished: list[FinishedRollout] = []
     for part in range(algorithm.max_rounds):
-        found = await _round(session, algorithm, next(tasks), step, part, report)
-        finished += found
-        if (
-            part + 1 == algorithm.max_rounds
-            or groups_that_differ(finished, algorithm) >= algorithm.tasks_per_step
-        ):
+        new = await _round(session, algorithm, next(batches), step, part, report)
+        finished += new
+        is_last = part + 1 == algorithm.max_rounds
+        if is_last or count_informative_groups(finished, algorithm) >= algorithm.tasks_per_step:
             break
-        raise_if_hopeless(found, algorithm.failure_reward)
+        raise_if_hopeless(new, algorithm.failure_reward)
     return finished
 
 
-def groups_that_differ(finished: list[FinishedRollout], algorithm: PolicyAlgorithm) -> int:
-    """Groups in which not all rewards are equal, with those of turns where these are trained."""
-    seen: dict[str, set[float]] = {}
+def count_informative_groups(finished: list[FinishedRollout], algorithm: PolicyAlgorithm) -> int:
+    """Return the number of groups whose rewards are not all equal; turn rewards count where they are trained on."""
+    rewards_by_group: dict[str, set[float]] = {}
     for item in finished:
         if item.generations and (reward := algorithm.reward_of(item)) is not None:
             turns = [value for _, value in turn_reward_spans(item)] if algorithm.turn_rewards else []
-            seen.setdefault(group_key(item), set()).add(math.fsum([reward, *turns]))
-    return sum(len(rewards) > 1 for rewards in seen.values())
+            rewards_by_group.setdefault(group_key(item), set()).add(math.fsum([reward, *turns]))
+    return sum(len(rewards) > 1 for rewards in rewards_by_group.values())
 
 
 async def _round(
     session: PolicySession, algorithm: PolicyAlgorithm, tasks: list[Any], step: int, part: int, report: Report
 ) -> list[FinishedRollout]:
-    progress = report.rolling("train")
+    progress = report.rollout_progress("train")
     sampled = session.rollout(tasks, "train", algorithm.group_size, progress, step=step, part=part)
     if not algorithm.needs_greedy_rollouts:
         return await sampled

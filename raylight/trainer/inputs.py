@@ -1,4 +1,4 @@
-"""Checks before anything starts: the agent, the model, the datasets."""
+"""Checks of the agent, the model and the datasets, before anything starts."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from raylight.errors import ConfigError, DatasetError, ModelNotFoundError
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is given."""
+    """The agent and the datasets of a run."""
 
     agent: LitAgent
     train: Any
     val: Any
 
 
-def is_agent(given: Any) -> bool:
-    """Whether it is an agent or describes one, and is no dataset."""
-    if isinstance(given, type):
-        return issubclass(given, LitAgent)
+def is_agent(value: Any) -> bool:
+    """Return True for an agent or a specification of one, False for a dataset."""
+    if isinstance(value, type):
+        return issubclass(value, LitAgent)
     return (
-        isinstance(given, LitAgent | str)
-        or callable(given)
-        or (isinstance(given, Mapping) and "type" in given)
+        isinstance(value, LitAgent | str)
+        or callable(value)
+        or (isinstance(value, Mapping) and "type" in value)
     )
 
 
-def as_agent(given: Any) -> LitAgent:
-    """The agent; a plain function is decorated, and one that is described is made.
+def as_agent(spec: Any) -> LitAgent:
+    """Return the agent that `spec` specifies; a plain function is decorated with @rollout.
 
     Args:
-        given: a LitAgent, its class, a function, the dotted name of any of these, or a dict with the class as its `type`.
+        spec: a LitAgent, its class, a function, the dotted name of any of these, or a dict with the class as its `type`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `spec` is none of these.
     """
-    if isinstance(given, str):
-        given = import_dotted_name(given, "agent")
-    if isinstance(given, Mapping) or (isinstance(given, type) and issubclass(given, LitAgent)):
-        given = build_component(given, LitAgent, "agent")
-    if isinstance(given, LitAgent):
-        return given
-    if callable(given) and not isinstance(given, type):
-        return rollout(given)
+    if isinstance(spec, str):
+        spec = import_dotted_name(spec, "agent")
+    if isinstance(spec, Mapping) or (isinstance(spec, type) and issubclass(spec, LitAgent)):
+        spec = build_component(spec, LitAgent, "agent")
+    if isinstance(spec, LitAgent):
+        return spec
+    if callable(spec) and not isinstance(spec, type):
+        return rollout(spec)
     raise ConfigError(
-        f"agent must be a function decorated with @rollout or an instance of LitAgent (or its class, a dotted name, or a dict with "
-        f"a 'type'), not {given!r:.80}"
+        f"agent is {spec!r:.80}; give a function decorated with @rollout or an instance of LitAgent (or its class, a dotted name, "
+        "or a dict with a 'type')"
     )
 
 
 def resolve_model(model: str) -> str:
-    """The folder of a model: a path as it is, or a hub name that is in the local cache. Nothing is downloaded.
+    """Return the folder of a model: a path, or the cached folder of a hub name. Nothing is downloaded.
 
     Raises:
-        ModelNotFoundError: there is no such folder, or it holds no model.
+        ModelNotFoundError: there is no such folder, or it contains no model.
     """
     folder = os.path.abspath(os.path.expanduser(model))
     if os.path.isdir(folder):
@@ -71,7 +71,7 @@ def resolve_model(model: str) -> str:
         ]
         if missing:
             raise ModelNotFoundError(
-                f"{folder} holds no Hugging Face model with a tokenizer: {', '.join(missing)} is missing"
+                f"{folder} is not a Hugging Face model with a tokenizer: {', '.join(missing)} is missing"
             )
         return folder
     looks_like_name = model.count("/") == 1 and not model.startswith((".", "/", "~"))
@@ -83,16 +83,21 @@ def resolve_model(model: str) -> str:
             return snapshot_download(model, local_files_only=True)
         except (LocalEntryNotFoundError, HFValidationError):
             raise ModelNotFoundError(
-                f"there is no folder {folder}, and {model!r} is not in the local cache; fetch it first with `hf download {model}`"
+                f"there is no folder {folder}, and {model!r} is not in the local cache; download it with `hf download {model}`"
             ) from None
-    raise ModelNotFoundError(f"there is no model folder {folder}")
+    raise ModelNotFoundError(
+        f"there is no model folder {folder}; give the path of one, or a hub name such as owner/name"
+    )
 
 
 def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
-    """A dataset as a list of tasks.
+    """Return a dataset as a list of tasks.
+
+    Args:
+        name: of the argument, for messages.
 
     Raises:
-        DatasetError: it cannot be iterated, or it is required and empty.
+        DatasetError: the dataset cannot be iterated, is empty, or is required and None.
     """
     dataset = as_dataset(dataset, name)
     if dataset is None:
@@ -103,16 +108,15 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
 
 
 def as_dataset(dataset: Any, name: str) -> Any:
-    """A dataset as it is, once it is known to hold tasks; what can be read only once becomes a list.
+    """Return a dataset after checking that it has tasks; an iterator becomes a list.
 
     Raises:
-        DatasetError: it cannot be iterated, or it is empty.
+        DatasetError: the dataset cannot be iterated, or is empty.
     """
     if dataset is None:
         return None
-    sized = hasattr(dataset, "__getitem__") and hasattr(
-        dataset, "__len__"
-    )  # a torch Dataset, which need not be iterable
+    # a torch Dataset need not be iterable
+    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, str | bytes | dict) or not (sized or isinstance(dataset, Iterable)):
         raise DatasetError(
             f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks"

@@ -1,4 +1,4 @@
-"""The process that has only the runners of a run whose algorithm is in another process on the same cluster."""
+"""A process that has only runners, and joins a run whose algorithm is in another process on the same cluster."""
 
 from __future__ import annotations
 
@@ -22,91 +22,99 @@ from raylight.trainer.inputs import as_agent
 if TYPE_CHECKING:
     from raylight.trainer.trainer import Trainer
 
-END_S = 10.0
-"""How long after its store a run may be known to be over."""
+END_TIMEOUT_S = 10.0
+"""Time to wait for the end of a run after its store is gone, in seconds."""
 
 
-def must_be_joinable(run: str, local: bool) -> None:
-    """Raise ConfigError unless other processes can find a run of this name here.
+def check_joinable(run_name: str, owns_cluster: bool) -> None:
+    """Check that other processes can join a run of this name on this cluster.
 
     Args:
-        local: the cluster was started by this process, for itself.
+        owns_cluster: True if this process started the cluster for itself.
+
+    Raises:
+        ConfigError: other processes cannot join the cluster, or it already has a run of this name.
     """
-    if local:
+    if owns_cluster:
         raise ConfigError(
-            "runners of other processes need a cluster that both join; start one with `ray start --head`"
+            "external runners require a shared Ray cluster, and none is running; start one with `ray start --head`"
         )
-    if _is_there(RENDEZVOUS_NAME, run) or _is_there(STORE_NAME, run):
+    if _actor_exists(RENDEZVOUS_NAME, run_name) or _actor_exists(STORE_NAME, run_name):
         raise ConfigError(
-            f"there is a run {run!r} on this cluster already; give this one another run_name, or stop that one"
+            f"this cluster already has a run {run_name!r}; choose another run_name, or stop that run"
         )
 
 
-def _is_there(actor: str, run: str) -> bool:
+def _actor_exists(actor: str, run_name: str) -> bool:
     try:
-        ray.get_actor(actor, namespace=run)
+        ray.get_actor(actor, namespace=run_name)
     except ValueError:
         return False
     return True
 
 
 class RemoteRunnerProcess:
-    """Joins a run and executes its rollouts until it is over.
+    """Joins a run and executes its rollouts until the run ends.
 
     Args:
-        trainer: whose agent, tracer, hooks and runner settings are used.
+        trainer: provides agent, tracer, hooks and runner settings.
+        agent: takes precedence over the trainer's.
 
     Raises:
-        ConfigError: there is no agent, or no name of a run.
+        ConfigError: there is no agent, or no run name.
     """
 
     def __init__(self, trainer: Trainer, agent: Any = None) -> None:
         if trainer.run_name is None:
-            raise ConfigError("runners join a run by its name: give run_name, or set RAYLIGHT_RUN")
+            raise ConfigError("role='runner' has no run to join; give run_name, or set RAYLIGHT_RUN")
         self._trainer = trainer
-        self._run = trainer.run_name
+        self._run_name = trainer.run_name
         self._agent: LitAgent = as_agent(agent if agent is not None else trainer.agent)
         self._config = trainer.runner
 
     async def work(self) -> dict[str, Any]:
-        """Do it; returns how many runners were lost or replaced.
+        """Execute rollouts until the run ends; return the numbers of lost and replaced runners.
 
         Raises:
             ConfigError: there is no such run.
-            RaylightError: the runners did not start, or kept dying.
+            RaylightError: the runners did not start, or died too often.
         """
         trainer = self._trainer
         with (
-            ray_session(trainer._address, trainer._log_to_driver) as connection,
-            make_display(trainer.progress, 0) as shown,
+            ray_session(trainer.address, trainer.log_to_driver) as connection,
+            make_display(trainer.progress, 0) as display,
         ):
-            if connection.local:
+            if connection.owns_cluster:
                 raise ConfigError(
-                    f"there is no cluster here on which run {self._run!r} could be; give its address, or set RAY_ADDRESS"
+                    f"run {self._run_name!r} cannot be joined: no Ray cluster was found; give its address, or set RAY_ADDRESS"
                 )
-            shown.stage(f"looking for run {self._run}")
-            rendezvous = await find_rendezvous(self._run, self._config.start_timeout_s)
+            display.stage(f"looking for run {self._run_name}")
+            rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
             try:
                 store, secret = await rendezvous.access.remote()
             except RayActorError:
                 raise ConfigError(
-                    f"run {self._run!r} ended before its runners could join it; start them again with it"
+                    f"run {self._run_name!r} ended before the runners joined; start the runners after the next run"
                 ) from None
             payload = replace(RunnerPayload(self._agent, trainer.tracer, trainer.hooks), secret=secret)
-            pool = JoinedPool(f"{self._run}-{secrets.token_hex(3)}", self._config, store, payload)
+            pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)
             try:
                 await pool.start()
-                shown.stage(
-                    f"{self._config.n} runner(s) work for run {self._run}, until it is over or Ctrl-C"
+                display.stage(
+                    f"{self._config.n} runner(s) joined run {self._run_name}; they end with it, or on Ctrl-C"
                 )
-                over = await self._until_over(rendezvous, pool)
+                run_ended = await self._wait_for_end(rendezvous, pool)
             finally:
                 await pool.stop()
-            shown.stage(f"run {self._run} is over" if over else "all runners have run their max_rollouts")
-        return {"run": self._run, "runners_lost": pool.lost, "runners_replaced": pool.replaced}
+            display.stage(
+                f"run {self._run_name} ended"
+                if run_ended
+                else "all runners have executed max_rollouts rollouts"
+            )
+        return {"run": self._run_name, "runners_lost": pool.lost, "runners_replaced": pool.replaced}
 
-    async def _until_over(self, rendezvous: Any, pool: JoinedPool) -> bool:
-        """Returns whether the run is over; if not, these runners have done enough."""
+    async def _wait_for_end(self, rendezvous: Any, pool: JoinedPool) -> bool:
+        """Return True when the run has ended, False when all runners have executed `max_rollouts`."""
         ending, watching = asyncio.ensure_future(_end_of(rendezvous)), asyncio.ensure_future(pool.watch())
         try:
             await asyncio.wait([ending, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -116,10 +124,9 @@ class RemoteRunnerProcess:
             try:
                 await watching
             except RaylightError:
-                over, _ = await asyncio.wait(
-                    [ending], timeout=END_S
-                )  # that the store is gone may be heard of first
-                if not over:
+                # the runners may notice the lost store before this process notices the end of the run
+                ended, _ = await asyncio.wait([ending], timeout=END_TIMEOUT_S)
+                if not ended:
                     raise
             return ending.done()
         finally:
@@ -129,9 +136,9 @@ class RemoteRunnerProcess:
 
 
 async def _end_of(rendezvous: Any) -> None:
-    """Join the run; returns when it is over."""
+    """Join the run, and return when it has ended."""
     try:
         await rendezvous.join.remote()
         await rendezvous.wait_for_end.remote()
-    except RayActorError:  # what it waits for
+    except RayActorError:  # the rendezvous actor ends with the run
         return

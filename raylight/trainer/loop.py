@@ -1,7 +1,7 @@
-"""The synchronous loop: roll out, update, publish, validate. What it learns is the algorithm's settings; where, the session's.
+"""The synchronous training loop: roll out, update, publish weights, evaluate.
 
-A step can be taken again: its rollouts are in the store by name, its tasks follow from their number, and its update from the state
-before it. So a run goes on after its driver or its learners were lost.
+A step can be replayed: the store has its rollouts by name, its tasks follow from their number, and its update follows
+from the training state before it. A run therefore resumes after its driver or its learners were lost.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from typing import Any, TypeVar
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import LearnerLostError
-from raylight.experience.batch import BatchReport, TrainBatch
 from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.gather import gather
 from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Metrics, Report
-from raylight.trainer.resume import describe as describe_place
-from raylight.types import FinishedRollout
+from raylight.trainer.resume import state_metadata
 
 T = TypeVar("T")
 
 
 class Training:
-    """The planned steps of a run, from its start to the model in `checkpoint/`.
+    """The planned steps of a run, from its starting point to the model in `checkpoint/`.
 
     Args:
-        config: the run's resolved configuration, which is kept with every training state.
+        config: the run's resolved configuration, which is stored with every training state.
     """
 
     def __init__(
@@ -42,36 +40,36 @@ class Training:
         config: dict[str, Any],
     ) -> None:
         self._session, self._algorithm, self._report, self._config = session, algorithm, report, config
-        self._tasks = TaskSampler(train_tasks, algorithm.tasks_per_step, session.plan.seed)
+        self._sampler = TaskSampler(train_tasks, algorithm.tasks_per_step, session.plan.seed)
         self._evaluator = Evaluator(session, algorithm, val_tasks, report)
-        self._without_signal = 0
-        """Steps in a row from which there was nothing to learn."""
+        self._steps_without_signal = 0
+        """Steps in a row that gave nothing to learn."""
 
     async def run(self) -> None:
-        """Train, reporting each step."""
+        """Train and report each step."""
         session, start = self._session, self._session.start
-        self._tasks.seek(start.taken)
-        self._without_signal = start.without_signal
+        self._sampler.seek(start.tasks_consumed)
+        self._steps_without_signal = start.steps_without_signal
         if start.evaluation is not None:
             self._evaluator.load_state_dict(start.evaluation)
         for note in start.notes:
             self._report.note(note)
-        if start.step and start.is_another:
+        if start.step and start.starts_new_lineage:
             await self._save_state(start.step)
         if start.step == 0:
             session.set_step(0)
-            if before := await self._with_recovery(0, self._evaluator.before_training):
-                self._report.step(0, before)
-        done = await self._take_steps(start.step, session.plan.total_steps)
-        await self._with_recovery(done + 1, self._finish)
+            if metrics := await self._with_recovery(0, self._evaluator.before_training):
+                self._report.step(0, metrics)
+        last_step = await self._take_steps(start.step, session.plan.total_steps)
+        await self._with_recovery(last_step + 1, self._finish)
 
     async def _finish(self) -> None:
         await self._session.learners.save(str(self._report.checkpoint))
         await self._session.learners.finish_saving()
 
     async def _take_steps(self, done: int, total: int) -> int:
-        """All steps after `done`; returns the last."""
-        if done and (reason := self._stop_reason) is not None:  # the run had ended
+        """Take the steps after `done`; return the last one that was taken."""
+        if done and (reason := self._stop_reason) is not None:  # the resumed run had ended early
             self._report.note(reason)
             return done
         for step in range(done + 1, total + 1):
@@ -86,49 +84,46 @@ class Training:
         return done
 
     async def _step(self, step: int, total: int) -> str | None:
-        """Take a step and report it; returns why training should end after it, if it should."""
-        evaluation, without_signal, taken = (
-            self._evaluator.state_dict(),
-            self._without_signal,
-            self._tasks.consumed,
-        )
+        """Take a step and report it; return the reason to end training after it, or None."""
+        evaluation = self._evaluator.state_dict()
+        steps_without_signal, tasks_consumed = self._steps_without_signal, self._sampler.consumed
 
         async def attempt() -> tuple[Metrics, str | None]:
             self._evaluator.load_state_dict(evaluation)
-            self._tasks.seek(taken)
+            self._sampler.seek(tasks_consumed)
             self._session.set_step(step)
-            metrics, learned = await self._learn(step)
-            self._without_signal = 0 if learned else without_signal + 1
-            metrics |= await self._evaluator.after(step, last=self._learns_no_more or step == total)
-            return metrics, self._stop_reason if self._learns_no_more or step < total else None
+            metrics, has_signal = await self._learn(step)
+            self._steps_without_signal = 0 if has_signal else steps_without_signal + 1
+            metrics |= await self._evaluator.after(step, last=self._signal_lost or step == total)
+            return metrics, self._stop_reason if self._signal_lost or step < total else None
 
         metrics, reason = await self._with_recovery(step, attempt)
         self._report.step(step, metrics | {"learner/restarts": float(self._session.restarts)})
         return reason
 
     @property
-    def _learns_no_more(self) -> bool:
-        return self._without_signal >= self._algorithm.max_steps_without_signal
+    def _signal_lost(self) -> bool:
+        return self._steps_without_signal >= self._algorithm.max_steps_without_signal
 
     @property
     def _stop_reason(self) -> str | None:
-        """Why training should end early; None if it should go on."""
-        if not self._learns_no_more:
+        """Reason to end training early; None to continue."""
+        if not self._signal_lost:
             return self._evaluator.stop_reason
         return (
-            f"no group showed a difference for {self._without_signal} steps in a row, so training ends early: either the task is "
-            "learned, or its reward does not tell good from bad"
+            f"training ends early: in the last {self._steps_without_signal} steps no group had rewards that differ. Either the "
+            "task is learned, or its reward does not separate good rollouts from bad ones"
         )
 
     async def _learn(self, step: int) -> tuple[Metrics, bool]:
-        """Roll out and update; returns metrics and whether there was anything to learn from."""
-        session, report = self._session, self._report
+        """Roll out and update; return the metrics, and True if there was anything to learn from."""
+        session, algorithm, report = self._session, self._algorithm, self._report
         started = time.perf_counter()
-        finished = await self._gather(step)
+        finished = await gather(session, algorithm, self._sampler, step, report)
         rollout_s = time.perf_counter() - started
         report.failures(finished)
-        raise_if_hopeless(finished, self._algorithm.failure_reward)
-        batch, content = self._batch(finished)
+        raise_if_hopeless(finished, algorithm.failure_reward)
+        batch, content = algorithm.build_train_batch(finished, session.plan.learner, session.plan.trained_agents)
         metrics = describe(finished, content, rollout_s)
         report.drift(content)
         if not content.has_signal:
@@ -139,43 +134,36 @@ class Training:
         updated = time.perf_counter()
         metrics["weights/version"] = float(session.version)
         metrics["time/update_s"] = updated - started
-        if not session.replaying:  # else whatever is sampled next brings it about
-            _, parity = await session.publish_weights(self._algorithm.sync_timeout_s)
+        if not session.replaying:  # during replay the session publishes before it samples
+            _, parity = await session.publish_weights(algorithm.sync_timeout_s)
             metrics["mismatch/probe_abs_mean"] = parity.mean_abs
             metrics["time/sync_s"] = time.perf_counter() - updated
         return metrics, True
 
-    async def _gather(self, step: int) -> list[FinishedRollout]:
-        return await gather(self._session, self._algorithm, self._tasks, step, self._report)
-
-    def _batch(self, finished: list[FinishedRollout]) -> tuple[TrainBatch, BatchReport]:
-        plan = self._session.plan
-        return self._algorithm.build_train_batch(finished, plan.learner, plan.trained_agents)
-
-    # states, and what to do when learners are lost
+    # training states and recovery of lost learners
 
     async def _save_state(self, step: int) -> None:
-        """Have the training state after a step written."""
+        """Save the training state after a step."""
         session = self._session
-        about = describe_place(
+        metadata = state_metadata(
             session.start,
             self._config,
             version=session.version,
-            taken=self._tasks.consumed,
-            without_signal=self._without_signal,
+            tasks_consumed=self._sampler.consumed,
+            steps_without_signal=self._steps_without_signal,
             evaluation=self._evaluator.state_dict(),
         )
         plan = session.plan
         await self._with_recovery(
-            step + 1, lambda: session.learners.save_state(plan.state_url, step, about, plan.checkpoint.keep)
+            step + 1,
+            lambda: session.learners.save_state(plan.state_url, step, metadata, plan.checkpoint.keep),
         )
 
     async def _with_recovery(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work that is part of a step; when the learners are lost meanwhile, bring them to where they were before the step, and
-        begin again.
+        """Do work that is part of a step. After a loss of learners, restore them to the state before the step and retry.
 
         Raises:
-            LearnerError: they were lost too often.
+            LearnerError: the learners were lost more often than allowed.
         """
         fault: LearnerLostError | None = None
         while True:
@@ -184,18 +172,19 @@ class Training:
                     await self._replay_until(fault, step - 1)
                 return await work()
             except LearnerLostError as error:
-                self._report.note(f"the learners were lost and start anew: {error}")
+                self._report.note(f"the learners were lost and are restarted: {error}")
                 fault = error
 
-    async def _replay_until(self, fault: LearnerLostError, done: int) -> None:
-        """Learners that were lost come to the state after the step `done` again."""
-        session = self._session
-        place = await session.recover(fault)
-        self._tasks.seek(place.taken)
-        for step in range(place.step + 1, done + 1):
-            self._report.stage(f"taking step {step} again")
+    async def _replay_until(self, fault: LearnerLostError, last_step: int) -> None:
+        """Restart lost learners and replay the steps since the last training state, up to `last_step`."""
+        session, algorithm = self._session, self._algorithm
+        point = await session.recover(fault)
+        self._sampler.seek(point.tasks_consumed)
+        for step in range(point.step + 1, last_step + 1):
+            self._report.stage(f"replaying step {step}")
             session.set_step(step)
-            batch, content = self._batch(await self._gather(step))
+            finished = await gather(session, algorithm, self._sampler, step, self._report)
+            batch, content = algorithm.build_train_batch(finished, session.plan.learner, session.plan.trained_agents)
             if content.has_signal:
                 await session.update(batch)
-        session.caught_up()
+        session.end_replay()

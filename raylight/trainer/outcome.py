@@ -1,4 +1,4 @@
-"""What a batch of rollouts came to."""
+"""Metrics of a batch of rollouts, and the error for a batch that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from raylight.types import GREEDY, FinishedRollout
 
 
 def describe(finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
-    """What a batch of rollouts was like. Greedy ones, which others are compared with (ReMax), count in tokens per second only."""
+    """Return the metrics of a training batch. Greedy rollouts, the baseline of ReMax, count in tokens per second only.
+
+    Args:
+        content: counts of the batch that was built from the rollouts.
+        seconds: duration of the rollouts.
+    """
     sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
     rewards = [reward for item in sampled if (reward := effective_reward(item, None)) is not None]
     lengths = [len(call.output_ids) for item in sampled for call in item.generations]
@@ -47,12 +52,15 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
 
 
 def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | None) -> None:
-    """Raise when no rollout of a batch gave a reward.
+    """Raise an error if no rollout of a batch has a reward.
+
+    Args:
+        failure_reward: reward of a rollout whose agent failed; None leaves it out.
 
     Raises:
-        RewardError: the agent returns something that is no reward.
-        RolloutsFailedError: all failed, or none was scored; the message has the most frequent reason.
-        EmptyTraceError: all failures have a reward, but no rollout called the model.
+        RewardError: the agent returns a value that is not a reward.
+        RolloutsFailedError: all rollouts failed, or none has a reward; the message has the most frequent cause.
+        EmptyTraceError: failed rollouts have a `failure_reward`, but no rollout called the model.
     """
     if any(effective_reward(item, None) is not None for item in finished):
         return

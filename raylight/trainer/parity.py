@@ -1,8 +1,7 @@
-"""Whether engines and learner compute the same: the log-probs of a short probe prompt, on both sides.
+"""Parity of engines and learner: both compute the log-probs of a short probe prompt, at the start and after each version.
 
-Loading checks names and shapes, and a checksum of what was sent would tell only that it arrived. A stale tensor (vLLM's repacked
-copy of a tied output layer, a kernel's own layout) shows in what the engine computes, so that is what is compared, at the start
-and after each version.
+Loading weights checks names and shapes only, and a checksum shows only that they arrived. A stale tensor (vLLM's repacked
+copy of a tied output layer, a kernel's own layout) becomes visible in the engine's output, so the output is compared.
 """
 
 from __future__ import annotations
@@ -19,131 +18,143 @@ from raylight.errors import EngineStartError, MismatchError
 
 START_TOKENS = 32
 SYNC_TOKENS = 16
-"""Length of the probe at the start of a run, and after each version."""
+"""Number of probe tokens at the start of a run (START_TOKENS) and after each version."""
 SPIKE = 4.0
-"""How many times the tolerance a single token may differ. The tolerance is for the mean, as the log-probs of unlikely tokens, which
-a probe's are, round worst."""
+"""Factor by which a single token may exceed the tolerance, which is for the mean: unlikely tokens, such as those of a probe,
+have the largest rounding errors."""
 SIGNIFICANT = 100.0
-"""How many times the usual difference of the two sides the learner must have changed before that tells anything."""
-FOLLOWS = 0.05
-"""Share of that change by which an engine that has the new weights may then differ from the learner. A stale output layer alone
-makes up 6% to 30% of it on small models."""
-LEAST_NOISE = 1e-6
+"""Factor by which the learner's change must exceed the usual difference of engine and learner to be conclusive."""
+MAX_STALE_SHARE = 0.05
+"""Share of the learner's change by which an engine with the new weights may differ from it. On small models a stale output
+layer alone accounts for 6% to 30%."""
+MIN_NOISE = 1e-6
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far apart the log-probs of two sides are."""
+    """Absolute difference of the log-probs of engine and learner."""
 
     max_abs: float
     mean_abs: float
     tokens: int
 
 
-def vocabulary_of(model_path: str) -> int:
-    """Number of tokens that a Hugging Face model in a folder knows.
+def vocabulary_size(model_path: str) -> int:
+    """Return the vocabulary size of a Hugging Face model folder.
 
     Raises:
-        EngineStartError: its configuration does not tell.
+        EngineStartError: config.json has no `vocab_size`.
     """
     config = json.loads(Path(model_path, "config.json").read_text())
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
         raise EngineStartError(
-            f"{model_path}/config.json is not that of a language model: it has no vocab_size, so serving would fail"
+            f"{model_path}/config.json has no vocab_size, so it is not the folder of a language model; give another model"
         )
     return size
 
 
 def probe_ids(vocabulary: int, length: int, seed: int = 0) -> list[int]:
-    """A prompt that says nothing, always the same: ids from the middle of the vocabulary, as special tokens are at its ends.
-    A shorter one is the beginning of a longer one.
+    """Return the token ids of the probe prompt.
+
+    It is random but always the same, and avoids the ends of the vocabulary, where special tokens are. A shorter probe is a prefix
+    of a longer one.
     """
     draw = random.Random(seed)
     return [draw.randrange(vocabulary // 4, max(vocabulary // 2, vocabulary // 4 + 1)) for _ in range(length)]
 
 
 def compare(engine: Sequence[float], learner: Sequence[float], tolerance: float) -> Parity:
-    """How far an engine's log-probs are from the learner's for the same tokens.
+    """Compare an engine's log-probs with the learner's for the same tokens.
 
     Args:
-        tolerance: for the mean absolute difference; 1e-3 where both compute in float32, 0.5 otherwise, is what the trainer takes.
+        tolerance: limit of the mean absolute difference. The trainer uses 1e-3 where both compute in float32, 0.5 otherwise.
 
     Raises:
-        MismatchError: further than allowed, or not a number; the message says what to do.
+        MismatchError: the difference exceeds the tolerance or is NaN.
     """
     if len(engine) != len(learner) or not learner:
         raise MismatchError(
-            f"the engine answered the probe with {len(engine)} log-probs, and the learner with {len(learner)}"
+            f"the engine returned {len(engine)} log-probs of the probe and the learner {len(learner)}; use the same model folder for both"
         )
     differences = [abs(a - b) for a, b in zip(engine, learner, strict=True)]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
-    found = Parity(worst, statistics.fmean(differences), len(differences))
-    if not (found.mean_abs <= tolerance and found.max_abs <= SPIKE * tolerance):  # also when it is NaN
+    parity = Parity(worst, statistics.fmean(differences), len(differences))
+    if not (parity.mean_abs <= tolerance and parity.max_abs <= SPIKE * tolerance):  # true for NaN
         raise MismatchError(
-            f"log-probs of engine and learner differ by {found.mean_abs:.2g} on average and up to {found.max_abs:.2g} on a probe "
-            f"of {found.tokens} tokens, more than {tolerance:g}. Either they do not compute from the same weights (another model "
-            "folder, a quantised engine, a layer that the engine did not take), or in different precision: compare the dtype of "
-            "engine and learner; max_logprob_mismatch sets the limit"
+            f"log-probs of engine and learner differ by {parity.mean_abs:.2g} on average and up to {parity.max_abs:.2g} on a probe "
+            f"of {parity.tokens} tokens, more than {tolerance:g}. Either they compute from different weights (another model folder, "
+            "a quantised engine, a layer that the engine did not load) or in different precision. Compare the dtype of engine and "
+            "learner; max_logprob_mismatch sets the limit"
         )
-    return found
+    return parity
 
 
-class ParityWatch:
-    """Compares the probes of every version, and notices engines that stay behind.
+class ParityMonitor:
+    """Compares the probes of every version and detects stale engines.
 
-    A step may change log-probs by far less than the tolerance, so that one comparison passes a stale engine. But it stays where it
-    is while the learner moves away. Once the learner's probe has changed by many times the usual difference of the two sides, an
-    engine that has the weights still differs by about the usual, and one that lacks some of them by a good part of the change.
+    A step may change log-probs by much less than the tolerance, so one comparison cannot detect a stale engine. But a stale
+    engine's log-probs stay constant while the learner's change. Once the learner's have changed by many times the usual difference
+    of engine and learner, an engine with the weights still has about the usual difference, and an engine without some of them
+    differs by a large part of the change.
 
     Args:
-        tolerance: of `compare`.
+        tolerance: as for `compare`.
     """
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
-        self._anchor: _Anchor | None = None
+        self._reference: _Reference | None = None
 
     def check(self, version: int, engines: Mapping[str, Sequence[float]], learner: Sequence[float]) -> Parity:
-        """Compare each replica's log-probs of `probe_ids` with the learner's; returns how far the furthest replica is.
+        """Compare each replica's log-probs of `probe_ids` with the learner's; return the parity of the worst replica.
+
+        Args:
+            engines: log-probs by replica.
 
         Raises:
-            MismatchError: a replica differs by more than the tolerance, or has not followed the learner.
+            MismatchError: a replica differs by more than the tolerance, or is stale.
         """
         if not engines:
-            raise MismatchError(f"weight version {version}: no replica answered the probe")
-        found = {}
+            raise MismatchError(
+                f"weight version {version}: no replica returned log-probs of the probe; see the replicas' logs with `ray logs`"
+            )
+        parities = {}
         for replica, logprobs in engines.items():
             try:
-                found[replica] = compare(logprobs, learner, self._tolerance)
+                parities[replica] = compare(logprobs, learner, self._tolerance)
             except MismatchError as error:
                 raise MismatchError(f"weight version {version}, replica {replica}: {error}") from None
-        worst = max(found, key=lambda replica: found[replica].mean_abs)
-        self._must_follow(version, worst, found[worst].mean_abs, learner)
-        return found[worst]
+        worst = max(parities, key=lambda replica: parities[replica].mean_abs)
+        self._check_fresh(version, worst, parities[worst].mean_abs, learner)
+        return parities[worst]
 
-    def _must_follow(self, version: int, replica: str, difference: float, learner: Sequence[float]) -> None:
-        anchor = self._anchor
-        if anchor is None:
-            self._anchor = _Anchor(version, tuple(learner), max(difference, LEAST_NOISE))
+    def _check_fresh(self, version: int, replica: str, difference: float, learner: Sequence[float]) -> None:
+        reference = self._reference
+        if reference is None:
+            self._reference = _Reference(version, tuple(learner), max(difference, MIN_NOISE))
             return
-        moved = statistics.fmean(
-            abs(a - b) for a, b in zip(learner, anchor.learner, strict=False)
-        )  # one may be shorter
-        if moved <= SIGNIFICANT * anchor.noise:
-            return  # too little to tell; the next version is compared with the same anchor
-        if difference > FOLLOWS * moved:
+        # the probe at the start is longer than later ones
+        change = statistics.fmean(abs(a - b) for a, b in zip(learner, reference.learner, strict=False))
+        if change <= SIGNIFICANT * reference.noise:
+            return  # inconclusive; the next version is compared with the same reference
+        if difference > MAX_STALE_SHARE * change:
             raise MismatchError(
-                f"replica {replica} lacks some of the weights of version {version}: since version {anchor.version} the learner's "
-                f"log-probs of the probe changed by {moved:.2g} on average, and the engine's differ from them by {difference:.2g}, "
-                f"where the usual is {anchor.noise:.2g}. A tensor was not loaded: is a tied output layer among the exported ones?"
+                f"replica {replica} lacks some of the weights of version {version}: since version {reference.version} the learner's "
+                f"log-probs of the probe changed by {change:.2g} on average, and the replica's differ from them by {difference:.2g} "
+                f"(usual: {reference.noise:.2g}). A tensor was not loaded; check that a tied output layer is exported too"
             )
-        self._anchor = _Anchor(version, tuple(learner), max(difference, anchor.noise))
+        self._reference = _Reference(version, tuple(learner), max(difference, reference.noise))
 
 
 @dataclass(frozen=True)
-class _Anchor:
-    """The last version that the engines certainly had: the learner's probe then, and the usual difference of the two sides."""
+class _Reference:
+    """The last version that all engines verifiably had.
+
+    Attributes:
+        learner: the learner's log-probs of the probe.
+        noise: the usual difference of engine and learner.
+    """
 
     version: int
     learner: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What a run is made of, resolved and checked before anything starts."""
+"""The plan of a run: its components and settings, resolved and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raylight.store.client import StoreClient
 from raylight.types import RolloutConfig
 
 RESERVED = {"task", "rollout", "resources"}
-"""Names that a rollout function's parameters have from raylight."""
+"""Names of a rollout function's parameters that raylight fills itself."""
 MODEL_NAME = "policy"
 """The name under which the trained model is served."""
 
@@ -27,17 +27,17 @@ class RunPlan:
     """The components of a run."""
 
     name: str
-    """Also the Ray namespace of its actors and the name of its Serve application."""
+    """Name of the run, of the Ray namespace of its actors, and of its Serve application."""
     payload: RunnerPayload
-    """What the runners execute."""
+    """The agent and what else the runners need to execute it."""
     runner: RunnerConfig
     store: StoreConfig | StoreClient
-    """Settings of the run's own store, or one that is there already and outlives the run."""
+    """Settings of the run's own store, or an existing store, which outlives the run."""
     store_path: str
     resources: NamedResources
 
     def resolved(self) -> dict[str, Any]:
-        """The run's configuration, for config.yaml."""
+        """Return the run's resolved configuration."""
         return {
             "name": self.name,
             "runner": self.runner.model_dump(mode="json"),
@@ -52,7 +52,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class ServedPlan(RunPlan):
-    """And those of a run that serves a model to agents."""
+    """The components of a run that serves a model to agents."""
 
     model_path: str
     engine: EngineConfig
@@ -66,16 +66,16 @@ class ServedPlan(RunPlan):
 
 @dataclass(frozen=True)
 class PolicyPlan(ServedPlan):
-    """And those of a run that trains a policy."""
+    """The components of a run that trains a policy."""
 
     algorithm: PolicyAlgorithm
     learner: LearnerConfig
     checkpoint: CheckpointConfig
     state_url: str
-    """Where training states are."""
+    """Folder or URL of the training states."""
     total_steps: int
     trained_agents: str | None
-    """Regular expression for the agents whose calls are trained."""
+    """Regular expression for the agents whose calls are trained on; None for all."""
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -98,43 +98,44 @@ class PolicyPlan(ServedPlan):
         }
 
 
-def merge_resources(agent: LitAgent, given: NamedResources) -> NamedResources:
-    """The resources that an agent declares, and over them those that the Trainer was given.
+def merge_resources(agent: LitAgent, overrides: NamedResources) -> NamedResources:
+    """Return the resources that the agent declares, overridden by those of the Trainer.
 
     Raises:
-        ConfigError: one has a name that raylight gives itself.
+        ConfigError: a resource has one of the names in `RESERVED`.
     """
-    resources = {**agent.declared_resources, **given}
-    if taken := RESERVED & resources.keys():
+    resources = {**agent.declared_resources, **overrides}
+    if reserved := RESERVED & resources.keys():
         raise ConfigError(
-            f"resources cannot be named {', '.join(sorted(taken))}; raylight gives these itself"
+            f"resources cannot be named {', '.join(sorted(reserved))}: raylight fills these parameters itself; choose other names"
         )
     return resources
 
 
 def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
-    """Resources in which every model without an endpoint is the one that is trained; without any, it is added as `llm` and, as
-    agents written for agent-lightning's VERL expect, as `main_llm`, unless something else is called so.
+    """Return resources in which the served model `llm` takes the place of every model without an endpoint.
+
+    If there is none, it is added as `llm`, and also as `main_llm` (the name in agent-lightning's VERL) unless that name is taken.
 
     Raises:
-        ConfigError: `llm` is another model's name.
+        ConfigError: the resource `llm` is a model with an endpoint, and no other model lacks one.
     """
-    open_slots = [name for name, value in resources.items() if is_open(value)]
-    if not open_slots and "llm" in resources:
+    unfilled = [name for name, value in resources.items() if is_unfilled(value)]
+    if not unfilled and "llm" in resources:
         raise ConfigError(
-            "the resource `llm` has an endpoint of its own, so that nothing is left for the model being trained; give the fixed "
-            "model another name, or declare one without an endpoint, such as @rollout(model=LLM(name=...))"
+            "the resource `llm` has an endpoint, and no resource is left for the trained model; give the fixed model another "
+            "name, or declare a model without an endpoint, such as @rollout(model=LLM())"
         )
     kept = ("sampling_parameters", "agent_id")
     filled = {
         name: llm.model_copy(update={field: getattr(resources[name], field) for field in kept})
-        for name in open_slots
+        for name in unfilled
     }
     return resources | filled if filled else {"main_llm": llm} | resources | {"llm": llm}
 
 
 def with_greedy(resources: NamedResources) -> NamedResources:
-    """Resources in which the model that is trained says to take the most probable tokens."""
+    """Return resources whose trained model has temperature 0 among its sampling parameters."""
     return {
         name: value.model_copy(
             update={"sampling_parameters": value.sampling_parameters | {"temperature": 0.0}}
@@ -145,15 +146,15 @@ def with_greedy(resources: NamedResources) -> NamedResources:
     }
 
 
-def is_open(resource: Any) -> bool:
-    """Whether a resource is a model that the serving side is to fill."""
+def is_unfilled(resource: Any) -> bool:
+    """Return True for a model without an endpoint, which the run fills with the model that it serves."""
     return isinstance(resource, LLM) and not resource.endpoint and not resource.tokenizer_only
 
 
 def must_have_endpoints(resources: Iterable[tuple[str, Any]], algorithm: Any) -> None:
-    """Raise ConfigError for a model that nothing serves."""
-    if empty := [name for name, resource in resources if is_open(resource)]:
+    """Raise a ConfigError if a model has no endpoint in a run that serves none."""
+    if empty := [name for name, resource in resources if is_unfilled(resource)]:
         raise ConfigError(
-            f"{', '.join(empty)}: {type(algorithm).__name__} serves no model, so that an LLM needs its endpoint: LLM(endpoint=..., "
-            "model=...)"
+            f"{', '.join(empty)}: {type(algorithm).__name__} serves no model, and this LLM has no endpoint; give one: "
+            "LLM(endpoint=..., model=...)"
         )

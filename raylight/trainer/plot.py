@@ -1,4 +1,4 @@
-"""Pictures of a run: the reward curve of a training, the rewards of an evaluation."""
+"""Plots: the reward curves of a training run, and the rewards of an evaluation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from matplotlib.ticker import MaxNLocator
 
 from raylight.trainer.scores import NORMAL_95
 
-MOST_BINS = 30
+MAX_BINS = 30
 
 
 def plot_rewards(history: list[dict[str, float]], path: Path, best: dict[str, Any] | None = None) -> None:
-    """Draw training and validation reward over steps, and below them the seconds of each stage.
+    """Plot training and validation reward over steps, and below them the seconds of each stage.
 
     Args:
-        best: as in `best.json`; its step is marked.
+        history: the metrics of each step, with the step as `step`.
+        best: content of `best.json`; its step is marked.
     """
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -75,21 +76,25 @@ def plot_rewards(history: list[dict[str, float]], path: Path, best: dict[str, An
 
 
 def _error(row: dict[str, float], key: str) -> float:
-    """Standard error of a mean reward; for training that of independent rollouts."""
+    """Return the standard error of a mean reward; training rollouts count as independent."""
     if key == "val/reward":
         return row.get("val/reward_error", 0.0)
     return row.get("train/reward_std", 0.0) / math.sqrt(max(row.get("train/rollouts", 1.0), 1.0))
 
 
 def plot_histogram(rewards: dict[str, list[float]], path: Path) -> None:
-    """Draw how often each reward was given, a picture for each name."""
+    """Plot a histogram of each reward.
+
+    Args:
+        rewards: values by the name of the reward.
+    """
     figure = Figure(figsize=(7, 3 * max(len(rewards), 1)), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (name, values) in zip(
         figure.subplots(len(rewards), 1, squeeze=False)[:, 0], rewards.items(), strict=True
     ):
         mean = sum(values) / len(values)
-        axes.hist(values, bins=min(MOST_BINS, max(10, math.isqrt(len(values)))), alpha=0.8)
+        axes.hist(values, bins=min(MAX_BINS, max(10, math.isqrt(len(values)))), alpha=0.8)
         axes.axvline(mean, color="black", linewidth=1, linestyle="--", label=f"mean {mean:.3g}")
         axes.set_xlabel(name)
         axes.set_ylabel("rollouts")

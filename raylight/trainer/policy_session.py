@@ -1,6 +1,6 @@
-"""The components of a run that trains a policy: beside store and runners, the learners and the serving deployment.
+"""The components of a run that trains a policy: store, runners, learners and the serving deployment.
 
-Its rollouts have names that tell their step, so that a step that is taken again finds in the store what it had.
+The name of a rollout contains its step, so that a replayed step finds its rollouts in the store.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.learner.group import LearnerGroup, bundles
-from raylight.trainer.cluster import place
+from raylight.trainer.cluster import reserve
 from raylight.trainer.parity import (
     START_TOKENS,
     SYNC_TOKENS,
     Parity,
-    ParityWatch,
+    ParityMonitor,
     probe_ids,
-    vocabulary_of,
+    vocabulary_size,
 )
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_greedy
-from raylight.trainer.resume import ResumePoint, place_of, wait_for_store
+from raylight.trainer.resume import ResumePoint, resume_point_of, wait_for_store
 from raylight.trainer.served_session import ServedSession
 from raylight.types import (
     FINISHED,
@@ -44,47 +44,51 @@ from raylight.types import (
 
 
 class PolicySession(ServedSession):
-    """A ServedSession with learners."""
+    """A ServedSession with learners.
+
+    Args:
+        start: the position at which the run starts.
+    """
 
     plan: PolicyPlan
 
     def __init__(
-        self, plan: PolicyPlan, say: Callable[[str], None], cluster_ends: bool, start: ResumePoint
+        self, plan: PolicyPlan, show_stage: Callable[[str], None], owns_cluster: bool, start: ResumePoint
     ) -> None:
-        super().__init__(plan, say, cluster_ends)
+        super().__init__(plan, show_stage, owns_cluster)
         self.start = start
-        self._continues = start.own
-        self.replaying = not start.is_new
-        """Steps are taken again with rollouts of the store, and engines need no weights until something is sampled."""
+        self._reopens_store = start.same_run
+        self.replaying = not start.is_fresh
+        """True while steps are replayed from the store: engines need no weights until something is sampled."""
         self.restarts = 0
-        """Times that the learners were lost and started anew."""
+        """Number of times that lost learners were restarted."""
         self.version = start.version
-        """Of the learners' weights."""
-        self._published = 0
+        """Version of the learners' weights."""
+        self._published_version = 0
         self._step = start.step
-        self._catching_up = asyncio.Lock()
-        self._taken_back: set[str] = set()
-        """Rollouts that the run before left undecided."""
-        self._vocabulary = vocabulary_of(plan.model_path)
-        self._parity = ParityWatch(plan.algorithm.max_logprob_mismatch)
-        self._told_of_sleep = False
+        self._replay_lock = asyncio.Lock()
+        self._cancelled_ids: set[str] = set()
+        """Rollouts that the resumed run left undecided and that are cancelled until their step is replayed."""
+        self._vocabulary = vocabulary_size(plan.model_path)
+        self._parity = ParityMonitor(plan.algorithm.max_logprob_mismatch)
+        self._reported_no_sleep = False
         self._greedy_id: str | None = None
-        """Resources of rollouts that take the most probable tokens."""
+        """Id of the resources whose model samples greedily."""
 
     async def _start(self) -> None:
         plan = self.plan
-        placement = await self._place()
-        if self._continues and isinstance(plan.store, StoreConfig):
+        placement = await self._reserve()
+        if self._reopens_store and isinstance(plan.store, StoreConfig):
             await wait_for_store(Path(plan.store_path))
         self._start_store()
-        if self._continues:
+        if self._reopens_store:
             await self._cancel_undecided()
-        self._start_board()
+        self._start_coordinator()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
         deployment = self._make_deployment()
         pool = self._make_pool()
-        self._say("starting the engine, the learners and the runners")
+        self._show_stage("starting the engine, the learners and the runners")
         settings = PolicySettings(
             **{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields}
         )
@@ -92,38 +96,38 @@ class PolicySession(ServedSession):
             serving = tasks.create_task(deployment.start())
             tasks.create_task(self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed))
             tasks.create_task(pool.start())
-        await self._compare(0, START_TOKENS, plan.algorithm.sync_timeout_s)
-        llm = LLM(
-            endpoint=serving.result(),
-            model=MODEL_NAME,
-            traced=True,
-            sampling_parameters=plan.algorithm.sampling_parameters,
-        )
-        await self._offer(llm)
+        await self._check_parity(0, START_TOKENS, plan.algorithm.sync_timeout_s)
+        sampling = plan.algorithm.sampling_parameters
+        llm = LLM(endpoint=serving.result(), model=MODEL_NAME, traced=True, sampling_parameters=sampling)
+        await self._publish_resources(llm)
         if plan.algorithm.needs_greedy_rollouts:
-            self._greedy_id = await self._add_greedy_model()
-        if not self.start.is_new:
-            await self.learners.load_state(self.start.url, self.start.step, self.version)
+            self._greedy_id = await self._add_greedy_resources()
+        if not self.start.is_fresh:
+            await self.learners.load_state(self.start.state_url, self.start.step, self.version)
 
     async def _cancel_undecided(self) -> None:
-        """Take back what the run before left undecided: its model is not the engines', until the steps since are taken again."""
+        """Cancel rollouts that the resumed run left undecided.
+
+        The engines do not have the model for them until the steps since the training state are replayed.
+        """
         undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
-        for lineage in filter(None, (self.start.lineage, self.start.before)):
+        for lineage in filter(None, (self.start.lineage, self.start.parent_lineage)):
             left = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
             await self.store.cancel_rollouts([rollout.rollout_id for rollout in left])
             cancelled = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=["cancelled"])
-            self._taken_back |= {rollout.rollout_id for rollout in cancelled}
+            self._cancelled_ids |= {rollout.rollout_id for rollout in cancelled}
 
-    async def _place(self) -> Any:
+    async def _reserve(self) -> Any:
+        """Reserve the learners' resources as a placement group."""
         config = self.plan.learner
-        placement = await place(
+        placement = await reserve(
             f"{self.plan.name}-learners", bundles(config), config.strategy, config.placement_timeout_s
         )
         self._stack.callback(remove_placement_group, placement)
         return placement
 
     def set_step(self, step: int) -> None:
-        """What is rolled out from now on is of this step, unless it says otherwise."""
+        """Set the step that `rollout` uses where none is given."""
         self._step = step
 
     async def rollout(
@@ -135,29 +139,26 @@ class PolicySession(ServedSession):
         step: int | None = None,
         part: int = 0,
     ) -> list[FinishedRollout]:
-        """Have every task rolled out `samples` times as one group, and wait until all are decided. Those of this step and part that
-        the store has already are not rolled out again."""
+        """Roll every task out `samples` times as one group and wait until all are decided.
+
+        Rollouts of this step and part that the store already has are not repeated.
+        """
         requests = self._requests(tasks, mode, samples, self._step if step is None else step, part)
         return await self._roll_out(requests, progress)
 
     async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
-        """Have every task rolled out once for training, by a model that says to take the most probable tokens."""
-        requests = self._requests(
-            tasks,
-            "train",
-            1,
-            step,
-            part,
-            kind="greedy-",
-            resources_id=self._greedy_id,
-            metadata={GREEDY: True},
-        )
-        return await self._roll_out(requests, lambda done, total: None)
+        """Roll every task out once for training, with a model whose sampling parameters ask for temperature 0."""
+        greedy: dict[str, Any] = {
+            "kind": "greedy-",
+            "resources_id": self._greedy_id,
+            "metadata": {GREEDY: True},
+        }
+        return await self._roll_out(self._requests(tasks, "train", 1, step, part, **greedy), lambda *_: None)
 
-    async def _add_greedy_model(self) -> str:
-        """Add resources that are not the latest."""
+    async def _add_greedy_resources(self) -> str:
+        """Add resources for greedy rollouts without making them the latest; return their id."""
         latest = await self.store.get_latest_resources()
-        assert latest is not None, "the engines' address is there"
+        assert latest is not None, "the resources were published"
         added = await self.store.add_resources(with_greedy(latest.resources))
         await self.store.update_resources(latest.resources_id, latest.resources)
         return added.resources_id
@@ -170,12 +171,13 @@ class PolicySession(ServedSession):
         step: int,
         part: int,
         kind: str = "",
-        **more: Any,
+        **fields: Any,
     ) -> list[EnqueueRolloutRequest]:
-        """One for each rollout, named by its place.
+        """Return a request for each rollout, named by lineage, mode, step, part, task and sample.
 
         Args:
-            kind: tells the names of these from others of the same place.
+            kind: part of the name, for rollouts that otherwise have the names of others.
+            fields: further fields of the requests.
         """
         return [
             EnqueueRolloutRequest(
@@ -184,7 +186,7 @@ class PolicySession(ServedSession):
                 config=self.plan.rollout,
                 group_id=f"{mode}-{step}-{part}-{index}",
                 rollout_id=f"{self.start.lineage}-{mode}-{step}-{part}-{index}-{kind}{sample}",
-                **more,
+                **fields,
             )
             for index, task in enumerate(tasks)
             for sample in range(samples)
@@ -193,36 +195,38 @@ class PolicySession(ServedSession):
     async def _roll_out(
         self, requests: list[EnqueueRolloutRequest], progress: Callable[[int, int], None]
     ) -> list[FinishedRollout]:
-        async with self._catching_up:
-            await self._catch_up(requests)
-        return await self._collect(await self._finish(requests, progress))
+        async with self._replay_lock:
+            await self._prepare_to_sample(requests)
+        return await self._collect(await self._run_requests(requests, progress))
 
-    async def _catch_up(self, requests: list[EnqueueRolloutRequest]) -> None:
-        """Before something is sampled, the engines get the weights. What was taken back is queued again."""
+    async def _prepare_to_sample(self, requests: list[EnqueueRolloutRequest]) -> None:
+        """If anything will be sampled, end the replay and publish the weights. Requeue cancelled rollouts."""
         ids = [request.rollout_id for request in requests if request.rollout_id]
         if self.replaying and not await self._all_decided(ids):
             self.replaying = False
-            if self.version > self._published:
+            if self.version > self._published_version:
                 await self.publish_weights(self.plan.algorithm.sync_timeout_s)
         for request in requests:
-            if request.rollout_id in self._taken_back:
+            if request.rollout_id in self._cancelled_ids:
                 resources_id = request.resources_id or await self._latest_resources_id()
                 await self.store.update_rollout(
                     request.rollout_id, status="requeuing", resources_id=resources_id
                 )
-                self._taken_back.discard(request.rollout_id)
+                self._cancelled_ids.discard(request.rollout_id)
 
     async def _all_decided(self, ids: list[str]) -> bool:
-        found = await self.store.query_rollouts(rollout_id_in=ids)
-        return len(found) == len(ids) and all(rollout.status in ("succeeded", "failed") for rollout in found)
+        stored = await self.store.query_rollouts(rollout_id_in=ids)
+        return len(stored) == len(ids) and all(
+            rollout.status in ("succeeded", "failed") for rollout in stored
+        )
 
     async def _latest_resources_id(self) -> str:
         latest = await self.store.get_latest_resources()
-        assert latest is not None, "the engines' address is there"
+        assert latest is not None, "the resources were published"
         return latest.resources_id
 
     async def _collect(self, ids: list[str]) -> list[FinishedRollout]:
-        """What the rollouts left; with spans only where these tell which agent called."""
+        """Return finished rollouts, with spans only where these are needed to assign calls to agents or rewards to turns."""
         finished = await self.store.collect(ids)
         chosen = [
             item.rollout.rollout_id
@@ -239,82 +243,87 @@ class PolicySession(ServedSession):
         return [with_spans.get(item.rollout.rollout_id, item) for item in finished]
 
     async def recover(self, fault: LearnerLostError) -> ResumePoint:
-        """Start lost learners anew, from the last training state; returns where that is. The engines go on meanwhile.
+        """Restart lost learners and load the last training state; return its position. The engines keep running.
 
         Raises:
-            LearnerError: they were lost more often than `max_restarts` allows.
+            LearnerError: the learners were lost more often than `max_restarts` allows.
         """
         limit = self.plan.learner.max_restarts
         if self.restarts >= limit:
             raise LearnerError(
-                f"the learners were lost more often than max_restarts={limit} allows; the last time: {fault}"
+                f"the learners were lost more often than learner.max_restarts={limit} allows; the last time: {fault}"
             ) from fault
         self.restarts += 1
-        self._say("the learners start anew")
+        self._show_stage("restarting the learners")
         await self.learners.restart()
         states = TrainingStates(self.plan.state_url)
         steps = await asyncio.to_thread(states.steps)
         if not steps:
             raise LearnerError(
-                f"the learners were lost before a first training state was in {states.url}: {fault}"
+                f"the learners were lost before {states.url} had a training state: {fault}"
             ) from fault
-        place = place_of(states, steps[-1])
-        await self.learners.load_state(states.url, place.step, place.version)
-        self.version, self.replaying = place.version, True
-        return place
+        point = resume_point_of(states, steps[-1])
+        await self.learners.load_state(states.url, point.step, point.version)
+        self.version, self.replaying = point.version, True
+        return point
 
-    def caught_up(self) -> None:
-        """The learners are where they were lost. A run that was resumed may not have published their weights by then; they still
-        are, before anything is sampled."""
-        self.replaying = self.version > self._published
+    def end_replay(self) -> None:
+        """Continue after restarted learners have reached the step at which they were lost.
+
+        If their weights were never published, which happens in a resumed run, the replay continues until something is sampled.
+        """
+        self.replaying = self.version > self._published_version
 
     async def counts(self) -> dict[str, int]:
         return {**await super().counts(), "learner_restarts": self.restarts}
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One update of the learners, while the engines sleep if they share a device with them."""
-        metrics = await self._update(batch)
+        """Update the learners' weights; return metrics. Engines that share a device with the learners sleep meanwhile."""
+        config, timeout = self.plan.engine, self.plan.algorithm.sync_timeout_s
+        if not config.sleep_while_learning:
+            metrics = await self.learners.update(batch)
+        else:
+            try:
+                self._report_no_sleep(await self.replicas.sleep(timeout))
+                metrics = await self.learners.update(batch)
+            finally:
+                await self.replicas.wake(timeout)
         self.version += 1
         return metrics
 
-    async def _update(self, batch: TrainBatch) -> dict[str, float]:
-        config = self.plan.engine
-        if not config.sleep_while_learning:
-            return await self.learners.update(batch)
-        timeout = self.plan.algorithm.sync_timeout_s
-        try:
-            for replica, why_not in (await self.fleet.sleep(timeout)).items():
-                if why_not and not self._told_of_sleep:
-                    self._say(f"engine {replica} does not sleep: {why_not}")
-                    self._told_of_sleep = True
-            return await self.learners.update(batch)
-        finally:
-            await self.fleet.wake(timeout)
+    def _report_no_sleep(self, reasons: dict[str, Any]) -> None:
+        """Show once which replicas cannot sleep, and why."""
+        awake = {replica: reason for replica, reason in reasons.items() if reason}
+        if awake and not self._reported_no_sleep:
+            for replica, reason in awake.items():
+                self._show_stage(f"replica {replica} cannot sleep: {reason}")
+            self._reported_no_sleep = True
 
     async def publish_weights(self, timeout: float) -> tuple[int, Parity]:
-        """Bring the learners' weights to every engine; returns their version, which is then what agents sample from, and how far
-        the engines' log-probs are from the learners'.
+        """Send the learners' weights to all replicas; return their version and how well engines and learners agree.
+
+        Agents sample from this version from then on.
 
         Raises:
-            WeightSyncError: they did not reach every engine in time.
-            MismatchError: an engine computes something else than the learners.
+            WeightSyncError: the weights did not reach every replica within `timeout` seconds.
+            MismatchError: a replica's log-probs differ from the learners'.
         """
         try:
             async with asyncio.timeout(timeout):
-                version, box = await self.learners.export()
+                version, payload_refs = await self.learners.export()
         except TimeoutError:
-            raise WeightSyncError(f"the learners did not give their weights within {timeout:g} s") from None
-        if (
-            version > self._published
-        ):  # else the engines have it, and learners that were lost have come to it again
-            await self.fleet.publish(version, box, timeout, self.plan.engine.update_mode)
-            self._published = version
-        return version, await self._compare(version, SYNC_TOKENS, timeout)
+            raise WeightSyncError(
+                f"the learners did not export their weights within {timeout:g} s; raise sync_timeout_s"
+            ) from None
+        if version > self._published_version:  # restarted learners may return to a version that was published
+            await self.replicas.publish(version, payload_refs, timeout, self.plan.engine.update_mode)
+            self._published_version = version
+        return version, await self._check_parity(version, SYNC_TOKENS, timeout)
 
-    async def _compare(self, version: int, tokens: int, timeout: float) -> Parity:
-        """Compare the log-probs of all engines and the learners on a probe."""
+    async def _check_parity(self, version: int, tokens: int, timeout: float) -> Parity:
+        """Compare the log-probs of all replicas and the learners on a probe prompt."""
         ids = probe_ids(self._vocabulary, tokens, self.plan.seed)
         async with task_group() as tasks:
-            engines = tasks.create_task(self.fleet.probe(ids, timeout))
+            replicas = tasks.create_task(self.replicas.probe(ids, timeout))
             learner = tasks.create_task(self.learners.logprobs(ids))
-        return self._parity.check(version, engines.result(), learner.result())
+        return self._parity.check(version, replicas.result(), learner.result())

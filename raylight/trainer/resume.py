@@ -1,7 +1,7 @@
-"""Where a run begins: anew, or after the last training state of a run that ended before its time.
+"""The point at which a run starts: fresh, or after a training state of an earlier run.
 
-The store is the log of a run, and a training state a place in it: the steps after it are taken again with the rollouts that they
-had, which the store knows by name, so that none is trained twice and none that was finished is lost.
+The store is the log of a run and a training state is a position in it. Steps after the state are replayed with the
+rollouts that the store already has under their names, so that no rollout is trained twice and no finished one is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates, locate_state
 
 Resume = bool | str | Path
-"""False begins anew; True and "auto" continue the run in the output_dir, the latter only if there is one; or where a state is."""
+"""False starts fresh. True and "auto" continue the run in output_dir; "auto" starts fresh if there is none. A string or
+path names a training state or a run directory."""
 
 SAME_UPDATES = {
     "n_steps",
@@ -39,192 +40,213 @@ SAME_UPDATES = {
     "warn_logprob_mismatch",
     "max_logprob_mismatch",
 }
-"""Settings of an algorithm that leave its updates as they are."""
+"""Settings of an algorithm that do not affect its updates."""
 NOT_COMPARED = {"name", "versions", "resources"}
-PLACE = ("version", "taken", "without_signal", "evaluation")
+"""Top-level keys of a run's configuration that may differ from those of the training state."""
+PROGRESS_KEYS = ("version", "tasks_consumed", "steps_without_signal", "evaluation")
+"""Fields of a ResumePoint that are stored with a training state."""
 STORE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins.
+    """The position at which a run starts.
 
     Attributes:
-        lineage: begins the names of the run's rollouts. Another one is another history: it shares no rollouts with the one before.
-        url: where the states are that `step` is one of; "" for a run that begins anew.
-        step: the last one that is done.
-        version: of the weights then.
-        taken: training tasks that were taken until then.
-        without_signal: steps in a row until then from which there was nothing to learn.
-        evaluation: the Evaluator's state; None begins anew.
-        before: the lineage that was left, if another one begins here.
-        own: the store in the run directory is this run's, with the rollouts of the steps after `step`.
-        notes: for the user.
+        lineage: prefix of the names of the run's rollouts. Two lineages share no rollouts.
+        state_url: folder or URL of the training states that `step` is one of; "" for a fresh run.
+        step: last completed step.
+        version: weight version after that step.
+        tasks_consumed: training tasks used up to that step.
+        steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
+        evaluation: state of the Evaluator; None starts a fresh one.
+        parent_lineage: the lineage that was abandoned if this point starts a new one in the same run directory.
+        same_run: True if the state is of the run in this directory, whose store has the rollouts after `step`.
+        notes: messages for the user.
     """
 
     lineage: str
-    url: str = ""
+    state_url: str = ""
     step: int = 0
     version: int = 0
-    taken: int = 0
-    without_signal: int = 0
+    tasks_consumed: int = 0
+    steps_without_signal: int = 0
     evaluation: dict[str, Any] | None = None
-    before: str | None = None
-    own: bool = False
+    parent_lineage: str | None = None
+    same_run: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
-    def is_new(self) -> bool:
-        return not self.url
+    def is_fresh(self) -> bool:
+        """True if the run does not start from a training state."""
+        return not self.state_url
 
     @property
-    def after(self) -> int | None:
-        """The last step whose metrics stay; None if all is begun anew. What comes before the first step is measured again."""
-        return (self.step or -1) if self.own else None
+    def last_logged_step(self) -> int | None:
+        """Last step whose metrics are kept; None if the run directory starts empty.
+
+        The evaluation before the first step is repeated, so its metrics are dropped too.
+        """
+        return (self.step or -1) if self.same_run else None
 
     @property
-    def is_another(self) -> bool:
-        """Whether another history begins here than that of the state."""
-        return not self.is_new and not (self.own and self.before is None)
+    def starts_new_lineage(self) -> bool:
+        """True if the run starts from a state but does not continue the state's lineage."""
+        return not self.is_fresh and not (self.same_run and self.parent_lineage is None)
 
 
-def new_start() -> ResumePoint:
+def fresh_start() -> ResumePoint:
+    """Return the starting point of a run with a new lineage and without a training state."""
     return ResumePoint(secrets.token_hex(4))
 
 
-def find_start(resume: Resume, url: str, now: dict[str, Any], highest: int) -> ResumePoint:
-    """Where to begin.
+def find_resume_point(
+    resume: Resume, state_url: str, config: dict[str, Any], highest_version: int
+) -> ResumePoint:
+    """Return the starting point that the user's `resume` asks for.
 
     Args:
-        url: where this run's states are.
-        now: the run's resolved configuration, with what `describe_tasks` says as `tasks`.
-        highest: version of weights that the run in this folder reached, as far as its metrics tell.
+        state_url: folder or URL of this run's training states.
+        config: the run's resolved configuration, with the result of `fingerprint_tasks` as `tasks`.
+        highest_version: highest weight version in the metrics of the run directory.
 
     Raises:
-        ConfigError: there is nothing to resume from, or it is of another model, algorithm or adapter.
+        ConfigError: there is no such training state, or it belongs to another model, algorithm or adapter.
     """
     if resume is False:
-        return new_start()
-    source, step = (url, None) if resume in (True, "auto") else locate_state(str(resume))
-    steps = TrainingStates(source).steps()
+        return fresh_start()
+    source, step = (state_url, None) if resume in (True, "auto") else locate_state(str(resume))
+    states = TrainingStates(source)
+    steps = states.steps()
     if not steps or (step is not None and step not in steps):
         if resume == "auto":
-            return new_start()
-        found = f"only of steps {steps}" if steps else "none"
+            return fresh_start()
+        available = f"has only those of steps {steps}" if steps else "has none"
         raise ConfigError(
-            f"no complete training state at {source if step is None else resume}: there is {found}"
+            f"no complete training state at {source if step is None else resume}: the folder {available}; name one of these, or "
+            "pass resume='auto' to start fresh where there is none"
         )
     step = steps[-1] if step is None else step
-    return start_after(source, step, TrainingStates(source).metadata(step), now, highest, own=source == url)
+    return resume_after(
+        source, step, states.metadata(step), config, highest_version, same_run=source == state_url
+    )
 
 
-def start_after(
-    url: str, step: int, about: dict[str, Any], now: dict[str, Any], highest: int, own: bool = True
+def resume_after(
+    state_url: str,
+    step: int,
+    metadata: dict[str, Any],
+    config: dict[str, Any],
+    highest_version: int,
+    same_run: bool = True,
 ) -> ResumePoint:
-    """Begin after a state.
+    """Return the starting point after a training state.
+
+    A new lineage starts if the state is of another run directory or if changed settings affect the updates: the rollouts
+    after the state then cannot be replayed. Its weights get versions that were never used.
 
     Args:
-        about: what was written with it, by `describe`.
-        own: it is a state of the run in this folder, whose store has the rollouts of the steps after it.
+        metadata: result of `state_metadata`, as stored with the state.
+        same_run: True if the state is of the run in this directory, whose store has the rollouts after it.
 
     Raises:
-        ConfigError: it is of another model, algorithm or adapter.
+        ConfigError: the state belongs to another model, algorithm or adapter.
     """
-    changed = changes(about["config"], now)
-    place = {name: about[name] for name in PLACE}
-    if not own:
-        place["evaluation"] = None  # the best model so far is in the other folder
-    notes = [f"going on after step {step}"]
+    changed = changed_settings(metadata["config"], config)
+    progress = {name: metadata[name] for name in PROGRESS_KEYS}
+    if not same_run:
+        progress["evaluation"] = None  # the best model so far is in the other run directory
+    notes = [f"resuming after step {step}"]
     if changed:
-        notes.append(
-            "settings that differ from then: "
-            + "; ".join(f"{name}: {text}" for name, text in changed.items())
-        )
-    updates_differ = own and any(changes_updates(name, now) for name in changed)
-    if own and not updates_differ:
-        return ResumePoint(about["lineage"], url, step, **place, own=True, notes=notes)
+        listed = "; ".join(f"{name}: {values}" for name, values in changed.items())
+        notes.append(f"settings that differ from those of the training state: {listed}")
+    updates_differ = same_run and any(affects_updates(name, config) for name in changed)
+    if same_run and not updates_differ:
+        return ResumePoint(metadata["lineage"], state_url, step, **progress, same_run=True, notes=notes)
     if updates_differ:
         notes.append(
-            "with these, steps come out otherwise, so that what was rolled out after the state is left out"
+            "these settings affect the updates, so rollouts after the training state are not replayed"
         )
-    if updates_differ and highest > place["version"]:
-        place["version"] = highest + 2  # one more may have been published than was reported
+        if highest_version > progress["version"]:
+            progress["version"] = highest_version + 2  # one more version may be published than logged
     return ResumePoint(
-        new_start().lineage,
-        url,
+        fresh_start().lineage,
+        state_url,
         step,
-        **place,
-        before=about["lineage"] if own else None,
-        own=own,
+        **progress,
+        parent_lineage=metadata["lineage"] if same_run else None,
+        same_run=same_run,
         notes=notes,
     )
 
 
-def place_of(states: TrainingStates, step: int) -> ResumePoint:
-    """Where a state of this very run is."""
-    about = states.metadata(step)
-    return ResumePoint(about["lineage"], states.url, step, **{name: about[name] for name in PLACE}, own=True)
+def resume_point_of(states: TrainingStates, step: int) -> ResumePoint:
+    """Return the position of a training state that the current run wrote itself."""
+    metadata = states.metadata(step)
+    progress = {name: metadata[name] for name in PROGRESS_KEYS}
+    return ResumePoint(metadata["lineage"], states.url, step, **progress, same_run=True)
 
 
-def prepare_states(start: ResumePoint, url: str, config: dict[str, Any]) -> None:
-    """Leave in the folder of states what the run begins with, which is the model's own files if it begins anew."""
-    states = TrainingStates(url)
-    states.remove_after(start.step if start.own else -1)
-    if start.step == 0 and (start.is_new or start.is_another):
-        states.write(0, describe(start, config, **{name: getattr(start, name) for name in PLACE}))
+def prepare_states(start: ResumePoint, state_url: str, config: dict[str, Any]) -> None:
+    """Remove training states after the starting point. For a run without any, write one that refers to the initial model."""
+    states = TrainingStates(state_url)
+    states.remove_after(start.step if start.same_run else -1)
+    if start.step == 0 and (start.is_fresh or start.starts_new_lineage):
+        progress = {name: getattr(start, name) for name in PROGRESS_KEYS}
+        states.write(0, state_metadata(start, config, **progress))
 
 
-def describe(start: ResumePoint, config: dict[str, Any], **place: Any) -> dict[str, Any]:
-    """What is written with a training state, as JSON.
+def state_metadata(start: ResumePoint, config: dict[str, Any], **progress: Any) -> dict[str, Any]:
+    """Return the JSON that is stored with a training state.
 
     Args:
-        place: `version`, `taken`, `without_signal` and `evaluation`, as in `ResumePoint`.
+        progress: values of `PROGRESS_KEYS`.
     """
-    return {"lineage": start.lineage, **place, "config": config}
+    return {"lineage": start.lineage, **progress, "config": config}
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Settings that differ, by dotted name, each with both values.
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Return the settings that differ, by dotted name, each as `old -> new`.
 
     Raises:
-        ConfigError: they make another model or another kind of training of it.
+        ConfigError: a setting differs that determines the model or the kind of training.
     """
-    old, new = _flat(before), _flat(now)
-    differing = {
+    old, new = _flatten(before), _flatten(now)
+    changed = {
         name: f"{old.get(name, '-')!r} -> {new.get(name, '-')!r}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name, "-") != new.get(name, "-") and name.split(".")[0] not in NOT_COMPARED
     }
-    fatal = {name: text for name, text in differing.items() if _is_fatal(name)}
-    if fatal:
+    if incompatible := "; ".join(f"{name}: {text}" for name, text in changed.items() if _is_fixed(name)):
         raise ConfigError(
-            f"the training state is of another run: {'; '.join(f'{name}: {text}' for name, text in fatal.items())}. Give what it "
-            "was given, or begin anew in another output_dir"
+            f"the training state belongs to another run: {incompatible}. Restore these settings, or start fresh in another "
+            "output_dir"
         )
-    return differing
+    return changed
 
 
-def _is_fatal(name: str) -> bool:
-    critic = name == "algorithm.critic" or name == "algorithm.critic.model"
-    return name in ("algorithm.name", "algorithm.model") or critic or name.startswith("learner.lora")
+def _is_fixed(name: str) -> bool:
+    """Return True if a run cannot resume with another value of this setting."""
+    fixed = ("algorithm.name", "algorithm.model", "algorithm.critic", "algorithm.critic.model")
+    return name in fixed or name.startswith("learner.lora")
 
 
-def changes_updates(name: str, now: dict[str, Any]) -> bool:
-    """Whether a setting has a say in what a step makes of the weights, or which rollouts it has."""
-    room, _, rest = name.partition(".")
+def affects_updates(name: str, config: dict[str, Any]) -> bool:
+    """Return True if a setting affects the weights after a step, or which rollouts a step has."""
+    section, _, rest = name.partition(".")
     if name == "total_steps":
-        schedules = [now["algorithm"], now["algorithm"].get("critic") or {}]
+        schedules = [config["algorithm"], config["algorithm"].get("critic") or {}]
         return any(settings.get("lr_schedule", "constant") != "constant" for settings in schedules)
-    if room == "algorithm":
+    if section == "algorithm":
         return rest.split(".")[0] not in SAME_UPDATES
-    return room in ("seed", "tasks", "trained_agents") or name in (
+    return section in ("seed", "tasks", "trained_agents") or name in (
         "learner.long_rows",
         "learner.max_row_tokens",
     )
 
 
-def describe_tasks(tasks: list[Any]) -> dict[str, Any]:
-    """What tells training tasks from others: their number, and a digest where they are plain data."""
+def fingerprint_tasks(tasks: list[Any]) -> dict[str, Any]:
+    """Return the number of training tasks and a digest of them; the digest is None unless they are plain JSON data."""
     try:
         text = json.dumps(tasks, sort_keys=True)
     except (TypeError, ValueError):
@@ -232,47 +254,47 @@ def describe_tasks(tasks: list[Any]) -> dict[str, Any]:
     return {"number": len(tasks), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def highest_version(metrics: Path) -> int:
-    """Highest version of weights in the rows of a metrics.jsonl; 0 without one."""
+def highest_logged_version(metrics: Path) -> int:
+    """Return the highest weight version in a metrics.jsonl; 0 if the file does not exist."""
     if not metrics.exists():
         return 0
-    rows = [
-        json.loads(line) for line in metrics.read_text().split("\n")[:-1]
-    ]  # the last may have been cut off
+    complete_lines = metrics.read_text().split("\n")[:-1]  # a kill may have cut off the last one
+    rows = [json.loads(line) for line in complete_lines]
     return max((int(row.get("weights/version") or 0) for row in rows), default=0)
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
     return flat
 
 
 async def wait_for_store(path: Path, timeout: float = STORE_TIMEOUT_S) -> None:
-    """Wait until the store of a run that was killed has let go of its file.
+    """Wait until the store process of a killed run has released its file.
 
     Raises:
-        StoreError: another process still has it after `timeout` seconds.
+        StoreError: another process still holds the file's lock after `timeout` seconds.
     """
-    free, loop = asyncio.Event(), asyncio.get_running_loop()
+    released, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def wait() -> None:
         if not path.exists():
-            loop.call_soon_threadsafe(free.set)
+            loop.call_soon_threadsafe(released.set)
             return
         with open(f"{path}-lock", "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(free.set)
+            loop.call_soon_threadsafe(released.set)
 
     threading.Thread(target=wait, name="store-lock", daemon=True).start()
     try:
-        await asyncio.wait_for(free.wait(), timeout)
+        await asyncio.wait_for(released.wait(), timeout)
     except TimeoutError:
         raise StoreError(
-            f"another process still has {path} open: is the run that is to be resumed still alive?"
+            f"another process still has {path} open after {timeout:g} s: stop the run that is to be resumed first"
         ) from None

@@ -1,4 +1,4 @@
-"""What a run hands to an algorithm that brings its own loop."""
+"""The interface of a run to an algorithm with its own loop."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TrainerRunContext:
     """Implements `raylight.algorithms.base.RunContext`.
 
     Attributes:
-        secret: of the run, from which the keys of attempts derive.
-        resources: those of the run, without the model that the algorithm is to serve.
-        trained_agents: regular expression for the agents whose calls are trained; None for all.
+        secret: the run's secret, from which the API keys of attempts are derived.
+        resources: the run's resources, without the model that the algorithm serves.
+        trained_agents: regular expression for the agents whose calls are trained on; None for all.
         resume_file: `Algorithm.result_file` of the run to resume; None for a new run.
     """
 

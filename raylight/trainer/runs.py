@@ -1,4 +1,4 @@
-"""The two kinds of run: one that trains a policy with the Trainer's own loop, and one whose algorithm brings a loop of its own."""
+"""The two kinds of run: PolicyRun trains a policy with the Trainer's loop, AlgorithmRun runs an algorithm's own loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import StoreConfig
-from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
+from raylight.engines.registry import choose_engine
 from raylight.traces.trained_agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
@@ -41,14 +41,19 @@ from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
     Resume,
-    describe_tasks,
-    find_start,
-    highest_version,
-    new_start,
+    find_resume_point,
+    fingerprint_tasks,
+    fresh_start,
+    highest_logged_version,
     prepare_states,
 )
 from raylight.trainer.run_context import TrainerRunContext
-from raylight.trainer.served_algorithm import READ, ServedAlgorithmPlan, ServedAlgorithmSession, serving_plan
+from raylight.trainer.served_algorithm import (
+    SERVING_ARGUMENTS,
+    ServedAlgorithmPlan,
+    ServedAlgorithmSession,
+    serving_plan,
+)
 from raylight.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -56,18 +61,18 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run from its plan to its summary."""
+    """A run, from its plan to its summary."""
 
     plan: RunPlan
     report: Report
     total_steps: int = 0
-    """0 where the algorithm alone knows."""
+    """Planned number of steps; 0 if only the algorithm knows it."""
 
     def __init__(self, trainer: Trainer, inputs: Inputs, name: str, folder: Path) -> None:
         self.trainer = trainer
         self.inputs = inputs
         self.folder = folder
-        self._cluster_ends = False
+        self._owns_cluster = False
         resources = merge_resources(inputs.agent, trainer.initial_resources)
         self._common: dict[str, Any] = {
             "name": name,
@@ -79,51 +84,53 @@ class Run:
             "resources": resources,
         }
 
-    def begin(self, report: Report, cluster_ends: bool) -> None:
+    def begin(self, report: Report, owns_cluster: bool) -> None:
+        """Set the run's output; called after `finalize_plan`."""
         self.report = report
-        self._cluster_ends = cluster_ends
+        self._owns_cluster = owns_cluster
 
     def resume(self, resume: Resume) -> None:
-        """Whether, and from where, to go on with an earlier run.
+        """Set the starting point, as for `Trainer.fit(resume=...)`.
 
         Raises:
-            ConfigError: nothing of this run can go on.
+            ConfigError: a run of this kind cannot resume.
         """
         if resume is not False:
             raise ConfigError(
-                f"nothing reads resume: {type(self.trainer.algorithm).__name__} leaves no training states"
+                f"nothing reads resume: {type(self.trainer.algorithm).__name__} writes no training states; leave resume out"
             )
 
     @property
-    def after(self) -> int | None:
-        """The step after which the run in this folder goes on; None if it begins anew."""
+    def last_logged_step(self) -> int | None:
+        """Last step whose metrics are kept; None if the run directory starts empty."""
         return None
 
     def finalize_plan(self) -> None:
-        """Choose what depends on the cluster, once there is a connection to it."""
+        """Choose settings that depend on the cluster; called after the connection to Ray."""
 
     def resolved(self) -> dict[str, Any]:
-        """The run's configuration, for config.yaml."""
+        """Return the content of config.yaml."""
         return self.plan.resolved()
 
     async def work(self) -> dict[str, Any]:
-        """Bring the components up, do the run's work, take them down; returns the summary."""
+        """Start the components, do the run's work, stop the components; return the summary."""
         raise NotImplementedError
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Show the summary."""
+        """Print the summary; return it."""
         raise NotImplementedError
 
-    async def _noting(self, work: Any) -> Any:
+    async def _report_interrupt(self, work: Any) -> Any:
+        """Await `work`; show a note if it is cancelled."""
         try:
             return await work
         except asyncio.CancelledError:
-            self.report.note("interrupted; stopping everything that belongs to this run")
+            self.report.note("interrupted; stopping the components of this run")
             raise
 
 
 class PolicyRun(Run):
-    """Trains a policy."""
+    """A run that trains a policy with the Trainer's loop."""
 
     plan: PolicyPlan
 
@@ -133,7 +140,7 @@ class PolicyRun(Run):
         super().__init__(trainer, inputs, name, folder)
         if trainer.llm_proxy is not None:
             raise ConfigError(
-                f"nothing reads llm_proxy: {type(algorithm).__name__} is served by raylight's own engine"
+                f"nothing reads llm_proxy: raylight's own engine serves the model of {type(algorithm).__name__}; leave it out"
             )
         resources: NamedResources = self._common["resources"]
         self.train_tasks = as_tasks(inputs.train, "train_dataset", required=True)
@@ -142,7 +149,7 @@ class PolicyRun(Run):
             raise ConfigError("nothing reads patience: there are no validation tasks; give a val_dataset")
         modes = ("train", "val") if self.val_tasks else ("train",)
         inputs.agent.check(with_policy(resources, LLM(model=MODEL_NAME)), modes)
-        _must_fit(trainer)
+        _check_lengths(trainer)
         self.plan = PolicyPlan(
             **self._common,
             model_path=resolve_model(algorithm.model),
@@ -160,49 +167,49 @@ class PolicyRun(Run):
         self.total_steps = self.plan.total_steps
         self._notes = trainer.run_settings.notes
         self._resume: Resume = False
-        self.start = new_start()
+        self.start = fresh_start()
 
     def resume(self, resume: Resume) -> None:
         if resume in (True, "auto") and self.trainer.output_dir is None:
-            raise ConfigError("resume needs the output_dir of the run that is to go on")
+            raise ConfigError("resume has no run to continue: give the Trainer its output_dir")
         self._resume = resume
 
     @property
-    def after(self) -> int | None:
-        return self.start.after
+    def last_logged_step(self) -> int | None:
+        return self.start.last_logged_step
 
     @property
     def _state_config(self) -> dict[str, Any]:
-        """What a training state tells of its run."""
-        return self.plan.resolved() | {"tasks": describe_tasks(self.train_tasks)}
+        """The configuration that is stored with a training state."""
+        return self.plan.resolved() | {"tasks": fingerprint_tasks(self.train_tasks)}
 
     def finalize_plan(self) -> None:
-        instead = self.trainer.run_settings.cpu_fallback
-        if instead is not None and not ray.cluster_resources().get("GPU"):
-            engine = instead.engine.model_copy(update={"kind": self.plan.engine.kind})
-            self.plan = replace(self.plan, engine=engine, learner=instead.learner)
-            self._notes = instead.notes
-        highest = highest_version(self.folder / "metrics.jsonl")
-        self.start = find_start(self._resume, self.plan.state_url, self._state_config, highest)
-        if not self.start.own and self.plan.checkpoint.path and TrainingStates(self.plan.state_url).steps():
+        fallback = self.trainer.run_settings.cpu_fallback
+        if fallback is not None and not ray.cluster_resources().get("GPU"):
+            engine = fallback.engine.model_copy(update={"kind": self.plan.engine.kind})
+            self.plan = replace(self.plan, engine=engine, learner=fallback.learner)
+            self._notes = fallback.notes
+        highest = highest_logged_version(self.folder / "metrics.jsonl")
+        self.start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)
+        if not self.start.same_run and self.plan.checkpoint.path and TrainingStates(self.plan.state_url).steps():
             raise ConfigError(
-                f"there are training states of another run at {self.plan.state_url}; give checkpoint.path another folder, remove "
-                "them, or resume that run"
+                f"checkpoint.path {self.plan.state_url} has training states of another run; choose another folder, remove the states, "
+                "or resume that run"
             )
 
-    def begin(self, report: Report, cluster_ends: bool) -> None:
-        super().begin(report, cluster_ends)
+    def begin(self, report: Report, owns_cluster: bool) -> None:
+        super().begin(report, owns_cluster)
         for note in self._notes:
             report.note(note)
         prepare_states(self.start, self.plan.state_url, self._state_config)
 
     async def work(self) -> dict[str, Any]:
         plan, report = self.plan, self.report
-        async with PolicySession(plan, report.stage, self._cluster_ends, self.start) as session:
+        async with PolicySession(plan, report.stage, self._owns_cluster, self.start) as session:
             training = Training(
                 session, plan.algorithm, self.train_tasks, self.val_tasks, report, self._state_config
             )
-            await self._noting(session.watched(training.run()))
+            await self._report_interrupt(session.watched(training.run()))
             summary = report.finish(await session.counts())
             report.stage("stopping")
         return summary
@@ -214,16 +221,20 @@ class PolicyRun(Run):
 
 
 class AlgorithmRun(Run):
-    """Runs an algorithm that brings its own loop: it is given the store, and says itself what to roll out."""
+    """A run of an algorithm with its own loop, which enqueues rollouts in the store itself."""
 
     def __init__(
         self, trainer: Trainer, algorithm: Algorithm, inputs: Inputs, name: str, folder: Path
     ) -> None:
         super().__init__(trainer, inputs, name, folder)
         model = algorithm.served_model
-        if unread := [name for name in trainer.given_for_policy if model is None or name not in READ]:
+        if unused := [
+            name for name in trainer.policy_arguments if model is None or name not in SERVING_ARGUMENTS
+        ]:
             trains = "serves no model" if model is None else "does not train the model that it serves"
-            raise ConfigError(f"nothing reads {', '.join(unread)}: {type(algorithm).__name__} {trains}")
+            raise ConfigError(
+                f"nothing reads {', '.join(unused)}: {type(algorithm).__name__} {trains}; leave these arguments out"
+            )
         self.algorithm = algorithm
         self._continues: Path | None = None
         self.plan = RunPlan(**self._common) if model is None else serving_plan(self._common, trainer, model)
@@ -244,21 +255,20 @@ class AlgorithmRun(Run):
         if resume is False or self.algorithm.result_file is None:
             return super().resume(resume)
         if resume in (True, "auto") and self.trainer.output_dir is None:
-            raise ConfigError("resume needs the output_dir of the run that is to go on")
-        given = self.folder if resume in (True, "auto") else Path(str(resume)).expanduser()
-        file = given if given.is_file() else given / self.algorithm.result_file
+            raise ConfigError("resume has no run to continue: give the Trainer its output_dir")
+        path = self.folder if resume in (True, "auto") else Path(str(resume)).expanduser()
+        file = path if path.is_file() else path / self.algorithm.result_file
         if file.exists():
             self._continues = file.absolute()
         elif resume != "auto":
             raise ConfigError(
-                f"there is no {file} to go on from; resume='auto' begins anew where there is none"
+                f"there is no {file} to resume from; pass resume='auto' to start fresh where there is none"
             )
 
     @property
-    def after(self) -> int | None:
-        return (
-            None if self._continues is None else sys.maxsize
-        )  # only the algorithm knows; it records no step twice
+    def last_logged_step(self) -> int | None:
+        # the algorithm itself continues after its last step, so all rows are kept
+        return None if self._continues is None else sys.maxsize
 
     def resolved(self) -> dict[str, Any]:
         algorithm = {"name": type(self.algorithm).__name__, **self.algorithm.resolved()}
@@ -267,8 +277,8 @@ class AlgorithmRun(Run):
     async def work(self) -> dict[str, Any]:
         report = self.report
         kind: Any = ServedAlgorithmSession if isinstance(self.plan, ServedAlgorithmPlan) else Session
-        async with kind(self.plan, report.stage, self._cluster_ends) as session:
-            await self._noting(session.watched(self._algorithm(session)))
+        async with kind(self.plan, report.stage, self._owns_cluster) as session:
+            await self._report_interrupt(session.watched(self._algorithm(session)))
             counts = await session.counts()
             summary = report.finish(counts) if self.algorithm.serves_model else report.finish_plain(counts)
             report.stage("stopping")
@@ -291,17 +301,16 @@ class AlgorithmRun(Run):
         )
         if trainer.llm_proxy is not None:
             algorithm.set_llm_proxy(trainer.llm_proxy)
-        work = {f"{name}_dataset": dataset for name, dataset in self._datasets.items()}
+        datasets = {f"{name}_dataset": dataset for name, dataset in self._datasets.items()}
         if algorithm.is_async():
-            await cast("Awaitable[None]", algorithm.run(**work))
+            await cast("Awaitable[None]", algorithm.run(**datasets))
         else:
-            begun, raised = await AgentThreads().run(
-                functools.partial(algorithm.run, **work)
-            )  # a daemon: Ctrl-C does not wait
-            if raised is not None:
-                raise raised
-            if inspect.isawaitable(begun):  # a plain function that hands on what an asynchronous one gave it
-                await begun
+            # in a daemon thread, for which Ctrl-C does not wait
+            result, error = await AgentThreads().run(functools.partial(algorithm.run, **datasets))
+            if error is not None:
+                raise error
+            if inspect.isawaitable(result):  # a plain function that returns a coroutine
+                await result
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self.trainer.progress:
@@ -310,55 +319,59 @@ class AlgorithmRun(Run):
 
 
 def _state_url(path: str) -> str:
-    """A folder in full, or a URL as it is."""
+    """Return an absolute path, or a URL unchanged."""
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
-def _must_fit(trainer: Trainer) -> None:
+def _check_lengths(trainer: Trainer) -> None:
+    """Raise a ConfigError if a rollout may be longer than a learner's micro-batch."""
     if trainer.engine.max_model_len > trainer.learner.max_tokens_per_micro_batch:
         raise ConfigError(
-            f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a learner takes at once "
-            f"(learner.max_tokens_per_micro_batch = {trainer.learner.max_tokens_per_micro_batch}); lower one or raise the other"
+            f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a micro-batch of a learner "
+            f"(learner.max_tokens_per_micro_batch={trainer.learner.max_tokens_per_micro_batch}); lower the first or raise the second"
         )
 
 
 def _trainable_engine(trainer: Trainer) -> str:
-    """The engine that samples from the policy.
+    """Return the kind of the engine that samples from the policy.
 
     Raises:
-        ConfigError: it takes no weights, or is not installed.
+        ConfigError: the engine takes no weights, or is not installed.
     """
     kind = choose_engine(trainer.engine)
     if kind == "upstream":
         raise ConfigError(
-            "an upstream model cannot be trained, because its weights are elsewhere; leave engine.url out, and give a fixed model "
-            "to the agent as a resource: LLM(endpoint=..., traced=True)"
+            "an upstream model cannot be trained, because its weights are not in this run; leave engine.url out, and pass a fixed "
+            "model to the agent as a resource: LLM(endpoint=..., traced=True)"
         )
     return kind
 
 
 def _max_mismatch(trainer: Trainer, algorithm: PolicyAlgorithm) -> float:
-    """The allowed difference of log-probs, resolved: rounding of half precision is no breach."""
+    """Return the tolerance of log-prob differences; its default allows for rounding in half precision."""
     exact = trainer.engine.dtype == "float32" and trainer.learner.dtype == "fp32"
     return algorithm.max_logprob_mismatch or (1e-3 if exact else 0.5)
 
 
 def _trained_agents(trainer: Trainer, inputs: Inputs) -> str | None:
-    """The pattern of trained agents, from the agent or from the adapter.
+    """Return the pattern of the trained agents, from the agent or the adapter.
 
     Raises:
-        ConfigError: both have one, it is no pattern, or the adapter has nothing that would be read.
+        ConfigError: agent and adapter differ, the pattern is not a regular expression, or the adapter has no `agent_match`.
     """
-    of_agent, of_adapter = inputs.agent.trained_agents, getattr(trainer.adapter, "agent_match", None)
-    if trainer.adapter is not None and of_adapter is None:
+    agent_pattern, adapter_pattern = (
+        inputs.agent.trained_agents,
+        getattr(trainer.adapter, "agent_match", None),
+    )
+    if trainer.adapter is not None and adapter_pattern is None:
         raise ConfigError(
-            f"nothing reads the adapter: {type(trainer.algorithm).__name__} trains on the tokens that the engine recorded; of an "
-            "adapter it takes agent_match only"
+            f"nothing reads the adapter: {type(trainer.algorithm).__name__} trains on the tokens that the engine recorded; give an adapter "
+            "with agent_match, or none"
         )
-    if of_agent is not None and of_adapter is not None and of_agent != of_adapter:
+    if agent_pattern is not None and adapter_pattern is not None and agent_pattern != adapter_pattern:
         raise ConfigError(
-            f"the agent says trained_agents={of_agent!r} and the adapter agent_match={of_adapter!r}; give one of them"
+            f"the agent has trained_agents={agent_pattern!r} and the adapter agent_match={adapter_pattern!r}; give one of them"
         )
-    pattern = of_agent if of_agent is not None else of_adapter
+    pattern = agent_pattern if agent_pattern is not None else adapter_pattern
     AgentFilter(pattern)
     return pattern

@@ -1,4 +1,4 @@
-"""What rollouts of known tasks were worth: means and their errors, best of k, pass@k. Pure."""
+"""Scores of rollouts by task: means and their errors, best of k, pass@k. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Groups = list[list[float]]
 
 @dataclass(frozen=True)
 class Spread:
-    """How a reward is spread over rollouts."""
+    """Mean and spread of a reward over rollouts."""
 
     mean: float
     std: float
-    """Of the rollouts."""
+    """Standard deviation over rollouts."""
     error: float | None
-    """Standard error of the mean. Rollouts of a task are no independent draws, so that it is that of clusters
-    (https://arxiv.org/abs/2411.00640); None for a single task."""
+    """Standard error of the mean; None for a single task. Rollouts of a task are not independent, so it is clustered by task
+    (https://arxiv.org/abs/2411.00640)."""
     rollouts: int
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where the mean is with 95% confidence."""
+        """95% confidence interval of the mean; None without an error."""
         return (
             None
             if self.error is None
@@ -40,36 +40,36 @@ class Spread:
 
 @dataclass(frozen=True)
 class Scores:
-    """What became of rollouts of several tasks."""
+    """Scores of the rollouts of several tasks."""
 
     rewards: dict[str, Spread]
-    """The primary reward, as `reward`, then the others by their own names; empty where nothing was scored."""
+    """The primary reward as `reward`, then the others by name; empty if no rollout was scored."""
     best_of: dict[int, float]
-    """Expected best primary reward of k rollouts, mean over tasks."""
+    """Expected maximum primary reward of k rollouts, mean over tasks."""
     pass_at: dict[int, float]
-    """Chance that one of k rollouts passes, mean over tasks (https://arxiv.org/abs/2107.03374)."""
+    """Probability that one of k rollouts passes, mean over tasks (https://arxiv.org/abs/2107.03374)."""
     tasks: int
     rollouts: int
     failed: int
     unscored: int
-    """Succeeded without a reward."""
+    """Number of rollouts that succeeded without a reward."""
     calls: int
     tokens: int
-    """Sampled, in all calls."""
+    """Number of sampled tokens of all calls."""
 
 
 def measure(
     finished: list[FinishedRollout], samples: int, failure_reward: float | None, pass_reward: float
 ) -> Scores:
-    """Score rollouts, which tell their task by their group.
+    """Score rollouts; rollouts of the same group are of the same task.
 
-    A rollout that failed counts with `failure_reward`, or is left out; one that the infrastructure failed is always left out. Of
-    the rewards besides the primary one, only those that were given count. A task of which fewer than k rollouts are left
-    counts with these in best of k and pass@k.
+    A rollout whose agent failed counts with `failure_reward`, or is left out if that is None. A failure of the infrastructure is
+    always left out. A reward other than the primary one counts only where it was given. If fewer than k rollouts of a task are
+    left, best of k and pass@k use these.
 
     Args:
-        samples: rollouts of each task; the highest k.
-        pass_reward: primary reward from which a rollout passes.
+        samples: rollouts per task, which is the highest k.
+        pass_reward: lowest primary reward with which a rollout passes.
     """
     primary: dict[str, list[float]] = {}
     others: dict[str, dict[str, list[float]]] = {}
@@ -102,7 +102,7 @@ def measure(
 
 
 def spread(groups: Groups) -> Spread:
-    """Mean, deviation and clustered error of values."""
+    """Return mean, standard deviation and clustered error of values, one list for each task."""
     values = [value for group in groups for value in group]
     mean = statistics.fmean(values)
     error = None
@@ -113,7 +113,7 @@ def spread(groups: Groups) -> Spread:
 
 
 def best_of(values: list[float], k: int) -> float:
-    """Expected largest of k values drawn from `values` without putting any back; of all of them where they are fewer."""
+    """Return the expected maximum of k values drawn from `values` without replacement; of all values if there are fewer."""
     n = len(values)
     k = min(k, n)
     return sum(value * math.comb(place, k - 1) for place, value in enumerate(sorted(values))) / math.comb(
@@ -122,7 +122,7 @@ def best_of(values: list[float], k: int) -> float:
 
 
 def numbers_to(samples: int) -> list[int]:
-    """1, 2, 4, ... below `samples`, and `samples`."""
+    """Return the powers of two below `samples`, and `samples`."""
     return [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
 
 

@@ -1,4 +1,4 @@
-"""A model that a run serves as it is, to the agents of an algorithm that brings its own loop."""
+"""A run that serves a fixed model to the agents of an algorithm with its own loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raylight.trainer.served_session import ServedSession
 if TYPE_CHECKING:
     from raylight.trainer.trainer import Trainer
 
-READ = frozenset({"engine", "port", "seed"})
-"""Arguments of a Trainer that serving reads."""
+SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})
+"""Arguments of a Trainer that such a run reads."""
 
 
 @dataclass(frozen=True)
 class ServedAlgorithmPlan(ServedPlan):
-    """The components of such a run."""
+    """The components of a run that serves a fixed model."""
 
     def resolved(self) -> dict[str, Any]:
         return super().resolved() | {
@@ -31,10 +31,11 @@ class ServedAlgorithmPlan(ServedPlan):
 
 
 def serving_plan(common: dict[str, Any], trainer: Trainer, model: str) -> ServedAlgorithmPlan:
-    """The plan of a run that serves this model.
+    """Return the plan of a run that serves a fixed model.
 
     Args:
         common: fields of `RunPlan`.
+        model: folder, name in the local cache, or the upstream's name.
 
     Raises:
         ModelNotFoundError: there is no such model.
@@ -53,7 +54,7 @@ def serving_plan(common: dict[str, Any], trainer: Trainer, model: str) -> Served
 
 
 class ServedAlgorithmSession(ServedSession):
-    """A ServedSession whose resources tell the algorithm where the model is."""
+    """A ServedSession whose `resources` contain the served model, for the algorithm to use."""
 
     def _resources_with(self, llm: LLM) -> NamedResources:
         self.resources = with_policy(self.resources, llm)

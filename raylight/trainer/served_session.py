@@ -1,4 +1,4 @@
-"""The components of a run that serves a model to agents: beside store and runners, the serving deployment. Nothing here trains."""
+"""The components of a run that serves a model to agents: store, runners and the serving deployment. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -27,31 +27,28 @@ class ServedSession(Session):
     """A Session with engines."""
 
     plan: ServedPlan
-    fleet: CoordinatorClient
-
-    def __init__(self, plan: ServedPlan, say: Callable[[str], None], cluster_ends: bool) -> None:
-        super().__init__(plan, say, cluster_ends)
-        self.plan = plan
+    replicas: CoordinatorClient
 
     async def _start(self) -> None:
         self._start_store()
-        self._start_board()
+        self._start_coordinator()
         deployment = self._make_deployment()
         pool = self._make_pool()
-        self._say("starting the engine and the runners")
+        self._show_stage("starting the engine and the runners")
         async with task_group() as tasks:
             serving = tasks.create_task(deployment.start())
             tasks.create_task(pool.start())
-        await self._offer(LLM(endpoint=serving.result(), model=await self._served_name(), traced=True))
+        llm = LLM(endpoint=serving.result(), model=await self._served_name(), traced=True)
+        await self._publish_resources(llm)
 
     async def _served_name(self) -> str:
-        """The name of what agents are to call, once the engines are up."""
+        """Return the model name that agents send, once the engines are up."""
         return MODEL_NAME
 
-    def _start_board(self) -> None:
+    def _start_coordinator(self) -> None:
         self._coordinator = start_coordinator(self.plan.name, self.store)
         self._stack.callback(ray.kill, self._coordinator)
-        self.fleet = CoordinatorClient(self._coordinator)
+        self.replicas = CoordinatorClient(self._coordinator)
 
     def _make_deployment(self) -> Deployment:
         plan = self.plan
@@ -65,42 +62,46 @@ class ServedSession(Session):
             store=self.store,
             coordinator=self._coordinator,
         )
-        deployment = Deployment(spec, self._cluster_ends)
+        deployment = Deployment(spec, self._owns_cluster)
         self._stack.push_async_callback(deployment.stop)
         return deployment
 
-    async def _offer(self, llm: LLM) -> None:
-        """Give the served model to agents."""
-        await self._serve_upstreams()  # when Serve is there, and not two at once start it
+    async def _publish_resources(self, llm: LLM) -> None:
+        """Store the resources, with the served model among them, for agents to use."""
+        await self._serve_traced_upstreams()  # after the deployment: two must not start Serve at once
         await self.store.add_resources(self._resources_with(llm))
-        self._say(f"the model answers at {llm.endpoint}")
+        self._show_stage(f"the model is served at {llm.endpoint}")
 
     def _resources_with(self, llm: LLM) -> NamedResources:
         return with_policy(self.resources, llm)
 
-    async def finish(
+    async def run_tasks(
         self, tasks: list[Any], mode: RolloutMode, samples: int, progress: Callable[[int, int], None]
     ) -> list[str]:
-        """Have every task rolled out `samples` times as one group, and wait until all are decided; returns their ids, by task."""
+        """Roll every task out `samples` times as one group; return the rollout ids, ordered by task, when all are decided.
+
+        Args:
+            progress: called with the number of decided rollouts and their total.
+        """
         requests = [
             EnqueueRolloutRequest(input=task, mode=mode, group_id=f"{mode}-{index}", config=self.plan.rollout)
             for index, task in enumerate(tasks)
             for _ in range(samples)
         ]
-        return await self._finish(requests, progress)
+        return await self._run_requests(requests, progress)
 
-    async def _finish(
+    async def _run_requests(
         self, requests: list[EnqueueRolloutRequest], progress: Callable[[int, int], None]
     ) -> list[str]:
         ids = [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
         done = 0
         try:
             while done < len(ids):
-                wanted = min(done + max(len(ids) // 20, 1), len(ids))
-                done = len(await self.store.wait_for_rollouts(rollout_ids=ids, at_least=wanted))
+                at_least = min(done + max(len(ids) // 20, 1), len(ids))
+                done = len(await self.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least))
                 progress(done, len(ids))
         except asyncio.CancelledError:
-            with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends anyway
+            with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends in any case
                 await asyncio.wait_for(self.store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)
             raise
         return ids

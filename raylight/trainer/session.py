@@ -1,4 +1,4 @@
-"""The components that every run has, a store and runners: started together, watched, and stopped in order, whatever happens."""
+"""The components that every run has, a store and runners: started together, watched, and stopped in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
 from raylight.trainer.plan import RunPlan
-from raylight.trainer.upstreams import is_traced_upstream, serve_upstreams
+from raylight.trainer.traced_upstreams import is_traced_upstream, serve_traced_upstreams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,29 +30,34 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 async def _close_store(actor: Any) -> None:
-    """Let the store put its file in order and let go of it, so that whoever comes next can have it."""
+    """Close the store's file, so that the next process can open it, and kill the actor."""
     try:
         await asyncio.wait_for(actor.close.remote(), CLOSE_TIMEOUT_S)
     except (TimeoutError, RayActorError, RayTaskError) as error:
-        logger.warning("the store did not close: %s", summarize_ray_error(error))
+        logger.warning("the store actor did not close its file: %s", summarize_ray_error(error))
     finally:
         ray.kill(actor)
 
 
 class Session:
-    """The running components of one run. Use `async with`; leaving it stops everything that was started."""
+    """The running components of one run. Use `async with`: the exit stops everything that was started.
+
+    Args:
+        show_stage: shows what the run is doing now.
+        owns_cluster: True if the Ray cluster ends with this run.
+    """
 
     store: StoreClient
     pool: RunnerPool | ExternalRunners
     resources: NamedResources
-    """Those of the plan, with the addresses of what is served here."""
+    """Resources of the plan, with the addresses of the models that the run serves."""
 
-    def __init__(self, plan: RunPlan, say: Callable[[str], None], cluster_ends: bool) -> None:
-        self.run = plan
-        self._say = say
-        self._cluster_ends = cluster_ends
-        self._continues = False
-        """The store in the run directory is of the run that goes on here."""
+    def __init__(self, plan: RunPlan, show_stage: Callable[[str], None], owns_cluster: bool) -> None:
+        self.plan = plan
+        self._show_stage = show_stage
+        self._owns_cluster = owns_cluster
+        self._reopens_store = False
+        """True if the store in the run directory belongs to the run that is resumed."""
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -65,68 +70,68 @@ class Session:
 
     async def __aexit__(self, *error: Any) -> None:
         try:
-            await self._stack.aclose()  # goes on with the others when one fails
-        except Exception:  # what the run itself raised or returned matters more
-            logger.exception("cleaning up after %s failed in part", self.run.name)
+            await self._stack.aclose()  # continues with the remaining callbacks when one fails
+        except Exception:  # the run's own result or error is more important
+            logger.exception("some components of %s could not be stopped", self.plan.name)
 
     async def _start(self) -> None:
-        self._say("starting the store and the runners")
+        self._show_stage("starting the store and the runners")
         self._start_store()
-        await self._serve_upstreams()
+        await self._serve_traced_upstreams()
         if self.resources:
             await self.store.add_resources(self.resources)
         await self._make_pool().start()
-        self._say(
-            "runners joined"
-            if self.run.runner.external
-            else f"{self.run.runner.n} runner(s) wait for rollouts"
-        )
+        external = self.plan.runner.external
+        self._show_stage("runners joined" if external else f"{self.plan.runner.n} runner(s) ready")
 
     def _start_store(self) -> None:
-        """The run's own store, which ends with it, or the one that was given."""
-        plan = self.run
+        """Start the run's own store, or use the one that the user passed in.
+
+        Raises:
+            ConfigError: the store's path belongs to an existing file.
+        """
+        plan = self.plan
         if isinstance(plan.store, StoreClient):
             self.store = plan.store
             return
-        if self._continues:
-            self._say("the store goes on where it was")
+        if self._reopens_store:
+            self._show_stage("reopening the store")
         elif plan.store.path is None:
-            Journal.discard(
-                Path(plan.store_path)
-            )  # of an earlier run in this folder, which begins anew as a whole
+            Journal.discard(Path(plan.store_path))  # left by an earlier run in this directory
         elif os.path.exists(plan.store_path):
             raise ConfigError(
-                f"there is a file at the store's path {plan.store_path} already; give the store another path, or remove it"
+                f"store.path {plan.store_path} already exists; choose another path, or remove the file"
             )
         os.makedirs(os.path.dirname(plan.store_path), exist_ok=True)
         actor = start_store(plan.name, plan.store_path, plan.store)
         self._stack.push_async_callback(_close_store, actor)
         self.store = StoreClient(actor)
 
-    async def _serve_upstreams(self) -> None:
-        self.resources = self.run.resources
+    async def _serve_traced_upstreams(self) -> None:
+        self.resources = self.plan.resources
         if any(map(is_traced_upstream, self.resources.values())):
-            self.resources = await serve_upstreams(
+            self.resources = await serve_traced_upstreams(
                 self.resources,
-                self.run.name,
-                self.run.payload.secret,
+                self.plan.name,
+                self.plan.payload.secret,
                 self.store,
-                self._cluster_ends,
+                self._owns_cluster,
                 self._stack,
             )
 
     def _make_pool(self) -> RunnerPool | ExternalRunners:
-        external = self.run.runner.external
+        external = self.plan.runner.external
         if external:
-            self._say(f"waiting for runners; start them with `raylight runner AGENT --run {self.run.name}`")
+            command = f"raylight runner AGENT --run {self.plan.name}"
+            self._show_stage(f"waiting for external runners; start them with `{command}`")
         self.pool = (ExternalRunners if external else RunnerPool)(
-            self.run.name, self.run.runner, self.store, self.run.payload
+            self.plan.name, self.plan.runner, self.store, self.plan.payload
         )
         self._stack.push_async_callback(self.pool.stop)
         return self.pool
 
     async def watched(self, work: Awaitable[T]) -> T:
-        """Do the run's work; if the runners fail for good meanwhile, raise that instead of waiting forever."""
+        """Await the run's work; if the runner pool fails meanwhile, cancel the work and raise the pool's error."""
         working: asyncio.Task[Any] = asyncio.ensure_future(work)
         watching = asyncio.create_task(self.pool.watch())
         try:
@@ -140,6 +145,6 @@ class Session:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     async def counts(self) -> dict[str, int]:
-        """What was counted along the way, by the store and by the pool."""
+        """Return the counters of the store and of the runner pool."""
         pool = {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}
         return {**await self.store.statistics(), **pool}

@@ -1,94 +1,113 @@
-"""The Trainer: what a user calls."""
+"""The Trainer: raylight's entry point for training and evaluating agents."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
-from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.resources import NamedResources
-from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
+from raylight.algorithms.base import FastAlgorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.components import build_component
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LearnerConfig,
+    RunnerConfig,
+    StoreConfig,
+    accept_synonyms,
+)
 from raylight.errors import ConfigError, RaylightError
 from raylight.store.client import StoreClient
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
+from raylight.trainer.arguments import (
+    Role,
+    TrainerAlgorithm,
+    parse_algorithm,
+    parse_hooks,
+    parse_resources,
+    parse_role,
+    parse_store,
+)
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.display import make_display
 from raylight.trainer.eval_run import EvalRun
 from raylight.trainer.eval_session import EvalSettings
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, is_agent
-from raylight.trainer.join_run import RemoteRunnerProcess, must_be_joinable
+from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
+from raylight.trainer.loggers import find_loggers
 from raylight.trainer.report import Report
 from raylight.trainer.resume import Resume
 from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
-
-Trains = PolicyAlgorithm | Algorithm
-Role = Literal["both", "algorithm", "runner"]
 
 
 class Trainer:
     """Trains an agent on a Ray cluster, or on a local one that it starts.
 
-    Components (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, each of `hooks`) may be given as an instance, a class, a
-    dotted name, or `{"type": ..., **arguments}`. An argument that nothing would read is an error.
+    A component (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, each of `hooks` and `loggers`) is an instance, a class, a
+    dotted name, or a dict of a class or name as `type` with arguments. An argument that nothing would read is an error.
+
+    `n_workers` and `resources` are accepted for `n_runners` and `initial_resources`, and `val_data` for `val_dataset`
+    (agent-lightning's names).
 
     Args:
-        algorithm: what to train and how, for example `GRPO(model=...)`, or an `Algorithm` with a `run` of its own.
-        agent: what to train; may be given to `fit` instead.
-        train_dataset, val_dataset: may be given to `fit` instead.
-        num_epochs: passes over the training tasks, for an algorithm that has `n_epochs`.
-        output_dir: the run directory; a new one under `outputs/` if None.
-        initial_resources, resources: named resources for the agent, over those that it declares. Two words for the same.
-        n_runners, n_workers: RunnerActors; short for `runner={"n": ...}`. Two words for the same.
-        max_rollouts: rollouts after which a runner ends; short for `runner={"max_rollouts": ...}`.
-        n_learners: learner ranks; short for `learner={"n": ...}`.
+        algorithm: the model and how it is trained, for example `GRPO(model=...)`, or an `Algorithm` with its own `run`.
+        agent: the agent to train; may be passed to `fit` instead.
+        train_dataset: training tasks; may be passed to `fit` instead.
+        val_dataset: validation tasks; may be passed to `fit` instead.
+        num_epochs: passes over the training tasks, for an algorithm with `n_epochs`.
+        output_dir: the run directory; None creates one under `outputs/`.
+        initial_resources: named resources for the agent; they override those that it declares.
+        n_runners: number of RunnerActors; short for `runner={"n": ...}`.
+        max_rollouts: number of rollouts after which a runner ends; short for `runner={"max_rollouts": ...}`.
+        n_learners: number of learner ranks; short for `learner={"n": ...}`.
         port: HTTP port of the model; short for `engine={"port": ...}`.
-        engine, runner, learner: settings of the components, as a dict or as EngineConfig, RunnerConfig, LearnerConfig.
-        checkpoint: when and where training states are kept, from which `fit(resume=...)` goes on; a dict or a CheckpointConfig.
-        store: settings of the run's store (dict or StoreConfig), or the client of one that is there already.
-        tracer: catches spans inside the agent; an OtelTracer if None.
-        adapter: makes training data of spans for an `Algorithm`; a TracerTraceToTriplet if None or a dict without a `type`. To GRPO
-            and its kin it gives only `agent_match`, since they train on the tokens that the engine recorded.
-        llm_proxy: handed to an `Algorithm`, which knows what it is.
-        hooks: called around every rollout; one, or several in their order.
-        role: "algorithm" leaves the runners to other processes on the cluster, and "runner" is such a process: its `fit` executes
-            the rollouts of the run `run_name` until that is over. None: what `RAYLIGHT_ROLE` says, or "both".
-        run_name: by which the processes of a run find one another; None: what `RAYLIGHT_RUN` says, or a new name.
-        dev: `fit` and `train` do what `dev` does.
-        seed: of task order and of sampling; 0 if None.
-        address: of the Ray cluster; None joins the one at `RAY_ADDRESS` or on this machine, or starts a local one.
-        progress: show steps while the run goes on, and a summary at its end; False also silences `Baseline`.
-        log_to_driver: print what actors print; otherwise their logs are in the dashboard and `ray logs`.
+        engine: settings of the serving deployment, a dict or an EngineConfig.
+        runner: settings of the runners, a dict or a RunnerConfig.
+        learner: settings of the learners, a dict or a LearnerConfig.
+        checkpoint: settings of the training states, from which `fit(resume=...)` continues; a dict or a CheckpointConfig.
+        store: settings of the run's store, a dict or a StoreConfig, or the client of an existing store.
+        tracer: records spans inside the agent; None is an OtelTracer.
+        adapter: converts spans to training data for an `Algorithm`; None, or a dict without a `type`, is a TracerTraceToTriplet.
+            Policy-gradient algorithms read only its `agent_match`, because they train on the tokens that the engine recorded.
+        llm_proxy: passed on to an `Algorithm`.
+        hooks: called around every rollout; one, or several in order.
+        loggers: metric loggers: "console", "jsonl", "plot", or loggers of your own (see `raylight.trainer.loggers`); None is these
+            three.
+        role: "algorithm" leaves the runners to other processes on the cluster. "runner" is such a process: its `fit` executes the
+            rollouts of the run `run_name` until the run ends. None reads `RAYLIGHT_ROLE`, and is "both" without it.
+        run_name: name by which the processes of a run find each other; None reads `RAYLIGHT_RUN`, or creates a new name.
+        dev: True makes `fit` and `train` do what `dev` does.
+        seed: seed of the task order and of sampling; None is 0.
+        address: address of the Ray cluster; None joins the cluster at `RAY_ADDRESS` or on this machine, or starts a local one.
+        progress: show steps during the run, and a summary at its end; False also silences `Baseline`.
+        log_to_driver: print the output of actors; otherwise it is in the dashboard and in `ray logs`.
 
     Raises:
-        ConfigError: a setting is unknown, does not fit, or would not be read.
+        ConfigError: a setting is unknown, wrong, or would not be read.
     """
 
+    @accept_synonyms(n_workers="n_runners", resources="initial_resources")
     def __init__(
         self,
         *,
-        algorithm: Trains | type[Trains] | str | dict[str, Any] | None = None,
+        algorithm: TrainerAlgorithm | type[TrainerAlgorithm] | str | dict[str, Any] | None = None,
         agent: Any = None,
         train_dataset: Any = None,
         val_dataset: Any = None,
         num_epochs: int | None = None,
         output_dir: str | Path | None = None,
         initial_resources: NamedResources | None = None,
-        resources: NamedResources | None = None,
         n_runners: int | None = None,
-        n_workers: int | None = None,
         max_rollouts: int | None = None,
         n_learners: int | None = None,
         port: int | None = None,
@@ -101,6 +120,7 @@ class Trainer:
         adapter: Any = None,
         llm_proxy: Any = None,
         hooks: Any = None,
+        loggers: Sequence[Any] | None = None,
         role: Role | None = None,
         run_name: str | None = None,
         dev: bool = False,
@@ -109,19 +129,15 @@ class Trainer:
         progress: bool = True,
         log_to_driver: bool = False,
     ) -> None:
-        self.algorithm: Trains | None = _algorithm(algorithm, num_epochs)
+        self.algorithm = parse_algorithm(algorithm, num_epochs)
         self.agent = agent
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.initial_resources = _named(
-            one_of("initial_resources", initial_resources, "resources", resources)
-        )
-        self.runner = RunnerConfig.parse(
-            runner, n=one_of("n_runners", n_runners, "n_workers", n_workers), max_rollouts=max_rollouts
-        )
-        self.role, self.run_name = _role(role, run_name)
+        self.initial_resources = parse_resources(initial_resources)
+        self.runner = RunnerConfig.parse(runner, n=n_runners, max_rollouts=max_rollouts)
+        self.role, self.run_name = parse_role(role, run_name)
         if self.role == "algorithm":
             self.runner = self.runner.model_copy(update={"external": True})
-        self.store = _store(store)
+        self.store = parse_store(store)
         self.tracer: Tracer = build_component(tracer, Tracer, "tracer", default=OtelTracer)
         self.adapter: TraceAdapter[Any] | None = (
             None
@@ -129,8 +145,9 @@ class Trainer:
             else build_component(adapter, TraceAdapter, "adapter", dict_default=TracerTraceToTriplet)  # type: ignore[type-abstract]
         )
         self.llm_proxy = None if llm_proxy is None else build_component(llm_proxy, object, "llm_proxy")
-        self.hooks = _hooks(hooks)
-        given = RunSettings(
+        self.hooks = parse_hooks(hooks)
+        self.loggers = find_loggers(loggers)
+        requested = RunSettings(
             EngineConfig.parse(engine, port=port),
             LearnerConfig.parse(learner, n=n_learners),
             CheckpointConfig.parse(checkpoint),
@@ -138,18 +155,18 @@ class Trainer:
             output_dir,
         )
         self.run_settings = (
-            self.algorithm.adjust_run_settings(given)
+            self.algorithm.adjust_run_settings(requested)
             if isinstance(self.algorithm, PolicyAlgorithm)
-            else given
+            else requested
         )
-        """What the arguments and the algorithm make of engine, learners and run directory."""
+        """Settings of engine, learners and run directory, as the algorithm adjusts them."""
         self.engine, self.learner = self.run_settings.engine, self.run_settings.learner
         self.checkpoint = self.run_settings.checkpoint
         self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir
         self._dev = dev
-        self._address = address
+        self.address = address
         self.progress = progress
-        self._log_to_driver = log_to_driver
+        self.log_to_driver = log_to_driver
         only_policy = {
             "engine": engine,
             "learner": learner,
@@ -158,70 +175,55 @@ class Trainer:
             "port": port,
             "seed": seed,
         }
-        self.given_for_policy = sorted(name for name, value in only_policy.items() if value is not None)
-        """Arguments that only an algorithm that trains a policy would read."""
+        self.policy_arguments = sorted(name for name, value in only_policy.items() if value is not None)
+        """Names of the given arguments that only an algorithm that trains a policy reads."""
 
+    @accept_synonyms(val_data="val_dataset")
     def fit(
-        self,
-        agent: Any = None,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        *,
-        val_data: Any = None,
-        resume: Resume = False,
+        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, resume: Resume = False
     ) -> dict[str, Any]:
-        """Train the agent; returns the summary that is also in `summary.json`.
+        """Train the agent; return the summary that is also in `summary.json`.
 
-        Works in a script, in a notebook cell and in a Ray job. Whatever happens, no actor, deployment or placement group of the
-        run remains, and a cluster that was there before stays up.
+        Works in a script, in a notebook cell and in a Ray job. When it returns or raises, no actor, deployment or placement group
+        of the run remains; a cluster that existed before keeps running.
 
         Args:
-            agent: decorated function or LitAgent, or what describes one; where the Trainer has one, the training dataset may come
-                first instead.
-            train_dataset: tasks, each given to the agent as it is; anything picklable.
-            val_dataset, val_data: tasks on which progress is measured; never trained on. Two words for the same.
-            resume: "auto" goes on with the run in `output_dir` if it left a training state, and begins anew if not; with True there
-                must be one. A path names the state, or the run, to go on from. No rollout is trained twice, and none that was
-                finished is lost: the steps since the state are taken again with those that the store has. Settings may differ, but
-                not the model, the algorithm or the adapter.
+            agent: decorated function, LitAgent, or a specification of one. If the Trainer has an agent, the training dataset may be
+                the first argument instead.
+            train_dataset: tasks, each passed to the agent unchanged; anything that pickles.
+            val_dataset: tasks for evaluation, which are never trained on.
+            resume: "auto" continues the run in `output_dir` if it has a training state, and starts fresh otherwise; True requires
+                one. A path names a training state, or the run, to continue from. No rollout is trained twice and no finished one
+                is lost: the steps after the state are replayed from the store. Settings may differ, except model, algorithm
+                and adapter.
 
         Raises:
-            RaylightError: one of `raylight.errors`, which names what to do.
+            RaylightError: one of `raylight.errors`, with what to do.
         """
         if self.role == "runner":
-            return self._runners(agent)
-        val = one_of("val_dataset", val_dataset, "val_data", val_data)
-        return self._blocking(self._chosen_algorithm(), agent, train_dataset, val, resume)
+            return self._join_run(agent)
+        return self._run_blocking(self._chosen_algorithm(), agent, train_dataset, val_dataset, resume)
 
+    @accept_synonyms(val_data="val_dataset")
     async def train(
-        self,
-        agent: Any = None,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        *,
-        val_data: Any = None,
-        resume: Resume = False,
+        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, resume: Resume = False
     ) -> dict[str, Any]:
-        """`fit` for a caller that is asynchronous itself; cancelling it stops the run and cleans up."""
+        """`fit` for asynchronous callers. Cancelling it stops the run and cleans up."""
         if self.role == "runner":
             return await RemoteRunnerProcess(self, agent if is_agent(agent) else None).work()
-        algorithm = self._chosen_algorithm()
-        val = one_of("val_dataset", val_dataset, "val_data", val_data)
-        with self._run(algorithm, agent, train_dataset, val, resume) as run:
+        with self._run(self._chosen_algorithm(), agent, train_dataset, val_dataset, resume) as run:
             return run.finish(await run.work())
 
-    def dev(
-        self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, *, val_data: Any = None
-    ) -> dict[str, Any]:
-        """Try the agent out with a fast algorithm, by default `Baseline`, which runs it on samples and shows what it did.
+    @accept_synonyms(val_data="val_dataset")
+    def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
+        """Try the agent with a fast algorithm; the default is `Baseline`, which executes the agent and prints its rollouts.
 
         Raises:
             TypeError: the Trainer's algorithm is not a FastAlgorithm.
         """
         if self.role == "runner":
-            return self._runners(agent)
-        val = one_of("val_dataset", val_dataset, "val_data", val_data)
-        return self._blocking(self._fast_algorithm(), agent, train_dataset, val)
+            return self._join_run(agent)
+        return self._run_blocking(self._fast_algorithm(), agent, train_dataset, val_dataset)
 
     def evaluate(
         self,
@@ -233,42 +235,42 @@ class Trainer:
         samples: int = 1,
         **settings: Any,
     ) -> dict[str, Any]:
-        """Score a model on tasks; returns the figures that are also in `eval.json`. Nothing is trained: there are no learners.
+        """Score a model on tasks without training; return the content of `eval.json`.
 
         Args:
             agent: as for `fit`.
-            dataset: tasks; the Trainer's `val_dataset` if None.
-            model: folder or name; the algorithm's if None.
+            dataset: tasks; None is the Trainer's `val_dataset`.
+            model: folder or name; None is the algorithm's model.
             lora_adapter: folder of a LoRA adapter in peft's format.
-            samples: rollouts of each task.
-            settings: others of `raylight.trainer.eval_session.EvalSettings`, such as `sampling={"temperature": 0.0}`.
+            samples: rollouts per task.
+            settings: other fields of `raylight.trainer.eval_session.EvalSettings`, such as `sampling={"temperature": 0.0}`.
 
         Raises:
-            RaylightError: one of `raylight.errors`, which names what to do.
+            RaylightError: one of `raylight.errors`, with what to do.
         """
         if self.role != "both":
             raise ConfigError(
-                "nothing reads role: an evaluation has its runners itself; leave role and RAYLIGHT_ROLE out"
+                "nothing reads role: an evaluation starts its own runners; leave role and RAYLIGHT_ROLE out"
             )
         model = model or getattr(self.algorithm, "model", None)
         if model is None:
             raise ConfigError("there is no model to score: give model=...")
         tasks = as_tasks(dataset if dataset is not None else self.val_dataset, "dataset", required=True)
         chosen = EvalSettings(model=model, lora_adapter=lora_adapter, samples=samples, **settings)
-        folder = Path(self.output_dir or f"outputs/eval-{_stamp()}").expanduser().absolute()
+        folder = Path(self.output_dir or f"outputs/eval-{_new_suffix()}").expanduser().absolute()
         try:
             run = EvalRun(self, as_agent(agent if agent is not None else self.agent), tasks, chosen, folder)
-            return run.run(self._address, self._log_to_driver)
+            return run.run(self.address, self.log_to_driver)
         except RaylightError as error:
             raise error.with_traceback(None) from None
 
-    def _runners(self, agent: Any) -> dict[str, Any]:
+    def _join_run(self, agent: Any) -> dict[str, Any]:
         try:
             return run_blocking(RemoteRunnerProcess(self, agent if is_agent(agent) else None).work())
         except RaylightError as error:
             raise error.with_traceback(None) from None
 
-    def _chosen_algorithm(self) -> Trains:
+    def _chosen_algorithm(self) -> TrainerAlgorithm:
         if self._dev:
             return self._fast_algorithm()
         if self.algorithm is None:
@@ -281,24 +283,29 @@ class Trainer:
         algorithm = Baseline() if self.algorithm is None else self.algorithm
         if not isinstance(algorithm, FastAlgorithm):
             raise TypeError(
-                f"dev() needs a FastAlgorithm, such as Baseline, and not {type(algorithm).__name__}"
+                f"dev() requires a FastAlgorithm, and the Trainer's is {type(algorithm).__name__}; use Baseline()"
             )
         return algorithm
 
-    def _blocking(
-        self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume = False
+    def _run_blocking(
+        self,
+        algorithm: TrainerAlgorithm,
+        agent: Any,
+        train_dataset: Any,
+        val_dataset: Any,
+        resume: Resume = False,
     ) -> dict[str, Any]:
         try:
             with self._run(algorithm, agent, train_dataset, val_dataset, resume) as run:
                 return run.finish(run_blocking(run.work()))
         except RaylightError as error:
-            raise error.with_traceback(None) from None  # our own frames would hide the message
+            raise error.with_traceback(None) from None  # raylight's own frames would hide the message
 
     @contextlib.contextmanager
     def _run(
-        self, algorithm: Trains, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume
+        self, algorithm: TrainerAlgorithm, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume
     ) -> Iterator[Run]:
-        """A run that is checked and planned, with a connection to Ray and a display."""
+        """Yield a checked and planned run, with a connection to Ray, a display and metric loggers."""
         started = time.perf_counter()
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
             agent, train_dataset = None, agent  # fit(train_dataset)
@@ -307,119 +314,25 @@ class Trainer:
             train_dataset if train_dataset is not None else self.train_dataset,
             val_dataset if val_dataset is not None else self.val_dataset,
         )
-        name = self.run_name or f"raylight-{_stamp()}"
+        name = self.run_name or f"raylight-{_new_suffix()}"
         folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
         kind = PolicyRun if isinstance(algorithm, PolicyAlgorithm) else AlgorithmRun
         run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
         run.resume(resume)
-        display = make_display(self.progress, run.total_steps)
-        with ray_session(self._address, self._log_to_driver) as ray, display as shown:
+        with (
+            ray_session(self.address, self.log_to_driver) as connection,
+            make_display(self.progress, run.total_steps) as display,
+        ):
             if self.runner.external:
-                must_be_joinable(name, ray.local)
+                check_joinable(name, connection.owns_cluster)
             run.finalize_plan()
-            run.begin(Report(folder, shown, run.resolved(), started, run.after), ray.local)
-            run.report.stage(f"run {name}; Ray dashboard: {ray.dashboard or 'see the cluster'}")
-            yield run
+            report = Report(folder, display, run.resolved(), started, run.last_logged_step, self.loggers)
+            with contextlib.closing(report):
+                run.begin(report, connection.owns_cluster)
+                report.stage(f"run {name}; Ray dashboard: {connection.dashboard or 'see the cluster'}")
+                yield run
 
 
-def _stamp() -> str:
-    """Tells runs apart."""
+def _new_suffix() -> str:
+    """Return a unique suffix for the name of a run, with the current time."""
     return f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The value of an argument that has two names.
-
-    Raises:
-        ConfigError: both are given, and differ.
-    """
-    if (
-        value is not None
-        and other is not None
-        and value is not other
-        and not (isinstance(value, int) and value == other)
-    ):
-        raise ConfigError(f"{name} and {other_name} mean the same; give one of them")
-    return value if value is not None else other
-
-
-def _role(role: Role | None, run_name: str | None) -> tuple[Role, str | None]:
-    """What this process does of a run, and the run's name, from the arguments or else the environment.
-
-    Raises:
-        ConfigError: there is no such role, or nothing would read the name.
-    """
-    chosen = role or os.environ.get("RAYLIGHT_ROLE") or "both"
-    if chosen not in get_args(Role):
-        raise ConfigError(f"role (or RAYLIGHT_ROLE) is one of {', '.join(get_args(Role))}, not {chosen!r}")
-    if chosen == "both" and run_name is not None:
-        raise ConfigError(
-            "nothing reads run_name: algorithm and runners are in one run of this process; give a role too"
-        )
-    return cast("Role", chosen), run_name or (
-        os.environ.get("RAYLIGHT_RUN") or None if chosen != "both" else None
-    )
-
-
-def _named(resources: Any) -> NamedResources:
-    """Raise ConfigError for resources without names."""
-    if resources is not None and not isinstance(resources, Mapping):
-        raise ConfigError(
-            f"resources are given by name, as in {{'llm': LLM(...)}}, not as {type(resources).__name__}"
-        )
-    return dict(resources or {})
-
-
-def _hooks(given: Any) -> tuple[Hook, ...]:
-    """One hook or several, each of which may be described; raises HookError now for what would be refused in every runner."""
-    several = isinstance(given, Iterable) and not isinstance(given, type | str | Mapping | Hook)
-    hooks: tuple[Any, ...] = tuple(given) if several else () if given is None else (given,)
-    made = tuple(build_component(hook, object, "hooks") for hook in hooks)
-    HookDispatcher(made)
-    return cast("tuple[Hook, ...]", made)
-
-
-def _store(given: Any) -> StoreConfig | StoreClient:
-    """The settings of a store, or the client of one that other processes can reach.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    is_settings = (
-        given is None or isinstance(given, StoreConfig) or (isinstance(given, dict) and "type" not in given)
-    )
-    if is_settings:
-        return StoreConfig.parse(given)
-    if not isinstance(given, StoreClient):
-        raise ConfigError(
-            f"store takes a dict of settings ({', '.join(StoreConfig.model_fields)}), a StoreConfig, or the StoreClient of a store "
-            f"that is there already, not {given!r:.80}"
-        )
-    if given.is_in_process:
-        raise ConfigError(
-            "this store is an object of this process, which runners cannot reach; give the client of a StoreActor"
-        )
-    return given
-
-
-def _algorithm(given: Any, num_epochs: int | None) -> Trains | None:
-    """The algorithm, with another number of epochs if that was given.
-
-    Raises:
-        ConfigError: it is none, or would not read `num_epochs`.
-    """
-    algorithm: Any = None if given is None else build_component(given, BaseAlgorithm, "algorithm")
-    if num_epochs is None:
-        return algorithm
-    if algorithm is None:
-        raise ConfigError("nothing reads num_epochs: the Trainer has no algorithm")
-    if not hasattr(algorithm, "n_epochs"):
-        raise ConfigError(f"nothing reads num_epochs: {type(algorithm).__name__} has no n_epochs")
-    if isinstance(algorithm, PolicyAlgorithm):
-        if algorithm.n_steps is not None:
-            raise ConfigError(
-                "num_epochs and the algorithm's n_steps both say how long to train; give one of them"
-            )
-        return algorithm.with_epochs(num_epochs)
-    algorithm.n_epochs = num_epochs
-    return algorithm

@@ -22,7 +22,7 @@ from examples.math_agent.clients import CLIENTS
 from examples.math_agent.config import DATA, MathSettings
 from raylight.semconv import CHAT_SPAN, INPUT_MESSAGES, RESPONSE_ID, TOOL_DEFINITIONS
 from raylight.traces.span_tree import SpanTree
-from raylight.trainer.data_files import read_tasks
+from raylight.trainer.task_files import read_tasks
 from raylight.types import FinishedRollout
 
 TASKS = [task for split in ("train", "val", "test") for task in read_tasks(DATA / f"{split}.jsonl")]

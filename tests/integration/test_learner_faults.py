@@ -20,7 +20,7 @@ from raylight.experience.settings import PolicySettings
 from raylight.learner.actor import LearnerActor
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.cluster import place
+from raylight.trainer.cluster import reserve
 from raylight.types import Trajectory
 
 SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e9)
@@ -60,7 +60,7 @@ def connected(cluster: Any) -> Iterator[None]:
 async def gang(config: LearnerConfig, actor: type = LearnerActor) -> AsyncIterator[LearnerGroup]:
     from ray.util.placement_group import remove_placement_group
 
-    placement = await place("gang", bundles(config), config.strategy, 30)
+    placement = await reserve("gang", bundles(config), config.strategy, 30)
     group = LearnerGroup("gang", config, placement, actor)
     try:
         await group.setup(STARTER_MODEL, SETTINGS, 4, 0)
@@ -223,4 +223,4 @@ def test_what_cannot_be_placed_is_told_with_the_reason(
 ) -> None:
     config = LearnerConfig(n=learners, num_cpus=cpus, strategy=strategy)
     with pytest.raises(PlacementError, match=message):
-        asyncio.run(place("gang", bundles(config), config.strategy, 2))
+        asyncio.run(reserve("gang", bundles(config), config.strategy, 2))

@@ -45,10 +45,10 @@ def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     try:
         for line in process.stdout:
             said += line
-            if " answers at " in line:
+            if " is served at " in line:
                 break
-        assert " answers at " in said, said
-        yield Server(process, said.rpartition(" answers at ")[2].split("/v1")[0], said)
+        assert " is served at " in said, said
+        yield Server(process, said.rpartition(" is served at ")[2].split("/v1")[0], said)
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=60)[0]
         assert "Traceback" not in rest, rest

@@ -124,11 +124,11 @@ def test_port_is_free_until_someone_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert not doctor.port_is_free(port)
-        assert doctor.answers(f"127.0.0.1:{port}")
-        assert doctor.answers(f"ray://127.0.0.1:{port}")
+        assert doctor.is_reachable(f"127.0.0.1:{port}")
+        assert doctor.is_reachable(f"ray://127.0.0.1:{port}")
     assert doctor.port_is_free(port)
-    assert not doctor.answers(f"127.0.0.1:{port}")
-    assert not doctor.answers("no address")
+    assert not doctor.is_reachable(f"127.0.0.1:{port}")
+    assert not doctor.is_reachable("no address")
 
 
 def test_address_where_nothing_answers_is_told_and_no_cluster_is_started(monkeypatch):

@@ -14,7 +14,7 @@ import raylight as rl
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, RolloutsFailedError
-from raylight.trainer.gather import gather, groups_that_differ
+from raylight.trainer.gather import gather, count_informative_groups
 from raylight.types import GREEDY, Failure, FinishedRollout
 
 FAMILY = sorted(
@@ -292,7 +292,7 @@ def test_groups_without_a_difference_are_made_up_for_by_new_tasks() -> None:
     dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2)
     finished, rolled, left = gathered(dapo, [SAME, OTHER], [SAME, SAME], [OTHER, OTHER], [OTHER, OTHER])
     assert [part for *_, part in rolled] == [0, 1, 2]
-    assert (len(finished), left, groups_that_differ(finished, dapo)) == (12, 1, 3)
+    assert (len(finished), left, count_informative_groups(finished, dapo)) == (12, 1, 3)
     batch, told = dapo.build_train_batch(finished, LearnerConfig())
     assert (len(batch.rewards), told.groups, told.groups_without_signal, told.zero_variance) == (6, 6, 3, 6)
 
@@ -300,7 +300,7 @@ def test_groups_without_a_difference_are_made_up_for_by_new_tasks() -> None:
 def test_new_tasks_are_taken_a_limited_number_of_times() -> None:
     dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2, max_rounds=2)
     finished, _, left = gathered(dapo, [SAME, SAME], [SAME, SAME], [OTHER, OTHER])
-    assert (len(finished), left, groups_that_differ(finished, dapo)) == (8, 1, 0)
+    assert (len(finished), left, count_informative_groups(finished, dapo)) == (8, 1, 0)
 
 
 def test_an_agent_that_always_fails_is_not_given_more_tasks() -> None:

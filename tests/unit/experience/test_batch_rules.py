@@ -13,7 +13,7 @@ from raylight.errors import GreedyError, RowTooLongError
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.rewards import TurnReward, greedy_baselines
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.trainer.gather import groups_that_differ
+from raylight.trainer.gather import count_informative_groups
 from raylight.trainer.outcome import describe
 from raylight.types import GREEDY, Failure, FinishedRollout, Span
 
@@ -188,8 +188,8 @@ def test_groups_differ_by_the_rewards_of_their_turns_where_these_are_trained() -
         (True, [one, other], 0),
         (True, [one, same], 0),
     ):
-        assert groups_that_differ(pair, DAPO(model="m", turn_rewards=trained)) == differ
-    assert groups_that_differ([one, emitted(0.7)], DAPO(model="m")) == 0
+        assert count_informative_groups(pair, DAPO(model="m", turn_rewards=trained)) == differ
+    assert count_informative_groups([one, emitted(0.7)], DAPO(model="m")) == 0
 
 
 # baselines

@@ -14,14 +14,14 @@ from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
-    changes,
-    changes_updates,
-    describe,
-    find_start,
-    new_start,
-    place_of,
+    changed_settings,
+    affects_updates,
+    state_metadata,
+    find_resume_point,
+    fresh_start,
+    resume_point_of,
     prepare_states,
-    start_after,
+    resume_after,
 )
 
 
@@ -242,9 +242,9 @@ def changed(**values: object) -> dict:
 )
 def test_what_differs_and_whether_it_changes_updates(values: dict, updates: bool | None):
     now = changed(**values)
-    found = changes(CONFIG, now)
+    found = changed_settings(CONFIG, now)
     assert bool(found) == (updates is not None)
-    assert any(changes_updates(name, now) for name in found) == bool(updates)
+    assert any(affects_updates(name, now) for name in found) == bool(updates)
 
 
 @pytest.mark.parametrize(
@@ -257,56 +257,56 @@ def test_what_differs_and_whether_it_changes_updates(values: dict, updates: bool
     ],
 )
 def test_another_model_algorithm_or_adapter_is_an_error(values: dict):
-    with pytest.raises(ConfigError, match="training state is of another run"):
-        changes(CONFIG, changed(**values))
+    with pytest.raises(ConfigError, match="training state belongs to another run"):
+        changed_settings(CONFIG, changed(**values))
 
 
 def about(start, version: int = 5, taken: int = 30) -> dict:
-    return describe(start, CONFIG, version=version, taken=taken, without_signal=1, evaluation={"best": None})
+    return state_metadata(start, CONFIG, version=version, tasks_consumed=taken, steps_without_signal=1, evaluation={"best": None})
 
 
 def test_a_run_begins_anew_goes_on_or_says_what_is_missing(tmp_path: Path):
     url = str(tmp_path / "state")
-    assert find_start(False, url, CONFIG, 0).is_new
-    assert find_start("auto", url, CONFIG, 0).is_new
+    assert find_resume_point(False, url, CONFIG, 0).is_fresh
+    assert find_resume_point("auto", url, CONFIG, 0).is_fresh
     with pytest.raises(ConfigError, match="no complete training state"):
-        find_start(True, url, CONFIG, 0)
+        find_resume_point(True, url, CONFIG, 0)
 
-    new = new_start()
+    new = fresh_start()
     prepare_states(new, url, CONFIG)
-    start = find_start(
+    start = find_resume_point(
         "auto", url, CONFIG, 0
     )  # killed before the first state: the store has the rollouts since
-    assert (start.step, start.version, start.lineage, start.own) == (0, 0, new.lineage, True)
+    assert (start.step, start.version, start.lineage, start.same_run) == (0, 0, new.lineage, True)
 
     TrainingStates(url).write(10, about(new), content("ten"))
     for resume in (True, "auto", str(tmp_path), url, f"{url}/step-10"):
-        start = find_start(resume, url, CONFIG, 8)
-        assert (start.step, start.version, start.taken, start.without_signal) == (10, 5, 30, 1)
-        assert (start.lineage, start.own, start.is_another) == (new.lineage, True, False)
-    assert place_of(TrainingStates(url), 10).evaluation == {"best": None}
-    with pytest.raises(ConfigError, match="only of steps"):
-        find_start(f"{url}/step-7", url, CONFIG, 0)
+        start = find_resume_point(resume, url, CONFIG, 8)
+        assert (start.step, start.version, start.tasks_consumed, start.steps_without_signal) == (10, 5, 30, 1)
+        assert (start.lineage, start.same_run, start.starts_new_lineage) == (new.lineage, True, False)
+    assert resume_point_of(TrainingStates(url), 10).evaluation == {"best": None}
+    with pytest.raises(ConfigError, match="only those of steps"):
+        find_resume_point(f"{url}/step-7", url, CONFIG, 0)
 
 
 def test_another_learning_rate_begins_another_history_with_versions_of_its_own():
-    start = start_after("u", 10, about(new_start()), changed(algorithm__lr=1.0), highest=8)
-    assert start.is_another
-    assert start.before is not None
-    assert start.before != start.lineage
+    start = resume_after("u", 10, about(fresh_start()), changed(algorithm__lr=1.0), highest_version=8)
+    assert start.starts_new_lineage
+    assert start.parent_lineage is not None
+    assert start.parent_lineage != start.lineage
     assert start.version > 8 + 1
     assert any("algorithm.lr: 0.0001 -> 1.0" in note for note in start.notes)
-    same = start_after("u", 10, about(new_start()), changed(learner__n=4), highest=8)
-    assert (same.version, same.is_another) == (5, False)
+    same = resume_after("u", 10, about(fresh_start()), changed(learner__n=4), highest_version=8)
+    assert (same.version, same.starts_new_lineage) == (5, False)
 
 
 def test_a_state_of_another_folder_begins_a_store_of_its_own(tmp_path: Path):
     url = str(tmp_path / "state")
-    TrainingStates(url).write(10, about(new_start()), content("ten"))
-    start = find_start(f"{url}/step-10", str(tmp_path / "mine" / "state"), CONFIG, 0)
-    assert (start.own, start.is_another, start.before, start.version) == (False, True, None, 5)
+    TrainingStates(url).write(10, about(fresh_start()), content("ten"))
+    start = find_resume_point(f"{url}/step-10", str(tmp_path / "mine" / "state"), CONFIG, 0)
+    assert (start.same_run, start.starts_new_lineage, start.parent_lineage, start.version) == (False, True, None, 5)
     assert start.evaluation is None  # the best model is in the other folder
-    assert find_start(True, url, CONFIG, 0).evaluation is not None
+    assert find_resume_point(True, url, CONFIG, 0).evaluation is not None
 
 
 class Quiet:
@@ -322,7 +322,7 @@ def test_metrics_go_on_after_the_step_of_the_state(tmp_path: Path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "x"')  # the run was killed
     (tmp_path / "best").mkdir()
-    second = Report(tmp_path, Quiet(), {}, after=3)
+    second = Report(tmp_path, Quiet(), {}, last_logged_step=3)
     second.step(4, {"x": 40.0})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

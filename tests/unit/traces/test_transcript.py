@@ -177,7 +177,7 @@ async def test_a_runs_folder_is_read_and_printed(tmp_path: Path) -> None:
     assert [item.rollout.input for item in rl.read_rollouts(tmp_path, rollout_ids=[first])] == [{"n": 1}]
     with pytest.raises(UnknownIdError, match="no rollout ro-missing"):
         rl.read_rollouts(tmp_path, rollout_ids=["ro-missing"])
-    with pytest.raises(ConfigError, match=r"there is no store at .*: name a run's folder"):
+    with pytest.raises(ConfigError, match=r"there is no store at .*; give a run directory"):
         rl.read_rollouts(tmp_path / "nothing")
 
     def shown(*arguments: str) -> str:

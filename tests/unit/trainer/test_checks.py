@@ -80,7 +80,7 @@ def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Run]) -> None
 @pytest.mark.parametrize(
     ("unread", "named"),
     [
-        ({"llm_proxy": ProxyLLM(endpoint="http://p")}, "nothing reads llm_proxy: GRPO"),
+        ({"llm_proxy": ProxyLLM(endpoint="http://p")}, "nothing reads llm_proxy: .* model of GRPO"),
         ({"adapter": TraceToMessages()}, "nothing reads the adapter"),
         ({"adapter": TracerTraceToTriplet()}, "nothing reads the adapter"),
     ],
@@ -137,7 +137,7 @@ def test_a_rollout_must_fit_into_a_micro_batch(hollow_model: str) -> None:
         engine={"max_model_len": 4096},
         learner={"max_tokens_per_micro_batch": 1024},
     )
-    with pytest.raises(ConfigError, match=r"4096 tokens.*1024.*lower one or raise the other"):
+    with pytest.raises(ConfigError, match=r"4096 tokens.*1024.*lower the first or raise the second"):
         trainer.fit(rollout(lambda task, llm: 1.0), [1])
 
 

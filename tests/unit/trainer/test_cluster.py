@@ -31,7 +31,7 @@ def test_ray_s_note_of_a_crashed_cluster_is_not_believed(
 def test_an_address_where_nothing_answers_is_an_error_at_once(dead_port: int) -> None:
     began = time.monotonic()
     with (
-        pytest.raises(ConfigError, match="no Ray cluster answers"),
+        pytest.raises(ConfigError, match="no Ray cluster is reachable"),
         ray_session(f"127.0.0.1:{dead_port}", False),
     ):
         pass

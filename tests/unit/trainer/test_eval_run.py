@@ -17,11 +17,11 @@ from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.trainer import eval_run
-from raylight.trainer.data_files import read_tasks
 from raylight.trainer.display import print_scores
-from raylight.trainer.eval_run import EvalRun, ignored_sampling, line_of, rewards_by_name
+from raylight.trainer.eval_run import EvalRun, eval_line, ignored_sampling, rewards_by_name
 from raylight.trainer.eval_session import EvalSession, EvalSettings, find_adapter, read_adapter
 from raylight.trainer.scores import measure
+from raylight.trainer.task_files import read_tasks
 from raylight.trainer.trainer import Trainer
 from raylight.types import Failure, FinishedRollout, Span
 
@@ -189,7 +189,7 @@ def test_every_served_model_gets_the_sampling_that_was_asked_for(
         Trainer(output_dir=tmp_path / "out", resources=slots).evaluate(
             agent, [1], model=hollow_model, sampling={"temperature": 0.0}
         )
-    session = EvalSession(planned[0].plan, print, cluster_ends=True)
+    session = EvalSession(planned[0].plan, print, owns_cluster=True)
     session.resources = planned[0].plan.resources
     offered = session._resources_with(LLM(endpoint="http://here", model="policy", traced=True))
     assert offered["solver"].sampling_parameters == {"top_p": 0.9, "temperature": 0.0}
@@ -231,11 +231,11 @@ def test_tasks_are_read_from_files(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("a.jsonl", b'{"a": 1}\n{oops\n', "line 2"),
-        ("a.jsonl", b"\n\n", "holds no task"),
-        ("a.json", b'{"a": 1}', "holds a dict"),
+        ("a.jsonl", b"\n\n", "has no tasks"),
+        ("a.json", b'{"a": 1}', "has a JSON dict"),
         ("a.json", b"[", r"a\.json"),
-        ("a.csv", b"a\n1", r"is no \.jsonl"),
-        ("a.parquet", b"junk", "is no Parquet"),
+        ("a.csv", b"a\n1", r"is not a \.jsonl"),
+        ("a.parquet", b"junk", "is not a valid Parquet"),
         ("a.jsonl", b"\xff\xfe\n", "cannot be read"),
     ],
 )
@@ -259,7 +259,7 @@ def said(text: Any, reward: float = 1.0, temperature: float = 1.0) -> FinishedRo
 
 
 def test_a_line_has_what_a_reader_wants_to_know() -> None:
-    line = line_of(said("4"), 7, 1)
+    line = eval_line(said("4"), 7, 1)
     wanted = {
         "task_index": 7,
         "sample": 1,
@@ -272,9 +272,11 @@ def test_a_line_has_what_a_reader_wants_to_know() -> None:
     }
     assert wanted.items() <= line.items()
     assert line["rewards"] == {"right": 1.0, "short": 0.5}
-    assert line_of(said([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), 0, 0)["text"] == "ab"
-    assert line_of(said(None), 0, 0)["text"] is None
-    failed = line_of(make_finished(failure=BROKEN, calls=0), 0, 0)
+    assert (
+        eval_line(said([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), 0, 0)["text"] == "ab"
+    )
+    assert eval_line(said(None), 0, 0)["text"] is None
+    failed = eval_line(make_finished(failure=BROKEN, calls=0), 0, 0)
     assert (failed["status"], failed["error"], failed["reward"], failed["text"]) == (
         "failed",
         BROKEN.error,
@@ -300,9 +302,10 @@ def test_the_table_names_rewards_errors_and_pass_at_k(
     finished = [said("4", reward) for reward in (1.0, 0.0, 1.0, 1.0)] + [make_finished(failure=BROKEN)]
     figures = planned[0]._figures(measure(finished, 2, None, 1.0), finished, 2.0, None)
     assert json.loads(json.dumps(figures)) == figures
-    print_scores(figures, "/the/folder")
+    (tmp_path / "eval.jsonl").touch()
+    print_scores(figures, str(tmp_path))
     text = capsys.readouterr().out
-    for part in ("right", "0.7500", "short", "pass@1: ", "best of 2: ", "1 failed", "/the/folder/eval.jsonl"):
+    for part in ("right", "0.7500", "short", "pass@1: ", "best of 2: ", "1 failed", f"{tmp_path}/eval.jsonl"):
         assert part in text
     assert figures["failures"] == {BROKEN.error: 1}
     assert rewards_by_name(finished) == {"right": [1.0, 0.0, 1.0, 1.0], "short": [0.5] * 4}

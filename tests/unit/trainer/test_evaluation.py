@@ -259,7 +259,7 @@ async def test_any_metric_may_tell_the_best_and_lower_may_be_better(report: Repo
 
 async def test_a_metric_that_there_is_not_is_an_error_that_names_those_there_are(report: Report) -> None:
     evaluator, _ = evaluator_of(report, [0.5], best="val/accuracy")
-    with pytest.raises(ConfigError, match=r"best='val/accuracy' is not among .*val/reward,"):
+    with pytest.raises(ConfigError, match=r"best='val/accuracy' is not a metric .*val/reward,"):
         await evaluator.after(1, last=False)
 
 

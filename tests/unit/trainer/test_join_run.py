@@ -9,7 +9,7 @@ import pytest
 
 import raylight as rl
 from raylight.errors import ConfigError
-from raylight.trainer.join_run import must_be_joinable
+from raylight.trainer.join_run import check_joinable
 
 
 def test_the_role_is_from_the_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,13 +44,13 @@ def test_wrong_roles(arguments: dict[str, Any], message: str) -> None:
 def test_a_runner_needs_a_name_and_an_agent() -> None:
     with pytest.raises(ConfigError, match="RAYLIGHT_RUN"):
         rl.Trainer(role="runner").fit("raylight.quickstart.agent:adder")
-    with pytest.raises(ConfigError, match="agent must be"):
+    with pytest.raises(ConfigError, match="agent is None; give a function"):
         rl.Trainer(role="runner", run_name="x").fit([1, 2, 3])
 
 
 def test_a_cluster_of_its_own_cannot_be_joined() -> None:
     with pytest.raises(ConfigError, match="ray start --head"):
-        must_be_joinable("x", local=True)
+        check_joinable("x", owns_cluster=True)
 
 
 def test_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:

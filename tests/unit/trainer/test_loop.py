@@ -25,7 +25,12 @@ from raylight.trainer.parity import Parity
 from raylight.trainer.plan import PolicyPlan
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
-from raylight.trainer.resume import describe_tasks, find_start, highest_version, prepare_states
+from raylight.trainer.resume import (
+    find_resume_point,
+    fingerprint_tasks,
+    highest_logged_version,
+    prepare_states,
+)
 from raylight.types import CallKey, Generation, Span
 
 STEPS, TASKS, GROUP = 9, 4, 2
@@ -126,17 +131,17 @@ class Session(PolicySession):
         super().__init__(plan, lambda text: None, True, start)
         self.world, self.die_after = world, die_after
         self.learners: Any = Learners(world)
-        self.fleet: Any = Engines(world)
+        self.replicas: Any = Engines(world)
 
     async def _start(self) -> None:
         self.service = StoreService(self.plan.store_path, StoreConfig())
         self._stack.push_async_callback(self.service.close)
         self.store = StoreClient(self.service)
-        if self._continues:
+        if self._reopens_store:
             await self._cancel_undecided()
         await self.store.add_resources({"engine": self.world.lives})
-        if not self.start.is_new:
-            await self.learners.load_state(self.start.url, self.start.step, self.version)
+        if not self.start.is_fresh:
+            await self.learners.load_state(self.start.state_url, self.start.step, self.version)
         self.pool: Any = self
 
     async def watch(self) -> None:
@@ -157,9 +162,11 @@ class Session(PolicySession):
         resources = await self.store.get_resources_by_id(rollout.resources_id)
         assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
         key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, mixed(rollout.attempt.attempt_id))
-        luck = int(mixed(self.fleet.weights, rollout.rollout_id.partition("-")[2]), 16)
+        luck = int(mixed(self.replicas.weights, rollout.rollout_id.partition("-")[2]), 16)
         worth = luck % 7 / 7 if self.world.reward is None else self.world.reward
-        call = Generation(key, "policy", [1, 2], [luck % 50], [-1.0], [self.fleet.version], "stop", 0.0, 1.0)
+        call = Generation(
+            key, "policy", [1, 2], [luck % 50], [-1.0], [self.replicas.version], "stop", 0.0, 1.0
+        )
         reward = Span(
             rollout_id=key.rollout_id,
             attempt_id=key.attempt_id,
@@ -175,8 +182,8 @@ class Session(PolicySession):
         await self.store.finish_attempt(rollout, "succeeded", spans=[reward])
         self.world.sampled[rollout.rollout_id] += 1
 
-    async def _compare(self, version: int, tokens: int, timeout: float) -> Parity:
-        assert (self.fleet.version, self.fleet.weights) == (version, self.learners.weights)
+    async def _check_parity(self, version: int, tokens: int, timeout: float) -> Parity:
+        assert (self.replicas.version, self.replicas.weights) == (version, self.learners.weights)
         return Parity(0.0, 0.0, tokens)
 
 
@@ -187,9 +194,13 @@ class Quiet:
 
 
 async def live(
-    world: World, resume: Any = "auto", die_after: int | None = None, **settings: Any
+    world: World,
+    resume: Any = "auto",
+    die_after: int | None = None,
+    loggers: Any = ("jsonl",),
+    **settings: Any,
 ) -> list[dict]:
-    """One life of a driver; returns the rows of its metrics."""
+    """Run a driver until its end or death; return the rows of its metrics."""
     world.lives += 1
     folder, tasks = world.folder, list(range(10))
     algorithm = rl.GRPO(
@@ -218,11 +229,14 @@ async def live(
         total_steps=STEPS,
         trained_agents=None,
     )
-    config = plan.resolved() | {"tasks": describe_tasks(tasks)}
-    start = find_start(resume, plan.state_url, config, highest_version(folder / "metrics.jsonl"))
-    report = Report(folder, Quiet(), config, after=start.after)
+    config = plan.resolved() | {"tasks": fingerprint_tasks(tasks)}
+    start = find_resume_point(
+        resume, plan.state_url, config, highest_logged_version(folder / "metrics.jsonl")
+    )
+    report = Report(folder, Quiet(), config, None, start.last_logged_step, loggers)
     prepare_states(start, plan.state_url, config)
     async with within(30), Session(plan, start, world, die_after) as session:
+        session._stack.callback(report.close)
         training = Training(session, algorithm, tasks, [100, 101], report, config)
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
             await session.watched(training.run())
@@ -302,7 +316,7 @@ def test_learners_that_are_lost_before_the_first_state_end_the_run(world: World,
     (tmp_path / "c").mkdir()
     fork = World(tmp_path / "c")
     fork.faulty_saves = {6}
-    with pytest.raises(LearnerError, match=r"before a first training state.*a rank died while it saved"):
+    with pytest.raises(LearnerError, match=r"before .* had a training state: a rank died while it saved"):
         asyncio.run(live(fork, resume=str(world.folder / "state" / "step-6")))
 
 

@@ -17,10 +17,10 @@ from raylight.errors import MismatchError
 from raylight.trainer.parity import (
     START_TOKENS,
     SYNC_TOKENS,
-    ParityWatch,
+    ParityMonitor,
     compare,
     probe_ids,
-    vocabulary_of,
+    vocabulary_size,
 )
 
 LEARNER = [-1.0, -2.5, -0.25, -7.0]
@@ -39,9 +39,9 @@ def test_a_probe_is_always_the_same_and_within_the_vocabulary() -> None:
 def test_the_vocabulary_is_in_the_models_folder(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"vocab_size": 320}))
-    assert vocabulary_of(str(tmp_path)) == 320
+    assert vocabulary_size(str(tmp_path)) == 320
     config.write_text(json.dumps({"text_config": {"vocab_size": 99}}))
-    assert vocabulary_of(str(tmp_path)) == 99
+    assert vocabulary_size(str(tmp_path)) == 99
 
 
 def test_parity_tells_how_far_apart_they_are() -> None:
@@ -62,20 +62,20 @@ def test_parity_tells_how_far_apart_they_are() -> None:
     ids=["one token", "all a little", "not a number", "infinite"],
 )
 def test_what_differs_too_much_is_an_error(engine: list[float]) -> None:
-    with pytest.raises(MismatchError, match=r"differ by .* more than 0\.001.*compare the dtype"):
+    with pytest.raises(MismatchError, match=r"differ by .* more than 0\.001.*Compare the dtype"):
         compare(engine, LEARNER, 1e-3)
 
 
 @pytest.mark.parametrize("engine", [LEARNER[:-1], []])
 def test_answers_of_another_length_are_an_error(engine: list[float]) -> None:
-    with pytest.raises(MismatchError, match="answered the probe with"):
+    with pytest.raises(MismatchError, match="log-probs of the probe and the learner"):
         compare(engine, LEARNER, 1.0)
     with pytest.raises(MismatchError):
         compare([], [], 1.0)
 
 
 def test_the_replica_and_the_version_are_named() -> None:
-    watch = ParityWatch(1e-3)
+    watch = ParityMonitor(1e-3)
     assert watch.check(
         0, {"a": LEARNER, "b": [x + 1e-4 for x in LEARNER]}, LEARNER
     ).mean_abs == pytest.approx(1e-4)
@@ -83,7 +83,7 @@ def test_the_replica_and_the_version_are_named() -> None:
         MismatchError, match="weight version 1, replica b: log-probs of engine and learner differ"
     ):
         watch.check(1, {"a": LEARNER, "b": [x - 1 for x in LEARNER]}, LEARNER)
-    with pytest.raises(MismatchError, match="no replica answered"):
+    with pytest.raises(MismatchError, match="no replica returned"):
         watch.check(1, {}, LEARNER)
 
 
@@ -106,7 +106,7 @@ PRECISIONS = [(1e-6, 1e-5, 1e-3), (3e-6, 1e-3, 1e-3), (0.05, 0.03, 0.5), (0.05, 
 
 @pytest.mark.parametrize(("noise", "step", "tolerance"), PRECISIONS)
 def test_an_engine_that_follows_passes_for_ever(noise: float, step: float, tolerance: float) -> None:
-    sides, watch = Sides(noise, step), ParityWatch(tolerance)
+    sides, watch = Sides(noise, step), ParityMonitor(tolerance)
     for version in range(1000):
         watch.check(version, sides.engine(), sides.learner)
         sides.next()
@@ -120,7 +120,7 @@ def test_an_engine_that_follows_passes_for_ever(noise: float, step: float, toler
 def test_an_engine_that_stays_behind_is_found(precision: tuple[float, float, float], found_at: float) -> None:
     """As soon as the learner has moved away so far: in float32, far below the tolerance."""
     noise, step, tolerance = precision
-    sides, watch = Sides(noise, step), ParityWatch(tolerance)
+    sides, watch = Sides(noise, step), ParityMonitor(tolerance)
     watch.check(0, sides.engine(), sides.learner)
     stale = sides.learner
 
@@ -135,7 +135,7 @@ def test_an_engine_that_stays_behind_is_found(precision: tuple[float, float, flo
 
 
 def test_a_shorter_probe_is_compared_with_the_start_of_a_longer_one() -> None:
-    watch = ParityWatch(1e-3)
+    watch = ParityMonitor(1e-3)
     watch.check(0, {"a": LEARNER}, LEARNER)
     moved = [x + 1e-3 for x in LEARNER[:2]]
     with pytest.raises(
@@ -173,9 +173,9 @@ async def test_a_tied_output_layer_is_never_stale(make_engine: Any, tied_model: 
     engine, learner, watch = (
         make_engine(),
         AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32),
-        ParityWatch(1e-3),
+        ParityMonitor(1e-3),
     )
-    long, short = (probe_ids(vocabulary_of(tied_model), n) for n in (START_TOKENS, SYNC_TOKENS))
+    long, short = (probe_ids(vocabulary_size(tied_model), n) for n in (START_TOKENS, SYNC_TOKENS))
     async with within(30):
         start = watch.check(0, {"a": await engine.logprobs(long)}, logprobs_of(learner, long))
         assert start.max_abs < 1e-4
@@ -196,9 +196,9 @@ async def test_a_stale_output_layer_is_found_at_the_first_version(
     """What vLLM on a CPU does with its repacked copy: all is new but the output layer, and no step is near the tolerance."""
     torch.manual_seed(0)
     learner = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
-    engine, watch = make_engine(untied_model), ParityWatch(0.5)
+    engine, watch = make_engine(untied_model), ParityMonitor(0.5)
     stale = export(learner)["lm_head.weight"]
-    long, short = (probe_ids(vocabulary_of(untied_model), n) for n in (START_TOKENS, SYNC_TOKENS))
+    long, short = (probe_ids(vocabulary_size(untied_model), n) for n in (START_TOKENS, SYNC_TOKENS))
     async with within(30):
         watch.check(0, {"a": await engine.logprobs(long)}, logprobs_of(learner, long))
         step(learner, size)

@@ -29,7 +29,7 @@ from raylight.trainer.display import LiveDisplay, PlainDisplay, SilentDisplay, p
 from raylight.trainer.inputs import as_dataset, as_tasks, resolve_model
 from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.plot import plot_rewards
-from raylight.trainer.report import SHOWN_ERRORS, Report
+from raylight.trainer.report import MAX_SHOWN_ERRORS, Report
 from raylight.types import GREEDY, Failure
 
 BROKEN = Failure(kind="agent", error="ValueError: no tool", trace="  File agent.py, line 3")
@@ -313,12 +313,12 @@ def test_each_different_error_is_shown_once_and_all_are_counted(report: Report, 
 
 
 def test_no_more_than_the_stated_number_of_different_errors_is_shown(report: Report, shown: Shown) -> None:
-    kinds = [Failure(kind="agent", error=f"ValueError: {i}") for i in range(3 * SHOWN_ERRORS)]
+    kinds = [Failure(kind="agent", error=f"ValueError: {i}") for i in range(3 * MAX_SHOWN_ERRORS)]
     report.failures([make_finished(failure=failure) for failure in kinds])
-    assert len(shown.notes) == SHOWN_ERRORS
+    assert len(shown.notes) == MAX_SHOWN_ERRORS
     summary = report.finish({"total_rollouts": 1})
-    assert len(summary["failures"]) == SHOWN_ERRORS
-    assert summary["rollouts_failed"] == 3 * SHOWN_ERRORS
+    assert len(summary["failures"]) == MAX_SHOWN_ERRORS
+    assert summary["rollouts_failed"] == 3 * MAX_SHOWN_ERRORS
 
 
 @pytest.mark.parametrize(
@@ -400,20 +400,21 @@ def test_the_summary_of_a_run_with_its_own_loop_is_shown(
 ) -> None:
     print_run(
         report.finish_plain({"total_rollouts": 5, "rollouts_succeeded": 3, "rollouts_failed": 2}),
-        "/the/folder",
+        str(report.folder),
     )
-    print_run(report.finish_plain({}), "/the/folder")
+    print_run(report.finish_plain({}), str(report.folder))
     text = capsys.readouterr().out
     assert "5 rollouts (2 failed, 3 succeeded), 0 s" in text
     assert "0 rollouts (none), 0 s" in text
-    assert "/the/folder/store.db" in text
+    assert f"{report.folder}/summary.json" in text
+    assert f"{report.folder}/store.db" not in text
 
 
 def test_the_summary_says_what_was_lost(capsys: pytest.CaptureFixture[str], report: Report) -> None:
     report.step(1, {"val/reward": 0.25})
     report.failures([make_finished(failure=BROKEN), make_finished(failure=LOST)])
-    print_summary(report.finish({"total_rollouts": 8}), "/the/folder")
+    print_summary(report.finish({"total_rollouts": 8}), str(report.folder))
     text = capsys.readouterr().out
     assert "0.250" in text
-    assert "1 steps, 8 rollouts, 2 failed (1 by the infrastructure)" in text
-    assert "/the/folder/reward.png" in text
+    assert "1 steps, 8 rollouts, 2 failed (1 because of the infrastructure)" in text
+    assert f"{report.folder}/reward.png" in text

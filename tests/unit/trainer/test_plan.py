@@ -85,7 +85,7 @@ def test_every_open_model_is_the_policy_and_keeps_what_the_user_said_of_it() -> 
 
 
 def test_a_fixed_model_cannot_have_the_policys_name() -> None:
-    with pytest.raises(ConfigError, match="the resource `llm` has an endpoint of its own"):
+    with pytest.raises(ConfigError, match="the resource `llm` has an endpoint, and no resource is left"):
         with_policy({"llm": JUDGE}, POLICY)
     assert with_policy({"llm": JUDGE, "model": LLM(name="m")}, POLICY) == {"llm": JUDGE, "model": POLICY}
 

@@ -1,4 +1,4 @@
-"""`raylight serve`: a model on its own, without a run around it."""
+"""`raylight serve`: a served model without a run."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def serve_model(
     api_key: str | None = None,
     address: str | None = None,
     seed: int = 0,
-    say: Callable[[str], None] = print,
+    show: Callable[[str], None] = print,
 ) -> None:
-    """Serve a model until Ctrl-C or SIGTERM, and leave nothing behind.
+    """Serve a model until Ctrl-C or SIGTERM, then stop everything that was started.
 
     Args:
-        model: a folder, a name in the local Hugging Face cache, or the upstream's name.
-        name: under which clients ask for it; the upstream's name, or the last part of `model`, by default.
-        api_key: what clients must send. None: nothing on loopback, and a fresh key, which is told, on any other interface.
+        model: folder, name in the local Hugging Face cache, or the upstream's name.
+        name: model name that clients send; by default the upstream's name, or the last part of `model`.
+        api_key: key that clients must send. None: no key on loopback, and a new key, which is shown, on other interfaces.
+        show: receives messages for the user.
 
     Raises:
-        ConfigError: the engine is not installed, or the settings do not fit.
-        EngineStartError: the replicas did not come up.
+        ConfigError: the engine is not installed, or its settings are wrong.
+        EngineStartError: the replicas did not start.
     """
     kind = choose_engine(config)
     if kind == "upstream":
@@ -49,11 +50,11 @@ def serve_model(
         path, name = resolve_model(model), name or model.rstrip("/").rpartition("/")[2]
     if api_key is None and config.host not in (None, *LOOPBACK):
         api_key = f"rl-{secrets.token_hex(20)}"
-        say(f"the API key is {api_key}")
+        show(f"the API key is {api_key}")
     host = config.host or "127.0.0.1"
     config = config.model_copy(update={"kind": kind, "host": host})
     with ray_session(address, log_to_driver=False) as connection:
-        run_blocking(_serve(path, name, config, api_key, seed, connection.local, say))
+        run_blocking(_serve(path, name, config, api_key, seed, connection.owns_cluster, show))
 
 
 async def _serve(
@@ -62,8 +63,8 @@ async def _serve(
     config: EngineConfig,
     secret: str | None,
     seed: int,
-    cluster_ends: bool,
-    say: Callable[[str], None],
+    owns_cluster: bool,
+    show: Callable[[str], None],
 ) -> None:
     app_name = f"serve-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
@@ -80,9 +81,9 @@ async def _serve(
             store=None,
             coordinator=coordinator,
         )
-        deployment = Deployment(spec, cluster_ends)
+        deployment = Deployment(spec, owns_cluster)
         stack.push_async_callback(deployment.stop)
-        say(f"starting the {config.kind} engine")
+        show(f"starting the {config.kind} engine")
         url = await deployment.start()
-        say(f"{name} answers at {url}/v1 (also {url}/health and {url}/metrics); Ctrl-C ends it")
+        show(f"{name} is served at {url}/v1 (also {url}/health and {url}/metrics); press Ctrl-C to stop")
         await asyncio.Event().wait()

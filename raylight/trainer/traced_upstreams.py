@@ -1,4 +1,4 @@
-"""Fixed models that a run traces too: a user simulator, a judge. Each is passed on by a replica of its own."""
+"""Fixed upstream models whose calls a run records, such as a user simulator or a judge: one forwarding replica for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raylight.weight_sync.coordinator import start_coordinator
 
 
 def is_traced_upstream(resource: Any) -> bool:
-    """Whether a resource is a model elsewhere whose calls are to be recorded: `LLM(endpoint=..., traced=True)`."""
+    """Return True for an upstream model whose calls are recorded: `LLM(endpoint=..., traced=True)`."""
     return (
         isinstance(resource, LLM)
         and not isinstance(resource, ProxyLLM)
@@ -25,23 +25,23 @@ def is_traced_upstream(resource: Any) -> bool:
     )
 
 
-async def serve_upstreams(
+async def serve_traced_upstreams(
     resources: NamedResources,
-    run: str,
+    run_name: str,
     secret: str,
     store: StoreClient,
-    cluster_ends: bool,
+    owns_cluster: bool,
     stack: contextlib.AsyncExitStack,
 ) -> NamedResources:
-    """Put a recording replica in front of each traced model that is elsewhere; returns the resources with their new addresses.
+    """Start a recording replica in front of each traced upstream model; return the resources with the replicas' addresses.
 
     Args:
-        stack: takes them down again.
+        stack: receives the callbacks that stop the replicas.
     """
-    chosen = {name: value for name, value in resources.items() if is_traced_upstream(value)}
+    upstreams = {name: value for name, value in resources.items() if is_traced_upstream(value)}
     served = {}
-    for name, llm in chosen.items():  # one after the other: the first may have to start Serve
-        served[name] = await _serve(f"{run}-{name}", llm, secret, store, cluster_ends, stack)
+    for name, llm in upstreams.items():  # one at a time, as the first may have to start Serve
+        served[name] = await _serve(f"{run_name}-{name}", llm, secret, store, owns_cluster, stack)
     return resources | served
 
 
@@ -50,7 +50,7 @@ async def _serve(
     llm: LLM,
     secret: str,
     store: StoreClient,
-    cluster_ends: bool,
+    owns_cluster: bool,
     stack: contextlib.AsyncExitStack,
 ) -> LLM:
     coordinator = start_coordinator(app_name, store)
@@ -66,7 +66,7 @@ async def _serve(
         store=store,
         coordinator=coordinator,
     )
-    deployment = Deployment(spec, cluster_ends)
+    deployment = Deployment(spec, owns_cluster)
     stack.push_async_callback(deployment.stop)
     url = await deployment.start()
     return llm.model_copy(update={"endpoint": url, "api_key": None})

@@ -1,0 +1,108 @@
+"""Checks of a Trainer's arguments, and their conversion to components and settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast, get_args
+
+from raylight.agent.hooks import Hook, HookDispatcher
+from raylight.agent.resources import NamedResources
+from raylight.algorithms.base import Algorithm, BaseAlgorithm
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.components import build_component
+from raylight.config import StoreConfig
+from raylight.errors import ConfigError
+from raylight.store.client import StoreClient
+
+TrainerAlgorithm = PolicyAlgorithm | Algorithm
+Role = Literal["both", "algorithm", "runner"]
+
+
+def parse_role(role: Role | None, run_name: str | None) -> tuple[Role, str | None]:
+    """Return the role of this process and the run's name, from the arguments or the environment.
+
+    Raises:
+        ConfigError: the role is unknown, or nothing would read the name.
+    """
+    chosen = role or os.environ.get("RAYLIGHT_ROLE") or "both"
+    if chosen not in get_args(Role):
+        raise ConfigError(f"role (or RAYLIGHT_ROLE) is {chosen!r}; choose one of {', '.join(get_args(Role))}")
+    if chosen == "both":
+        if run_name is not None:
+            raise ConfigError(
+                "nothing reads run_name: this process has algorithm and runners; give a role too"
+            )
+        return "both", None
+    return cast("Role", chosen), run_name or os.environ.get("RAYLIGHT_RUN") or None
+
+
+def parse_resources(resources: Any) -> NamedResources:
+    """Return resources by name.
+
+    Raises:
+        ConfigError: they are not a mapping.
+    """
+    if resources is not None and not isinstance(resources, Mapping):
+        raise ConfigError(
+            f"resources is a {type(resources).__name__}; give them by name, as in {{'llm': LLM(...)}}"
+        )
+    return dict(resources or {})
+
+
+def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
+    """Return hooks from one hook or several, each of them an instance or a specification.
+
+    Raises:
+        HookError: a hook has a method that no runner would call.
+    """
+    several = isinstance(hooks, Iterable) and not isinstance(hooks, type | str | Mapping | Hook)
+    specs: tuple[Any, ...] = tuple(hooks) if several else () if hooks is None else (hooks,)
+    built = tuple(build_component(spec, object, "hooks") for spec in specs)
+    HookDispatcher(built)
+    return cast("tuple[Hook, ...]", built)
+
+
+def parse_store(store: Any) -> StoreConfig | StoreClient:
+    """Return the settings of the run's own store, or the client of a store that other processes can reach.
+
+    Raises:
+        ConfigError: `store` is neither.
+    """
+    if store is None or isinstance(store, StoreConfig) or (isinstance(store, dict) and "type" not in store):
+        return StoreConfig.parse(store)
+    if not isinstance(store, StoreClient):
+        raise ConfigError(
+            f"store is {store!r:.80}; give a dict of settings ({', '.join(StoreConfig.model_fields)}), a StoreConfig, or the "
+            "StoreClient of an existing store"
+        )
+    if store.is_in_process:
+        raise ConfigError(
+            "store is an object of this process, which runners cannot reach; give the client of a StoreActor"
+        )
+    return store
+
+
+def parse_algorithm(spec: Any, num_epochs: int | None) -> TrainerAlgorithm | None:
+    """Return the algorithm, with another number of epochs if `num_epochs` is given.
+
+    Raises:
+        ConfigError: `spec` does not specify an algorithm, or the algorithm would not read `num_epochs`.
+    """
+    algorithm: Any = None if spec is None else build_component(spec, BaseAlgorithm, "algorithm")
+    if num_epochs is None:
+        return algorithm
+    if algorithm is None:
+        raise ConfigError("nothing reads num_epochs: the Trainer has no algorithm; leave it out, or give one")
+    if not hasattr(algorithm, "n_epochs"):
+        raise ConfigError(
+            f"nothing reads num_epochs: {type(algorithm).__name__} has no n_epochs; leave it out"
+        )
+    if isinstance(algorithm, PolicyAlgorithm):
+        if algorithm.n_steps is not None:
+            raise ConfigError(
+                "num_epochs and the algorithm's n_steps both set the length of training; give one of them"
+            )
+        return algorithm.with_epochs(num_epochs)
+    algorithm.n_epochs = num_epochs
+    return algorithm

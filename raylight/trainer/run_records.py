@@ -1,0 +1,88 @@
+"""The recorded rollouts of a run, read from its directory, also while the run is in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from raylight.errors import ConfigError, UnknownIdError
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.traces.transcript import transcript
+from raylight.trainer.blocking import run_blocking
+from raylight.types import FINISHED, FinishedRollout
+
+STORE_FILES = ("store.db", "eval.db")
+"""Names of the store in the directory of a training run and of an evaluation."""
+
+
+def read_rollouts(
+    path: str | Path,
+    *,
+    rollout_ids: Sequence[str] | None = None,
+    failed: bool = False,
+    last: int | None = None,
+) -> list[FinishedRollout]:
+    """Return rollouts with their spans, tokens and rewards, in the order in which they were enqueued.
+
+    Args:
+        path: run directory, or the file of its store.
+        rollout_ids: return only these.
+        failed: return only rollouts that did not succeed.
+        last: return only this number of rollouts from the end.
+
+    Raises:
+        ConfigError: there is no store.
+        UnknownIdError: the store does not have one of `rollout_ids`.
+    """
+    file = _store_file(Path(path))
+
+    async def read() -> list[FinishedRollout]:
+        service = StoreService(file, read_only=True)
+        try:
+            store = StoreClient(service)
+            rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
+            if missing := set(rollout_ids or ()) - {rollout.rollout_id for rollout in rollouts}:
+                raise UnknownIdError(f"{file} has no rollout {', '.join(sorted(missing))}")
+            chosen = [
+                rollout.rollout_id
+                for rollout in rollouts
+                if not failed or rollout.status in FINISHED - {"succeeded"}
+            ]
+            if last is not None:
+                chosen = chosen[max(len(chosen) - last, 0) :]
+            return await store.collect(chosen, with_spans=True)
+        finally:
+            await service.close()
+
+    return run_blocking(read())
+
+
+def print_traces(
+    path: str | Path,
+    *,
+    rollout_ids: Sequence[str] | None = None,
+    failed: bool = False,
+    last: int | None = None,
+    full: bool = False,
+) -> int:
+    """Print the messages, tools, rewards and failures of rollouts; return the number of rollouts.
+
+    Args:
+        path, rollout_ids, failed, last: as for `read_rollouts`.
+        full: print all attributes of all spans without cuts.
+    """
+    rollouts = read_rollouts(path, rollout_ids=rollout_ids, failed=failed, last=last)
+    for finished in rollouts:
+        print(transcript(finished, full=full) + "\n")
+    return len(rollouts)
+
+
+def _store_file(path: Path) -> Path:
+    candidates = [path / name for name in STORE_FILES] if path.is_dir() else [path]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise ConfigError(
+        f"there is no store at {path}; give a run directory, which contains {' or '.join(STORE_FILES)}"
+    )

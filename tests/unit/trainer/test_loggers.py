@@ -1,0 +1,143 @@
+"""Metric loggers: names, construction, failures, and a logger of one's own that receives a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raylight as rl
+from raylight.errors import ConfigError
+from raylight.trainer.loggers import JsonlLogger, LoggerGroup
+from raylight.trainer.report import Report
+
+from .test_loop import STEPS, World, live
+
+TOY = '''
+"""A metric logger that counts steps: everything that a new tracker needs."""
+
+
+class ToyLogger:
+    calls = []
+
+    def __init__(self, project="none"):
+        self.project = project
+
+    def start(self, config):
+        self.calls.append(("start", self.project, config["algorithm"]["name"]))
+
+    def log(self, step, metrics):
+        self.calls.append((step, metrics["time/total_s"] >= 0, "train/reward" in metrics))
+
+    def finish(self):
+        self.calls.append("finish")
+'''
+
+
+class RecordingDisplay:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.notes: list[str] = []
+
+    def stage(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class FailingLogger:
+    calls = 0
+
+    def start(self, config: dict[str, Any]) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.calls += 1
+        raise ConnectionError("no route to the tracker")
+
+    def finish(self) -> None:
+        raise ConnectionError("no route to the tracker")
+
+
+def test_a_logger_in_one_new_file_receives_all_steps_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(TOY.splitlines()) <= 40
+    (tmp_path / "run").mkdir()
+    (tmp_path / "toy_tracker.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    loggers = ["jsonl", {"type": "toy_tracker:ToyLogger", "project": "sums"}]
+    rows = asyncio.run(live(World(tmp_path / "run"), loggers=loggers))
+    start, *steps, finish = sys.modules["toy_tracker"].ToyLogger.calls
+    assert start == ("start", "sums", "GRPO")
+    assert [step for step, _, _ in steps] == [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert steps[-1] == (STEPS, True, True)
+    assert finish == "finish"
+
+
+@pytest.mark.parametrize(
+    ("loggers", "message"),
+    [
+        (["consol"], r"no logger 'consol'; the nearest are: console"),
+        (["tensorboard"], "the nearest are: console, jsonl, plot"),
+        (["raylight.trainer.loggers:JsonLogger"], "JsonlLogger"),
+        ("jsonl", "not a list"),
+        ([{"type": "plott"}], "the nearest are: plot"),
+    ],
+)
+def test_a_wrong_name_is_an_error_with_the_nearest_names(loggers: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rl.Trainer(loggers=loggers)
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [(object(), r"object has no method start\(\)"), ({"type": JsonlLogger, "file": "x"}, "takes no 'file'")],
+)
+def test_a_logger_that_cannot_be_built_is_an_error(logger: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoggerGroup([logger], tmp_path, RecordingDisplay(), ())
+
+
+def test_a_failing_logger_is_reported_once_and_the_others_receive_everything(tmp_path: Path) -> None:
+    display, failing = RecordingDisplay(), FailingLogger()
+    report = Report(tmp_path, display, {}, loggers=[failing, "console", "jsonl", "plot"])
+    for step in range(3):
+        report.step(step, {"val/reward": 0.5})
+    report.finish({})
+    report.close()
+    assert failing.calls == 3
+    assert display.steps == [0, 1, 2]
+    failures = [note for note in display.notes if "FailingLogger" in note]
+    assert len(failures) == 1
+    assert "failed in log()" in failures[0]
+    assert "no route to the tracker" in failures[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "reward.png").exists()
+
+
+def test_a_resumed_run_draws_the_steps_before_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("raylight.trainer.plot.plot_rewards", lambda rows, path, best: drawn.append(rows))
+    first = Report(tmp_path, RecordingDisplay(), {})
+    for step in range(4):
+        first.step(step, {"val/reward": float(step)})
+    second = Report(tmp_path, RecordingDisplay(), {}, last_logged_step=2)
+    second.step(3, {"val/reward": 30.0})
+    second.finish({})
+    assert [row["val/reward"] for row in drawn[-1]] == [0.0, 1.0, 2.0, 30.0]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["val/reward"] for row in rows] == [0.0, 1.0, 2.0, 30.0]
+
+
+def test_without_loggers_a_run_still_has_a_summary(tmp_path: Path) -> None:
+    report = Report(tmp_path, RecordingDisplay(), {}, loggers=[])
+    report.step(1, {"train/reward": 0.25})
+    assert report.finish({})["reward_after"] == 0.25
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "summary.json"]
