@@ -123,7 +123,9 @@ class Training:
         rollout_s = time.perf_counter() - started
         report.failures(finished)
         raise_if_hopeless(finished, algorithm.failure_reward)
-        batch, content = algorithm.build_train_batch(finished, session.plan.learner, session.plan.trained_agents)
+        batch, content = algorithm.build_train_batch(
+            finished, session.plan.learner, session.plan.trained_agents
+        )
         metrics = describe(finished, content, rollout_s)
         report.drift(content)
         if not content.has_signal:
@@ -184,7 +186,9 @@ class Training:
             self._report.stage(f"replaying step {step}")
             session.set_step(step)
             finished = await gather(session, algorithm, self._sampler, step, self._report)
-            batch, content = algorithm.build_train_batch(finished, session.plan.learner, session.plan.trained_agents)
+            batch, content = algorithm.build_train_batch(
+                finished, session.plan.learner, session.plan.trained_agents
+            )
             if content.has_signal:
                 await session.update(batch)
         session.end_replay()

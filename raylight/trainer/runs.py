@@ -19,11 +19,11 @@ from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import StoreConfig
+from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
-from raylight.engines.registry import choose_engine
 from raylight.traces.trained_agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
@@ -191,7 +191,11 @@ class PolicyRun(Run):
             self._notes = fallback.notes
         highest = highest_logged_version(self.folder / "metrics.jsonl")
         self.start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)
-        if not self.start.same_run and self.plan.checkpoint.path and TrainingStates(self.plan.state_url).steps():
+        if (
+            not self.start.same_run
+            and self.plan.checkpoint.path
+            and TrainingStates(self.plan.state_url).steps()
+        ):
             raise ConfigError(
                 f"checkpoint.path {self.plan.state_url} has training states of another run; choose another folder, remove the states, "
                 "or resume that run"

@@ -67,7 +67,7 @@ class Run:
 class Quiet:
     """The part of a report that gathering speaks to."""
 
-    def rolling(self, name: str) -> Any:
+    def rollout_progress(self, name: str) -> Any:
         return lambda done, total: None
 
 

@@ -102,8 +102,8 @@ def pids(place: Path) -> set[str]:
 
 
 def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cluster, place: Path) -> None:
-    runners = start_runner(cluster, place, "apart-1", "--n-runners", "2")  # they may be there first
-    helper = start_runner(cluster, place, "apart-1", "--max-rollouts", "1")
+    runners = start_runner(cluster, place, "external-1", "--n-runners", "2")  # they may be there first
+    helper = start_runner(cluster, place, "external-1", "--max-rollouts", "1")
     gate, algorithm, n = place / "gate", Sum(), 100  # more than one runner has room for
 
     def open_gate() -> None:
@@ -112,7 +112,7 @@ def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cl
 
     opening = threading.Thread(target=open_gate)
     opening.start()
-    summary = trainer(cluster, place, "apart-1", algorithm).fit(
+    summary = trainer(cluster, place, "external-1", algorithm).fit(
         agent_of(place), tasks(place, n, until=str(gate))
     )
     opening.join()
@@ -130,7 +130,7 @@ def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cl
 @pytest.mark.slow
 def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: Path) -> None:
     def start(role: str) -> subprocess.Popen[str]:
-        named = {"RAYLIGHT_ROLE": role, "RAYLIGHT_RUN": "apart-2", "TASK_FOLDER": str(place / "seen")}
+        named = {"RAYLIGHT_ROLE": role, "RAYLIGHT_RUN": "external-2", "TASK_FOLDER": str(place / "seen")}
         return subprocess.Popen(
             [sys.executable, "my_agent.py"],
             cwd=place,
@@ -144,14 +144,14 @@ def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: P
     shown = {role: process.communicate(timeout=120)[0] for role, process in both.items()}
     assert [process.returncode for process in both.values()] == [0, 0], shown
     assert "8 rollouts" in shown["algorithm"].replace("  ", " ") or "'rollouts': 8" in shown["algorithm"]
-    assert "{'run': 'apart-2', 'runners_lost': 0, 'runners_worn_out': 0}" in shown["runner"]
+    assert "{'run': 'external-2', 'runners_lost': 0, 'runners_replaced': 0}" in shown["runner"]
     cluster.assert_clean()
 
 
 @pytest.mark.slow
 def test_runners_that_are_killed_are_replaced_by_others_that_join(cluster: Cluster, place: Path) -> None:
     gate = place / "gate"
-    first = start_runner(cluster, place, "apart-3")
+    first = start_runner(cluster, place, "external-3")
     second: list[subprocess.Popen[str]] = []
 
     def swap() -> None:
@@ -159,12 +159,12 @@ def test_runners_that_are_killed_are_replaced_by_others_that_join(cluster: Clust
         first.send_signal(signal.SIGKILL)  # its actors die with it, and nobody releases them
         first.wait()
         gate.touch()
-        second.append(start_runner(cluster, place, "apart-3"))
+        second.append(start_runner(cluster, place, "external-3"))
 
     swapping = threading.Thread(target=swap)
     swapping.start()
     algorithm = Sum()
-    trainer(cluster, place, "apart-3", algorithm, store={"lease_seconds": 3.0}).fit(
+    trainer(cluster, place, "external-3", algorithm, store={"lease_seconds": 3.0}).fit(
         agent_of(place), tasks(place, 3, until=str(gate))
     )
     swapping.join()
@@ -182,14 +182,14 @@ def test_a_policy_is_trained_with_runners_of_another_process(cluster: Cluster, t
     from raylight.quickstart.additions import additions
     from raylight.quickstart.agent import adder
 
-    command = [str(BIN / "raylight"), "runner", "raylight.quickstart.agent:adder", "--run", "apart-4"]
+    command = [str(BIN / "raylight"), "runner", "raylight.quickstart.agent:adder", "--run", "external-4"]
     runners = subprocess.Popen(
         command, env=cluster.env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     algorithm = rl.GRPO(
         model=STARTER_MODEL, n_steps=1, tasks_per_step=2, lr=1e-4, val_before_train=False, val_every=0
     )
-    summary = trainer(cluster, tmp_path, "apart-4", algorithm, initial_resources=None).fit(
+    summary = trainer(cluster, tmp_path, "external-4", algorithm, initial_resources=None).fit(
         adder, additions(0)[0]
     )
     assert summary["rollouts"] == 16
@@ -204,8 +204,10 @@ def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.Monke
     from raylight.store.actor import start_store
 
     agent = agent_of(place)
-    with pytest.raises(PlacementError, match="raylight runner AGENT --run apart-5"):
-        trainer(cluster, place, "apart-5", Sum(), runner={"start_timeout_s": 1.0}).fit(agent, tasks(place, 1))
+    with pytest.raises(PlacementError, match="raylight runner AGENT --run external-5"):
+        trainer(cluster, place, "external-5", Sum(), runner={"start_timeout_s": 1.0}).fit(
+            agent, tasks(place, 1)
+        )
     late = subprocess.run(
         [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", "nowhere", "--wait", "1"],
         cwd=place,
@@ -220,16 +222,16 @@ def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.Monke
     import ray
 
     with ray.init(address=cluster.address, log_to_driver=False):
-        actor = start_store("apart-6", str(place / "other.db"), StoreConfig())
+        actor = start_store("external-6", str(place / "other.db"), StoreConfig())
         with pytest.raises(ConfigError, match="another run_name"):
-            trainer(cluster, place, "apart-6", Sum()).fit(agent, tasks(place, 1))
+            trainer(cluster, place, "external-6", Sum()).fit(agent, tasks(place, 1))
         ray.kill(actor)
     cluster.assert_clean()
 
 
 @pytest.mark.slow
 def test_a_run_that_all_runners_left_ends_with_an_error(cluster: Cluster, place: Path) -> None:
-    runners = start_runner(cluster, place, "apart-7")
+    runners = start_runner(cluster, place, "external-7")
 
     def leave() -> None:
         eventually(lambda: bool(pids(place)), 90, "the first rollout")
@@ -239,7 +241,7 @@ def test_a_run_that_all_runners_left_ends_with_an_error(cluster: Cluster, place:
     leaving.start()
     slow = {"start_timeout_s": 20.0, "stuck_after_s": 2.0}
     with pytest.raises(RunnerLostError, match="had no runner"):
-        trainer(cluster, place, "apart-7", Sum(), runner=slow).fit(
+        trainer(cluster, place, "external-7", Sum(), runner=slow).fit(
             agent_of(place), tasks(place, 2, until=str(place / "never"))
         )
     leaving.join()

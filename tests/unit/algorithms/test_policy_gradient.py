@@ -14,7 +14,7 @@ import raylight as rl
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, RolloutsFailedError
-from raylight.trainer.gather import gather, count_informative_groups
+from raylight.trainer.gather import count_informative_groups, gather
 from raylight.types import GREEDY, Failure, FinishedRollout
 
 FAMILY = sorted(
@@ -269,7 +269,7 @@ class Session:
 
 
 class Silent:
-    def rolling(self, mode: str) -> Callable[[int, int], None]:
+    def rollout_progress(self, mode: str) -> Callable[[int, int], None]:
         return lambda done, total: None
 
 

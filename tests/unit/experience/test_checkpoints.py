@@ -14,14 +14,14 @@ from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
-    changed_settings,
     affects_updates,
-    state_metadata,
+    changed_settings,
     find_resume_point,
     fresh_start,
-    resume_point_of,
     prepare_states,
     resume_after,
+    resume_point_of,
+    state_metadata,
 )
 
 
@@ -262,7 +262,14 @@ def test_another_model_algorithm_or_adapter_is_an_error(values: dict):
 
 
 def about(start, version: int = 5, taken: int = 30) -> dict:
-    return state_metadata(start, CONFIG, version=version, tasks_consumed=taken, steps_without_signal=1, evaluation={"best": None})
+    return state_metadata(
+        start,
+        CONFIG,
+        version=version,
+        tasks_consumed=taken,
+        steps_without_signal=1,
+        evaluation={"best": None},
+    )
 
 
 def test_a_run_begins_anew_goes_on_or_says_what_is_missing(tmp_path: Path):
@@ -304,7 +311,12 @@ def test_a_state_of_another_folder_begins_a_store_of_its_own(tmp_path: Path):
     url = str(tmp_path / "state")
     TrainingStates(url).write(10, about(fresh_start()), content("ten"))
     start = find_resume_point(f"{url}/step-10", str(tmp_path / "mine" / "state"), CONFIG, 0)
-    assert (start.same_run, start.starts_new_lineage, start.parent_lineage, start.version) == (False, True, None, 5)
+    assert (start.same_run, start.starts_new_lineage, start.parent_lineage, start.version) == (
+        False,
+        True,
+        None,
+        5,
+    )
     assert start.evaluation is None  # the best model is in the other folder
     assert find_resume_point(True, url, CONFIG, 0).evaluation is not None
 
