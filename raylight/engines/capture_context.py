@@ -1,7 +1,8 @@
-"""One request of an agent on its way through a replica, and what the engine sampled for it.
+"""The capture context: one agent request within a replica, and the samples that an engine draws for it.
 
-The tap opens an exchange for each request within an attempt's scope; the engine, wherever it samples for the request, finds it in
-`CURRENT` and adds a `Sample` per choice; the tap hands both to the recorder at the end.
+The capture middleware opens a context for each request within an attempt's scope. An engine that samples for
+the request finds the context in `CURRENT` and adds a `Sample` per choice. At the end, the middleware passes
+both to the recorder.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from raylight.types import CallKey, FinishReason
 
 CONSTRAINED = "constrained"
-"""In a sample's `sampling`: a grammar or a list of tokens cut the distribution."""
+"""Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricted the distribution."""
 
 
 @dataclass(frozen=True)
@@ -25,27 +26,29 @@ class AttemptScope:
     rollout_id: str
     attempt_id: str
     agent: str | None = None
-    """The agent that calls, if its URL names one."""
+    """Name of the calling agent, if its URL has one."""
 
 
 @dataclass
 class Sample:
-    """One choice as it is sampled. The engine appends to it while it samples, so that an aborted one has all there was.
+    """The tokens of one choice. The engine appends to it while it samples, so that an aborted choice is
+    complete too.
 
-    Invariant: `output_ids`, `logprobs` and `weight_versions` are equally long, one entry a token, in the order of sampling.
+    Invariant: `output_ids`, `logprobs` and `weight_versions` have equal length, one entry per token, in
+        sampling order.
     """
 
     index: int
-    """Of the choice in the answer."""
+    """Index of the choice in the response."""
     prompt_ids: list[int]
     sampling: Mapping[str, Any]
-    """At least `temperature`; what else was asked for (top_p, top_k, seed, ...)."""
+    """Sampling parameters: `temperature`, and all others that were requested (top_p, top_k, seed, ...)."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of the distribution really sampled from: after temperature, top-k and top-p."""
+    """Log-probs of the distribution really sampled from: after temperature, top-k and top-p."""
     weight_versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason = "aborted"
-    """"aborted" until the engine says otherwise."""
+    """"aborted" until the engine sets another reason."""
 
 
 @dataclass
@@ -54,30 +57,35 @@ class CaptureContext:
 
     scope: AttemptScope
     dialect: str
-    """What the agent spoke; `body` is in the engine's words all the same."""
+    """Dialect of the incoming request. `body` is always the translated request."""
     body: dict[str, Any]
-    """The chat or completions request as it goes to the engine, without a prompt in tokens."""
+    """The chat or completions request for the engine, without a prompt in tokens."""
     start_time: float
     keys: list[CallKey]
-    """One per choice that was asked for, in the order of their indices."""
+    """One key per requested choice, by index."""
     prompt: Literal["rendered", "spliced", "partly"] = "rendered"
-    """Whether the engine rendered the messages itself, or was given the conversation's own tokens and the new turns; "partly": its
-    own tokens only up to an earlier answer, and later ones rendered."""
+    """Source of the prompt. "rendered": from the messages, by the engine; "spliced": the conversation's
+    sampled tokens and the rendered new turns; "partly": sampled tokens up to an earlier answer, with rendered
+    answers after it."""
     samples: dict[int, Sample] = field(default_factory=dict)
-    """By index."""
+    """Choice index -> sample."""
 
     def sample(self, index: int, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Sample:
-        """Begin a choice. The engine calls this before it samples."""
-        found = self.samples[index] = Sample(index, prompt_ids, sampling)
-        return found
+        """Add the sample of a choice. The engine calls this before it samples."""
+        sample = self.samples[index] = Sample(index, prompt_ids, sampling)
+        return sample
 
 
-CURRENT: ContextVar[CaptureContext | None] = ContextVar("raylight_exchange", default=None)
-"""The exchange that the running task works for; None where nothing is to be recorded."""
+CURRENT: ContextVar[CaptureContext | None] = ContextVar("raylight_capture", default=None)
+"""Capture context of the running task; None if its request is not recorded."""
 SCOPE: ContextVar[AttemptScope | None] = ContextVar("raylight_scope", default=None)
-"""The attempt whose address was called; None outside of any."""
+"""Attempt whose address the running task's request was sent to; None outside of attempts."""
 
 
 def new_keys(scope: AttemptScope, count: int, request: str = "") -> list[CallKey]:
-    """Fresh keys for the choices of a request, of which `request` is a digest."""
+    """Return new call keys for the choices of a request.
+
+    Args:
+        request: digest of the request.
+    """
     return [CallKey(scope.rollout_id, scope.attempt_id, uuid.uuid4().hex, request) for _ in range(count)]

@@ -27,8 +27,8 @@ class BuiltInEngine:
     """One row of the registry.
 
     Attributes:
-        factory: dotted name of the class or function that makes the engine in the replica's process. None:
-            the engine has a Serve deployment of its own (`serving/deploy/applications.py`), which makes it.
+        factory: dotted name of the class or function that constructs the engine in the replica's process.
+            None: the engine has a Serve deployment of its own, see `serving/deploy/applications.py`.
         args: names that `EngineConfig.args` may hold. None: the engine checks them itself.
     """
 
@@ -64,29 +64,29 @@ def choose_engine(config: EngineConfig) -> str:
         return kind
     if kind == "vllm" and not has_vllm():
         raise ConfigError(
-            "vLLM is not installed: pip install 'raylight[vllm]' on a machine with a GPU, and on a CPU as docs/serving.md "
-            "describes; or use the transformers engine"
+            "vLLM is not installed: pip install 'raylight[vllm]' on a machine with a GPU, and on a CPU as "
+            "docs/serving.md describes; or use the transformers engine"
         )
     _check_args(kind, config.args, ENGINES[kind].args)
     return kind
 
 
 def load_factory(kind: str) -> EngineFactory:
-    """Import the class or function that makes an engine.
+    """Import the class or function that constructs an engine.
 
     Raises:
         ConfigError: `kind` is neither a built-in engine nor the dotted name of an engine class.
     """
     if kind in ENGINES:
         path = ENGINES[kind].factory
-        assert path is not None, f"the {kind} engine is made by its own deployment"
+        assert path is not None, f"the {kind} engine is constructed by its own deployment"
         return import_dotted_name(path, "EngineConfig.kind")
     if ":" not in kind and "." not in kind:
         known = ["auto", *ENGINES]
         nearest = ", ".join(difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or known)
         raise ConfigError(
-            f"EngineConfig.kind: there is no engine {kind!r}; there are: {nearest}, or the dotted name of a class, "
-            "'package.module:Engine'"
+            f"EngineConfig.kind: there is no engine {kind!r}; there are: {nearest}, or the dotted name of a "
+            "class, 'package.module:Engine'"
         )
     factory = import_dotted_name(kind, "EngineConfig.kind")
     missing = [name for name in METHODS if isinstance(factory, type) and not hasattr(factory, name)]
@@ -97,7 +97,7 @@ def load_factory(kind: str) -> EngineFactory:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Make the engine that `settings.config.kind` names."""
+    """Construct the engine that `settings.config.kind` names."""
     return load_factory(settings.config.kind)(settings, **settings.config.args)
 
 
@@ -110,7 +110,7 @@ def has_vllm() -> bool:
 
 
 def _accepted_args(factory: EngineFactory) -> frozenset[str] | None:
-    """Parameters of a factory beside its settings; None if it takes any keyword."""
+    """Return the parameters of a factory after its settings; None if it accepts any keyword."""
     _, *parameters = inspect.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

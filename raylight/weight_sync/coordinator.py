@@ -237,8 +237,8 @@ class ReplicaCoordinator:
         """
         if level != 1:
             raise WeightSyncError(
-                f"sleep level {level} is not supported: level 2 forgets the weights, and waiting requests would be sampled from "
-                "empty weights before new ones arrive; use level 1"
+                f"sleep level {level} is not supported: level 2 forgets the weights, and waiting requests would "
+                "be sampled from empty weights before new ones arrive; use level 1"
             )
         self._check_ready()
         return await self._execute("sleep", timeout, level=level)

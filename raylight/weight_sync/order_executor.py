@@ -195,9 +195,10 @@ class OrderExecutor:
                 return await self._fetch(order.payload_ref)
         except TimeoutError:
             raise WeightSyncError(
-                f"{order} could not be fetched within {limit:g} s; check that this node can reach the publisher's node"
+                f"{order} could not be fetched within {limit:g} s; check the network to the publisher's node"
             ) from None
         except RayError as error:
             raise WeightSyncError(
-                f"the payload of {order} is lost because its publisher died ({summarize_ray_error(error)}); publish a new version"
+                f"the payload of {order} is lost because its publisher died ({summarize_ray_error(error)}); "
+                "publish a new version"
             ) from None

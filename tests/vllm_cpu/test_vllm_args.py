@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raylight.engines.vllm.args import chat_template, tool_parser, vllm_args
+from raylight.engines.vllm.args import chat_template, find_tool_parser, vllm_args
 from raylight.engines.vllm.deployment import llm_config
 from raylight.errors import ConfigError
 
@@ -43,8 +43,8 @@ def test_arguments_of_the_engine_and_of_its_frontend_pass_through(model_path: st
     [
         ({"max_lora_rnak": 8}, "no argument 'max_lora_rnak'; it has: max_lora_rank"),
         ({"xyzzy": 1}, "no argument 'xyzzy'$"),
-        ({"max_model_len": 8}, "given as EngineConfig.max_model_len"),
-        ({"api_key": ["k"]}, "vLLM's own HTTP server"),
+        ({"max_model_len": 8}, "must be set as EngineConfig.max_model_len"),
+        ({"api_key": ["k"]}, "vLLM's HTTP server"),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode must be 'processed_logprobs', not 'raw_logprobs'"),
         ({"worker_extension_cls": "a.B"}, "worker_extension_cls must be"),
     ],
@@ -70,9 +70,9 @@ def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_
     from raylight.engines.vllm.args import TOOL_PARSERS
 
     assert set(TOOL_PARSERS.values()) <= set(ToolParserManager.list_registered())
-    assert tool_parser(chat_template(model_path)) == "hermes"
-    assert tool_parser("<tool_call>\n<function={{ name }}>") == "qwen3_coder"
-    assert tool_parser("{{ messages }}") is tool_parser(None) is None
+    assert find_tool_parser(chat_template(model_path)) == "hermes"
+    assert find_tool_parser("<tool_call>\n<function={{ name }}>") == "qwen3_coder"
+    assert find_tool_parser("{{ messages }}") is find_tool_parser(None) is None
     (tmp_path / "t.jinja").write_text("[TOOL_CALLS]{{ x }}")
     assert args_of(model_path, {"chat_template": str(tmp_path / "t.jinja")})["tool_call_parser"] == "mistral"
 

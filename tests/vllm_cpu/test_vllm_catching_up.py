@@ -48,17 +48,17 @@ async def test_it_has_caught_up_when_all_that_came_is_dealt_with() -> None:
     done: list[Any] = []
     handler = asyncio.create_task(handle(core, done))
     async with within():
-        await capture.caught_up()  # nothing ever came
+        await capture.wait_until_recorded()  # nothing ever came
         for count in (1, 3):
             for _ in range(count):
                 core.outputs_queue.put_nowait("output")
             before = len(done)
-            await capture.caught_up()
+            await capture.wait_until_recorded()
             assert len(done) == before + count
         core.outputs_queue.put_nowait("output")
         await asyncio.sleep(0)
         assert core.outputs_queue.empty()  # taken, but not yet dealt with
-        await capture.caught_up()
+        await capture.wait_until_recorded()
         assert len(done) == 5
     handler.cancel()
 
@@ -69,7 +69,7 @@ async def test_it_does_not_wait_for_ever_where_vllm_died() -> None:
     core.outputs_queue.put_nowait(RuntimeError("dead"))
     core.outputs_queue.put_nowait("never taken")
     async with within():
-        await capture.caught_up()
-        await capture.caught_up()
+        await capture.wait_until_recorded()
+        await capture.wait_until_recorded()
         with pytest.raises(RuntimeError, match="dead"):
             await handler

@@ -24,13 +24,13 @@ async def test_an_engine_that_may_be_half_loaded_samples_no_more(
 
     monkeypatch.setattr(bench.engine._client, "collective_rpc", fail)
     async with within():
-        with pytest.raises(WeightSyncError, match="started anew: out of memory"):
+        with pytest.raises(WeightSyncError, match="must be restarted: out of memory"):
             await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())
         answers = await asyncio.gather(*tasks, ask(bench, 4), return_exceptions=True)
     assert [answer.status_code for answer in answers if isinstance(answer, APIStatusError)] == [503] * 3
     assert {exchange.samples[0].finish_reason for exchange in exchanges} == {"aborted"}
-    with pytest.raises(WeightSyncError, match="started anew"):
+    with pytest.raises(WeightSyncError, match="must be restarted"):
         await bench.engine.check_health()
-    with pytest.raises(WeightSyncError, match="started anew"):
+    with pytest.raises(WeightSyncError, match="must be restarted"):
         await bench.engine.load_weights(next(bench.versions), {})
     bench.engine.close()

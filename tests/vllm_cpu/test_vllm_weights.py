@@ -159,7 +159,7 @@ async def test_a_cancelled_wait_lets_the_engine_go_on(bench: Any, learner: Any) 
     waiting = asyncio.create_task(
         bench.engine.load_weights(next(bench.versions), change(learner, 10), "wait")
     )
-    await until(lambda: bench.engine._changing.locked())
+    await until(lambda: bench.engine._update_lock.locked())
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

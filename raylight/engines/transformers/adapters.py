@@ -126,7 +126,7 @@ class PeftAdapters:
         unsupported = [name for name in UNSUPPORTED if getattr(config, name, None)]
         if unsupported or config.bias != "none":
             raise ValueError(
-                f"it sets {', '.join(unsupported or ['bias'])}, which batches of mixed adapters do not support"
+                f"it sets {', '.join(unsupported or ['bias'])}, which mixed batches do not support"
             )
         config.inference_mode, config.task_type = True, None
         if self._peft is None:

@@ -52,7 +52,8 @@ def _may_call_tools(request: ChatRequest) -> bool:
 def _check_tools(engine: Sampler, request: ChatRequest) -> None:
     if _may_call_tools(request) and engine.style.tool_format is None:
         raise RequestError(
-            "the format of this model's tool calls is not known; set the engine argument tool_parser (hermes, qwen_xml or llama_json)"
+            "the format of this model's tool calls is not known; set the engine argument tool_parser "
+            "(hermes, qwen_xml or llama_json)"
         )
     if (
         isinstance(request.tool_choice, NamedTool)
@@ -97,7 +98,8 @@ def _tags(engine: Sampler, request: ChatRequest) -> dict[str, Any] | None:
     tags = engine.style.tool_format.grammar(schemas, required=not optional or with_schema, parallel=parallel)
     if tags is None:
         raise RequestError(
-            "this model's tool calls cannot be constrained to a schema; use tool_choice auto without strict tools"
+            "this model's tool calls cannot be constrained to a schema; use tool_choice auto, and no strict "
+            "tools"
         )
     return tags
 

@@ -101,7 +101,7 @@ class TransformersEngine(Sampler):
     async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
         if not 2 <= len(ids) <= self.max_model_len or min(ids) < 0 or max(ids) >= self.vocab_size:
             raise WeightSyncError(
-                f"log-probs need 2 to {self.max_model_len} token ids, each between 0 and {self.vocab_size - 1}"
+                f"log-probs need 2 to {self.max_model_len} token ids from 0 to {self.vocab_size - 1}"
             )
 
         def compute() -> list[float]:

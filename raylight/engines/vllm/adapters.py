@@ -1,5 +1,5 @@
-"""LoRA adapters in vLLM: immutable versions under a name, each removed when the last request that began with
-it has ended."""
+"""LoRA adapters in vLLM. Each version is immutable, and removed when the last request that uses it has
+ended."""
 
 from __future__ import annotations
 
@@ -36,54 +36,66 @@ class AdapterVersion:
     in_flight: int = 0
     retired: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """It is retired, and no request uses it any more."""
+    """Set when the version is retired and no request uses it."""
 
 
 class VllmAdapters:
     """The adapters of one engine.
 
     Args:
-        client: an `AsyncLLM`. Its `generate` is replaced, to see when requests of an adapter end.
+        client: an `AsyncLLM`. Its `generate` is replaced, to track the requests of each adapter.
     """
 
     def __init__(self, client: Any, capture: Capture) -> None:
         self.served: dict[str, LoRARequest] = {}
-        """What vLLM's application looks a model's name up in."""
+        """Model name -> adapter; vLLM's application looks names up here."""
         self._client, self._capture = client, capture
         self._loaded: dict[int, AdapterVersion] = {}
         self._last_version: dict[str, int] = {}
         self._ids = itertools.count(1)
         self._removals: set[asyncio.Task[None]] = set()
-        self._generate, client.generate = client.generate, self._follow
+        self._generate, client.generate = client.generate, self._tracked_generate
 
     async def load(self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode) -> None:
+        """Serve a new version of an adapter, replacing the previous one.
+
+        Raises:
+            WeightSyncError: the adapter does not fit, the version is not new, or vLLM runs without LoRA.
+        """
         if self._client.vllm_config.lora_config is None:
             raise WeightSyncError(
-                "this engine takes no adapters; start it with enable_lora=True among its arguments"
+                "this engine was started without LoRA; set engine.max_adapters or the argument enable_lora"
             )
         if version <= (last := self._last_version.get(name, -1)):
-            raise WeightSyncError(f"adapter {name!r} has version {last} already; {version} must be higher")
+            raise WeightSyncError(
+                f"adapter {name!r}: version {version} is not newer than {last}; versions are never reused"
+            )
         folder = await asyncio.to_thread(write_peft, adapter)
         request = LoRARequest(name, next(self._ids), str(folder))
         try:
             await self._client.add_lora(request)
-        except Exception as error:  # vLLM tells of an unfit adapter by a plain Exception
+        except Exception as error:  # vLLM raises a plain Exception for an adapter that does not fit
             shutil.rmtree(folder)
-            raise WeightSyncError(f"vLLM does not take adapter {name!r}: {_last_line(error)}") from None
+            raise WeightSyncError(f"vLLM rejected adapter {name!r}: {_last_line(error)}") from None
         self._last_version[name] = self._capture.adapter_versions[request.lora_int_id] = version
         self._loaded[request.lora_int_id] = AdapterVersion(request, version, folder)
-        before = self.served.get(name)
+        previous = self.served.get(name)
         self.served[name] = request
-        if before is not None:
-            await self._retire(self._loaded[before.lora_int_id], mode)
+        if previous is not None:
+            await self._retire(self._loaded[previous.lora_int_id], mode)
 
     async def drop(self, name: str) -> None:
+        """Stop serving an adapter; unknown names are ignored."""
         request = self.served.pop(name, None)
         if request is not None:
             await self._retire(self._loaded[request.lora_int_id], "keep")
 
     def find(self, name: str) -> LoRARequest:
-        """The adapter served as `name`."""
+        """Return the adapter served as `name`.
+
+        Raises:
+            WeightSyncError: there is none.
+        """
         if name not in self.served:
             raise WeightSyncError(
                 f"there is no adapter {name!r}; there are: {', '.join(self.served) or 'none'}"
@@ -91,11 +103,12 @@ class VllmAdapters:
         return self.served[name]
 
     def close(self) -> None:
-        """Remove the files of every version."""
+        """Delete the files of all versions."""
         for loaded in self._loaded.values():
             shutil.rmtree(loaded.folder, ignore_errors=True)
 
     async def _retire(self, loaded: AdapterVersion, mode: UpdateMode) -> None:
+        """Remove a version once its requests have ended: under "keep" later, else before this returns."""
         loaded.retired = True
         if not loaded.in_flight:
             await self._remove(loaded)
@@ -116,26 +129,26 @@ class VllmAdapters:
         await asyncio.to_thread(shutil.rmtree, loaded.folder)
         loaded.ended.set()
 
-    def _follow(
-        self, *args: Any, lora_request: LoRARequest | None = None, **named: Any
+    def _tracked_generate(
+        self, *args: Any, lora_request: LoRARequest | None = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        """In place of the client's `generate`."""
+        """Replacement of the client's `generate`."""
         if lora_request is None:
-            return self._generate(*args, **named)
-        return self._generate_with(lora_request, *args, **named)
+            return self._generate(*args, **kwargs)
+        return self._generate_with(lora_request, *args, **kwargs)
 
-    async def _generate_with(self, request: LoRARequest, *args: Any, **named: Any) -> AsyncIterator[Any]:
+    async def _generate_with(self, request: LoRARequest, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         loaded = self._loaded.get(request.lora_int_id)
-        if loaded is None or loaded.retired:  # replaced, or dropped, since the request's model was looked up
+        if loaded is None or loaded.retired:  # replaced or dropped after the request's model was looked up
             if request.lora_name not in self.served:
                 raise GracefulHTTPError(
-                    f"the model `{request.lora_name}` is served no longer", HTTPStatus.NOT_FOUND
+                    f"the model `{request.lora_name}` is no longer served", HTTPStatus.NOT_FOUND
                 )
             loaded = self._loaded[self.served[request.lora_name].lora_int_id]
         loaded.in_flight += 1
         try:
             async with contextlib.aclosing(
-                self._generate(*args, lora_request=loaded.request, **named)
+                self._generate(*args, lora_request=loaded.request, **kwargs)
             ) as outputs:
                 async for output in outputs:
                     yield output
@@ -148,12 +161,12 @@ class VllmAdapters:
 
     def _removed(self, removal: asyncio.Task[None]) -> None:
         self._removals.discard(removal)
-        if not removal.cancelled() and (error := removal.exception()) is not None:  # nobody awaits it
-            logger.error("an adapter that no request uses any more could not be removed", exc_info=error)
+        if not removal.cancelled() and (error := removal.exception()) is not None:  # never awaited
+            logger.error("an unused adapter could not be removed", exc_info=error)
 
 
 def write_peft(adapter: LoraAdapter) -> Path:
-    """A folder as peft saves it; vLLM reads it again when it needs an adapter that it dropped from its
+    """Write an adapter to a new folder, in peft's format. vLLM reads it again after evicting the adapter from
     memory."""
     import torch
     from safetensors.torch import save_file

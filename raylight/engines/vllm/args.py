@@ -1,4 +1,4 @@
-"""The arguments that vLLM is started with: the user's own, whatever vLLM knows, over raylight's defaults."""
+"""Arguments of vLLM: the user's, which may be any that vLLM has, over raylight's defaults."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from raylight.engines.vllm.worker import WORKER_EXTENSION
 from raylight.errors import ConfigError
 
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the distribution really sampled from; anything else could not be trained on."""
+"""Log-probabilities of the distribution really sampled from; others cannot be trained on."""
 FIXED: dict[str, Any] = {
     "logprobs_mode": LOGPROBS_MODE,
     "worker_extension_cls": WORKER_EXTENSION,
     "enable_log_outputs": False,
 }
-"""What raylight relies on; another value is an error."""
-ELSEWHERE = {
+"""Values that raylight relies on; another value is an error."""
+RAYLIGHT_SETTINGS = {
     "model": "the model",
     "served_model_name": "the model's name",
     "dtype": "EngineConfig.dtype",
@@ -28,8 +28,8 @@ ELSEWHERE = {
     "port": "EngineConfig.port",
     "seed": "the run's seed",
 }
-"""Arguments that are settings of raylight, and where they are given."""
-NOT_OURS = {
+"""Arguments of vLLM that are settings of raylight -> the setting."""
+HTTP_SERVER_ARGS = {
     "api_key",
     "uds",
     "root_path",
@@ -43,19 +43,19 @@ NOT_OURS = {
     "ssl_ciphers",
     "enable_ssl_refresh",
 }
-"""Arguments of vLLM's own HTTP server, which does not run here: Ray Serve and raylight's gateway do."""
+"""Arguments of vLLM's HTTP server, which Ray Serve and raylight's gateway replace."""
 TOOL_PARSERS = {
     "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
     "[TOOL_CALLS]": "mistral",
     "<|python_tag|>": "llama3_json",
 }
-"""What a chat template writes around a tool call -> vLLM's parser for it; the first that fits."""
-LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
+"""Marker of a tool call in a chat template -> vLLM's parser; the first match counts."""
+LORA_DEFAULTS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
 
 
 def known_args() -> frozenset[str]:
-    """Every argument that vLLM's engine or its OpenAI frontend has."""
+    """Return all arguments of vLLM's engine and its OpenAI frontend."""
     import dataclasses
 
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -67,21 +67,26 @@ def known_args() -> frozenset[str]:
 
 
 def check_args(args: Mapping[str, Any]) -> None:
-    """
+    """Check the user's arguments.
+
     Raises:
-        ConfigError: an argument is unknown, belongs elsewhere, or contradicts what raylight needs.
+        ConfigError: an argument is unknown, is a setting of raylight, or contradicts a value that raylight
+            needs.
     """
     known = known_args()
     for name, value in args.items():
-        if name in ELSEWHERE:
-            raise ConfigError(f"EngineConfig.args: {name!r} is given as {ELSEWHERE[name]}")
-        if name in NOT_OURS:
+        if name in RAYLIGHT_SETTINGS:
+            raise ConfigError(f"EngineConfig.args: {name!r} must be set as {RAYLIGHT_SETTINGS[name]}")
+        if name in HTTP_SERVER_ARGS:
             raise ConfigError(
-                f"EngineConfig.args: {name!r} is of vLLM's own HTTP server, which does not run under raylight"
+                f"EngineConfig.args: {name!r} belongs to vLLM's HTTP server, which raylight's gateway "
+                "replaces; leave it out"
             )
         if name not in known:
-            near = difflib.get_close_matches(name, known - ELSEWHERE.keys() - NOT_OURS, n=3, cutoff=0.5)
-            hint = f"; it has: {', '.join(near)}" if near else ""
+            nearest = difflib.get_close_matches(
+                name, known - RAYLIGHT_SETTINGS.keys() - HTTP_SERVER_ARGS, n=3, cutoff=0.5
+            )
+            hint = f"; it has: {', '.join(nearest)}" if nearest else ""
             raise ConfigError(f"EngineConfig.args: vLLM has no argument {name!r}{hint}")
         if name in FIXED and value != FIXED[name]:
             raise ConfigError(f"EngineConfig.args: {name} must be {FIXED[name]!r}, not {value!r}")
@@ -99,51 +104,53 @@ def vllm_args(
     gpus: float,
     max_adapters: int,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's engine and frontend, without the model and its name.
+    """Return the arguments of vLLM's engine and frontend, without the model and its name.
 
     Args:
-        path: of the model; its configuration and chat template are read.
-        args: the user's own.
+        path: the model's folder; its configuration and chat template are read.
+        args: the user's arguments.
 
     Raises:
         ConfigError: see `check_args`.
     """
     check_args(args)
-    limit, template = _own_limit(path), chat_template(path, args.get("chat_template"))
+    limit, template = _model_limit(path), chat_template(path, args.get("chat_template"))
     defaults: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": min(max_model_len, limit or max_model_len),
         "max_num_seqs": max_concurrent,
         "max_num_queued_reqs": max_concurrent + max_waiting,
         "seed": seed,
-        "generation_config": "vllm",  # neutral sampling where a request says nothing; ends of text are the model's all the same
+        # neutral sampling defaults; the model's end-of-text tokens still apply
+        "generation_config": "vllm",
         "enable_log_requests": False,
     }
     if gpus == 0:
-        defaults["enforce_eager"] = True  # compiling takes minutes on a CPU
+        defaults["enforce_eager"] = True  # compilation takes minutes on a CPU
     if max_adapters:
-        defaults |= LORA | {"max_loras": 2 * max_adapters}  # two versions of each may be in use at once
-    if parser := tool_parser(template):
+        defaults |= LORA_DEFAULTS | {"max_loras": 2 * max_adapters}  # two versions of each may be in use
+    if parser := find_tool_parser(template):
         defaults |= {"tool_call_parser": parser, "enable_auto_tool_choice": True}
     return defaults | FIXED | dict(args)
 
 
-def tool_parser(template: str | None) -> str | None:
-    """vLLM's parser of the tool calls that a chat template writes."""
-    return next((parser for mark, parser in TOOL_PARSERS.items() if template and mark in template), None)
+def find_tool_parser(template: str | None) -> str | None:
+    """Return vLLM's parser for a chat template's tool calls; None if there is none."""
+    return next((parser for marker, parser in TOOL_PARSERS.items() if template and marker in template), None)
 
 
-def chat_template(path: str, given: str | None = None) -> str | None:
-    """The text of the chat template in use: the given one (itself, or its file), or the model's own."""
-    if given is not None:
-        return Path(given).read_text() if "{" not in given else given
+def chat_template(path: str, override: str | None = None) -> str | None:
+    """Return the text of the chat template in use: the override (text, or the path of a file), or the model's
+    own."""
+    if override is not None:
+        return override if "{" in override else Path(override).read_text()
     from transformers import AutoTokenizer
 
     template = AutoTokenizer.from_pretrained(path).chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
-def _own_limit(path: str) -> int | None:
+def _model_limit(path: str) -> int | None:
     from transformers import AutoConfig
 
     return getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)

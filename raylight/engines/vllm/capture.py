@@ -1,9 +1,8 @@
-"""Recording what vLLM samples: token for token, with log-probabilities and weight versions, whatever endpoint
-asked for it.
+"""Capture of all tokens that vLLM samples, with log-probabilities and weight versions, for every endpoint.
 
 Every request passes vLLM's output processor on its way to the engine core, and every token on its way back.
-So that is where they are recorded: as the tokens come, also those of a request that is not streamed and whose
-client leaves.
+They are recorded there as they arrive, so that a request is recorded even if it is not streamed and its
+client disconnects.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ FINISH: dict[FinishReason, Finish] = {
 }
 """All others are "aborted"."""
 DEFAULTS = SamplingParams()
-ALWAYS_TOLD = ("temperature", "top_p", "top_k", "min_p")
-TOLD_IF_SET = (
+ALWAYS_RECORDED = ("temperature", "top_p", "top_k", "min_p")
+RECORDED_IF_SET = (
     "seed",
     "presence_penalty",
     "frequency_penalty",
@@ -41,19 +40,20 @@ TOLD_IF_SET = (
 
 
 class Capture:
-    """Records the requests of every current `CaptureContext`. vLLM has no hook for this, so one method each
-    of the client's output processor and of its link to the engine core are replaced; a test of this module
-    breaks where vLLM changes them.
+    """Records the sampled tokens of requests that have a current `CaptureContext`.
+
+    vLLM has no hook for this, so one method of the client's output processor and one of its link to the
+    engine core are replaced. The tests of this module fail if vLLM changes them.
 
     Args:
-        client: an `AsyncLLM`, just made: its event loop has not turned since.
+        client: an `AsyncLLM` whose event loop has not run since it was made.
     """
 
     def __init__(self, client: Any) -> None:
         self.version = 0
-        """Of the weights that sample now."""
+        """Version of the current weights."""
         self.adapter_versions: dict[int, int] = {}
-        """Version of each adapter that was ever loaded, by vLLM's integer id."""
+        """vLLM's integer id of an adapter -> its version, for all adapters ever loaded."""
         self._states: dict[str, Any] = client.output_processor.request_states
         self._queue: asyncio.Queue[Any] = client.engine_core.outputs_queue
         self._add_request, client.output_processor.add_request = (
@@ -62,24 +62,25 @@ class Capture:
         )
         self._next_output, client.engine_core.get_output_async = (
             client.engine_core.get_output_async,
-            self._follow,
+            self._get_output,
         )
         self._idle = asyncio.Event()
         self._ended = False
 
-    async def caught_up(self) -> None:
-        """Until every token that has left the engine core is recorded."""
+    async def wait_until_recorded(self) -> None:
+        """Wait until every token that has left the engine core is recorded."""
         if not (self._queue.empty() or self._ended):
             self._idle.clear()
         await self._idle.wait()
 
-    async def _follow(self) -> Any:
-        """The next output of the engine core. Whoever asks for it has dealt with all before."""
+    async def _get_output(self) -> Any:
+        """Return the next output of the engine core. The caller has processed all earlier ones when it
+        calls."""
         if self._queue.empty():
             self._idle.set()
         try:
             output = await self._next_output()
-        except BaseException:  # vLLM asks no more
+        except BaseException:  # vLLM does not call again
             self._ended = True
             self._idle.set()
             raise
@@ -89,94 +90,103 @@ class Capture:
     def _record(
         self, request: Any, prompt: str | None, parent: Any = None, index: int = 0, queue: Any = None
     ) -> None:
-        """Take up a request (one choice of it), and record it if an exchange is current."""
-        exchange, params = CURRENT.get(), request.sampling_params
-        if exchange is None or params is None:
+        """Add one choice of a request to vLLM; record it if there is a current capture context."""
+        capture, params = CURRENT.get(), request.sampling_params
+        if capture is None or params is None:
             self._add_request(request, prompt, parent, index, queue)
             return
-        choice = index + (parent.n if parent else 1) * prompt_index(exchange, request.external_req_id)
-        if choice in exchange.samples:
+        choice = index + (parent.n if parent else 1) * prompt_index(capture, request.external_req_id)
+        if choice in capture.samples:
             raise VLLMValidationError(
-                "a request that samples a choice more than once, as beam search does, cannot be recorded"
+                "a request that samples a choice more than once (beam search) cannot be recorded; use n"
             )
-        asked = (
-            parent.sampling_params if parent else params
-        ).num_logprobs is not None  # the choices share theirs
-        if not asked:
-            params.logprobs = 0  # of the sampled token alone
+        # the choices of a request share its parameters
+        requested = (parent.sampling_params if parent else params).num_logprobs is not None
+        if not requested:
+            params.logprobs = 0  # only the sampled token's
         self._add_request(request, prompt, parent, index, queue)
-        sample = exchange.sample(choice, request.prompt_token_ids, sampling_of(params))
-        fixed = self.adapter_versions[request.lora_request.lora_int_id] if request.lora_request else None
+        sample = capture.sample(choice, request.prompt_token_ids, sampling_record(params))
+        version = self.adapter_versions[request.lora_request.lora_int_id] if request.lora_request else None
         state = self._states[request.request_id]
-        state.logprobs_processor = RecordingLogprobs.around(
-            state.logprobs_processor, sample, self, fixed, asked
+        state.logprobs_processor = RecordingLogprobs.wrap(
+            state.logprobs_processor, sample, self, version, requested
         )
-        state.make_request_output = _noting_the_end(state.make_request_output, sample)
+        state.make_request_output = _recording_finish_reason(state.make_request_output, sample)
 
 
 class RecordingLogprobs(LogprobsProcessor):
-    """Stands in for a request's own `LogprobsProcessor`, which sees each output of the engine core. If the
-    request did not ask for log-probabilities, none are prepared for its answer."""
+    """Replaces a request's `LogprobsProcessor`, which receives each output of the engine core.
+
+    If the request did not ask for log-probabilities, its response has none.
+    """
 
     sample: Sample
     capture: Capture
     fixed_version: int | None
-    asked: bool
+    requested: bool
 
     @classmethod
-    def around(
-        cls, own: LogprobsProcessor, sample: Sample, capture: Capture, version: int | None, asked: bool
+    def wrap(
+        cls,
+        original: LogprobsProcessor,
+        sample: Sample,
+        capture: Capture,
+        version: int | None,
+        requested: bool,
     ) -> Self:
-        self = cls(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
-        self.sample, self.capture, self.fixed_version, self.asked = sample, capture, version, asked
-        if not asked:
+        """Take over the state of a processor.
+
+        Args:
+            version: version of the request's adapter; None: the version of the weights at each token.
+            requested: True if the request asked for log-probabilities.
+        """
+        self = cls(**{field.name: getattr(original, field.name) for field in dataclasses.fields(original)})
+        self.sample, self.capture, self.fixed_version, self.requested = sample, capture, version, requested
+        if not requested:
             self.logprobs = self.cumulative_logprob = self.num_logprobs = None
         return self
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         if count := len(output.new_token_ids):
-            sample, version = (
-                self.sample,
-                self.capture.version if self.fixed_version is None else self.fixed_version,
-            )
-            assert output.new_logprobs is not None, "asked for in Capture._record"
+            sample = self.sample
+            version = self.capture.version if self.fixed_version is None else self.fixed_version
+            assert output.new_logprobs is not None, "requested in Capture._record"
             sample.output_ids.extend(output.new_token_ids)
-            sample.logprobs.extend(
-                output.new_logprobs.logprobs[:, 0].tolist()
-            )  # the sampled token comes first
+            # column 0 is the sampled token
+            sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             sample.weight_versions.extend([version] * count)
         super().update_from_output(output)
 
     def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
-        if self.asked:
+        if self.requested:
             super()._update_sample_logprobs(logprobs_lists)
 
 
-def _noting_the_end(make_output: Any, sample: Sample) -> Any:
-    """A request state's `make_request_output`, which alone is told the final finish reason: a stop string's,
-    too."""
+def _recording_finish_reason(make_output: Any, sample: Sample) -> Any:
+    """Wrap a request state's `make_request_output`: only it receives the final finish reason, after stop
+    strings."""
 
     def make_request_output(
-        new_token_ids: Any, pooling_output: Any, finish_reason: FinishReason | None, *rest: Any, **named: Any
+        new_token_ids: Any, pooling_output: Any, finish_reason: FinishReason | None, *rest: Any, **kwargs: Any
     ) -> Any:
         if finish_reason is not None:
             sample.finish_reason = FINISH.get(finish_reason, "aborted")
-        return make_output(new_token_ids, pooling_output, finish_reason, *rest, **named)
+        return make_output(new_token_ids, pooling_output, finish_reason, *rest, **kwargs)
 
     return make_request_output
 
 
-def prompt_index(exchange: CaptureContext, request_id: str) -> int:
-    """Which of a completions request's prompts this is: vLLM makes a request of each, whose id ends in its
-    index."""
-    return int(request_id.rpartition("-")[2]) if exchange.dialect == "completions" else 0
+def prompt_index(capture: CaptureContext, request_id: str) -> int:
+    """Return the index of a completions request's prompt: vLLM makes a request per prompt, whose id ends in
+    it."""
+    return int(request_id.rpartition("-")[2]) if capture.dialect == "completions" else 0
 
 
-def sampling_of(params: SamplingParams) -> Mapping[str, Any]:
-    """What the distribution was shaped by."""
-    told = {name: getattr(params, name) for name in ALWAYS_TOLD}
+def sampling_record(params: SamplingParams) -> Mapping[str, Any]:
+    """Return the parameters that shaped the sampling distribution."""
+    record = {name: getattr(params, name) for name in ALWAYS_RECORDED}
     if params.structured_outputs is not None or params.allowed_token_ids:
-        told[CONSTRAINED] = True
-    return told | {
-        name: value for name in TOLD_IF_SET if (value := getattr(params, name)) != getattr(DEFAULTS, name)
+        record[CONSTRAINED] = True
+    return record | {
+        name: value for name in RECORDED_IF_SET if (value := getattr(params, name)) != getattr(DEFAULTS, name)
     }

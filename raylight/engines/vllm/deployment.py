@@ -1,4 +1,4 @@
-"""What `ray.serve.llm` needs to deploy vLLM."""
+"""The `LLMConfig` with which `ray.serve.llm` deploys vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CPU_CACHE_GIB = 1
-"""Key-value cache of a CPU replica, unless `VLLM_CPU_KVCACHE_SPACE` says otherwise."""
+"""Key-value cache of a CPU replica in GiB, unless `VLLM_CPU_KVCACHE_SPACE` is set."""
 
 
 def llm_config(
@@ -23,21 +23,22 @@ def llm_config(
     env: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """An `LLMConfig`.
+    """Return an `LLMConfig`.
 
     Args:
-        args: what `vllm_args` gives.
+        args: result of `vllm_args`.
         server: the deployment class.
-        num_cpus: of each replica.
-        threads: that each computes with, on a CPU.
-        gpus: of each of a replica's `tensor_parallel_size` x `pipeline_parallel_size` workers; 0 for a CPU.
-        env: variables of the replica's and its workers' processes.
-        options: Ray Serve's deployment options, the number of replicas among them.
+        num_cpus: CPUs per replica.
+        threads: compute threads per replica, on a CPU.
+        gpus: GPUs per worker; a replica has `tensor_parallel_size` x `pipeline_parallel_size` workers. 0 for
+            a CPU.
+        env: environment of the replica and its workers.
+        options: Ray Serve's deployment options, including the number of replicas.
     """
     from ray.serve.llm import LLMConfig
 
     workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
-    # The replica itself takes nothing: its bundle is that of its first worker.
+    # The replica's actor requests nothing: it runs in the bundle of its first worker.
     bundles: list[dict[str, float]] = (
         [{"CPU": num_cpus}] if gpus == 0 else [{"GPU": gpus} for _ in range(workers)]
     )
@@ -57,14 +58,14 @@ def llm_config(
 
 
 def environment(path: str, threads: int, gpus: float, eager: bool) -> dict[str, str]:
-    """Variables that vLLM reads when it starts; those of vLLM's own that are set already stay as they are."""
-    found = {"VLLM_NO_USAGE_STATS": "1"}
+    """Return environment variables for vLLM; variables of vLLM that are already set keep their values."""
+    variables = {"VLLM_NO_USAGE_STATS": "1"}
     if Path(path).is_dir():
-        found["HF_HUB_OFFLINE"] = "1"
+        variables["HF_HUB_OFFLINE"] = "1"
     if gpus == 0:
-        # left alone, vLLM binds every replica of a machine to the same cores
-        found |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        if eager:  # it would compile its sampler all the same, at the first request, for most of a minute
-            found["TORCHDYNAMO_DISABLE"] = "1"
-    found = {name: os.environ.get(name, value) for name, value in found.items()}
-    return found | ({"OMP_NUM_THREADS": str(threads)} if gpus == 0 else {})
+        # by default, vLLM binds every replica on a machine to the same cores
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if eager:  # else it compiles its sampler at the first request, for most of a minute
+            variables["TORCHDYNAMO_DISABLE"] = "1"
+    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    return variables | ({"OMP_NUM_THREADS": str(threads)} if gpus == 0 else {})

@@ -1,5 +1,5 @@
-"""The `Engine` on vLLM: its own OpenAI application and its own asynchronous client, with our capture, weights
-and adapters."""
+"""The engine `vllm`: vLLM's own OpenAI application and asynchronous client, with capture, weights and
+adapters."""
 
 from __future__ import annotations
 
@@ -20,34 +20,31 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from raylight.engines.protocol import LoraAdapter, UpdateMode
 from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
-from raylight.engines.vllm.fields import KnownFields
-from raylight.engines.vllm.weights import Checkpoint, shared_file
+from raylight.engines.vllm.fields import RejectUnknownFields
+from raylight.engines.vllm.weights import ExpectedWeights, shared_file
 from raylight.errors import WeightSyncError
 
 CLOSED = "the engine is shutting down"
-NOT_NEEDED = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
-"""Layers of vLLM's application that raylight's gateway stands in for; the second looks through all routes for
+REPLACED_MIDDLEWARE = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
+"""Middleware of vLLM's application that raylight's gateway replaces. The second one searches all routes for
 each request."""
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
-CLOSE_S = 1.0
-"""How long vLLM's processes have to end by themselves."""
+SHUTDOWN_TIMEOUT_S = 1.0
+"""Time for vLLM's processes to end by themselves."""
 
 
 class VllmEngine:
-    """Implements `Engine` around an `AsyncLLM`.
+    """`Engine` around an `AsyncLLM`.
 
-    New weights go through a file in memory that each worker loads, on a CPU and on a GPU alike (there the
-    worker copies the tensors to its device; not yet run on one). The workers must therefore be on this
-    machine.
+    New weights are written to an in-memory file that each worker loads, on CPUs and GPUs (a GPU worker copies
+    the tensors to its device; not yet run on a GPU). The workers must therefore be on this machine.
 
     Args:
-        client: the `AsyncLLM`, just made: its event loop has not turned since.
-        build_app: makes vLLM's native application around the client.
-        model: the name under which it is served.
-        path: of the model, of which the tensors' names and shapes are read.
+        client: an `AsyncLLM` whose event loop has not run since it was made.
+        build_app: builds vLLM's native application around the client.
+        model: name under which the model is served.
+        path: the model's folder, for the names and shapes of its tensors.
     """
-
-    kind = "vllm"
 
     def __init__(
         self, client: Any, build_app: Callable[[], Awaitable[FastAPI]], model: str, path: str
@@ -58,14 +55,14 @@ class VllmEngine:
         self._client, self._build_app, self._path = client, build_app, path
         self._capture = Capture(client)
         self._adapters = VllmAdapters(client, self._capture)
-        self._checkpoint: Checkpoint | None = None
-        self._changing = asyncio.Lock()
+        self._expected: ExpectedWeights | None = None
+        self._update_lock = asyncio.Lock()
         self._asleep = self._closed = False
-        self._broken: str | None = None
+        self._failure: str | None = None
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now."""
+        """Version of the current weights."""
         return self._capture.version
 
     async def app(self) -> ASGIApp:
@@ -73,18 +70,20 @@ class VllmEngine:
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served
         app.user_middleware = [
-            layer for layer in app.user_middleware if getattr(layer.cls, "__name__", "") not in NOT_NEEDED
+            layer
+            for layer in app.user_middleware
+            if getattr(layer.cls, "__name__", "") not in REPLACED_MIDDLEWARE
         ]
-        app.middleware_stack = None  # was built already; Starlette builds it anew
+        app.middleware_stack = None  # built before; Starlette builds it again
 
         @app.get("/v1/models/{name:path}")
         async def retrieve_model(name: str) -> Any:
             for card in (await models.show_available_models()).data:
                 if card.id == name:
                     return card
-            raise HTTPException(404, f"there is no model {name!r}")
+            raise HTTPException(404, f"the model {name!r} does not exist")
 
-        checked = KnownFields(app, self._client.vllm_config.scheduler_config.max_num_queued_reqs)
+        checked = RejectUnknownFields(app, self._client.vllm_config.scheduler_config.max_num_queued_reqs)
 
         async def open_app(scope: Scope, receive: Receive, send: Send) -> None:
             if self._closed and scope["type"] == "http":
@@ -103,12 +102,12 @@ class VllmEngine:
         return open_app
 
     async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        async with self._changing:
+        async with self._update_lock:
             self._check_awake()
-            if self._checkpoint is None:
+            if self._expected is None:
                 trust = bool(self._client.model_config.trust_remote_code)
-                self._checkpoint = await asyncio.to_thread(Checkpoint, self._path, trust)
-            tensors = self._checkpoint.complete(weights)
+                self._expected = await asyncio.to_thread(ExpectedWeights, self._path, trust)
+            tensors = self._expected.complete(weights)
             with contextlib.ExitStack() as files:
                 path = await asyncio.to_thread(files.enter_context, shared_file(tensors))
                 async with self._paused(mode):
@@ -119,48 +118,48 @@ class VllmEngine:
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
     ) -> None:
         if name == self.model:
-            raise WeightSyncError(f"an adapter cannot be served as {name!r}: the model itself is")
-        async with self._changing:
+            raise WeightSyncError(f"adapter {name!r} has the name of the model itself; use another name")
+        async with self._update_lock:
             self._check_awake()
             await self._adapters.load(name, version, adapter, mode)
 
     async def drop_adapter(self, name: str) -> None:
-        async with self._changing:
+        async with self._update_lock:
             await self._adapters.drop(name)
 
     async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
         if not 2 <= len(ids) < (self.max_model_len or 0):
             raise WeightSyncError(
-                f"log-probabilities are of 2 to {(self.max_model_len or 0) - 1} tokens, not {len(ids)}"
+                f"log-probs need 2 to {(self.max_model_len or 0) - 1} token ids, not {len(ids)}"
             )
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         name, lora = f"logprobs-{uuid.uuid4().hex}", self._adapters.find(adapter) if adapter else None
         outputs = [o async for o in self._client.generate(tokens_input(ids), params, name, lora_request=lora)]
-        found = outputs[-1].prompt_logprobs
-        return [entry[token].logprob for token, entry in zip(ids[1:], found[1:], strict=True)]
+        logprobs = outputs[-1].prompt_logprobs
+        return [entry[token].logprob for token, entry in zip(ids[1:], logprobs[1:], strict=True)]
 
     async def sleep(self, level: int = 1) -> str | None:
         config = self._client.vllm_config
         if config.device_config.device_type == "cpu":
             return "vLLM on a CPU has no device memory to free"
         if not config.model_config.enable_sleep_mode:
-            return "vLLM was started without enable_sleep_mode=True among its arguments"
-        async with self._changing:
+            return "vLLM was started without the argument enable_sleep_mode=True"
+        async with self._update_lock:
             await self._client.engine_core.sleep_async(level, "keep")
             self._asleep = True
         return None
 
     async def wake(self) -> None:
-        async with self._changing:
+        async with self._update_lock:
             if self._asleep:
                 await self._client.engine_core.wake_up_async(None)
                 self._asleep = False
 
     async def check_health(self) -> None:
-        if self._broken:
-            raise WeightSyncError(self._broken)
+        if self._failure:
+            raise WeightSyncError(self._failure)
         await self._client.check_health()
 
     def close(self) -> None:
@@ -168,40 +167,40 @@ class VllmEngine:
             self._closed = True
             for state in self._client.output_processor.request_states.values():
                 state.queue.put(GracefulHTTPError(CLOSED, UNAVAILABLE))
-            self._client.shutdown(CLOSE_S)
+            self._client.shutdown(SHUTDOWN_TIMEOUT_S)
             self._adapters.close()
 
     def _check_awake(self) -> None:
         if self._closed or self._asleep:
             raise WeightSyncError(
-                self._broken or (CLOSED if self._closed else "the engine sleeps; wake it first")
+                self._failure or (CLOSED if self._closed else "the engine is asleep; wake it first")
             )
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """Nothing is scheduled meanwhile; requests in flight fare as `mode` says. What was cached is computed
-        anew after."""
+        """Pause scheduling; `mode` decides what happens to requests in flight. Cached keys and values are
+        recomputed afterwards."""
         core = self._client.engine_core  # the client's own method adds a pause of 20 ms
         try:
             await core.pause_scheduler_async(mode, True)
-            await self._capture.caught_up()
+            await self._capture.wait_until_recorded()
             yield
         finally:
             if not self._closed:
                 await core.resume_scheduler_async()
 
     async def _load(self, path: str) -> None:
-        """Have every worker load a file. Should that fail, nobody knows what they compute with: the engine
+        """Have every worker load a file. On failure the workers' weights are undefined, so the engine
         closes."""
         try:
             await self._client.collective_rpc("raylight_load_weights", args=(path,))
         except (
             BaseException
-        ) as error:  # vLLM tells of a worker's failure by a plain Exception; and the caller may have given up
-            self._broken = (
-                f"vLLM failed to load new weights, and must be started anew: {error or type(error).__name__}"
+        ) as error:  # a worker's failure is a plain Exception; the caller may also be cancelled
+            self._failure = (
+                f"vLLM failed to load new weights and must be restarted: {error or type(error).__name__}"
             )
             self.close()
             if isinstance(error, Exception):
-                raise WeightSyncError(self._broken) from error
+                raise WeightSyncError(self._failure) from error
             raise

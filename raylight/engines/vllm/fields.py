@@ -1,5 +1,4 @@
-"""What agents may ask of vLLM's application: vLLM ignores the fields that it does not know; here they are
-refused."""
+"""Rejection of request fields that vLLM would silently ignore."""
 
 from __future__ import annotations
 
@@ -14,32 +13,35 @@ from raylight.http.errors import RequestError, error_response
 from raylight.http.request import json_request
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""They tell of the caller, and nothing of the answer."""
-SETTLED: Mapping[str, tuple[Any, ...]] = {"store": (False, None), "service_tier": ("auto", "default", None)}
-"""Fields that vLLM does not know, and the values of them that ask for what it does anyway."""
+"""Fields that describe the caller and do not affect the response."""
+NO_EFFECT: Mapping[str, tuple[Any, ...]] = {"store": (False, None), "service_tier": ("auto", "default", None)}
+"""Fields that vLLM does not know -> the values that have no effect, and so are accepted."""
 MAX_ENTRIES: Mapping[str, int] = {"messages": 10_000, "tools": 1_000, "stop": 64}
-"""Of lists; vLLM's event loop and its scheduler take long over more."""
+"""Longest lists; more would block vLLM's event loop and scheduler."""
 
 
-def _names(model: Any) -> frozenset[str]:
+def _field_names(model: Any) -> frozenset[str]:
     aliases = (field.alias for field in model.model_fields.values())
-    return LABELS | SETTLED.keys() | model.model_fields.keys() | {alias for alias in aliases if alias}
+    return LABELS | NO_EFFECT.keys() | model.model_fields.keys() | {alias for alias in aliases if alias}
 
 
-KNOWN = {"/v1/chat/completions": _names(ChatCompletionRequest), "/v1/completions": _names(CompletionRequest)}
+KNOWN = {
+    "/v1/chat/completions": _field_names(ChatCompletionRequest),
+    "/v1/completions": _field_names(CompletionRequest),
+}
 
 
-class KnownFields:
-    """ASGI: refuses requests for completions that vLLM would ignore a part of, or could never serve.
+class RejectUnknownFields:
+    """ASGI middleware that rejects completion requests which vLLM would partly ignore or could never serve.
 
     Args:
-        app: vLLM's.
-        most: choices that may be waited for and sampled at a time; None: without limit.
+        app: vLLM's application.
+        max_choices: choices that may wait or be sampled concurrently; None: no limit.
     """
 
-    def __init__(self, app: ASGIApp, most: int | None) -> None:
+    def __init__(self, app: ASGIApp, max_choices: int | None) -> None:
         self._app = app
-        self._most = most
+        self._max_choices = max_choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = KNOWN.get(scope.get("path", "")) if scope.get("method") == "POST" else None
@@ -59,21 +61,21 @@ class KnownFields:
         if unknown := body.keys() - known:
             names = ", ".join(sorted(unknown)[:10])
             raise RequestError(f"this engine does not support the request: unknown fields: {names:.1000}")
-        for name, allowed in SETTLED.items():
+        for name, allowed in NO_EFFECT.items():
             if name in body and body[name] not in allowed:
                 raise RequestError(f"{name}: {body[name]!r:.50} is not supported by this engine")
-        for name, most in MAX_ENTRIES.items():
-            if isinstance(entries := body.get(name), list) and len(entries) > most:
-                raise RequestError(f"{name}: at most {most} entries, not {len(entries)}")
-        count = _choices(body)
-        if self._most is not None and count > self._most:
+        for name, limit in MAX_ENTRIES.items():
+            if isinstance(entries := body.get(name), list) and len(entries) > limit:
+                raise RequestError(f"{name}: at most {limit} entries, not {len(entries)}")
+        count = _count_choices(body)
+        if self._max_choices is not None and count > self._max_choices:
             raise RequestError(
-                f"n: this engine takes at most {self._most} choices at a time; the request asks for {count}"
+                f"n: this engine takes at most {self._max_choices} choices at a time; the request has {count}"
             )
 
 
-def _choices(body: Mapping[str, Any]) -> int:
-    """How many choices a request asks for; what is no number vLLM refuses by itself."""
+def _count_choices(body: Mapping[str, Any]) -> int:
+    """Return the number of choices of a request. vLLM itself rejects an `n` that is not a number."""
     n, prompt = body.get("n"), body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
     return (n if type(n) is int else 1) * prompts

@@ -1,4 +1,5 @@
-"""Full weights on their way into vLLM: checked, completed, and put where its workers read them."""
+"""Full weights for vLLM: validated, completed with tied tensors, and placed where its workers can read
+them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 from raylight.errors import WeightSyncError
 
 
-class Checkpoint:
-    """The tensors that a model consists of, as transformers names them.
+class ExpectedWeights:
+    """Names and shapes of a model's tensors, as transformers names them.
 
     Args:
         path: folder or hub name of a Hugging Face model. Only its configuration is read.
@@ -26,11 +27,11 @@ class Checkpoint:
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
-        """Name of a tensor that the model shares with another one -> that one's name."""
+        """Name of a tied tensor -> name of the tensor that it shares."""
 
     def complete(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """`weights` as tensors, and with every tied one: vLLM on a CPU keeps a repacked copy of the output
-        layer, which would otherwise stay as it was, and nothing would tell.
+        layer, which would otherwise stay unchanged without any error.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or of another shape.
@@ -49,7 +50,7 @@ class Checkpoint:
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != self.shapes[name]:
                 raise WeightSyncError(
-                    f"{name} has shape {tuple(tensor.shape)}, the engine's has {self.shapes[name]}"
+                    f"{name} has shape {tuple(tensor.shape)}; the engine's has {self.shapes[name]}"
                 )
         return tensors
 

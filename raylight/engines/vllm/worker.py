@@ -1,4 +1,7 @@
-"""What raylight adds to vLLM's workers, which are processes of their own: loading weights from a file."""
+"""Extension of vLLM's worker processes, which loads weights from a file.
+
+The module is imported by its dotted name in each worker, and so imports neither torch nor vllm itself.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,12 @@ WORKER_EXTENSION = "raylight.engines.vllm.worker.WeightLoading"
 
 
 class WeightLoading:
-    """Mixed into vLLM's worker class; its methods are called through `collective_rpc`."""
+    """Mixin of vLLM's worker class. Its methods are called through `collective_rpc`."""
 
     model_runner: Any
 
     def raylight_load_weights(self, path: str) -> int:
-        """Load a checkpoint's tensors, by the names of its Hugging Face model, while nothing is scheduled.
-        Returns how many.
+        """Load tensors by their Hugging Face names, while nothing is scheduled; returns their number.
 
         vLLM shards and repacks them for its kernels, and copies them to the worker's own device.
         """

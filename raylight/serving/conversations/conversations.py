@@ -239,7 +239,7 @@ class Conversations:
         if reason not in self._reasons and len(self._reasons) < 10:
             self._reasons.add(reason)
             logger.warning(
-                "conversations are rendered from their messages; the chat template does not allow splicing: %s",
+                "conversations are rendered, because the chat template does not allow splicing: %s",
                 reason,
             )
 

@@ -91,17 +91,17 @@ class Deployment:
             self._started_serve = running is None
             if self._settings.secret is None and host not in ingress.LOOPBACK:
                 raise EngineStartError(
-                    f"Ray Serve already listens on {host}, where the model would be open to everyone; set an API key"
+                    f"Ray Serve already listens on {host}, where anyone could use the model; set an API key"
                 )
             if config.port not in (None, port):
                 raise PortInUseError(
-                    f"Ray Serve already runs on port {port} of this cluster, so port {config.port} cannot be used; "
-                    "leave the port out, or shut the running Serve down first (`serve shutdown`)"
+                    f"Ray Serve already runs on port {port} of this cluster, so port {config.port} cannot be "
+                    "used; leave the port out, or shut the running Serve down first (`serve shutdown`)"
                 )
             if host in ingress.LOOPBACK and len(ingress.alive_nodes()) > 1:
                 raise EngineStartError(
-                    f"Ray Serve listens on {host} only, which agents on other nodes cannot reach; set engine={{'host': "
-                    "'0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
+                    f"Ray Serve listens on {host} only, which agents on other nodes cannot reach; set "
+                    "engine={'host': '0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
                 )
             target = serve.RunTarget(
                 build_application(self._settings, self._started_serve),
@@ -120,10 +120,11 @@ class Deployment:
         config = self._settings.config
         app = serve.status().applications.get(self._settings.app_name)
         messages = "; ".join(d.message for d in app.deployments.values() if d.message) if app else ""
+        total, free = map(_format_resources, (ray.cluster_resources(), ray.available_resources()))
         return (
-            f"{config.replicas} engine replica(s) of {config.num_cpus:g} CPU and {config.num_gpus:g} GPU were not up within "
-            f"{config.start_timeout_s:g} s; the cluster has {_format_resources(ray.cluster_resources())}, of which "
-            f"{_format_resources(ray.available_resources())} are free. {messages}"
+            f"{config.replicas} engine replica(s) of {config.num_cpus:g} CPU and {config.num_gpus:g} GPU were "
+            f"not up within {config.start_timeout_s:g} s; the cluster has {total}, of which {free} are free. "
+            f"{messages}"
         ).strip()
 
 

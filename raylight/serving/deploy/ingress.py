@@ -117,8 +117,8 @@ def choose_port(host: str, requested: int | None, default: int = DEFAULT_PORT) -
             except OSError as error:
                 if requested:
                     raise PortInUseError(
-                        f"port {requested} on {host} is taken ({os.strerror(error.errno or 0)}); choose another port, "
-                        "or leave it out to use any free one"
+                        f"port {requested} on {host} is taken ({os.strerror(error.errno or 0)}); choose "
+                        "another port, or leave it out to use any free one"
                     ) from None
     raise PortInUseError(f"no port is free on {host}")
 
