@@ -1,7 +1,7 @@
-"""The JSON request that all layers of a replica share: read within limits, decoded once, kept in the ASGI scope.
+"""The JSON request that all layers of a replica share.
 
-Laws: no layer sees a body that is not sound JSON within the limits; no layer reads or decodes a body that another one has;
-layers share the decoded fields, so that none may change them.
+Laws: no layer receives a body that is not sound JSON within the limits. No layer reads or decodes a body that
+another one has read or decoded. Layers share the decoded fields, so that none may change them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from raylight.http.errors import RequestError
 MAX_BODY = 16 * 2**20
 """Largest body of a request, in bytes."""
 MAX_VALUES = 200_000
-"""Most values in a body, counting those inside lists and objects. Decoding more would hold up all other requests."""
+"""Most values in a body, counting those inside lists and objects. Decoding more would delay all other
+requests."""
 MAX_DEPTH = 200
 """Deepest nesting of lists and objects in a body."""
 NUMBERS = range(-(2**63), 2**64)
@@ -35,8 +36,10 @@ _VALUE_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([,\[{])', re.DOTALL)
 class JsonRequest:
     """A request's JSON body, decoded once, and an ASGI `receive` that replays it.
 
-    A layer takes the decoded fields with `json_request`. An application that reads bodies by itself, such as vLLM's, calls
-    this object as its `receive`: it gets the whole body as one message, and after it the messages of the client.
+    A layer takes the decoded fields with `json_request`. An application that reads bodies by itself, such as
+    vLLM's, calls
+    this object as its `receive`: it gets the whole body as one message, and after it the messages of the
+    client.
 
     Args:
         fields: the decoded object. Layers share it: none may change it.
@@ -79,7 +82,10 @@ class JsonRequest:
         self._body_received = True
 
     def put_into(self, scope: AsgiScope) -> AsgiScope:
-        """Return a scope for the next layer, with this request in it; its content length holds no more for an encoded body."""
+        """Return a scope for the next layer, with this request in it.
+
+        A body that a layer made has no content length yet; the client's is removed.
+        """
         if self._content is not None:
             return {**scope, REQUEST: self}
         headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
@@ -107,8 +113,8 @@ async def read_request(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_
     """Check the headers of a request, and read and decode its body.
 
     Raises:
-        RequestError: 413, the body is too large; 415, it is compressed or its type is not application/json; 400, it is not
-            sound JSON (see `decode_fields`).
+        RequestError: 413, the body is too large; 415, it is compressed or its type is not application/json;
+            400, it is not sound JSON (see `decode_fields`).
         ClientDisconnect: the client disconnected before the end of the body.
     """
     headers = dict(scope["headers"])
@@ -134,7 +140,8 @@ def decode_fields(content: bytes) -> dict[str, Any]:
     """Decode a body: a JSON object of Unicode strings and of finite numbers of at most 64 bits.
 
     Raises:
-        RequestError: 400, it is something else, nested more than `MAX_DEPTH` deep, or has more than `MAX_VALUES` values.
+        RequestError: 400, it is something else, nested more than `MAX_DEPTH` deep, or has more than
+            `MAX_VALUES` values.
     """
     if _has_too_many_values(content):
         raise RequestError(f"too many values in the body: at most {MAX_VALUES} are allowed")

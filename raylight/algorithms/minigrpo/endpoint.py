@@ -62,7 +62,7 @@ class Endpoint:
             self._recorder,
             self._add_spans,
             history=self._store.chat_history,
-            is_over=self._store.is_attempt_finished,
+            is_finished=self._store.is_attempt_finished,
         )
         self._server = _Server(
             uvicorn.Config(

@@ -1,1 +1,1 @@
-"""What is recorded of an attempt's calls, and how it reaches the store."""
+"""Capture: recording the calls of attempts, and delivery of the records to the store."""

@@ -1,4 +1,4 @@
-"""One exchange on its way through the engine's application: what is held back, watched, and read as it passes."""
+"""One captured request on its way through the engine's application."""
 
 from __future__ import annotations
 
@@ -12,53 +12,58 @@ from starlette.types import Scope as AsgiScope
 from raylight.engines.capture_context import CURRENT, CaptureContext
 from raylight.http.request import JsonRequest, until_disconnect
 from raylight.serving.capture.call_records import model_of, records_of
-from raylight.serving.capture.recorder import Closed
+from raylight.serving.capture.recorder import ClosedCall
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.answers import Answer, AnswerReader
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 2.0
-"""For an application that listens for its client's leaving to end by itself."""
-DONE = b"data: [DONE]"
-"""The last event of a stream. Clients may go on before the stream's end."""
+DISCONNECT_TIMEOUT_S = 2.0
+"""Time for an application that has received the disconnect to stop by itself."""
+DONE_EVENT = b"data: [DONE]"
+"""Last event of a stream. Clients may continue before the stream's end."""
 
 
 class CapturedRequest:
-    """An exchange between the client and the engine's application.
+    """A request between the client and the engine's application: its answer is held back, read and passed on.
 
     Args:
-        known: done when the store knows of the exchange's calls.
+        context: the request and its samples.
+        known: done once the store has the request's calls.
         send: the client's.
-        conversations: are to remember the answer.
+        clock: seconds since the epoch.
+        conversations: remember the answer; None: nothing does.
     """
 
     def __init__(
         self,
-        exchange: CaptureContext,
+        context: CaptureContext,
         known: asyncio.Future[None],
         send: Send,
         clock: Callable[[], float],
         conversations: Conversations | None,
     ) -> None:
-        self._exchange = exchange
+        self._context = context
         self._known = known
         self._to_client = send
         self._clock = clock
         self._conversations = conversations
-        self._listening = 0
-        self._hung_up = asyncio.Event()
+        self._listeners = 0
+        self._disconnected = asyncio.Event()
+        """Set once the application is to receive a disconnect."""
         self._start: Message | None = None
         self._status = 0
         self._streams = False
         self._reader: AnswerReader | None = None
-        self._first_piece: float | None = None
+        self._first_piece_time: float | None = None
         self._end_time: float | None = None
         self._answer: Answer | None = None
-        self._began = self._ended = self._crashed = False
+        self._started = self._ended = self._crashed = False
 
     async def run(self, app: ASGIApp, scope: AsgiScope, request: JsonRequest, receive: Receive) -> None:
-        """Have the application answer. It ends early when the client leaves, or when the call cannot be recorded.
+        """Have the application answer.
+
+        It is stopped when the client disconnects, or when the call cannot be recorded.
 
         Raises:
             RequestError: the call cannot be recorded; nothing was sent.
@@ -66,134 +71,133 @@ class CapturedRequest:
         inner = request.with_receive(self._receive)
         if self._known.done():
             self._known.result()
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        token = CURRENT.set(self._exchange)
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        token = CURRENT.set(self._context)
         work = asyncio.ensure_future(app(inner.put_into(scope), inner, self._send))
         CURRENT.reset(token)
-        leaving = asyncio.ensure_future(until_disconnect(receive))
+        disconnect = asyncio.ensure_future(until_disconnect(receive))
 
-        def look(_: asyncio.Future[None]) -> None:
-            if leaving.done() and self._ended:
-                self._hung_up.set()  # the client has all of it; what the application does now is its own business
-            unwanted = (leaving.done() and not self._ended) or (
+        def check(_: asyncio.Future[None]) -> None:
+            if disconnect.done() and self._ended:
+                self._disconnected.set()  # the answer is sent; the application may go on with other work
+            unwanted = (disconnect.done() and not self._ended) or (
                 self._known.done() and self._known.exception() is not None
             )
-            if (work.done() or unwanted) and not over.done():
-                over.set_result(None)
+            if (work.done() or unwanted) and not finished.done():
+                finished.set_result(None)
 
-        for event in (work, leaving, self._known):
-            event.add_done_callback(look)
+        for event in (work, disconnect, self._known):
+            event.add_done_callback(check)
         try:
-            await over
+            await finished
         finally:
             if not work.done():
-                await self._hang_up(work)
-            leaving.cancel()
+                await self._stop(work)
+            disconnect.cancel()
         if self._known.done():
             self._known.result()
-        self._judge(work)
+        self._raise_failure(work)
 
-    def _judge(self, work: asyncio.Future[None]) -> None:
-        """Raise what the application raised, unless it is only that it was told to end."""
+    def _raise_failure(self, work: asyncio.Future[None]) -> None:
+        """Raise the application's exception, unless it comes from being stopped or has been answered."""
         if work.cancelled() or (error := work.exception()) is None:
             return
-        if self._status >= 500:
-            logger.error(
-                "the engine's application failed", exc_info=error
-            )  # it has answered so, as Starlette's do
+        if self._status >= 500:  # Starlette's applications answer with 500 and raise the error again
+            logger.error("the engine's application failed", exc_info=error)
             return
-        if self._hung_up.is_set():
-            logger.debug("the application raised when its client had left: %r", error)
+        if self._disconnected.is_set():
+            logger.debug("the application raised after its client had disconnected: %r", error)
             return
         self._crashed = True
         raise error
 
-    async def _hang_up(self, work: asyncio.Future[None]) -> None:
-        """End the application's work: tell it, if it listens; it knows best what it has begun."""
-        self._hung_up.set()
-        if self._listening:
-            await asyncio.wait([work], timeout=GRACE_S)
+    async def _stop(self, work: asyncio.Future[None]) -> None:
+        """Stop the application: by a disconnect if it listens, so that it cleans up; else by cancellation."""
+        self._disconnected.set()
+        if self._listeners:
+            await asyncio.wait([work], timeout=DISCONNECT_TIMEOUT_S)
         if not work.done():
             work.cancel()
             await asyncio.wait([work])
 
-    # what the application sees
+    # the application's side
 
     async def _receive(self) -> Message:
-        self._listening += 1
+        self._listeners += 1
         try:
-            await self._hung_up.wait()
+            await self._disconnected.wait()
         finally:
-            self._listening -= 1
+            self._listeners -= 1
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._begin(message)
+            self._hold_start(message)
             return
         if not self._known.done():
             await asyncio.wait([self._known])
-        if (self._hung_up.is_set() and not self._ended) or self._known.exception() is not None:
-            return  # nobody is there, or nobody may have it
+        if (self._disconnected.is_set() and not self._ended) or self._known.exception() is not None:
+            return  # the client has disconnected, or may not have an unrecorded answer
         if message["type"] == "http.response.body":
             self._read(message.get("body", b""), message.get("more_body", False))
-        if self._start is not None and not self._began:
-            self._began = True
+        if self._start is not None and not self._started:
+            self._started = True
             await self._to_client(self._start)
         await self._to_client(message)
 
-    def _begin(self, message: Message) -> None:
-        """The start of an answer is held back until there is a first byte, so that no sampling waits for the store."""
-        if self._hung_up.is_set() and not self._began:
-            return  # what the application says to nobody is no answer
+    def _hold_start(self, message: Message) -> None:
+        """Hold the start of an answer until its first byte, so that sampling does not wait for the store."""
+        if self._disconnected.is_set() and not self._started:
+            return  # ignore responses sent after the client disconnected
         self._start, self._status = message, message["status"]
-        content_type = next(
-            (v for k, v in message.get("headers", []) if k.lower() == b"content-type"), b""
-        ).decode("latin-1")
+        headers = message.get("headers", [])
+        value = next((value for name, value in headers if name.lower() == b"content-type"), b"")
+        content_type = value.decode("latin-1")
         self._streams = content_type.startswith("text/event-stream")
         if self._status < 400:
             self._reader = AnswerReader(content_type)
 
     def _read(self, piece: bytes, more: bool) -> None:
+        """Read a piece of the answer before the client gets it."""
         self._ended = self._ended or not more
         if self._reader is None or self._answer is not None:
             return
-        if piece and self._first_piece is None and self._streams:
-            self._first_piece = self._clock()
+        if piece and self._first_piece_time is None and self._streams:
+            self._first_piece_time = self._clock()
         self._reader.feed(piece)
-        if not more or (DONE in piece and self._streams and self._all_sampled()):
+        if not more or (DONE_EVENT in piece and self._streams and self._all_sampled()):
             self._ended = True
-            self._end_time = self._clock()  # before the client has it, so that its rewards come after
+            self._end_time = self._clock()  # before the client has it, so that its rewards are later
             self._answer = self._reader.finish()
             self._remember(self._answer)
 
     def _all_sampled(self) -> bool:
-        return all(sample.finish_reason != "aborted" for sample in self._exchange.samples.values())
+        return all(sample.finish_reason != "aborted" for sample in self._context.samples.values())
 
     def _remember(self, answer: Answer) -> None:
+        """Have the conversations remember the tokens of the answer's complete choices."""
         if self._conversations is None:
             return
+        context = self._context
         for choice in answer.choices:
-            sample = self._exchange.samples.get(choice.index)
+            sample = context.samples.get(choice.index)
             if choice.message is not None and sample is not None and sample.finish_reason != "aborted":
                 tokens = sample.prompt_ids + sample.output_ids
-                self._conversations.remember(
-                    self._exchange.scope, self._exchange.body, choice.message, tokens
-                )
+                self._conversations.remember(context.scope, context.body, choice.message, tokens)
 
-    # what is left of it
+    # the recorder's side
 
-    def records(self, model: str) -> list[Closed]:
-        """The records of the exchange's calls, when it is over.
+    def records(self, default_model: str) -> list[ClosedCall]:
+        """Return the records of the request's calls after it has ended.
 
         Args:
-            model: that the engine serves; for a request that names none.
+            default_model: the engine's model, for a request that names none.
         """
-        if self._status >= 400 or (self._crashed and not self._began):
-            return [(key, None, None) for key in self._exchange.keys]
+        context = self._context
+        if self._status >= 400 or (self._crashed and not self._started):
+            return [(key, None, None) for key in context.keys]
         answer = self._answer or (self._reader.finish() if self._reader else Answer())
+        model = model_of(context.body, default_model)
+        end_time = self._end_time or self._clock()
         delivered = self._answer is not None
-        model = model_of(self._exchange.body, model)
-        return records_of(
-            self._exchange, answer, model, self._end_time or self._clock(), self._first_piece, delivered
-        )
+        return records_of(context, answer, model, end_time, self._first_piece_time, delivered)

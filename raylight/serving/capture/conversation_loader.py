@@ -26,7 +26,8 @@ REMEMBERED = 10_000
 class ConversationLoader:
     """Loads the history of an attempt from the store into this replica's conversations.
 
-    It loads once for each missing answer. An answer that the agent wrote itself is not in the store, and is in every later request.
+    It loads once for each missing answer. An answer that the agent wrote itself is not in the store, and is
+    in every later request.
 
     Args:
         timeout_s: longest wait for the store. After it the prompt is rendered, and the next call loads again.
@@ -39,7 +40,7 @@ class ConversationLoader:
         self._loads: LRUCache[tuple[str, str, bytes], asyncio.Task[None]] = LRUCache(REMEMBERED)
 
     async def load(self, scope: AttemptScope, missing: bytes) -> None:
-        """Load what the store has of an attempt's conversations. Concurrent calls for one answer share a load.
+        """Load what the store has of an attempt's conversations. Concurrent calls for one answer load once.
 
         Args:
             missing: key of the answer that is not known here.

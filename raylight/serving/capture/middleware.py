@@ -1,18 +1,19 @@
-"""The layer around the engine's application that records what it samples for an attempt, token for token.
+"""Middleware around the engine's application that records what is sampled for attempts, token for token.
 
-Laws: the store knows of a call before the first byte of its answer leaves; a conversation is remembered before the last one does,
-so that the next request finds it; nobody samples for a client that is gone, or for an attempt that is over; every call that was
-announced is closed, whatever happens, with all that was sampled for it.
+Laws: the store has a call before the first byte of its answer leaves. A conversation is remembered before the
+last byte leaves, so that the next request finds it. Nothing is sampled for a client that has disconnected, or
+for an attempt that has finished. Every announced call is closed, whatever happens, with everything that was
+sampled for it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -23,30 +24,30 @@ from raylight.http.request import JsonRequest, json_request
 from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
 from raylight.serving.capture.finished_attempts import FinishedAttempts
-from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
+from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError, Recorder
 from raylight.serving.conversations.conversations import Conversations
+from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_CHOICES = 1024
-"""Choices of one request."""
-PROMPT = "kv_transfer_params"
-"""The field of a chat request in which engines take a prompt in tokens. No agent may send it."""
+"""Most choices of one request."""
+PROMPT_FIELD = "kv_transfer_params"
+"""Field of a chat request in which engines take a prompt in tokens. Agents may not send it."""
 TOKEN_IN = b"x-raylight-token-in"
-"""A request with this header and the value `off` has its prompt rendered from its messages alone."""
+"""Header of a request; with the value `off` its prompt is rendered from its messages alone."""
 REQUEST_ID = b"x-request-id"
-"""Engines make the answer's id of it, so that it names the call."""
+"""Header from which engines make the answer's id, so that the id names the call."""
 
 
 class CaptureMiddleware:
-    """Records the chats and completions of attempts; everything else passes through.
+    """ASGI middleware that records the chats and completions of attempts. Other requests pass through.
 
     Args:
-        app: the engine's.
-        conversations: None has every prompt rendered from its messages.
-        history: brings back the conversations of an attempt that another replica served until now.
+        app: the engine's application.
+        conversations: token histories for prompts; None has the engine render every prompt from its messages.
+        history: loads conversations of an attempt that another replica served before.
         clock: seconds since the epoch.
-        over: the attempts that are over, shared with the gateway.
+        finished: finished attempts, shared with the gateway.
     """
 
     def __init__(
@@ -57,134 +58,132 @@ class CaptureMiddleware:
         conversations: Conversations | None,
         history: History | None = None,
         clock: Callable[[], float] = time.time,
-        over: FinishedAttempts | None = None,
+        finished: FinishedAttempts | None = None,
     ) -> None:
         self._app = app
         self._engine = engine
         self._recorder = recorder
         self._conversations = conversations
-        self._recall = (
-            ConversationLoader(conversations, history)
-            if conversations is not None and history is not None
-            else None
-        )
+        self._loader = ConversationLoader(conversations, history) if conversations and history else None
         self._clock = clock
-        self._over = over or FinishedAttempts()
+        self._finished = finished or FinishedAttempts()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        inside = SCOPE.get()
+        attempt = SCOPE.get()
         if (
-            inside is None
+            attempt is None
             or scope["type"] != "http"
-            or scope["path"] not in (CHAT, COMPLETIONS)
+            or scope["path"] not in (ChatDialect.path, CompletionsDialect.path)
             or scope["method"] != "POST"
         ):
             await self._app(scope, receive, send)
             return
         try:
             request = await json_request(scope, receive)
-            await self._record(inside, request, scope, receive, send)
+            await self._capture(attempt, request, scope, receive, send)
         except RequestError as error:
-            refusal = error_response(error)  # outer layers put it into the dialect's own shape
-            if isinstance(error, Overloaded):
-                refusal.headers["retry-after"] = str(error.retry_after)
-            await refusal(scope, receive, send)
+            response = error_response(error)  # outer layers reshape it for the dialect
+            if isinstance(error, OverloadedError):
+                response.headers["retry-after"] = str(error.retry_after)
+            await response(scope, receive, send)
 
-    async def _record(
-        self, inside: AttemptScope, request: JsonRequest, scope: AsgiScope, receive: Receive, send: Send
+    async def _capture(
+        self, attempt: AttemptScope, request: JsonRequest, scope: AsgiScope, receive: Receive, send: Send
     ) -> None:
-        """Announce the calls of a request, have it answered, and close them.
+        """Announce the calls of a request, have the application answer it, and close them.
 
         Raises:
-            RequestError: it was refused, and nothing has been sent yet.
+            RequestError: the request was rejected, and nothing has been sent.
         """
-        if inside in self._over:
-            raise AttemptOver
+        if attempt in self._finished:
+            raise AttemptFinishedError
         headers = dict(scope["headers"])
-        exchange = self._exchange(inside, scope, request.fields)
-        known = await self._recorder.open(exchange.keys, exchange.start_time)
-        passage = CapturedRequest(exchange, known, send, self._clock, self._conversations)
+        context = self._context(attempt, scope, request.fields)
+        known = await self._recorder.open(context.keys, context.start_time)
+        captured = CapturedRequest(context, known, send, self._clock, self._conversations)
         try:
-            if scope["path"] == CHAT and (tokens := await self._prompt(exchange, headers)) is not None:
-                request = JsonRequest({**exchange.body, PROMPT: {PROMPT_IDS: tokens}}, receive)
-            kept = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID]
-            named = {**scope, "headers": [*kept, (REQUEST_ID, exchange.keys[0].call_id.encode())]}
-            await passage.run(self._app, named, request, receive)
-        except AttemptOver:
-            self._over.add(inside)
+            is_chat = scope["path"] == ChatDialect.path
+            if is_chat and (tokens := await self._prompt(context, headers)) is not None:
+                request = JsonRequest({**context.body, PROMPT_FIELD: {PROMPT_IDS: tokens}}, receive)
+            other_headers = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID]
+            call_id = context.keys[0].call_id.encode()
+            inner = {**scope, "headers": [*other_headers, (REQUEST_ID, call_id)]}
+            await captured.run(self._app, inner, request, receive)
+        except AttemptFinishedError:
+            self._finished.add(attempt)
             if self._conversations is not None:
-                self._conversations.forget(inside)
+                self._conversations.forget(attempt)
             raise
         finally:
-            self._recorder.close(passage.records(self._engine.model))
+            self._recorder.close(captured.records(self._engine.model))
 
-    def _exchange(self, inside: AttemptScope, scope: AsgiScope, body: dict[str, Any]) -> CaptureContext:
-        """What a request asks for.
+    def _context(self, attempt: AttemptScope, scope: AsgiScope, body: dict[str, Any]) -> CaptureContext:
+        """Return the context in which the engine samples for a request.
 
         Raises:
-            RequestError: it asks for something that cannot be recorded.
+            RequestError: the request asks for something that cannot be recorded.
         """
-        if body.get(PROMPT) is not None:
+        if body.get(PROMPT_FIELD) is not None:
             raise RequestError(
-                f"{PROMPT}: prompts in tokens are made here; send messages, or use /v1/completions"
+                f"{PROMPT_FIELD}: chat takes no prompts in tokens; send messages, or use /v1/completions"
             )
         if body.get("echo"):
             raise RequestError(
-                "echo: tokens that were not sampled cannot be recorded; put the prompt before the answer yourself"
+                "echo: unsampled tokens cannot be recorded; prepend the prompt to the answer yourself"
             )
         if body.get("use_beam_search"):
             raise RequestError(
-                "use_beam_search: beams are not sampled, and cannot be recorded token for token"
+                "use_beam_search: beams are not sampled, so that they cannot be recorded; sample instead"
             )
-        chat = scope["path"] == CHAT
-        keys = new_keys(inside, count_choices(body, chat), _digest(body))
-        return CaptureContext(
-            inside, scope.get(DIALECT_KEY) or ("chat" if chat else "completions"), body, self._clock(), keys
-        )
+        native = ChatDialect if scope["path"] == ChatDialect.path else CompletionsDialect
+        keys = new_keys(attempt, count_choices(body, native is ChatDialect), _digest(body))
+        return CaptureContext(attempt, scope.get(DIALECT_KEY) or native.name, body, self._clock(), keys)
 
-    async def _prompt(self, exchange: CaptureContext, headers: dict[bytes, bytes]) -> list[int] | None:
-        """The prompt in tokens, where the request continues a conversation, as `exchange.prompt` then says; None: the engine is to
-        render it.
+    async def _prompt(self, context: CaptureContext, headers: dict[bytes, bytes]) -> list[int] | None:
+        """Return the prompt in tokens of a request that continues a conversation; None: the engine renders it.
+
+        The source of the prompt is recorded in `context.prompt`.
 
         Raises:
-            RequestError: the header that switches this has a value that says nothing.
+            RequestError: the value of the header that switches this is neither on nor off.
         """
-        wish = headers.get(TOKEN_IN, b"on").lower()
-        if wish not in (b"on", b"off"):
-            raise RequestError(f"{TOKEN_IN.decode()} is on or off, not {wish.decode('latin-1')[:80]!r}")
-        if self._conversations is None or wish == b"off":
+        switch = headers.get(TOKEN_IN, b"on").lower()
+        if switch not in (b"on", b"off"):
+            value = switch.decode("latin-1")[:80]
+            raise RequestError(f"{TOKEN_IN.decode()} must be on or off, not {value!r}")
+        if self._conversations is None or switch == b"off":
             return None
-        if self._recall is not None and (
-            missing := self._conversations.unknown_answer(exchange.scope, exchange.body)
-        ):
-            await self._recall.load(exchange.scope, missing)
-        splice = self._conversations.splice(exchange.scope, exchange.body)
+        if self._loader is not None:
+            missing = self._conversations.unknown_answer(context.scope, context.body)
+            if missing:
+                await self._loader.load(context.scope, missing)
+        splice = self._conversations.splice(context.scope, context.body)
         if splice is None:
             return None
-        exchange.prompt = "spliced" if splice.complete else "partly"
+        context.prompt = "spliced" if splice.complete else "partly"
         return splice.tokens
 
 
 def count_choices(body: dict[str, Any], chat: bool) -> int:
-    """How many choices a request asks for.
+    """Return the number of choices that a request asks for, over all its prompts.
 
     Raises:
-        RequestError: no number of choices, or more than anybody may have.
+        RequestError: `n` is no number of choices, or there are more than `MAX_CHOICES`.
     """
     n, prompt = body.get("n"), body.get("prompt")
     if n is not None and (
         type(n) is not int or n < 1
-    ):  # engines would take "3", and sample what nobody announced
-        raise RequestError(f"n: a whole number of choices from 1 on, not {n!r:.50}")
+    ):  # engines accept "3" too, and would sample unannounced calls
+        raise RequestError(f"n: it must be a whole number from 1 on, not {n!r:.50}")
     count = n or 1
     if not chat and isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         count *= len(prompt)
     if count > MAX_CHOICES:
-        raise RequestError(f"a request has at most {MAX_CHOICES} choices; this one asks for {count}")
+        raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, not {count}")
     return count
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """Tells whether the same was asked again, streamed or not."""
-    asked = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-    return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16).hexdigest()
+    """Return a hash by which equal requests are recognized, streamed or not."""
+    fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    return hashlib.blake2b(msgspec.json.encode(fields, order="deterministic"), digest_size=16).hexdigest()

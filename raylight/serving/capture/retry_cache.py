@@ -1,8 +1,8 @@
-"""Middleware that answers a request which an SDK repeats, because it lost the answer, with the answer already sampled.
+"""Middleware that answers an SDK's retry of a request with the answer that was already sampled.
 
-Laws: an answer is replayed only to a retry (the SDK marks it), of the same attempt, on the same path, with the same body. Each
-retry continues the request before it. Errors and broken answers are not replayed: their retries are answered afresh. The kept
-answers are bounded in number, bytes and age.
+Laws: an answer is replayed only to a retry (the SDK marks it), of the same attempt, on the same path, with
+the same body. Each retry continues the request before it. Errors and broken answers are not replayed: their
+retries are answered afresh. The kept answers are bounded in number, bytes and age.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raylight.http.request import JsonRequest, json_request, until_disconnect
 from raylight.serving.dialects.registry import sampling_dialect
 
 RETRY_COUNT = b"x-stainless-retry-count"
-"""Header with the number of times that a request has been sent before; the SDKs of OpenAI and Anthropic set it."""
+"""Header with the number of times that a request was sent before, set by the SDKs of OpenAI and Anthropic."""
 TTL_S = 300.0
 """Age at which an answer is dropped."""
 DELIVERED_TTL_S = 30.0
@@ -121,8 +121,9 @@ class RetryCache:
     def _find_previous(self, key: Key, tries: int) -> _KeptAnswer | None:
         """Return the answer to the request that a retry repeats.
 
-        An agent may send equal requests, so that several answers qualify. A failed one comes first, because a retry must follow
-        it; then one that is known to be lost; then one that is still running; then one that seems delivered just now.
+        An agent may send equal requests, so that several answers qualify. A failed one comes first, because a
+        retry must follow it; then one that is known to be lost; then one that is still running; then one that
+        seems delivered just now.
         """
         delivered_since = self._clock() - self._delivered_ttl_s
         candidates = [
@@ -255,7 +256,7 @@ class _KeepingConnection:
         self._disconnected = False
 
     async def receive(self) -> Message:
-        """Receive from the client; its disconnect is withheld as long as a retry waits for the same answer."""
+        """Receive from the client. Its disconnect is withheld while a retry waits for the same answer."""
         if not self._disconnected:
             message = await self._from_client()
             if message["type"] != "http.disconnect":

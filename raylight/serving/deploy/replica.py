@@ -99,7 +99,7 @@ class ReplicaRuntime:
             token_in=config.token_in,
             history=store.chat_history if store is not None else None,
             metrics=Metrics(engine_metrics),
-            is_over=store.is_attempt_finished if store is not None else None,
+            is_finished=store.is_attempt_finished if store is not None else None,
         )
         return add_replica_header(gateway, self._replica)
 

@@ -1,1 +1,1 @@
-"""What agents speak: OpenAI chat completions, completions and responses, and Anthropic messages."""
+"""Dialects: the HTTP APIs that agents call, translated to and from the engine's chat completions."""

@@ -18,7 +18,9 @@ class Choice:
 
     index: int
     message: dict[str, Any] | None = None
-    """`role`, `content` (None if there are tool calls alone) and, where there are any, `tool_calls` and `reasoning_content`."""
+    """The message, with `role`, `content`, and `tool_calls` and `reasoning_content` if there are any.
+
+    `content` is None if there are tool calls alone."""
     text: str | None = None
     finish_reason: str | None = None
     """None while it is not over."""
@@ -37,7 +39,8 @@ class AnswerReader:
     """Assembles an answer as it passes on the wire.
 
     Args:
-        content_type: of the answer; `text/event-stream` is read as a stream, everything else as one JSON object.
+        content_type: of the answer; `text/event-stream` is read as a stream, everything else as one JSON
+            object.
     """
 
     def __init__(self, content_type: str) -> None:
@@ -80,7 +83,9 @@ class AnswerReader:
 
 
 def normalize_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as it would be sent back: without what is empty, tool calls without their indices, reasoning under one name."""
+    """A message as it would be sent back: without what is empty, tool calls without their indices, reasoning
+    under one name.
+    """
     known = {"role", "content", "tool_calls", "reasoning", "reasoning_content"}
     calls = [_tidy_call(call) for call in _dicts(message.get("tool_calls"))]
     tidy: dict[str, Any] = {
@@ -111,7 +116,9 @@ def _whole_choice(choice: dict[str, Any]) -> Choice:
 
 
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add a delta to a message: texts are joined, tool calls are found by their index, everything else is replaced."""
+    """Add a delta to a message: texts are joined, tool calls are found by their index, everything else is
+    replaced.
+    """
     for name, value in delta.items():
         if name == "tool_calls":
             for piece in _dicts(value):

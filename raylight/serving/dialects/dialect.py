@@ -1,7 +1,8 @@
 """The seam for dialects: HTTP APIs that agents call, translated to and from the engine's chat completions.
 
-A new dialect is one class in a file of its own and one entry in `registry.DIALECTS`. The gateway then serves its routes, capture
-records its calls, the retry cache answers its retries, and every error leaves in its shape.
+A new dialect is one class in a file of its own and one entry in `registry.DIALECTS`. The gateway then serves
+its routes, capture records its calls, the retry cache answers its retries, and every error leaves in its
+shape.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Dialect(ABC):
         name: recorded on spans as `raylight.dialect`; the route's label in metrics.
         path: route whose requests sample, below `/v1/`. Its first segment belongs to this dialect alone.
         other_paths: further routes below it that sample nothing, each with its label in metrics.
-        span_name: name of the spans of its calls. The triplet adapter finds those that match its `llm_call_match`.
+        span_name: name of the spans of its calls. The triplet adapter finds those that match its
+            `llm_call_match`.
         id_prefix: replaces `chatcmpl-` in the id of an answer; None: the engine's id is kept.
         native: True if engines serve its routes themselves, so that nothing is translated.
     """

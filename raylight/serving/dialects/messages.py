@@ -1,4 +1,4 @@
-"""Anthropic's messages dialect: requests as chat requests, chat answers as its messages, whole or streamed."""
+"""Anthropic's messages dialect: requests as chat requests, and chat answers as its messages."""
 
 from __future__ import annotations
 
@@ -141,7 +141,10 @@ def _content_block(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Decode the arguments of a call. Text that is no JSON object is kept verbatim, so that the next turn can quote it."""
+    """Decode the arguments of a call.
+
+    Text that is no JSON object is kept verbatim, so that the next turn can quote it.
+    """
     try:
         decoded = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -150,7 +153,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _usage(turn: Turn) -> dict[str, int]:
-    """Return counts of tokens; those read from the engine's prefix cache count separately, as in Anthropic's API."""
+    """Return counts of tokens. As in Anthropic's API, tokens from the prefix cache count separately."""
     cached = turn.cached_tokens
     return {
         "input_tokens": max(0, turn.prompt_tokens - cached),

@@ -1,7 +1,8 @@
 """Anthropic's messages dialect: its requests as chat requests.
 
-Hints of caching (`cache_control`), `metadata` and signatures of thinking are taken and mean nothing here. A failed tool's
-result begins with "Error: ", because chat has no other word for it. A conversation cannot end with the assistant's own words.
+Hints of caching (`cache_control`), `metadata` and signatures of thinking are taken and mean nothing here. A
+failed tool's result begins with "Error: ", because chat has no other word for it. A conversation cannot end
+with the assistant's own words.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from raylight.http.errors import RequestError
 from raylight.serving.dialects.answers import normalize_message
 
 INVALID_JSON = "INVALID_JSON"
-"""Key under which a call's input holds what the model wrote for arguments where that is no JSON object. It is Anthropic's own."""
+"""Key under which a call's input holds what the model wrote for arguments where that is no JSON object. It is
+Anthropic's own."""
 
 
 def _as_blocks(value: Any) -> Any:
@@ -249,7 +251,9 @@ def _to_chat(message: UserMessage | AssistantMessage | SystemMessage) -> list[di
 
 
 def _user_to_chat(message: UserMessage) -> list[dict[str, Any]]:
-    """Results of tools become messages of their own. Their images follow in the user's, because chat allows tools only text."""
+    """Results of tools become messages of their own. Their images follow in the user's, because chat allows
+    tools only text.
+    """
     results: list[dict[str, Any]] = []
     said: list[dict[str, Any]] = []
     shown: list[dict[str, Any]] = []

@@ -14,7 +14,10 @@ DIALECTS: dict[str, type[Dialect]] = {
 
 
 def dialect_of(path: str) -> type[Dialect]:
-    """Return the dialect of a path, with or without an attempt before its `/v1/`; `ChatDialect` for all other paths."""
+    """Return the dialect of a path, with or without an attempt before its `/v1/`.
+
+    Other paths count as `ChatDialect`, whose error shape they use.
+    """
     segment = path.rpartition("/v1/")[2].partition("/")[0]
     for dialect in DIALECTS.values():
         if f"{dialect.path}/".startswith(f"/v1/{segment}/"):

@@ -17,7 +17,7 @@ OVERHEAD = 100
 
 
 class ResponseHistory:
-    """The conversation up to each response, the response included. The least recently used one is dropped first.
+    """Conversations up to each response. The least recently used one is dropped first.
 
     Args:
         capacity: characters to keep. A conversation counts once for each of its responses.
@@ -43,9 +43,9 @@ class ResponseHistory:
             return self._conversations[scope, response_id]
         except KeyError:
             raise RequestError(
-                f"previous_response_id: there is no response {response_id!r} here. A replica remembers its own recent "
-                "responses of the same attempt, unless they were made with store=false. Send the whole conversation "
-                "as input.",
+                f"previous_response_id: there is no response {response_id!r} here. A replica remembers its "
+                "own recent responses of the same attempt, unless they were made with store=false. Send the "
+                "whole conversation as input.",
                 404,
                 "not_found_error",
             ) from None

@@ -1,4 +1,4 @@
-"""OpenAI's responses dialect: requests as chat requests, chat answers as its responses, whole or streamed."""
+"""OpenAI's responses dialect: requests as chat requests, and chat answers as its responses."""
 
 from __future__ import annotations
 

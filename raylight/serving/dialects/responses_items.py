@@ -1,6 +1,7 @@
 """The input items of a responses request, as chat messages.
 
-What the model said in one go comes back as several items (reasoning, a message, calls of tools) and is one message of chat.
+What the model said in one go comes back as several items (reasoning, a message, calls of tools) and is one
+message of chat.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ class _Said:
 
 
 def item_id(prefix: str, generation: str, index: int) -> str:
-    """The id of an item of an answer: `msg_...`, `fc_...` or `rs_...`, with the answer's own id and its place there."""
+    """The id of an item of an answer: `msg_...`, `fc_...` or `rs_...`, with the answer's own id and its place
+    there.
+    """
     return f"{prefix}_{generation}.{index}"
 
 

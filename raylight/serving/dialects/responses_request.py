@@ -1,9 +1,11 @@
 """OpenAI's responses dialect: its requests as chat requests.
 
-A response is remembered by its replica for `previous_response_id` unless it was made with `store=false`; it is never stored for
-later reading, so answers say `store: false`. `metadata` is echoed; `user`, `safety_identifier` and keys of caches are tags that
-mean nothing here. Developers' messages are the system's. Who includes `reasoning.encrypted_content`, as agent-framework's client
-always does, gets reasoning in plain words, which may be sent back as they are.
+A response is remembered by its replica for `previous_response_id` unless it was made with `store=false`; it
+is never stored for
+later reading, so answers say `store: false`. `metadata` is echoed; `user`, `safety_identifier` and keys of
+caches are tags that mean nothing here. Developers' messages are the system's. Who includes
+`reasoning.encrypted_content`, as agent-framework's client always does, gets reasoning in plain words, which
+may be sent back as they are.
 """
 
 from __future__ import annotations

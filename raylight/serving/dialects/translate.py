@@ -1,4 +1,4 @@
-"""The middleware that translates requests of agents for the engine, and the engine's answers back as they arrive."""
+"""Middleware that translates agents' requests for the engine, and the engine's answers back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Headers = list[tuple[bytes, bytes]]
 class TranslationMiddleware:
     """Serves the routes of all dialects with an application that serves chat completions and `/tokenize`.
 
-    Requests of native dialects, and all other paths, pass through. Pieces of a stream are sent as they arrive; a client's
-    disconnect reaches the application.
+    Requests of native dialects, and all other paths, pass through. Pieces of a stream are sent as they
+    arrive; a client's disconnect reaches the application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -137,7 +137,7 @@ class _AnswerSender:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _translate(self, body: bytes) -> dict[str, Any]:
-        """Return the dialect's answer, or its error body if the engine's answer is an error or cannot be read."""
+        """Return the dialect's answer, or its error body for an error or an unreadable answer."""
         try:
             if self._status >= 400:
                 raise read_error(self._status, body)

@@ -1,6 +1,7 @@
-"""An engine's chat answer as a turn of blocks: reasoning, text and tool calls, in the order in which the model wrote them.
+"""An engine's chat answer as a turn of blocks: reasoning, text and tool calls, in their order.
 
-Translated dialects answer in blocks. A turn is one choice. Blocks never overlap: text between the pieces of a call follows the call.
+Translated dialects answer in blocks. A turn is one choice. Blocks never overlap: text between the pieces of a
+call follows the call.
 """
 
 from __future__ import annotations

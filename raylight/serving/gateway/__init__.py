@@ -1,1 +1,1 @@
-"""The outermost layers of a replica: keys, routes, limits, errors, metrics."""
+"""The gateway of a replica: keys, routes, errors and metrics around all other layers."""

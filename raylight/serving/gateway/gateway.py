@@ -1,4 +1,4 @@
-"""The outermost layer of a replica, and the whole stack of layers around an engine's application."""
+"""The outermost layer of a replica, and the stack of layers around an engine's application."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ from raylight.http.request import MAX_BODY, read_request
 from raylight.serving.capture.conversation_loader import History
 from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
 from raylight.serving.capture.middleware import CaptureMiddleware
-from raylight.serving.capture.recorder import AttemptOver, Overloaded, Recorder
+from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.translate import TranslationMiddleware
-from raylight.serving.gateway.error_shaping import ShapedSend, refuse_websocket
-from raylight.serving.gateway.metrics import CONTENT_TYPE, Metrics, Watch
-from raylight.serving.gateway.routes import MethodError, Route, below_root, find_attempt, find_route
+from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
+from raylight.serving.gateway.metrics import CONTENT_TYPE, Metrics, RequestTimer
+from raylight.serving.gateway.routes import MethodError, Route, find_attempt, find_route, without_root
 from raylight.traces.otlp import Sink, traces_route
 
 logger = logging.getLogger(__name__)
 
-SECRETS = (b"authorization", b"x-api-key", b"cookie", b"proxy-authorization")
-"""Headers that no inner layer is shown."""
+SECRET_HEADERS = (b"authorization", b"x-api-key", b"cookie", b"proxy-authorization")
+"""Headers that inner layers do not receive."""
 
 
 class Gateway:
-    """Lets a request in if its key opens its address, its route is one of those listed, and its body is sound.
+    """Accepts a request if its key is valid for its address, its route exists, and its body is sound JSON.
 
-    `/rollout/{rid}/attempt/{aid}[/agent/{name}]/v1/...` is opened by that attempt's key alone, and becomes `/v1/...` within the
-    attempt's scope. Other addresses need the run's secret, except `/health`. Errors leave in the shape of the dialect; an exception
-    of an inner layer is logged and becomes a 500.
+    `/rollout/{rid}/attempt/{aid}[/agent/{name}]/v1/...` takes that attempt's key alone; inner layers receive
+    `/v1/...` and find the attempt in `SCOPE`. All other addresses take the run's secret, except `/health`,
+    which needs no key. Errors are sent in the shape of the request's dialect. An exception of an inner layer
+    is logged and answered with status 500.
 
     Args:
-        secret: None: no key is needed, and no attempt has an address. For a server of its own on loopback.
-        over: the attempts that are over, whose keys open nothing any more.
-        traces: takes what is sent to `/v1/traces`; None: there is no such route.
-        attempts: whether attempts have addresses; without a recorder their calls would be lost.
-        max_body: bytes of a request's body.
+        secret: the run's secret. None: no key is needed and attempts have no addresses, for a server of its
+            own on loopback.
+        finished: finished attempts, whose keys are revoked.
+        traces: application that answers `/v1/traces`; None: the route does not exist.
+        attempts: True if attempts have addresses; without a recorder their calls would be lost.
+        max_body: largest body of a request, in bytes.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Gateway:
         secret: str | None,
         traces: ASGIApp | None,
         metrics: Metrics,
-        over: FinishedAttempts | None = None,
+        finished: FinishedAttempts | None = None,
         *,
         attempts: bool = True,
         max_body: int = MAX_BODY,
@@ -67,154 +69,152 @@ class Gateway:
         self._secret = secret
         self._traces = traces
         self._metrics = metrics
-        self._over = over or FinishedAttempts()
+        self._finished = finished or FinishedAttempts()
         self._attempts = attempts and secret is not None
         self._max_body = max_body
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await refuse_websocket(scope, receive, send)
+            await reject_websocket(scope, receive, send)
         elif scope["type"] != "http":
             await self._app(scope, receive, send)
         else:
-            await self._answer(scope, receive, send)
+            await self._handle(scope, receive, send)
 
-    async def _answer(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever happens within."""
-        inside, path = find_attempt(scope) or (None, scope["path"])
-        path = below_root(path, scope.get("root_path", ""))
+    async def _handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request, with an error if it is rejected or an inner layer fails."""
+        attempt, path = find_attempt(scope) or (None, scope["path"])
+        path = without_root(path, scope.get("root_path", ""))
         dialect = dialect_of(path)
-        watch = Watch(self._metrics, send)
-        shaped = ShapedSend(watch.send, None if path == "/v1/traces" else dialect)
+        timer = RequestTimer(self._metrics, send)
+        answer = ErrorShapingSend(timer.send, None if path == "/v1/traces" else dialect)
+        headers = dict(scope["headers"])
         try:
-            if inside is not None or path != "/health":
-                self._check_key(dict(scope["headers"]), inside)
+            if attempt is not None or path != "/health":
+                self._check_key(headers, attempt)
             route = find_route(scope, path)
-            watch.route = route.name
-            if inside is not None:
-                await self._check_alive(inside, route, dict(scope["headers"]))
-            await self._serve(route, inside, scope, receive, shaped)
+            timer.route = route.name
+            if attempt is not None:
+                await self._check_running(attempt, route, headers)
+            await self._serve(route, attempt, scope, receive, answer)
         except RequestError as error:
-            if shaped.started:
+            if answer.started:
                 raise
-            await shaped.send_error(dialect, error, _headers_of(error))
+            await answer.send_error(dialect, error, _headers_of(error))
         except ClientDisconnect:
-            logger.debug("a client left before its request was read")
+            logger.debug("a client disconnected before its request was read")
         except Exception:
-            if shaped.started:  # the server cuts the connection, so that the client knows
+            if (
+                answer.started
+            ):  # the server then closes the connection, which shows the client that the answer is cut
                 raise
             logger.exception("%s %s failed", scope["method"], path)
-            await shaped.send_error(
-                dialect, RequestError("the server failed; its log tells why", 500, "server_error")
-            )
+            failure = RequestError("internal error; see the server's log", 500, "server_error")
+            await answer.send_error(dialect, failure)
         finally:
-            watch.end()
+            timer.end()
 
-    def _check_key(self, headers: dict[bytes, bytes], inside: AttemptScope | None) -> None:
-        """See that a request may have what its address names.
+    def _check_key(self, headers: dict[bytes, bytes], attempt: AttemptScope | None) -> None:
+        """Check that a key of the request is valid for its address.
 
         Raises:
-            RequestError: no key of the request opens the address (401), or attempts have no addresses here (404).
+            RequestError: 401, none is; 404, attempts have no addresses here.
         """
-        if inside is not None and not self._attempts:
+        if attempt is not None and not self._attempts:
             raise RequestError(
-                "this server records no rollouts, and has no addresses for them", 404, "not_found_error"
+                "this server records no rollouts; use its addresses without /rollout", 404, "not_found_error"
             )
-        if self._secret is not None and not any(
-            self._opens(key, self._secret, inside) for key in _keys(headers)
-        ):
-            self._metrics.refused_keys.inc()
-            raise RequestError("this API key does not open this address", 401, "authentication_error")
+        secret = self._secret
+        if secret is not None and not any(_key_is_valid(key, secret, attempt) for key in _keys(headers)):
+            self._metrics.rejected_keys.inc()
+            raise RequestError(
+                "this API key is not valid for this address; use the key that was given with it",
+                401,
+                "authentication_error",
+            )
 
-    async def _check_alive(self, inside: AttemptScope, route: Route, headers: dict[bytes, bytes]) -> None:
-        """See that an attempt is not over. Calls that are sampled are told so by the store when they are announced; others ask.
+    async def _check_running(self, attempt: AttemptScope, route: Route, headers: dict[bytes, bytes]) -> None:
+        """Check that an attempt has not finished.
+
+        The store checks that itself when a sampled call is announced. For other requests, and for retries,
+        the store is asked.
 
         Raises:
-            AttemptOver: it is.
+            AttemptFinishedError: the attempt has finished.
         """
-        announced = route.samples and headers.get(RETRY_COUNT, b"0") == b"0"
-        if inside in self._over or (not announced and await self._over.check(inside)):
-            raise AttemptOver
-
-    def _opens(self, key: str, secret: str, inside: AttemptScope | None) -> bool:
-        if inside is not None:
-            return is_attempt_key(key, secret, inside.rollout_id, inside.attempt_id)
-        return hmac.compare_digest(key.encode(), secret.encode())
+        is_announced = route.samples and headers.get(RETRY_COUNT, b"0") == b"0"
+        if attempt in self._finished or (not is_announced and await self._finished.check(attempt)):
+            raise AttemptFinishedError
 
     async def _serve(
         self,
         route: Route,
-        inside: AttemptScope | None,
+        attempt: AttemptScope | None,
         scope: AsgiScope,
         receive: Receive,
-        shaped: ShapedSend,
+        answer: ErrorShapingSend,
     ) -> None:
-        """Answer a request that was let in.
+        """Answer an accepted request.
 
         Raises:
-            RequestError: its body cannot be taken, or what it asks for is not there.
-            ClientDisconnect: the client went away before the end of its body.
+            RequestError: its body is rejected, or the resource does not exist.
+            ClientDisconnect: the client disconnected before the end of the body.
         """
-        headers = [pair for pair in scope["headers"] if pair[0] not in SECRETS]
-        path = route.inner.encode()
         inner = {
             **scope,
             "path": route.inner,
-            "raw_path": path,
+            "raw_path": route.inner.encode(),
             "root_path": "",
-            "headers": headers,
+            "headers": [pair for pair in scope["headers"] if pair[0] not in SECRET_HEADERS],
         }
-        token = SCOPE.set(inside)
+        token = SCOPE.set(attempt)
         try:
             if route.name == "health":
-                await self._tell_health(inner, receive, shaped)
+                await self._answer_health(inner, receive, answer)
             elif route.name == "metrics":
-                await Response(self._metrics.page(), media_type=CONTENT_TYPE)(inner, receive, shaped)
+                await Response(self._metrics.page(), media_type=CONTENT_TYPE)(inner, receive, answer)
             elif route.name == "traces":
-                await self._take_spans(inner, receive, shaped)
+                if self._traces is None:
+                    raise RequestError("this server stores no spans", 404, "not_found_error")
+                await self._traces(inner, receive, answer)
             elif route.name == "models":
-                await self._list_models(route.model, inner, receive, shaped)
+                await self._list_models(route.model, inner, receive, answer)
             else:
-                await self._pass_on(inner, receive, shaped)
+                await self._forward(inner, receive, answer)
         finally:
             SCOPE.reset(token)
 
-    async def _pass_on(self, inner: AsgiScope, receive: Receive, shaped: ShapedSend) -> None:
-        """Have the inner layers answer a request with a body."""
+    async def _forward(self, inner: AsgiScope, receive: Receive, answer: ErrorShapingSend) -> None:
+        """Have the inner layers answer a request with a JSON body."""
         request = await read_request(inner, receive, self._max_body)
-        await self._app(request.put_into(inner), request, shaped)
-        if not (shaped.started or request.disconnected):
-            raise RuntimeError("the inner layers gave no answer")
-
-    async def _take_spans(self, inner: AsgiScope, receive: Receive, shaped: ShapedSend) -> None:
-        if self._traces is None:
-            raise RequestError("this server takes no spans", 404, "not_found_error")
-        await self._traces(inner, receive, shaped)
+        await self._app(request.put_into(inner), request, answer)
+        if not (answer.started or request.disconnected):
+            raise RuntimeError("the inner layers sent no answer")
 
     async def _list_models(
-        self, model: str | None, inner: AsgiScope, receive: Receive, shaped: ShapedSend
+        self, model: str | None, inner: AsgiScope, receive: Receive, answer: ErrorShapingSend
     ) -> None:
-        """The list of models that the engine gives, or one of it."""
+        """Answer with the engine's list of models, or with one entry of it."""
         if model is None:
-            await self._app(inner, receive, shaped)
+            await self._app(inner, receive, answer)
             return
-        heard = bytearray()
+        body = bytearray()
 
-        async def hear(message: Message) -> None:
-            heard.extend(message.get("body", b""))
+        async def collect(message: Message) -> None:
+            body.extend(message.get("body", b""))
 
-        await self._app(inner, receive, hear)
-        found = [entry for entry in json.loads(heard).get("data", []) if entry.get("id") == model]
-        if not found:
+        await self._app(inner, receive, collect)
+        entries = [entry for entry in json.loads(body).get("data", []) if entry.get("id") == model]
+        if not entries:
             raise RequestError(f"the model {model[:200]!r} does not exist", 404, "not_found_error")
-        await JSONResponse(found[0])(inner, receive, shaped)
+        await JSONResponse(entries[0])(inner, receive, answer)
 
-    async def _tell_health(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def _answer_health(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         try:
             await self._engine.check_health()
         except Exception:
-            logger.exception("the engine is not well")
-            raise RequestError("the engine can serve no more", 503, "overloaded_error") from None
+            logger.exception("the engine's health check failed")
+            raise RequestError("the engine is unhealthy and cannot serve", 503, "overloaded_error") from None
         await JSONResponse({"status": "ok", "model": self._engine.model})(scope, receive, send)
 
 
@@ -229,77 +229,88 @@ def build_gateway(
     metrics: Metrics | None = None,
     token_in: bool = True,
     history: History | None = None,
-    is_over: IsFinished | None = None,
+    is_finished: IsFinished | None = None,
 ) -> ASGIApp:
-    """The whole application of one replica, from the outermost layer to the engine's own.
+    """Build the application of a replica: gateway, retry cache, translation, capture, and the engine's.
 
     Args:
-        secret: the run's, or the key of a server of its own; None lets everyone in, and gives attempts no addresses.
-        recorder: takes the calls of attempts; None: attempts have no addresses.
-        spans: stores spans that other processes send to `/v1/traces`; None: there is no such route.
-        token_in: build a conversation's next prompt from the tokens that it had, where the engine has a tokenizer.
-        is_over: tells whether an attempt is over, for requests that open no call; normally `StoreClient.is_attempt_finished`.
-        history: brings back the conversations of an attempt that another replica served until now; normally `StoreClient.chat_history`.
+        secret: the run's secret, or the key of a server of its own. None accepts every client, and attempts
+            have no addresses.
+        recorder: sends the calls of attempts to the store. None: attempts have no addresses.
+        spans: stores spans that other processes send to `/v1/traces`. None: the route does not exist.
+        max_body: largest body of a request, in bytes.
+        token_in: build the next prompt of a conversation from its own tokens, if the engine has a tokenizer.
+        history: loads conversations of an attempt that another replica served before; normally
+            `StoreClient.chat_history`.
+        is_finished: returns True if an attempt has finished, for requests that open no call; normally
+            `StoreClient.is_attempt_finished`.
     """
     metrics = metrics or Metrics()
-    over = FinishedAttempts(is_over)
-    app = metrics.counting_samples(engine_app)
+    finished = FinishedAttempts(is_finished)
+    app = metrics.count_samples(engine_app)
     if recorder is not None:
         conversations = Conversations(engine.tokenizer) if token_in and engine.tokenizer is not None else None
-        _show_calls(recorder, conversations, metrics)
-        app = CaptureMiddleware(app, engine, recorder, conversations, history, over=over)
+        _add_gauges(metrics, recorder, conversations)
+        app = CaptureMiddleware(app, engine, recorder, conversations, history, finished=finished)
     app = TranslationMiddleware(app)
     if recorder is not None:
         app = RetryCache(app, on_replay=metrics.replays.inc)
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
-    return Gateway(
-        app, engine, secret, traces, metrics, over, attempts=recorder is not None, max_body=max_body
-    )
+    has_attempts = recorder is not None
+    return Gateway(app, engine, secret, traces, metrics, finished, attempts=has_attempts, max_body=max_body)
 
 
-def _show_calls(recorder: Recorder, conversations: Conversations | None, metrics: Metrics) -> None:
-    """Have the metrics show what becomes of records and prompts."""
+def _add_gauges(metrics: Metrics, recorder: Recorder, conversations: Conversations | None) -> None:
+    """Add gauges of the recorder's calls and of the prompts."""
     stats = recorder.stats
-    metrics.gauge(
-        "recorder_open", "Calls that are announced and not yet over", lambda: stats.opened - stats.closed
-    )
-    metrics.gauge(
-        "recorder_unsent", "Announcements and records that the store does not have yet", lambda: stats.unsent
-    )
-    metrics.gauge(
-        "recorder_lost", "Announcements and records that never reached the store", lambda: stats.lost
-    )
-    metrics.gauge(
-        "recorder_overloaded", "Calls turned away for want of room or of the store", lambda: stats.overloaded
-    )
-    metrics.gauge(
-        "recorder_refused", "Calls turned away because their attempt was over", lambda: stats.refused
-    )
+    gauges = {
+        "recorder_open": ("Announced calls that have not ended", lambda: stats.opened - stats.closed),
+        "recorder_unsent": (
+            "Announcements and records that the store does not have yet",
+            lambda: stats.unsent,
+        ),
+        "recorder_lost": ("Announcements and records that never reached the store", lambda: stats.lost),
+        "recorder_overloaded": (
+            "Calls rejected because the recorder was full or the store unreachable",
+            lambda: stats.overloaded,
+        ),
+        "recorder_rejected": (
+            "Calls rejected because their attempt had finished",
+            lambda: stats.rejected,
+        ),
+    }
     if conversations is not None:
         counts = conversations.counts
-        metrics.gauge(
-            "prompts_spliced", "Prompts made of the tokens of their conversation", lambda: counts.spliced
-        )
-        metrics.gauge(
-            "prompts_partly",
-            "Prompts of which only the earlier turns were known in tokens",
-            lambda: counts.partly,
-        )
-        metrics.gauge(
-            "prompts_rendered", "Prompts of attempts that the engine rendered", lambda: counts.rendered
-        )
-        refused = "Prompts that the chat template did not let continue"
-        metrics.gauge("prompts_refused_by_template", refused, lambda: counts.refused_by_template)
+        gauges |= {
+            "prompts_spliced": (
+                "Prompts built from the tokens of their conversation",
+                lambda: counts.spliced,
+            ),
+            "prompts_partly_spliced": (
+                "Prompts of which only the first turns were built from tokens",
+                lambda: counts.partly,
+            ),
+            "prompts_rendered": (
+                "Prompts of attempts that the engine rendered from messages",
+                lambda: counts.rendered,
+            ),
+            "prompts_refused_by_template": (
+                "Prompts that the chat template does not allow to continue in tokens",
+                lambda: counts.refused_by_template,
+            ),
+        }
+    for name, (text, read) in gauges.items():
+        metrics.gauge(name, text, read)
 
 
 def _attempt_of_scope() -> tuple[str, str] | None:
-    """The attempt whose address was called; spans sent there belong to it."""
+    """Return the attempt whose address was called; spans sent there belong to it."""
     scope = SCOPE.get()
     return (scope.rollout_id, scope.attempt_id) if scope else None
 
 
 def _keys(headers: dict[bytes, bytes]) -> list[str]:
-    """The keys that a request brings: as OpenAI's clients send them, and as Anthropic's do."""
+    """Return the keys of a request: OpenAI's clients send a bearer token, Anthropic's `x-api-key`."""
     scheme, _, bearer = headers.get(b"authorization", b"").decode("latin-1").strip().partition(" ")
     keys = [
         bearer.strip() if scheme.lower() == "bearer" else "",
@@ -308,10 +319,16 @@ def _keys(headers: dict[bytes, bytes]) -> list[str]:
     return [key for key in keys if key]
 
 
+def _key_is_valid(key: str, secret: str, attempt: AttemptScope | None) -> bool:
+    if attempt is not None:
+        return is_attempt_key(key, secret, attempt.rollout_id, attempt.attempt_id)
+    return hmac.compare_digest(key.encode(), secret.encode())
+
+
 def _headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
-    """Headers that HTTP wants with a status."""
+    """Return the headers that HTTP requires with the status of an error."""
     if isinstance(error, MethodError):
         return [(b"allow", ", ".join(error.methods).encode())]
-    if isinstance(error, Overloaded):
+    if isinstance(error, OverloadedError):
         return [(b"retry-after", str(error.retry_after).encode())]
     return [(b"www-authenticate", b"Bearer")] if error.status == 401 else []

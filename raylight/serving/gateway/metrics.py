@@ -1,4 +1,4 @@
-"""What a replica counts of its requests, as Prometheus reads it."""
+"""Metrics of a replica's requests, for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,76 +11,59 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.engines.capture_context import CURRENT
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Limits of the histograms' buckets."""
-GONE = "499"
-"""The status of a request whose client left before there was an answer."""
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the histograms' buckets, in seconds."""
+CLIENT_DISCONNECTED = "499"
+"""Status counted for a request whose client disconnected before an answer."""
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class Metrics:
-    """The counters of one replica. Labels have few values: the routes there are, and statuses.
+    """Counters of one replica. Their labels have few values: names of routes, and statuses.
 
     Args:
-        extra: more in the same text format, such as the engine's own metrics.
+        extra: returns more metrics in Prometheus' text format, such as the engine's own.
     """
 
     def __init__(self, extra: Callable[[], bytes] | None = None) -> None:
         self.registry = registry = CollectorRegistry()
         self._extra = extra
-        self.requests = Counter(
-            "raylight_requests", "Requests by route and status", ["route", "status"], registry=registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"raylight_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"raylight_{name}", text, ["route"], registry=registry, buckets=BUCKETS_S)
+
+        self.requests = counter("requests", "Requests by route and status", "route", "status")
+        self.in_flight = Gauge("raylight_requests_in_flight", "Requests not yet answered", registry=registry)
+        self.seconds = histogram("request_seconds", "Seconds from a request to the end of its answer")
+        self.first_byte = histogram(
+            "first_byte_seconds", "Seconds from a request to the first byte of its answer"
         )
-        self.in_flight = Gauge(
-            "raylight_requests_in_flight", "Requests that are being answered", registry=registry
-        )
-        self.seconds = Histogram(
-            "raylight_request_seconds",
-            "From a request to the end of its answer",
-            ["route"],
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self.first_byte = Histogram(
-            "raylight_first_byte_seconds",
-            "From a request to the first byte of its answer",
-            ["route"],
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self.prompt_tokens = Counter(
-            "raylight_prompt_tokens", "Tokens of the prompts of recorded calls", registry=registry
-        )
-        self.output_tokens = Counter(
-            "raylight_output_tokens", "Tokens sampled in recorded calls", registry=registry
-        )
-        self.aborted = Counter(
-            "raylight_aborted_calls", "Recorded calls that ended before they were done", registry=registry
-        )
-        self.replays = Counter(
-            "raylight_replays", "Retries answered with what had been sampled already", registry=registry
-        )
-        self.refused_keys = Counter(
-            "raylight_refused_keys", "Requests whose key did not fit", registry=registry
-        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of recorded calls")
+        self.output_tokens = counter("output_tokens", "Tokens sampled in recorded calls")
+        self.aborted = counter("aborted_calls", "Recorded calls that ended before their answer was complete")
+        self.replays = counter("replays", "Retries answered with the answer already sampled")
+        self.rejected_keys = counter("rejected_keys", "Requests without a valid API key")
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Show a number that is read at each scrape."""
+        """Add a gauge whose value is read at each scrape."""
         Gauge(f"raylight_{name}", text, registry=self.registry).set_function(read)
 
     def page(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry) + (self._extra() if self._extra else b"")
 
-    def counting_samples(self, app: ASGIApp) -> ASGIApp:
-        """The engine's application, with the tokens counted that it sampled for each exchange."""
+    def count_samples(self, app: ASGIApp) -> ASGIApp:
+        """Wrap the engine's application so that the tokens sampled for each captured request are counted."""
 
         async def counting(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await app(scope, receive, send)
             finally:
-                if exchange := CURRENT.get():
-                    for sample in exchange.samples.values():
+                if context := CURRENT.get():
+                    for sample in context.samples.values():
                         self.prompt_tokens.inc(len(sample.prompt_ids))
                         self.output_tokens.inc(len(sample.output_ids))
                         self.aborted.inc(sample.finish_reason == "aborted")
@@ -88,19 +71,24 @@ class Metrics:
         return counting
 
 
-class Watch:
-    """One request as it is counted."""
+class RequestTimer:
+    """Measures one request from its construction to `end`.
+
+    Attributes:
+        route: name of the request's route; set once it is known.
+    """
 
     def __init__(self, metrics: Metrics, send: Send) -> None:
+        self.route = "unknown"
         self._metrics = metrics
         self._send = send
         self._start = time.perf_counter()
         self._first_byte: float | None = None
-        self._status = GONE
-        self.route = "unknown"
+        self._status = CLIENT_DISCONNECTED
         metrics.in_flight.inc()
 
     async def send(self, message: Message) -> None:
+        """Send a message of the answer."""
         if message["type"] == "http.response.start":
             self._status = str(message["status"])
         elif self._first_byte is None and message.get("body"):
@@ -108,6 +96,7 @@ class Watch:
         await self._send(message)
 
     def end(self) -> None:
+        """Add the request to the metrics."""
         metrics = self._metrics
         metrics.in_flight.dec()
         metrics.requests.labels(self.route, self._status).inc()

@@ -13,7 +13,7 @@ from starlette.types import Scope as AsgiScope
 from unit_helpers import within
 
 from raylight.engines.capture_context import CURRENT, SCOPE, AttemptScope, CaptureContext
-from raylight.serving.capture.recorder import Closed, Opened
+from raylight.serving.capture.recorder import ClosedCall, OpenedCall
 from raylight.types import CallKey
 
 INSIDE = AttemptScope("ro-1", "at-1")
@@ -25,8 +25,8 @@ class Sink:
     """What the store was told; `gate` makes it slow, `error` makes it fail, `over` are attempts that it refuses."""
 
     def __init__(self) -> None:
-        self.opened: list[Opened] = []
-        self.closed: list[Closed] = []
+        self.opened: list[OpenedCall] = []
+        self.closed: list[ClosedCall] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.told = asyncio.Condition()
@@ -34,7 +34,7 @@ class Sink:
         self.over: set[str] = set()
         self.at_once = self.most_at_once = self.tries = 0
 
-    async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+    async def __call__(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> Sequence[CallKey]:
         self.tries += 1
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)

@@ -85,10 +85,10 @@ class Bench:
     """A tap between a fake engine and a sink."""
 
     def __init__(
-        self, conversations: Any = None, history: Any = None, patience_s: float = 5.0, capacity: int = 100
+        self, conversations: Any = None, history: Any = None, timeout_s: float = 5.0, capacity: int = 100
     ) -> None:
         self.sink, self.app, self.times = Sink(), FakeApp(), iter(range(10, 10_000))
-        self.recorder = Recorder(self.sink, capacity, patience_s)
+        self.recorder = Recorder(self.sink, capacity, timeout_s)
         self.tap = CaptureMiddleware(
             self.app, ENGINE, self.recorder, conversations, history, clock=lambda: float(next(self.times))
         )
@@ -308,7 +308,7 @@ async def test_the_key_of_a_decided_attempt_opens_nothing_any_more(listens: bool
     bench.app.gate.clear()
     call = await bench.call().answered()
     assert (call.status, call.json["error"]["type"]) == (401, "authentication_error")
-    assert "its key opens nothing any more" in call.json["error"]["message"]
+    assert "its API key has been revoked" in call.json["error"]["message"]
     assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0)), (
         "nobody samples on"
     )
@@ -322,11 +322,11 @@ async def test_the_key_of_a_decided_attempt_opens_nothing_any_more(listens: bool
 
 async def test_a_store_that_is_away_pushes_back_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_queue, "FIRST_PAUSE_S", 0.001)
-    bench = Bench(patience_s=0.02)
+    bench = Bench(timeout_s=0.02)
     bench.sink.error = StoreLostError("gone")
     call = await bench.call().answered()
     assert (call.status, call.headers[b"retry-after"]) == (503, b"1")
-    assert "try again" in call.json["error"]["message"]
+    assert "send the request again" in call.json["error"]["message"]
     bench.sink.error = None
     await bench.sink.has(1, 1)
     assert bench.sink.closed[0][1].finish_reason == "aborted", "nobody got the answer"
@@ -336,7 +336,7 @@ async def test_a_store_that_is_away_pushes_back_and_loses_nothing(monkeypatch: p
 
 
 async def test_a_full_buffer_turns_calls_away() -> None:
-    bench = Bench(patience_s=0.01, capacity=1)
+    bench = Bench(timeout_s=0.01, capacity=1)
     bench.app.gate.clear()
     first = bench.call()
     await bench.app.sampling.wait()
@@ -389,7 +389,7 @@ async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_record
 async def test_an_application_that_listens_but_does_not_end_is_cancelled(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_request, "GRACE_S", 0.01)
+    monkeypatch.setattr(captured_request, "DISCONNECT_TIMEOUT_S", 0.01)
 
     async def deaf(scope: AsgiScope, receive: Receive, send: Send) -> None:
         await receive()
@@ -814,5 +814,5 @@ async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
 
 @pytest.mark.parametrize("n", ["2", 2.0, True, 0, -3, [2]])
 def test_a_number_of_choices_that_is_none_is_refused(n: Any) -> None:
-    with pytest.raises(RequestError, match="n: a whole number"):
+    with pytest.raises(RequestError, match="n: it must be a whole number"):
         count_choices({"n": n}, True)

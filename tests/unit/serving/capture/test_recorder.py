@@ -15,7 +15,13 @@ from unit_helpers import make_generation, make_key, until, within
 from raylight.errors import SpanError, StoreLostError
 from raylight.serving.capture import recorder as module
 from raylight.serving.capture import retry_queue
-from raylight.serving.capture.recorder import AttemptOver, Closed, Opened, Overloaded, Recorder
+from raylight.serving.capture.recorder import (
+    AttemptFinishedError,
+    ClosedCall,
+    OpenedCall,
+    OverloadedError,
+    Recorder,
+)
 from raylight.types import CallKey, Span
 
 SPAN = Span.from_attributes(name="s", attributes={})
@@ -64,7 +70,7 @@ async def test_records_are_sent_in_order_in_batches_one_at_a_time() -> None:
     sink = Sink()
     recorder = Recorder(sink)
     keys = [make_key() for _ in range(20)]
-    closed: list[Closed] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
+    closed: list[ClosedCall] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
     async with within():
         known = [await recorder.open([key], float(start)) for start, key in enumerate(keys)]
         for record in closed:
@@ -87,7 +93,7 @@ class Lanes(Sink):
         self.opens_error: Exception | None = None
         self.messages: list[tuple[int, int]] = []
 
-    async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+    async def __call__(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> Sequence[CallKey]:
         self.messages.append((len(opened), len(closed)))
         await (self.opens if opened else self.closes).wait()
         if opened and self.opens_error:
@@ -201,7 +207,7 @@ async def test_the_closing_of_a_refused_call_is_sent_as_well() -> None:
     sink.over = {"at-1"}
     recorder, key = Recorder(sink, capacity=1), make_key()
     async with within():
-        with pytest.raises(AttemptOver):
+        with pytest.raises(AttemptFinishedError):
             await opened(recorder, key)
         recorder.close([(key, None, SPAN)])
         assert await recorder.aclose() == 0
@@ -223,7 +229,10 @@ async def test_an_outage_is_told_of_once_for_both_kinds(caplog: pytest.LogCaptur
         await sink.has(2, 1)
     assert sink.most_at_once <= 2
     messages = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert messages == ["the store cannot be reached; 2 records wait: gone", "the store is there again"]
+    assert messages == [
+        "the store cannot be reached; 2 announcements and records wait: gone",
+        "the store can be reached again",
+    ]
 
 
 async def test_a_call_of_an_attempt_that_is_over_is_refused_and_the_others_are_not() -> None:
@@ -234,12 +243,12 @@ async def test_a_call_of_an_attempt_that_is_over_is_refused_and_the_others_are_n
         known = [await recorder.open([key], 1.0) for key in keys]
         await known[0]
         with pytest.raises(
-            AttemptOver, match="this attempt is over; its key opens nothing any more"
+            AttemptFinishedError, match="attempt already finished; its API key has been revoked"
         ) as refused:
             await known[1]
         await known[2]
     assert (refused.value.status, refused.value.kind) == (401, "authentication_error")
-    assert recorder.stats.refused == 1
+    assert recorder.stats.rejected == 1
 
 
 async def test_a_full_buffer_makes_new_calls_wait_until_there_is_room() -> None:
@@ -271,13 +280,13 @@ async def test_a_record_that_is_not_sent_yet_takes_room() -> None:
 
 
 async def test_who_finds_no_room_in_time_is_turned_away() -> None:
-    recorder, key = Recorder(Sink(), capacity=1, patience_s=0.01), make_key()
+    recorder, key = Recorder(Sink(), capacity=1, timeout_s=0.01), make_key()
     async with within():
         await opened(recorder, key)
-        with pytest.raises(Overloaded, match="try again") as away:
+        with pytest.raises(OverloadedError, match="send the request again") as away:
             await recorder.open([make_key()], 2.0)
         assert (away.value.status, away.value.retry_after) == (503, 1)
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await recorder.open([make_key(), make_key()], 2.0)  # there never is room for two
         recorder.close([(key, None, None)])
         await settle()
@@ -294,7 +303,7 @@ async def test_what_could_not_be_sent_is_kept_and_sent_when_the_store_is_back(
     sink = Sink()
     sink.error = error
     recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
-    records: list[Closed] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
+    records: list[ClosedCall] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
     async with within():
         known = [await recorder.open([key], 1.0) for key in keys]
         recorder.close(records)
@@ -312,10 +321,10 @@ async def test_what_could_not_be_sent_is_kept_and_sent_when_the_store_is_back(
 async def test_who_waits_too_long_for_the_store_is_turned_away_but_his_record_is_kept() -> None:
     sink = Sink()
     sink.gate.clear()
-    recorder, key = Recorder(sink, patience_s=0.01), make_key()
+    recorder, key = Recorder(sink, timeout_s=0.01), make_key()
     async with within():
         known = await recorder.open([key], 1.0)
-        with pytest.raises(Overloaded, match="the store was not reached within"):
+        with pytest.raises(OverloadedError, match="the store did not answer within"):
             await known
         recorder.close([(key, make_generation([1], [2], key=key), None)])
         sink.gate.set()
@@ -327,7 +336,7 @@ async def test_a_record_that_cannot_be_stored_holds_up_no_other(caplog: pytest.L
     bad = make_key()
 
     class Picky(Sink):
-        async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+        async def __call__(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> Sequence[CallKey]:
             if any(key == bad and span is not None for key, _, span in closed):
                 raise SpanError("not JSON")
             return await super().__call__(opened, closed)
@@ -351,7 +360,7 @@ async def test_a_record_that_can_be_stored_in_no_way_is_lost_loudly(caplog: pyte
     bad = make_key()
 
     class Picky(Sink):
-        async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+        async def __call__(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> Sequence[CallKey]:
             if any(key == bad for key, *_ in [*opened, *closed]):
                 raise OverflowError("too large")
             return await super().__call__(opened, closed)
@@ -367,7 +376,7 @@ async def test_a_record_that_can_be_stored_in_no_way_is_lost_loudly(caplog: pyte
         await sink.has(1, 1)
         await opened(recorder, make_key(), make_key())  # there is room again for two
     assert recorder.stats.lost == 2
-    assert caplog.text.count("cannot hold the record") == 3
+    assert caplog.text.count("announcement or record as invalid") == 3
 
 
 async def test_closing_the_recorder_sends_what_there_is() -> None:
@@ -384,7 +393,7 @@ async def test_closing_the_recorder_sends_what_there_is() -> None:
         sink.error = None
         assert await closing == 0, "both kinds are waited for"
         assert (len(sink.opened), len(sink.closed)) == (1, 1)
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await recorder.open([make_key()], 2.0)
 
 
@@ -396,9 +405,9 @@ async def test_closing_says_how_much_was_lost(caplog: pytest.LogCaptureFixture) 
         known = await recorder.open(keys, 1.0)
         recorder.close([(keys[0], None, None)])
         assert await recorder.aclose(timeout=0.01) == 3
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await known
-    assert "3 announcements and records of calls never reached the store" in caplog.text
+    assert "3 announcements and records of calls are lost" in caplog.text
 
 
 async def test_closing_ends_those_who_wait_for_room(caplog: pytest.LogCaptureFixture) -> None:
@@ -408,7 +417,7 @@ async def test_closing_ends_those_who_wait_for_room(caplog: pytest.LogCaptureFix
         waiting = asyncio.create_task(recorder.open([make_key()], 1.0))
         await settle()
         closing = asyncio.create_task(recorder.aclose(timeout=0.01))
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await waiting
         await closing
     assert "1 calls were still open" in caplog.text
@@ -473,7 +482,7 @@ class Flaky:
         self.loses_answers = False
         self.under_way: set[str] = set()
 
-    async def __call__(self, opened: list[Opened], closed: list[Closed]) -> Sequence[CallKey]:
+    async def __call__(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> Sequence[CallKey]:
         assert bool(opened) != bool(closed), "each kind has its own messages"
         kind = "open" if opened else "close"
         assert kind not in self.under_way, "one message of a kind at a time"

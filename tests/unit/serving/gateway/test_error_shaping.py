@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.types import Receive, Scope, Send
 
 from raylight.http.errors import RequestError
-from raylight.serving.capture.recorder import Overloaded
+from raylight.serving.capture.recorder import OverloadedError
 
 MESSAGES = "/v1/messages"
 FOUND = {"detail": [{"loc": ["body", "messages"], "msg": "Field required", "type": "missing"}]}
@@ -119,7 +119,7 @@ async def test_an_inner_refusal_keeps_its_status() -> None:
 
 async def test_an_overloaded_recorder_says_when_to_come_back() -> None:
     site = Site()
-    site.inner.app = raising(Overloaded("later"))
+    site.inner.app = raising(OverloadedError("later"))
     assert (await site.post()).headers["retry-after"] == "1"
 
 

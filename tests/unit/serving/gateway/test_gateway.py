@@ -98,7 +98,7 @@ async def test_the_real_anthropic_client_gets_in_and_is_refused_in_its_own_words
         anthropic.AsyncAnthropic(base_url=url, api_key=KEY, http_client=http_client, max_retries=0) as client,
     ):
         await client.messages.create(**ask)
-        with pytest.raises(anthropic.AuthenticationError, match="does not open this address"):
+        with pytest.raises(anthropic.AuthenticationError, match="is not valid for this address"):
             await client.with_options(api_key="wrong").messages.create(**ask)
         with pytest.raises(anthropic.NotFoundError, match="without its /v1"):
             await client.with_options(base_url=url + "/v1").messages.create(**ask)

@@ -28,7 +28,7 @@ async def test_requests_are_counted_by_route_and_status() -> None:
     assert site.value("requests_total", route="messages", status="200") == 1
     assert site.value("requests_total", route="unknown", status="401") == 1
     assert site.value("requests_total", route="unknown", status="404") == 1
-    assert site.value("refused_keys_total") == 1
+    assert site.value("rejected_keys_total") == 1
     assert site.value("request_seconds_count", route="chat") == 2
     assert site.value("first_byte_seconds_count", route="messages") == 1
     assert site.value("requests_in_flight") == 0
@@ -102,13 +102,13 @@ async def test_tokens_are_counted_where_an_exchange_tells(fails: bool) -> None:
             raise ValueError
 
     token = CURRENT.set(exchange_of(([1, 2, 3], [4, 5], "stop"), ([1, 2, 3], [6], "aborted")))
-    app = metrics.counting_samples(engine)
+    app = metrics.count_samples(engine)
     try:
         await app({}, None, None)  # type: ignore[arg-type]
     except ValueError:
         assert fails
     CURRENT.reset(token)
-    await metrics.counting_samples(JSONResponse({}))({"type": "http"}, None, _drop)  # type: ignore[arg-type]  # of no attempt
+    await metrics.count_samples(JSONResponse({}))({"type": "http"}, None, _drop)  # type: ignore[arg-type]  # of no attempt
     read = metrics.registry.get_sample_value
     assert read("raylight_prompt_tokens_total") == 6
     assert read("raylight_output_tokens_total") == 3
