@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 SERVE_FLAGS = {
@@ -46,6 +52,7 @@ from ray.serve.schema import LoggingConfig  # noqa: E402
 from raylight.errors import EngineStartError, PortInUseError  # noqa: E402
 
 DEFAULT_PORT = 8000
+PORT_LOCK_S = 60.0
 ANY_HOST = "0.0.0.0"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
@@ -63,21 +70,37 @@ def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
         EngineStartError: Serve does not start.
     """
     host = host or (ANY_HOST if len(alive_nodes()) > 1 else "127.0.0.1")
-    port = choose_port(host, port)
-    env = (
-        SERVE_FLAGS
-        | ROUTING
-        | {flag: str(choose_port(ANY_HOST, None, default)) for flag, default in PROXY_PORT_FLAGS.items()}
-    )
-    try:
-        serve.start(
-            http_options={"host": host, "port": port},
-            logging_config=QUIET,
-            controller_options={"runtime_env": {"env_vars": env}},
-        )
-    except RayError as error:
-        raise EngineStartError(f"Ray Serve did not start: {error}") from None
+    with _port_lock():
+        port = choose_port(host, port)
+        ports = {
+            flag: str(choose_port(ANY_HOST, None, default)) for flag, default in PROXY_PORT_FLAGS.items()
+        }
+        try:
+            serve.start(
+                http_options={"host": host, "port": port},
+                logging_config=QUIET,
+                controller_options={"runtime_env": {"env_vars": SERVE_FLAGS | ROUTING | ports}},
+            )
+        except RayError as error:
+            raise EngineStartError(f"Ray Serve did not start: {error}") from None
     return host, port
+
+
+@contextlib.contextmanager
+def _port_lock() -> Iterator[None]:
+    """Hold a lock of this machine while Serve takes its ports, so that two drivers never choose the same ones.
+
+    A driver that waits longer than PORT_LOCK_S goes on without the lock.
+    """
+    deadline = time.monotonic() + PORT_LOCK_S
+    with Path(tempfile.gettempdir(), f"raylight-ports-{os.getuid()}.lock").open("w") as file:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
 
 
 def alive_nodes() -> list[dict[str, Any]]:
