@@ -1,12 +1,15 @@
 """The environment that every test needs before it imports Ray, the shared Ray cluster, and how the tests are divided.
 
-`pytest -n 2` gives whole files to two processes, slow folders first. `pytest -m slow --slow-part HASH` runs a tenth of the slow
-tests, another one for each commit.
+`pytest -n 2` gives whole files to two processes: all files that use the shared Ray cluster to one, all others to the other, until
+one is done and takes what is left. `pytest -m slow --slow-part HASH` runs a tenth of the slow tests, another one for each commit.
 """
 
+import functools
 import hashlib
 import os
+import re
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
 restore_interrupts()
 
 SLOW_PARTS = 10
-ONE_PROCESS = ("tests/vllm_cpu/",)
-"""Folders whose files share one engine, so one process runs all of them."""
+ROOT = Path(__file__).parent.parent
+USES_CLUSTER = re.compile(r"\b(shared_)?cluster: Cluster\b")
+"""A parameter of a test or fixture that uses the shared cluster."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +43,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
+    order = {"cluster": 0, "tests/integration": 1, "tests/unit": 3}
+    items.sort(
+        key=lambda item: next((n for start, n in order.items() if _scope(item.nodeid).startswith(start)), 2)
+    )
     if commit := config.getoption("--slow-part"):
         part = int(commit, 16) % SLOW_PARTS
         kept = [
@@ -47,6 +54,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def _scope(nodeid: str) -> str:
+    """Return the name of the tests that run in one process with this one: the cluster's, those of vLLM, or its file's."""
+    return _scope_of_file(nodeid.split("::", 1)[0])
+
+
+@functools.cache
+def _scope_of_file(path: str) -> str:
+    if path.startswith("tests/vllm_cpu/"):
+        return "vllm"  # its files share one engine
+    sources = [ROOT / path, (ROOT / path).with_name("conftest.py")]
+    uses = any(USES_CLUSTER.search(file.read_text()) for file in sources if file.exists())
+    return "cluster" if uses else path
 
 
 def _slow_part(nodeid: str) -> int:
@@ -72,15 +93,13 @@ def _encodable(data: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give whole files to a process, since the tests of a file share fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ScopeScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            shared = [folder for folder in ONE_PROCESS if nodeid.startswith(folder)]
-            return shared[0] if shared else nodeid.split("::", 1)[0]
+            return _scope(nodeid)
 
-    return ByFile(config, log)
+    return ScopeScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

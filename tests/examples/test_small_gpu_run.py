@@ -70,6 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_training_learns_and_leaves_an_adapter(trained: Path) -> None:
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["steps"] == 8
@@ -122,10 +123,11 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
     ("script", "args", "says"),
     [
         ("train_math_agent.py", (*ADDITIONS, "--memory-gb", "0.001"), "DeviceMemoryError"),
-        (
+        pytest.param(
             "train_math_agent.py",
             ("--model", "/no/such/model"),
             "ModelNotFoundError: there is no model folder /no/such/model",
+            marks=pytest.mark.slow,
         ),
         (
             "benchmark.py",

@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 
 BIN = Path(sys.executable).parent
+DEADLINE_S = 60.0
+"""Seconds within which the processes of a run that is over have ended."""
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """File in which Ray keeps the address of the cluster that `ray start` started last. Only `ray stop` would remove it."""
 SESSION = {"RAYLIGHT_TEST_SESSION": str(os.getpid())}
@@ -76,7 +78,7 @@ def ray_processes(names: tuple[str, ...] = RAY_PROCESSES) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def assert_no_new_ray_processes(deadline_s: float = 20) -> Iterator[None]:
+def assert_no_new_ray_processes(deadline_s: float = DEADLINE_S) -> Iterator[None]:
     """Assert that Ray's and Serve's processes that start inside the block end within `deadline_s` seconds after it."""
     before = ray_processes()
     yield
@@ -150,11 +152,14 @@ class Cluster:
 
         with self.connected():
             try:
-                eventually(clean, 20, "cleaning up")
+                eventually(clean, DEADLINE_S, "cleaning up")
             except AssertionError as error:
+                self._clean()  # so that only this test fails
                 raise AssertionError(f"left on the cluster: {seen}") from error
         if "haproxy" not in allowed:
-            eventually(lambda: not self._proxies(), 20, "the end of HAProxy, whose ports the next one needs")
+            eventually(
+                lambda: not self._proxies(), DEADLINE_S, "the end of HAProxy, whose ports the next one needs"
+            )
 
     def stop_serve(self) -> None:
         """Shut down a Serve whose driver is gone."""
@@ -162,6 +167,16 @@ class Cluster:
 
         with self.connected():
             serve.shutdown()
+
+    def _clean(self) -> None:
+        """Remove Serve and all named actors."""
+        import ray
+        from ray import serve
+
+        serve.shutdown()
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(**actor))
 
     def _proxies(self) -> list[psutil.Process]:
         found = []
@@ -202,7 +217,7 @@ def ray_head() -> Iterator[Cluster]:
         _wait_for_start(head)
         yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", environment)
     finally:
-        eventually(lambda: not _kill(processes_with(environment)), 30, "the end of the cluster")
+        eventually(lambda: not _kill(processes_with(environment)), DEADLINE_S, "the end of the cluster")
         head.wait()
         if CURRENT_CLUSTER.exists() and CURRENT_CLUSTER.read_text().endswith(f":{port}"):
             CURRENT_CLUSTER.unlink()

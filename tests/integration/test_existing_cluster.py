@@ -36,6 +36,7 @@ def trainer(folder: Path, steps: int = 2, **settings: Any) -> rl.Trainer:
     return rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, **settings)
 
 
+@pytest.mark.slow
 def test_a_job_submitted_to_the_cluster_succeeds(cluster: Cluster, tmp_path: Path) -> None:
     from ray.job_submission import JobStatus, JobSubmissionClient
 
@@ -155,6 +156,7 @@ def test_a_killed_runner_is_replaced_and_nothing_is_lost(cluster: Cluster, tmp_p
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_killed_store_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
     import ray
 
