@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import logging
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,14 @@ for _flag, _value in SERVE_FLAGS.items():
 
 import ray  # noqa: E402
 import urllib3  # noqa: E402
+from filelock import FileLock, Timeout  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.exceptions import RayError  # noqa: E402
 from ray.serve.schema import LoggingConfig  # noqa: E402
 
 from raylight.errors import EngineStartError, PortInUseError  # noqa: E402
 
+logger = logging.getLogger(__name__)
 DEFAULT_PORT = 8000
 PORT_LOCK_S = 60.0
 ANY_HOST = "0.0.0.0"
@@ -92,15 +93,15 @@ def _port_lock() -> Iterator[None]:
 
     A driver that waits longer than PORT_LOCK_S goes on without the lock.
     """
-    deadline = time.monotonic() + PORT_LOCK_S
-    with Path(tempfile.gettempdir(), f"raylight-ports-{os.getuid()}.lock").open("w") as file:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
+    lock = FileLock(Path(tempfile.gettempdir(), f"raylight-ports-{os.getuid()}.lock"))
+    try:
+        lock.acquire(timeout=PORT_LOCK_S)
+    except Timeout:
+        logger.warning("%s was held for %g s; choosing ports without it", lock.lock_file, PORT_LOCK_S)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def alive_nodes() -> list[dict[str, Any]]:
