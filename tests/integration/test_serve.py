@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import anthropic
 import httpx
@@ -17,6 +18,8 @@ from ray_cluster import BIN
 from raylight.quickstart import STARTER_MODEL
 
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "unit" / "helpers"
 HI = [{"role": "user", "content": "12+30="}]
 
 
@@ -157,11 +160,32 @@ def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(
         assert message.content[0].text == text
 
 
+@pytest.mark.slow
+def test_an_engine_by_dotted_name_is_served(no_processes_left: None) -> None:
+    args = (
+        "--model",
+        STARTER_MODEL,
+        "--name",
+        "echo",
+        "--engine",
+        "echo_engine:EchoEngine",
+        "--num-cpus",
+        "0",
+    )
+    with (
+        serve(*args, "--set", "engine.args.suffix=!", env={"PYTHONPATH": f"{HELPERS}:{ROOT}"}) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="anything", max_retries=0) as client,
+    ):
+        reply = client.chat.completions.create(model="echo", messages=HI)
+    assert reply.choices[0].message.content == "12+30=!"
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (("--model", "/no/such/model"), "ModelNotFoundError"),
         (("--model", STARTER_MODEL, "--set", "engine.args.no_such_argument=1"), "no_such_argument"),
+        pytest.param(("--model", STARTER_MODEL, "--engine", "vlm"), "engine 'vlm'", marks=pytest.mark.slow),
         pytest.param(("--model", STARTER_MODEL, "--engine", "upstream"), "url", marks=pytest.mark.slow),
         pytest.param(("--model", STARTER_MODEL, "--set", "nothing"), "NAME=VALUE", marks=pytest.mark.slow),
     ],
