@@ -1,5 +1,4 @@
-"""Messages of model calls, as OpenAI's fine-tuning format has them, whatever convention the span was written
-in."""
+"""Messages of model calls in OpenAI's fine-tuning format, read from spans of any supported convention."""
 
 from __future__ import annotations
 
@@ -22,68 +21,71 @@ from raylight.traces.attributes import (
 from raylight.types import Span
 
 Message: TypeAlias = dict[str, Any]
-"""A chat message in OpenAI's shape: `role` and `content`, with `tool_calls`, `tool_call_id`, `name` where it
-has them."""
+"""A chat message in OpenAI's shape: `role`, `content`, and optionally `tool_calls`, `tool_call_id`,
+`name`."""
 
 SYSTEM_INSTRUCTIONS = "gen_ai.system_instructions"
 OPERATION = "gen_ai.operation.name"
 NON_CALL_OPERATIONS = frozenset(
     {"create_agent", "invoke_agent", "invoke_workflow", "execute_tool", "embeddings", "retrieval"}
 )
-"""Operations whose spans may carry messages without being a call to a model."""
+"""Operations whose spans may carry messages, but which are not calls of a model."""
 TOOL_LISTS = ("gen_ai.request.functions", "gen_ai.request.tools", "llm.request.functions")
 
 CONTENTS = frozenset({"text", "image_url", "input_text", "input_image", "input_audio", "file"})
 TOOL_CALLS = frozenset({"tool_call", "tool_use", "function_call"})
 TOOL_RESULTS = frozenset({"tool_call_response", "tool_result", "function_call_output"})
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
-"""Types of parts in OpenAI's, OpenTelemetry's and Anthropic's messages. OpenAI's fine-tuning format has no
-place for thoughts."""
+"""Types of parts in messages of OpenAI, OpenTelemetry and Anthropic. Thoughts are dropped: OpenAI's
+fine-tuning format has no field for them."""
 
 
 class OpenAIMessages(TypedDict):
-    """One conversation to fine-tune on."""
+    """A conversation in OpenAI's fine-tuning format."""
 
     messages: list[Message]
-    """What the model was given, and its answer last."""
+    """The prompt's messages, and the answer last."""
     tools: list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class CallMessages:
-    """What a span tells of a call's request and response. Empty where it tells nothing."""
+    """Request and response of a call, as far as a span records them. Missing ones are empty."""
 
     prompt: list[Message]
     answers: list[Message]
-    """One per choice."""
+    """One message per choice."""
     tools: list[dict[str, Any]] | None
 
     @property
-    def told(self) -> tuple[bool, bool]:
-        """How much the span tells, for comparing: whether both prompt and answer, then whether the tools."""
+    def completeness(self) -> tuple[bool, bool]:
+        """Sort key for spans of the same call: True if prompt and answer are recorded, True if the tools
+        are."""
         return bool(self.prompt and self.answers), self.tools is not None
 
 
 class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
-    """One conversation per call to a model, in the order of the spans: the prompt, and the (first) answer to
-    it.
+    """Adapter to one conversation per model call, in the order of the spans: the prompt, and its (first)
+    answer.
 
-    Several spans may tell of one call (`call_key_of`); the first one that has both prompt and answer is
-    taken, rather one with tools. Spans without messages are left out.
+    Several spans may record one call (`call_key_of`). The first one with both prompt and answer is used,
+    preferably one with tools. Spans without messages are ignored.
     """
 
     def adapt(self, source: Sequence[Span], /) -> list[OpenAIMessages]:
-        below: dict[str, list[Span]] = defaultdict(list)
+        children: dict[str, list[Span]] = defaultdict(list)
         for span in source:
             if span.parent_id:
-                below[span.parent_id].append(span)
+                children[span.parent_id].append(span)
         calls: dict[str, CallMessages] = {}
         for span in source:
             if span.attributes.get(OPERATION) in NON_CALL_OPERATIONS:
                 continue
-            call = read_call(span.attributes, below.get(span.span_id, ()))
+            call = read_call(span.attributes, children.get(span.span_id, ()))
             key = call_key_of(span.attributes) or span.span_id
-            if (call.prompt or call.answers) and (key not in calls or call.told > calls[key].told):
+            if (call.prompt or call.answers) and (
+                key not in calls or call.completeness > calls[key].completeness
+            ):
                 calls[key] = call
         return [
             OpenAIMessages(messages=call.prompt + call.answers[:1], tools=call.tools)
@@ -91,12 +93,12 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
         ]
 
 
-def read_call(attributes: Mapping[str, Any], below: Sequence[Span] = ()) -> CallMessages:
-    """Messages of a call's span.
+def read_call(attributes: Mapping[str, Any], children: Sequence[Span] = ()) -> CallMessages:
+    """Read the messages of a call's span.
 
     Args:
-        attributes: the span's.
-        below: spans whose parent it is; AgentOps puts the tool calls of an answer there.
+        attributes: attributes of the span.
+        children: child spans. AgentOps records the tool calls of an answer there.
     """
     choices = unflatten_list(attributes, f"{WEAVE_OUTPUT}.choices")
     prompt = _first(
@@ -124,14 +126,14 @@ def read_call(attributes: Mapping[str, Any], below: Sequence[Span] = ()) -> Call
     if (
         answered
         and "tool_calls" not in answered[0]
-        and (calls := _tool_calls([_tool_span(span) for span in below]))
+        and (calls := _tool_calls([_tool_span(span) for span in children]))
     ):
         answered[0] = answered[0] | {"tool_calls": calls}
     return CallMessages(asked, answered, [_tool(tool) for tool in tools if isinstance(tool, dict)] or None)
 
 
 def image_urls(messages: Sequence[Message]) -> list[str]:
-    """Addresses of the images in messages, in order of appearance."""
+    """Return the URLs of the images in messages, in order of appearance."""
     parts = [
         part for message in messages if isinstance(message["content"], list) for part in message["content"]
     ]
@@ -143,11 +145,12 @@ def image_urls(messages: Sequence[Message]) -> list[str]:
 
 
 def openai_messages(recorded: Sequence[Any], role: str) -> list[Message]:
-    """Messages in OpenAI's shape from those of OpenAI (chat, choices, responses), OpenTelemetry (parts) or
-    Anthropic (blocks).
+    """Convert messages of OpenAI (chat, choices, responses), OpenTelemetry (parts) or Anthropic (blocks) to
+    OpenAI's shape.
 
     Args:
-        role: of a message that has none and shows none.
+        recorded: the messages, as objects or as JSON text.
+        role: role of a message that has none, and from whose fields none follows.
     """
     messages: list[Message] = []
     for entry in map(parse_literal, recorded):
@@ -156,18 +159,18 @@ def openai_messages(recorded: Sequence[Any], role: str) -> list[Message]:
         if isinstance(entry, str):
             messages.append({"role": role, "content": entry})
         elif isinstance(entry, dict):
-            made = _message(entry, role)
+            converted = _message(entry, role)
             if entry.get("type") == "function_call" and messages and messages[-1]["role"] == "assistant":
-                # the responses API has calls as items beside the message that they are part of
-                calls = [call for message in made for call in message.get("tool_calls", [])]
+                # the responses API lists calls as separate items after the message that they belong to
+                calls = [call for message in converted for call in message.get("tool_calls", [])]
                 messages[-1]["tool_calls"] = messages[-1].get("tool_calls", []) + calls
             else:
-                messages += made
+                messages += converted
     return messages
 
 
 def _message(entry: dict[str, Any], role: str) -> list[Message]:
-    """The messages that an entry stands for: results of tools are messages of their own."""
+    """Convert one entry to messages. Each tool result becomes a message of its own."""
     kind = entry.get("type")
     if kind in ("function_call", "function_call_output"):  # items of the responses API
         entry = {"role": "assistant" if kind == "function_call" else "tool", "content": [entry]}
@@ -182,15 +185,15 @@ def _message(entry: dict[str, Any], role: str) -> list[Message]:
     )
     messages = [_tool_message(part) for part in parts or () if part["type"] in TOOL_RESULTS]
     if content is not None or calls or not messages:
-        messages.append(_plain(entry, role, content, calls))
+        messages.append(_build_message(entry, role, content, calls))
     return messages
 
 
 def _parts(content: Any, role: str) -> list[dict[str, Any]] | None:
-    """The parts that a content consists of; None if it is plain text.
+    """Return the parts of a message's content; None if it is plain text.
 
-    Flattened attributes hold parts as JSON. What an assistant or a tool said may well be a list in JSON, so
-    it stays text.
+    Flattened attributes hold parts as JSON. The answer of an assistant or a tool may itself be a JSON list,
+    so it stays text.
     """
     if isinstance(content, str) and role not in ("user", "system", "developer"):
         return None
@@ -200,9 +203,9 @@ def _parts(content: Any, role: str) -> list[dict[str, Any]] | None:
     return parts if not isinstance(content, str) or all(part["type"] in CONTENTS for part in parts) else None
 
 
-def _plain(entry: dict[str, Any], role: str, content: Any, calls: list[dict[str, Any]]) -> Message:
-    shown = "assistant" if calls else "tool" if entry.get("tool_call_id") else role
-    message: Message = {"role": entry.get("role") or shown, "content": content}
+def _build_message(entry: dict[str, Any], role: str, content: Any, calls: list[dict[str, Any]]) -> Message:
+    inferred = "assistant" if calls else "tool" if entry.get("tool_call_id") else role
+    message: Message = {"role": entry.get("role") or inferred, "content": content}
     if content is None and message["role"] != "assistant":
         message["content"] = ""
     if calls:
@@ -211,8 +214,8 @@ def _plain(entry: dict[str, Any], role: str, content: Any, calls: list[dict[str,
 
 
 def _contents(parts: list[Any]) -> Any:
-    """Content in OpenAI's shape: text, or a list of parts if there is more than text; None if there is
-    nothing."""
+    """Return content in OpenAI's shape: text, or a list of parts if there is more than text; None if there is
+    none."""
     others = TOOL_CALLS | TOOL_RESULTS | THOUGHTS
     contents = [
         _content(part) for part in parts if not (isinstance(part, dict) and part.get("type") in others)
@@ -239,7 +242,7 @@ def _content(part: Any) -> dict[str, Any]:
 
 
 def _tool_calls(recorded: list[Any]) -> list[dict[str, Any]]:
-    """Tool calls in OpenAI's shape, from that or with name and arguments beside the id."""
+    """Convert tool calls to OpenAI's shape, also those with name and arguments on the top level."""
     calls = []
     for call in recorded:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -255,7 +258,7 @@ def _tool_calls(recorded: list[Any]) -> list[dict[str, Any]]:
 
 
 def _tool_message(part: dict[str, Any]) -> Message:
-    """The result of a tool: its text, its contents if it consists of such, or else its JSON."""
+    """Convert a tool result to a message with its text, its content parts, or its JSON."""
     result = next(
         (part[key] for key in ("response", "result", "content", "output") if part.get(key) is not None), ""
     )
@@ -270,34 +273,34 @@ def _tool_message(part: dict[str, Any]) -> Message:
 
 
 def _tool_span(span: Span) -> dict[str, Any]:
-    """A tool call from AgentOps' span of it: `tool.name`, `tool.parameters`, `tool.call.id`."""
+    """Read a tool call from AgentOps' span: `tool.name`, `tool.parameters`, `tool.call.id`."""
     attributes = span.attributes
     arguments = attributes.get("tool.parameters", "{}")
     return {"id": attributes.get("tool.call.id"), "name": attributes.get("tool.name"), "arguments": arguments}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI's shape; tools that are no functions stay as they are."""
+    """Convert a tool to OpenAI's shape. Tools that are not functions stay unchanged."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not function.get("name"):
         return tool
-    given = function.get("parameters", function.get("input_schema", {}))
+    parameters = function.get("parameters", function.get("input_schema", {}))
     extra = {"strict": function["strict"]} if "strict" in function else {}
-    described = {
+    definition = {
         "name": function["name"],
         "description": function.get("description", ""),
-        "parameters": parse_literal(given),
+        "parameters": parse_literal(parameters),
     }
-    return {"type": "function", "function": described | extra}
+    return {"type": "function", "function": definition | extra}
 
 
 def _first(*candidates: Any) -> list[Any]:
-    return next((found for candidate in candidates if (found := _list(candidate))), [])
+    return next((entries for candidate in candidates if (entries := _list(candidate))), [])
 
 
 def _list(value: Any) -> list[Any]:
-    """A list from a list, its text, or its only entry."""
-    found = parse_literal(value)
-    if isinstance(found, list):
-        return found
-    return [found] if isinstance(found, dict) or (isinstance(found, str) and found) else []
+    """Return a list from a list, from its JSON text, or from its only entry."""
+    entries = parse_literal(value)
+    if isinstance(entries, list):
+        return entries
+    return [entries] if isinstance(entries, dict) or (isinstance(entries, str) and entries) else []

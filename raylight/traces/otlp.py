@@ -1,9 +1,9 @@
-"""The OTLP/HTTP endpoint `/v1/traces`: spans from other processes and languages, in protobuf or in JSON.
+"""The OTLP/HTTP endpoint `/v1/traces`: spans from other processes and languages, in protobuf or JSON.
 
 A span names its attempt by the resource attributes `agentlightning.rollout_id` and
-`agentlightning.attempt_id` or, where its resource lacks them, by span attributes of these names; an address
-that is scoped to an attempt names it for all. Spans that cannot be read, that name no attempt, or one that
-the store does not take, are rejected one by one (OTLP's partial success); the others are stored.
+`agentlightning.attempt_id`, or by span attributes of these names if its resource lacks them. The URL of an
+attempt names it for all spans of the request. Spans are rejected one by one (OTLP's partial success) if they
+cannot be read, name no attempt, or name one for which the store rejects them. The other spans are stored.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from raylight.types import Span
 logger = logging.getLogger(__name__)
 
 MAX_DECODES = 2
-"""Bodies that a route decodes at once. Each takes a thread, and all of them share the interpreter with the
-event loop."""
+"""Maximum number of bodies decoded concurrently. Each decode occupies a thread, which competes with the event
+loop for the interpreter."""
 CHUNK = 500
-"""Spans that the sink is given at once, so that a large body does not hold up what else it does."""
+"""Maximum number of spans per call of the sink, so that a large body does not block its other work."""
 RETRY_AFTER_S = 2
-"""What an exporter is told to wait while the store is down."""
+"""Seconds in the `Retry-After` header while the store is down."""
 
 Sink = Callable[[list[Span]], Awaitable[Sequence[str] | None]]
-"""Stores spans. It returns a reason for each span that it did not take (None, or no reason: it took all), or
-it raises one of REFUSALS, or anything else if it is down: then the exporter is told to try again, and spans
-that were stored come again."""
-REFUSALS = (UnknownIdError, SpanError, InvalidTransitionError)
-"""Errors of the store by which it refuses spans for good."""
+"""Function that stores spans.
+
+It returns one reason per rejected span (None or nothing: all were stored), or raises one of PERMANENT_ERRORS.
+Any other error means that the store is down: the exporter is asked to retry, and spans that were stored are
+received again.
+"""
+PERMANENT_ERRORS = (UnknownIdError, SpanError, InvalidTransitionError)
+"""Errors with which the store rejects spans permanently."""
 Scope = Callable[[], tuple[str, str] | None]
-"""The (rollout id, attempt id) that the request's address and key are for; None for those of the whole
-run."""
+"""Function that returns the (rollout id, attempt id) of the request's URL; None if the URL is the run's."""
 
 
 def traces_route(
@@ -54,11 +56,18 @@ def traces_route(
     max_spans: int = MAX_SPANS,
     path: str = "/v1/traces",
 ) -> Route:
-    """The route that takes spans in.
+    """Return the route that receives spans.
 
-    It answers as OTLP/HTTP has it, in the encoding of the request: 200, with `partial_success` if spans were
-    rejected; 4xx with a `google.rpc.Status` for a body that cannot be read; 503 with `Retry-After` while the
-    store is down, and nothing else above 500.
+    Responses follow OTLP/HTTP, in the encoding of the request: 200, with `partial_success` if spans were
+    rejected; 4xx with a `google.rpc.Status` if the body cannot be read; 503 with `Retry-After` while the
+    store is down. No other 5xx occurs.
+
+    Args:
+        sink: stores the spans.
+        scope: returns the attempt of the request's URL.
+        max_bytes: limit of a body, in bytes.
+        max_spans: limit of the spans in a body.
+        path: path of the route.
     """
 
     decoding = asyncio.Semaphore(MAX_DECODES)
@@ -69,7 +78,7 @@ def traces_route(
         try:
             kind = media_type(content_type)
             body = await _read(request, max_bytes)
-            async with decoding:  # a large body takes a while to decode, and the loop serves others
+            async with decoding:  # in a thread: decoding a large body would block the event loop
                 coding = request.headers.get("content-encoding")
                 spans, reasons = await asyncio.to_thread(
                     decode, body, content_type, coding, max_bytes, max_spans
@@ -77,10 +86,10 @@ def traces_route(
         except OtlpError as error:
             return _answer(Status(message=_utf8(str(error))), kind, error.status)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client has gone, and does not read it
         total = len(spans) + len(reasons)
-        spans, unkeyed = _key(spans, scope() if scope else None)
-        reasons += unkeyed
+        spans, unassigned = _assign_attempts(spans, scope() if scope else None)
+        reasons += unassigned
         try:
             for start in range(0, len(spans), CHUNK):
                 reasons += await _store(sink, spans[start : start + CHUNK])
@@ -91,7 +100,7 @@ def traces_route(
                 error,
                 exc_info=not isinstance(error, StoreLostError),
             )
-            answer = Status(message="the store cannot take spans now; send them again")
+            answer = Status(message="the store cannot store spans now; send them again")
             return _answer(answer, kind, 503, {"Retry-After": str(RETRY_AFTER_S)})
         return _answer(_outcome(reasons, total), kind)
 
@@ -99,7 +108,7 @@ def traces_route(
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, as long as it stays within the limit."""
+    """Read the body, up to the limit."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -108,9 +117,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _key(spans: list[Span], scope: tuple[str, str] | None) -> tuple[list[Span], list[str]]:
-    """Spans that name an attempt, or are given the scope's, and why the others are rejected."""
-    keyed, reasons = [], []
+def _assign_attempts(spans: list[Span], scope: tuple[str, str] | None) -> tuple[list[Span], list[str]]:
+    """Return the spans that name an attempt or get the scope's, and the reasons for rejecting the others."""
+    assigned, reasons = [], []
     for span in spans:
         named = (
             (span.rollout_id or scope[0], span.attempt_id or scope[1])
@@ -119,43 +128,42 @@ def _key(spans: list[Span], scope: tuple[str, str] | None) -> tuple[list[Span], 
         )
         if scope and named != scope:
             reasons.append(
-                f"it names attempt {named[1]:.80} of rollout {named[0]:.80}, which this address is not for"
+                f"it names attempt {named[1]:.80} of rollout {named[0]:.80}, but this URL belongs to another"
             )
         elif not all(named):
             reasons.append(f"it names no attempt; set the resource attributes {ROLLOUT_ID} and {ATTEMPT_ID}")
         else:
             span.rollout_id, span.attempt_id = named
-            keyed.append(span)
-    return keyed, reasons
+            assigned.append(span)
+    return assigned, reasons
 
 
 async def _store(sink: Sink, spans: list[Span]) -> list[str]:
-    """Hand spans to the sink; returns a reason for each that it refused."""
+    """Pass spans to the sink. Return one reason for each rejected span."""
     if not spans:
         return []
     try:
         return list(await sink(spans) or ())
-    except REFUSALS as error:
+    except PERMANENT_ERRORS as error:
         by_attempt: dict[tuple[str, str], list[Span]] = {}
         for span in spans:
             by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(span)
         if len(by_attempt) == 1:
             return [str(error)] * len(spans)
-    # one bad attempt must not cost the others their spans; those that are stored already come again and are
-    # ignored
+    # one rejected attempt must not affect the others; the store ignores spans that it has already
     return [reason for group in by_attempt.values() for reason in await _store(sink, group)]
 
 
 def _outcome(reasons: list[str], total: int) -> ExportTraceServiceResponse:
-    """The answer to a body that was read; `partial_success` stays unset if every span was taken."""
+    """Return the response to a body that was read, with `partial_success` if spans were rejected."""
     response = ExportTraceServiceResponse()
     if reasons:
-        told = "; ".join(
+        summary = "; ".join(
             f"{count} of {total} spans: {reason:.300}" for reason, count in Counter(reasons).most_common(5)
         )
-        logger.warning("rejected %s", told)
+        logger.warning("rejected %s", summary)
         response.partial_success.rejected_spans = len(reasons)
-        response.partial_success.error_message = _utf8(told)
+        response.partial_success.error_message = _utf8(summary)
     return response
 
 
@@ -167,5 +175,5 @@ def _answer(
 
 
 def _utf8(text: str) -> str:
-    """Protobuf takes no lone surrogates, which a message about a broken body may quote."""
+    """Replace lone surrogates, which a message may quote from a malformed body and protobuf rejects."""
     return text.encode("utf-8", "replace").decode()

@@ -1,5 +1,4 @@
-"""Bodies sent to the OTLP/HTTP endpoint: from protobuf or JSON to spans. What one span has wrong costs that
-span alone."""
+"""Decoding of OTLP/HTTP bodies, protobuf or JSON, to spans. A malformed span does not affect the others."""
 
 from __future__ import annotations
 
@@ -37,15 +36,15 @@ logger = logging.getLogger(__name__)
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 MAX_BYTES = 4 * 2**20
-"""Limit of a body, as sent and once more as unpacked. A body made of empty spans takes some 80 times its size
-to parse."""
+"""Limit of a body in bytes, both compressed and decompressed. Parsing a body of empty spans takes about 80
+times its size in memory."""
 MAX_SPANS = 10_000
-"""Spans in one body; an exporter of OpenTelemetry's sends 512 at once."""
+"""Maximum number of spans in a body. OpenTelemetry's exporters send at most 512 by default."""
 MAX_COPIES = 16
-"""How many times the limit of a body the resources may take that are kept with each of their spans."""
+"""Limit of the copies of resources, one per span, as a multiple of the limit of a body."""
 STATUS = {0: "UNSET", 1: "OK", 2: "ERROR"}
 IS_REMOTE = 0x200
-"""Bit of a link's flags: the span that it points to is in another process."""
+"""Bit of a link's flags: the linked span is in another process."""
 
 
 def decode(
@@ -55,33 +54,33 @@ def decode(
     max_bytes: int = MAX_BYTES,
     max_spans: int = MAX_SPANS,
 ) -> tuple[list[Span], list[str]]:
-    """Spans of an ExportTraceServiceRequest, in the order sent, and a reason for each that cannot be read or
-    stored.
+    """Decode an ExportTraceServiceRequest to spans, in the order sent, and one reason for each rejected span.
 
-    Ids of rollout and attempt are "" where the body has none.
+    Ids of rollout and attempt are "" if the body has none.
 
     Args:
-        body: as it came over the wire.
+        body: body of the request, possibly compressed.
         content_type: `application/x-protobuf` or `application/json`; parameters are ignored.
         content_encoding: None, `identity`, `gzip` or `deflate`.
-        max_bytes: limit of the unpacked body.
-        max_spans: limit of the spans in it, those included that cannot be read.
+        max_bytes: limit of the decompressed body, in bytes.
+        max_spans: limit of the number of spans, including malformed ones.
 
     Raises:
-        OtlpError: the body as a whole is malformed (400), too large (413), or of an unknown type or coding
-            (415).
+        OtlpError: the body as a whole is malformed (400), too large (413), or of an unknown media type or
+            content coding (415).
     """
     kind = media_type(content_type)
-    data = _unpack(body, content_encoding, max_bytes)
+    data = _decompress(body, content_encoding, max_bytes)
     groups = _groups_of_protobuf(data) if kind == PROTOBUF else _groups_of_json(data)
     total = sum(group.count for group in groups)
     if total > max_spans:
         raise OtlpError(
-            f"the body has {total} spans, and {max_spans} are the most; send fewer spans at once", 413
+            f"the body has {total} spans, and the limit is {max_spans}; send fewer spans at once", 413
         )
     if sum(group.shared.ByteSize() * group.count for group in groups) > MAX_COPIES * max_bytes:
         raise OtlpError(
-            "the resource has too many attributes to keep them with each of its spans; send fewer of either",
+            "the attributes of the resource are too large to copy to each of its spans; send fewer "
+            "attributes or spans",
             413,
         )
     spans: list[Span] = []
@@ -101,19 +100,19 @@ def decode(
 
 
 def media_type(content_type: str) -> str:
-    """PROTOBUF or JSON.
+    """Return the media type of a content type, PROTOBUF or JSON.
 
     Raises:
-        OtlpError: it is neither (415).
+        OtlpError: the media type is another one (415).
     """
     kind = content_type.split(";")[0].strip().lower()
     if kind not in (PROTOBUF, JSON):
-        raise OtlpError(f"content type {content_type!r:.80} is not known; send {PROTOBUF} or {JSON}", 415)
+        raise OtlpError(f"content type {content_type!r:.80} is not supported; send {PROTOBUF} or {JSON}", 415)
     return kind
 
 
-def _unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
-    """Undo the content coding, without ever holding more than `max_bytes`."""
+def _decompress(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
+    """Decompress a body, without ever holding more than `max_bytes`."""
     coding = (content_encoding or "identity").strip().lower()
     if coding in ("", "identity"):
         data = body[: max_bytes + 1]
@@ -121,34 +120,36 @@ def _unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
         data = _inflate(body, 31 if coding.endswith("gzip") else _deflate_window(body), max_bytes)
     else:
         raise OtlpError(
-            f"content coding {content_encoding!r:.80} is not known; send gzip, deflate or none", 415
+            f"content coding {content_encoding!r:.80} is not supported; send gzip, deflate or none", 415
         )
     if len(data) > max_bytes:
-        raise OtlpError(f"the unpacked body is larger than {max_bytes} bytes; send fewer spans at once", 413)
+        raise OtlpError(
+            f"the decompressed body is larger than {max_bytes} bytes; send fewer spans at once", 413
+        )
     return data
 
 
 def _inflate(body: bytes, window: int, max_bytes: int) -> bytes:
-    unpacker = zlib.decompressobj(window)
+    decompressor = zlib.decompressobj(window)
     try:
-        data = unpacker.decompress(body, max_bytes + 1)
+        data = decompressor.decompress(body, max_bytes + 1)
     except zlib.error as error:
-        raise OtlpError(f"the body cannot be unpacked: {error}") from None
-    if len(data) <= max_bytes and (not unpacker.eof or unpacker.unused_data):
-        raise OtlpError("the packed body is cut off, or something follows it")
+        raise OtlpError(f"the body cannot be decompressed: {error}") from None
+    if len(data) <= max_bytes and (not decompressor.eof or decompressor.unused_data):
+        raise OtlpError("the compressed body is truncated or followed by other data")
     return data
 
 
 def _deflate_window(body: bytes) -> int:
-    """HTTP's deflate has zlib's header (a multiple of 31); some clients leave it out."""
+    """Return the zlib window of a deflate body. Some clients omit zlib's header (a multiple of 31)."""
     has_header = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
     return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A resource that has spans, and these: protobuf's own, or of JSON as they were sent, so that each can be
-    refused alone."""
+    """A resource and its spans: parsed protobuf, or unparsed JSON objects, so that each can be rejected by
+    itself."""
 
     shared: ResourceSpans
     scopes: Sequence[Sequence[Any]]
@@ -162,7 +163,7 @@ def _groups_of_protobuf(data: bytes) -> list[_Group]:
     request = ExportTraceServiceRequest()
     try:
         request.ParseFromString(data)
-    except Exception as error:  # whatever a parser raises is the body's fault; there are many kinds
+    except Exception as error:  # parsers raise many types, and all mean a malformed body
         raise _malformed(error) from None
     groups = []
     for sent in request.resource_spans:
@@ -201,24 +202,24 @@ def _malformed(error: Any) -> OtlpError:
 
 
 def _members(holder: dict[str, Any], *names: str) -> list[dict[str, Any]]:
-    """The objects of a list."""
+    """Return a list of objects under one of several names."""
     members = _listed(holder, *names)
     if not all(isinstance(member, dict) for member in members):
-        raise _malformed(f"{names[0]} has a member that is no object")
+        raise _malformed(f"{names[0]} has an entry that is not an object")
     return members
 
 
 def _listed(holder: dict[str, Any], *names: str) -> list[Any]:
-    """The list that goes by one of these names; none is an empty one."""
+    """Return the list under one of several names; empty if there is none."""
     found: Any = next((holder[name] for name in names if holder.get(name) is not None), [])
     if not isinstance(found, list):
-        raise _malformed(f"{names[0]} is no list")
+        raise _malformed(f"{names[0]} is not a list")
     return found
 
 
 def _span_of_json(raw: Any) -> ProtoSpan:
     if not isinstance(raw, dict):
-        raise OtlpError(f"{raw!r:.60} is no span")
+        raise OtlpError(f"{raw!r:.60} is not a span")
     _make_ids_base64(raw)
     try:
         return json_format.ParseDict(raw, ProtoSpan(), ignore_unknown_fields=True)
@@ -227,7 +228,7 @@ def _span_of_json(raw: Any) -> ProtoSpan:
 
 
 def _make_ids_base64(span: dict[str, Any]) -> None:
-    """OTLP/JSON writes ids in hex, where protobuf's own JSON has base64."""
+    """Convert ids from hexadecimal, as in OTLP/JSON, to base64, as protobuf's JSON parser needs."""
     links = span.get("links")
     for holder in (
         span,
@@ -250,7 +251,7 @@ def _span(span: ProtoSpan, resource: OtelResource) -> Span:
     return Span(
         rollout_id=_text(resource.attributes.get(ROLLOUT_ID)) or _text(own.get(ROLLOUT_ID)),
         attempt_id=_text(resource.attributes.get(ATTEMPT_ID)) or _text(own.get(ATTEMPT_ID)),
-        # one number for all spans of a resource says little, so that a span's own goes first
+        # the span's own number takes precedence, as a resource's is the same for all its spans
         sequence_id=_sequence_id(own.get(SPAN_SEQUENCE_ID, resource.attributes.get(SPAN_SEQUENCE_ID))),
         trace_id=_id(span.trace_id, 16, "trace_id", span.name),
         span_id=_id(span.span_id, 8, "span_id", span.name),
@@ -289,17 +290,18 @@ def _link(link: ProtoSpan.Link, name: str) -> Link:
     return Link(context=context, attributes=_attributes(link.attributes) or None)
 
 
-def _id(value: bytes, size: int, what: str, name: str) -> str:
+def _id(value: bytes, size: int, field: str, name: str) -> str:
     if len(value) != size or not any(value):
         raise OtlpError(
-            f"the {what} of span {name!r:.80} is {value.hex()[:64]!r}; it takes {size} bytes that are not "
+            f"the {field} of span {name!r:.80} is {value.hex()[:64]!r}; it must have {size} bytes that are "
+            f"not "
             f"all zero"
         )
     return value.hex()
 
 
 def _seconds(nanoseconds: int) -> float | None:
-    """OTLP writes a time that is not known as 0."""
+    """Convert nanoseconds to seconds. OTLP writes an unknown time as 0."""
     return nanoseconds / 1e9 if nanoseconds else None
 
 
@@ -308,7 +310,7 @@ def _text(value: Any) -> str:
 
 
 def _sequence_id(value: Any) -> int:
-    """A sequence number, or 0 (the store gives the next one) if there is none that can be used."""
+    """Return a sequence number, or 0 (the store assigns the next one) if the value is missing or invalid."""
     if value is None or value == "":
         return 0
     try:
@@ -317,7 +319,7 @@ def _sequence_id(value: Any) -> int:
         number = -1
     if not 0 <= number < MAX_SEQUENCE_ID:
         logger.warning(
-            "%s %.40r is not a number from 0 to 2**62; the store gives another", SPAN_SEQUENCE_ID, value
+            "%s %.40r is not a number from 0 to 2**62; the store assigns another", SPAN_SEQUENCE_ID, value
         )
         return 0
     return number
@@ -328,7 +330,7 @@ def _attributes(pairs: Sequence[KeyValue]) -> dict[str, Any]:
 
 
 def _value(value: AnyValue) -> Any:
-    """A plain value; bytes become hex, as in agent-lightning."""
+    """Convert to a plain value. Bytes become hexadecimal text, as in agent-lightning."""
     kind = value.WhichOneof("value")
     if kind is None:
         return None

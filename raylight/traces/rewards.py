@@ -1,5 +1,5 @@
-"""Rewards: checking those that are given, and reading them from spans of raylight and of agent-lightning 0.2
-and 0.3."""
+"""Rewards: checks of their values, and their reading from spans of raylight and of agent-lightning 0.2 and
+0.3."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from raylight.semconv import ANNOTATION, PRIMARY, REWARD_PREFIX
 logger = logging.getLogger(__name__)
 
 LEGACY_REWARD = "reward"
-"""Attribute of an annotation span in which agent-lightning 0.2 kept its only reward."""
+"""Attribute of an annotation span in which agent-lightning 0.2 stored its only reward."""
 AGENTOPS_OUTPUTS = ("agentops.task.output", "agentops.entity.output")
-"""Attributes in which AgentOps keeps `{"type": "reward", "value": ...}`, as JSON."""
+"""Attributes in which AgentOps stores `{"type": "reward", "value": ...}` as JSON."""
 
 
 class SpanLike(Protocol):
-    """A span of raylight, or a `ReadableSpan` of OpenTelemetry."""
+    """Protocol of spans: raylight's `Span` and OpenTelemetry's `ReadableSpan`."""
 
     @property
     def name(self) -> str: ...
@@ -33,21 +33,25 @@ class SpanLike(Protocol):
     def attributes(self) -> Mapping[str, Any] | None: ...
 
 
-AnySpan = TypeVar("AnySpan", bound=SpanLike)
+SpanT = TypeVar("SpanT", bound=SpanLike)
 
 
 class NamedReward(BaseModel):
-    """One dimension of a reward."""
+    """A reward with its name."""
 
     name: str
     value: float
 
 
 def as_reward(value: Any, name: str = PRIMARY) -> float:
-    """A finite float from a number (a bool, or a scalar of numpy or torch, is one too).
+    """Convert a number (also a bool, or a scalar of numpy or torch) to a finite float.
+
+    Args:
+        value: the reward.
+        name: name of the reward, for the error message.
 
     Raises:
-        RewardError: it is something else; the message says which reward, by `name`.
+        RewardError: the value is not a number, or not finite.
     """
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
@@ -65,24 +69,25 @@ def as_reward(value: Any, name: str = PRIMARY) -> float:
 
 
 def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, float]:
-    """Rewards by name, the primary one first.
+    """Return rewards by name, with the primary one first.
 
     Args:
         reward: a number, which gets the name `primary`, or a dict of numbers.
-        primary_key: the name of the primary one; None takes the first.
+        primary_key: name of the primary reward. None: the first.
 
     Raises:
-        RewardError: a reward is not a finite number, there is none, or the primary one is not among them.
+        RewardError: a reward is not a finite number, the dict is empty, or it lacks `primary_key`.
     """
     if not isinstance(reward, Mapping):
         if primary_key is not None:
             raise RewardError(
-                f"primary_key={primary_key!r} chooses from a dict of rewards, but the reward is "
-                f"{reward!r:.80}"
+                f"primary_key={primary_key!r} needs a dict of rewards, but the reward is {reward!r:.80}; "
+                f"give a dict, "
+                "or no primary_key"
             )
         return {PRIMARY: as_reward(reward)}
     if not reward:
-        raise RewardError("the dict of rewards is empty; give at least one, or none at all")
+        raise RewardError("the dict of rewards is empty; give at least one reward, or None instead of a dict")
     named = {str(name): as_reward(value, str(name)) for name, value in reward.items()}
     if primary_key is None:
         return named
@@ -94,8 +99,10 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
 
 
 def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
-    """All rewards of a span, the primary one first; empty if it carries none, or none that can be read (this
-    is logged)."""
+    """Return all rewards of a span, with the primary one first.
+
+    The list is empty if the span has none. Rewards that cannot be read are logged and ignored.
+    """
     attributes = span.attributes
     if not attributes:
         return []
@@ -106,12 +113,12 @@ def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
         value = _legacy_value(span.name, attributes)
         return [] if value is None else [NamedReward(name=PRIMARY, value=as_reward(value))]
     except RewardError as error:
-        logger.warning("span %r is not taken for a reward: %s", span.name, error)
+        logger.warning("the reward of span %r is ignored: %s", span.name, error)
         return []
 
 
 def _indexed(attributes: Mapping[str, Any], keys: list[str]) -> list[NamedReward]:
-    """Rewards under `agentlightning.reward.N.name` and `.value`, where N counts from 0."""
+    """Return the rewards under `agentlightning.reward.N.name` and `.value`, where N counts from 0."""
     indices = {key.split(".")[2] for key in keys}
     if indices != {str(i) for i in range(len(indices))}:
         raise RewardError(
@@ -129,16 +136,13 @@ def _indexed(attributes: Mapping[str, Any], keys: list[str]) -> list[NamedReward
 
 
 def _legacy_value(name: str, attributes: Mapping[str, Any]) -> Any:
-    """What AgentOps or agent-lightning 0.2 recorded as reward; None if nothing."""
+    """Return the reward that AgentOps or agent-lightning 0.2 recorded; None if there is none."""
     for key in AGENTOPS_OUTPUTS:
         output = attributes.get(key)
         if isinstance(output, str):
             try:
                 output = json.loads(output)
-            except (
-                ValueError,
-                RecursionError,
-            ):  # an output that is no JSON is the text that the agent answered
+            except (ValueError, RecursionError):  # not JSON, so it is the agent's text
                 output = None
         if isinstance(output, Mapping) and output.get("type") == "reward":
             return output.get("value")
@@ -146,23 +150,23 @@ def _legacy_value(name: str, attributes: Mapping[str, Any]) -> Any:
 
 
 def get_reward_value(span: SpanLike) -> float | None:
-    """The primary reward of a span; None if it carries no reward."""
+    """Return the primary reward of a span; None if it has no reward."""
     rewards = get_rewards_from_span(span)
     return rewards[0].value if rewards else None
 
 
 def is_reward_span(span: SpanLike) -> bool:
-    """Whether a span carries a reward."""
+    """Return True if a span has a reward."""
     return bool(get_rewards_from_span(span))
 
 
-def find_reward_spans(spans: Iterable[AnySpan]) -> list[AnySpan]:
-    """Spans that carry a reward, in their order."""
+def find_reward_spans(spans: Iterable[SpanT]) -> list[SpanT]:
+    """Return the spans that have a reward, in order."""
     return [span for span in spans if is_reward_span(span)]
 
 
 def find_final_reward(spans: Iterable[SpanLike]) -> float | None:
-    """The primary reward of the last span that carries one; None if none does."""
+    """Return the primary reward of the last span that has one; None if there is none."""
     for span in reversed(list(spans)):
         value = get_reward_value(span)
         if value is not None:

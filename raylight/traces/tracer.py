@@ -1,7 +1,7 @@
-"""Tracers: they make the trace of an attempt the current one, and catch what the agent's libraries tell
-OpenTelemetry.
+"""Tracers: they set the current trace of an attempt, and record the OpenTelemetry spans of the agent's
+libraries.
 
-This module is light: the OpenTelemetry SDK is loaded by `OtelTracer.setup` and nowhere before.
+This module is light: only `OtelTracer.setup` imports the OpenTelemetry SDK.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from raylight.traces.otel import SpanCapture
 
 EXPORT_TIMEOUT_S = 10.0
-"""How long `teardown` waits until the last spans are exported."""
+"""Seconds that `teardown` waits for the export of the last spans."""
 
 _LAST: ContextVar[AttemptTrace | None] = ContextVar("raylight_last_trace", default=None)
-_SETUP = threading.Lock()
+_SETUP_LOCK = threading.Lock()
 
 
 class TraceContext:
-    """The block of a trace; enter it with `with` or with `async with`."""
+    """Context manager of a traced block, for `with` and `async with`."""
 
     def __init__(self, inner: AbstractContextManager[AttemptTrace]) -> None:
         self._inner = inner
@@ -43,51 +43,51 @@ class TraceContext:
         return self._inner.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return self._inner.__exit__(kind, error, where)
+        return self._inner.__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> AttemptTrace:
         return self.__enter__()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return self.__exit__(kind, error, where)
+        return self.__exit__(kind, error, traceback)
 
 
 class Tracer:
-    """Base of the tracers. A tracer is its settings: it is pickled, travels to the runners, and is set up
-    once in each process.
+    """Base class of tracers.
 
-    The trace of an attempt is a context variable, so that any number of attempts run in one process and never
-    mix spans.
+    A tracer holds settings only: it is pickled, sent to the runners, and set up once in each process. The
+    trace of an attempt is a context variable, so any number of attempts can run in one process without mixing
+    spans.
     """
 
     def setup(self) -> None:
-        """Make this process ready to be traced; again, it does nothing.
+        """Prepare this process for tracing. A second call does nothing.
 
         Raises:
-            TracerError: the process cannot be traced so.
+            TracerError: the process cannot be traced with these settings.
         """
 
     def teardown(self) -> None:
-        """Give back what `setup` took, within a deadline. It may block: an event loop calls it in a
-        thread."""
+        """Undo `setup`, within a deadline. It may block, so event loops call it in a thread."""
 
     @contextlib.contextmanager
     def attempt(self, rollout: Rollout) -> Iterator[AttemptTrace]:
         """Trace the rollout's attempt while the block runs.
 
-        The trace stays open afterwards, because hooks and rewards still add to it; whoever decides the
-        attempt closes it.
+        The trace stays open afterwards, because hooks and rewards still add spans. The caller that decides
+        the attempt closes it.
 
         Raises:
-            TracerError: the rollout has no attempt, so that its spans would belong to nothing.
+            TracerError: the rollout has no attempt.
         """
         if rollout.attempt is None:
             raise TracerError(
-                f"rollout {rollout.rollout_id} has no attempt to trace; dequeue or start it first"
+                f"rollout {rollout.rollout_id} has no attempt to trace; dequeue the rollout or start an "
+                f"attempt first"
             )
         with self._current(AttemptTrace(rollout.rollout_id, rollout.attempt.attempt_id)) as trace:
             yield trace
@@ -95,38 +95,40 @@ class Tracer:
     def trace_context(
         self, name: str | None = None, *, rollout_id: str | None = None, attempt_id: str | None = None
     ) -> TraceContext:
-        """Trace a block by hand; it gives the `AttemptTrace`.
+        """Return a context manager that traces a block, and gives its `AttemptTrace`.
 
-        Without ids, a block inside of an attempt adds to that attempt's trace; outside of any it has a trace
-        with empty ids.
+        Without ids, a block inside an attempt adds to that attempt's trace; outside an attempt its trace has
+        empty ids.
 
         Args:
-            name: of a span around the block; None for no such span.
-            rollout_id: rollout and
-            attempt_id: attempt of the spans; both or neither.
+            name: name of a span around the block. None: no such span.
+            rollout_id: id of the rollout of the spans; requires `attempt_id`.
+            attempt_id: id of the attempt of the spans; requires `rollout_id`.
 
         Raises:
             ConfigError: only one of the ids is given.
         """
         if (rollout_id is None) != (attempt_id is None):
-            raise ConfigError("give trace_context both rollout_id and attempt_id, or neither")
-        return TraceContext(self._by_hand(name, rollout_id, attempt_id))
+            raise ConfigError(
+                "trace_context needs both rollout_id and attempt_id, or neither; pass the missing one"
+            )
+        return TraceContext(self._manual_trace(name, rollout_id, attempt_id))
 
     def get_last_trace(self) -> list[Span]:
-        """Spans of the attempt that runs here, or else of the last one that ran in this context; empty if
-        there was none."""
+        """Return the spans of the running attempt, else of the last attempt of this context; empty if there
+        was none."""
         trace = current_trace() or _LAST.get()
         return trace.spans if trace else []
 
     @contextlib.contextmanager
-    def _by_hand(
+    def _manual_trace(
         self, name: str | None, rollout_id: str | None, attempt_id: str | None
     ) -> Iterator[AttemptTrace]:
         outer = current_trace()
         if outer is not None and (
             rollout_id is None or (outer.rollout_id, outer.attempt_id) == (rollout_id, attempt_id)
         ):
-            trace = outer  # a second trace here would keep spans from the one whose spans are stored
+            trace = outer  # reuse it: only the attempt's own trace is stored
         else:
             trace = AttemptTrace(rollout_id or "", attempt_id or "")
         with self._current(trace), self._span(name, trace) if name else contextlib.nullcontext():
@@ -141,7 +143,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def _span(self, name: str, trace: AttemptTrace) -> Iterator[None]:
-        """A span around a block."""
+        """Record a span around a block."""
         start, status = time.time(), TraceStatus(status_code="OK")
         try:
             yield
@@ -149,46 +151,45 @@ class Tracer:
             status = TraceStatus(status_code="ERROR", description=type(error).__name__)
             raise
         finally:
-            made: dict[str, Any] = {
+            fields: dict[str, Any] = {
                 "trace_id": trace.trace_id,
                 "status": status,
                 "start_time": start,
                 "end_time": time.time(),
             }
-            trace.add(Span.from_attributes(name=name, attributes={}, **made))
+            trace.add(Span.from_attributes(name=name, attributes={}, **fields))
 
 
 class DummyTracer(Tracer):
-    """Traces what is emitted by hand (rewards, messages, operations) and nothing else; it never loads
-    OpenTelemetry."""
+    """Tracer of emitted spans only (rewards, messages, operations). It never imports OpenTelemetry."""
 
 
 class OtelTracer(Tracer):
-    """Traces every OpenTelemetry span that begins inside an attempt: those of any instrumented library, and
-    the agent's own.
+    """Tracer of all OpenTelemetry spans that start inside an attempt: those of instrumented libraries and of
+    the agent.
 
-    It works with the global tracer provider: it installs one, or joins the SDK provider that is there. A span
-    belongs to the attempt whose code starts it; in a thread of the agent's that knows only OpenTelemetry's
-    context, to the attempt of its parent. Other spans are left alone. Nothing is sent while a span ends: it
-    is converted (some 30 us) and kept.
+    It uses the global tracer provider: the SDK provider that is installed, or else one that it installs. A
+    span belongs to the attempt whose code starts it; in a thread of the agent's that has only OpenTelemetry's
+    context, to the attempt of its parent. Other spans are ignored. When a span ends, it is converted (about
+    30 us) and kept; nothing is sent.
 
-    Spans may be exported to a collector too. They are sent in batches by a thread; a collector that is slow
-    or down costs exported spans (logged by the SDK), never time of the agent or spans of the store. Every
+    Spans may also be exported to a collector, in batches and by a thread. A slow or unreachable collector
+    loses exported spans (logged by the SDK), but never delays the agent or loses spans of the store. Every
     exported span has the resource attributes `agentlightning.rollout_id` and `agentlightning.attempt_id`, so
-    that a collector shows an attempt as one resource, and so that raylight's own `/v1/traces` accepts them.
+    a collector shows an attempt as one resource, and raylight's own `/v1/traces` accepts the spans.
 
     Args:
-        service_name: `service.name` of the provider that is installed; one that is there keeps its own.
-        exporter: a class or function that makes a SpanExporter in each process
-            (`functools.partial(OTLPSpanExporter, ...)`); not an exporter, because that holds connections and
-            cannot travel to the runners.
-        export_endpoint: instead, the URL of an OTLP/HTTP collector; `/v1/traces` is added to one without a
-            path.
+        service_name: `service.name` of the provider, if raylight installs it.
+        exporter: class or function that creates a SpanExporter in each process
+            (`functools.partial(OTLPSpanExporter, ...)`). An exporter itself holds connections and cannot be
+            pickled.
+        export_endpoint: URL of an OTLP/HTTP collector, instead of `exporter`. `/v1/traces` is appended to a
+            URL without a path.
         headers: HTTP headers for `export_endpoint`.
-        export_timeout: seconds that `teardown` waits for the last spans to be exported.
+        export_timeout: seconds that `teardown` waits for the export of the last spans.
 
     Raises:
-        ConfigError: the arguments contradict one another.
+        ConfigError: the arguments contradict one another, or `export_endpoint` is not an http(s) URL.
     """
 
     _capture: SpanCapture | None = None
@@ -206,14 +207,16 @@ class OtelTracer(Tracer):
     ) -> None:
         if exporter is not None and not callable(exporter):
             raise ConfigError(
-                f"exporter is a {type(exporter).__name__}; give a class or function that makes one in each "
+                f"exporter is a {type(exporter).__name__}; give a class or function that creates one in each "
                 f"runner process, "
                 "such as functools.partial(OTLPSpanExporter, endpoint=...)"
             )
         if exporter is not None and export_endpoint is not None:
-            raise ConfigError("give either exporter or export_endpoint, not both")
+            raise ConfigError("exporter and export_endpoint are both given; give one of them")
         if headers is not None and export_endpoint is None:
-            raise ConfigError("headers are sent to export_endpoint, which is not given")
+            raise ConfigError(
+                "headers are given without export_endpoint, to which they are sent; give its URL"
+            )
         self.service_name = service_name
         self.export_endpoint = _traces_url(export_endpoint) if export_endpoint is not None else None
         self.export_timeout = export_timeout
@@ -222,17 +225,16 @@ class OtelTracer(Tracer):
 
     @property
     def failed(self) -> int:
-        """Spans of this process that could not be converted; each was logged."""
+        """Number of spans of this process that could not be converted; each was logged."""
         return self._capture.failed if self._capture else 0
 
     @property
     def truncated(self) -> int:
-        """Spans of this process from which the provider's span limits cut attributes before they came
-        here."""
+        """Number of spans of this process that lost attributes to the provider's span limits."""
         return self._capture.truncated if self._capture else 0
 
     def setup(self) -> None:
-        """Make sure of a global tracer provider and hear its spans.
+        """Install a global tracer provider if there is none, and start to record its spans.
 
         Raises:
             TracerError: the global tracer provider is not the SDK's, or the SDK is disabled.
@@ -242,7 +244,7 @@ class OtelTracer(Tracer):
         from raylight.traces.export import AttemptExport
         from raylight.traces.otel import process_capture
 
-        with _SETUP:
+        with _SETUP_LOCK:
             if self._is_set_up:
                 return
             self._capture = process_capture(self.service_name)
@@ -252,9 +254,9 @@ class OtelTracer(Tracer):
             self._is_set_up = True
 
     def teardown(self) -> None:
-        """Hear no more spans, and export what is left within `export_timeout` seconds; what is not exported
-        then is dropped."""
-        with _SETUP:
+        """Stop recording, and export the remaining spans. Those left after `export_timeout` seconds are
+        dropped."""
+        with _SETUP_LOCK:
             if not self._is_set_up or self._capture is None:
                 return
             self._is_set_up = False
@@ -290,7 +292,7 @@ class OtelTracer(Tracer):
 
 
 def _traces_url(endpoint: str) -> str:
-    """The URL that spans are posted to."""
+    """Return the URL to which spans are posted."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Which agents of a rollout are trained: one filter, fed from the algorithm or agent (a pattern) and from the
-rollout (marks)."""
+"""Selection of the agents to train on: by a pattern of the agent or the algorithm, and by marks of the
+rollout."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, Span
 
 
 class AgentFilter:
-    """Keeps the calls of the agents that the pattern matches or that are marked.
+    """Filter of calls by agent: it keeps agents that match a pattern or are marked.
 
-    With neither, all calls are kept. With either, calls of agents without a name are left out.
+    With neither pattern nor marks, all calls are kept. With either, calls of unnamed agents are dropped.
 
     Args:
-        pattern: regular expression, found anywhere in the name (`LitAgent(trained_agents=...)`, an adapter's
-            `agent_match`).
-        marked: exact names (`rollout.mark_agent_as_trainable`).
+                pattern: regular expression, searched in the name (`LitAgent(trained_agents=...)`, an
+                    adapter's `agent_match`).
+        marked: names of marked agents (`rollout.mark_agent_as_trainable`).
 
     Raises:
         ConfigError: the pattern is not a regular expression.
@@ -38,10 +38,11 @@ class AgentFilter:
 
     @property
     def keeps_all(self) -> bool:
+        """True if there is neither a pattern nor a mark."""
         return self._pattern is None and not self._marked
 
     def keeps(self, agent: str | None) -> bool:
-        """Whether calls of this agent are trained; None is an agent without a name."""
+        """Return True if calls of this agent are kept; None is an unnamed agent."""
         if self.keeps_all:
             return True
         if agent is None:
@@ -52,39 +53,37 @@ class AgentFilter:
 
 
 def agents_of_generations(generations: Sequence[Generation], spans: Sequence[Span]) -> list[str | None]:
-    """The agent of each generation: the one that it names, else that of the spans with its response id.
+    """Return the agent of each generation: the one that it names, else that of its response.
 
-    That id is told by the span that raylight captured; where there is none, it is the one that contains the
-    call id.
+    The id of the response comes from the span that raylight captured. Without such a span, it is the one that
+    contains the call id.
     """
     if all(generation.agent is not None for generation in generations):
         return [generation.agent for generation in generations]
     tree = SpanTree.from_spans(spans)
     tree.repair_hierarchy()
     by_response = tree.agents_of_responses()
-    by_length = sorted(
-        by_response, key=len
-    )  # of "call-1" and "call-10", the shorter is the one that call-1 made
+    # shortest first: "call-1" is part of the ids of the responses of "call-1" and "call-10"
+    by_length = sorted(by_response, key=len)
     captured = {
         span.attributes[CALL_ID]: response_id_of(span.attributes)
         for span in spans
         if CALL_ID in span.attributes
     }
-    named: list[str | None] = []
+    agents: list[str | None] = []
     for generation in generations:
         call_id = generation.key.call_id
         response = captured.get(call_id) or next(
             (response for response in by_length if call_id in response), None
         )
-        named.append(
+        agents.append(
             generation.agent if generation.agent is not None or response is None else by_response[response]
         )
-    return named
+    return agents
 
 
 def filter_generations(finished: FinishedRollout, pattern: str | None = None) -> list[Generation]:
-    """The generations of a rollout that are trained: those of agents that the pattern matches or that the
-    rollout marked."""
+    """Return the generations of a rollout whose agents match the pattern or were marked by the rollout."""
     agents = AgentFilter(pattern, finished.rollout.metadata.get(TRAINABLE_AGENTS, ()))
     if agents.keeps_all:
         return finished.generations

@@ -1,5 +1,4 @@
-"""A rollout as text for people: what each agent was told and said, what its tools did, and what it got for
-it."""
+"""Transcript of a rollout as text: messages of each agent, calls of tools, rewards and failures."""
 
 from __future__ import annotations
 
@@ -22,20 +21,19 @@ from raylight.traces.span_tree import SpanTree
 from raylight.traces.trained_agents import AgentFilter
 from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, Span
 
-SHORT = 400
-"""Characters of an attribute, where not all is wanted."""
+MAX_VALUE_CHARS = 400
+"""Characters of an attribute that a short transcript shows."""
 
 
 def transcript(finished: FinishedRollout, *, full: bool = False) -> str:
-    """All that was recorded of a rollout's latest attempt, in its order.
+    """Return a transcript of all recorded spans of a rollout's latest attempt, in order.
 
-    Of a call of the model it shows the messages that the same agent had not been told before, the answer, and
-    how many tokens were recorded; of an operation (a tool) its input and output; of any other span its
-    attributes.
+    A call of the model shows the messages that are new to its agent, the answer, and the numbers of recorded
+    tokens. An operation (a tool) shows its input and output. Any other span shows its attributes.
 
     Args:
-        finished: with its spans.
-        full: show attributes whole, and those of calls too, with their tokens.
+        finished: the rollout, with its spans.
+        full: True for attributes in full length, and for the attributes of calls, with their tokens.
     """
     return "\n".join(_Transcript(finished, full).lines())
 
@@ -48,13 +46,13 @@ class _Transcript:
         tree.repair_hierarchy()
         self._agents = tree.agents_of_responses()
         self._trained = AgentFilter(marked=finished.rollout.metadata.get(TRAINABLE_AGENTS, ()))
-        self._told: dict[str | None, list[Any]] = {}
-        """What each agent was told and said in its last call."""
+        self._last_messages: dict[str | None, list[Any]] = {}
+        """Messages of each agent's last call, with the answer."""
 
     def lines(self) -> Iterator[str]:
         rollout, rewards = self._finished.rollout, self._finished.rewards
         yield f"=== {rollout.rollout_id} ({rollout.mode or 'no mode'}): {rollout.status}"
-        yield f"task: {_legible(rollout.input)}"
+        yield f"task: {_format_value(rollout.input)}"
         for span in self._finished.spans:
             yield ""
             yield from self._span(span)
@@ -63,8 +61,8 @@ class _Transcript:
             yield f"\n{failure.kind} failed: {failure.error}"
             if failure.trace:
                 yield failure.trace.rstrip()
-        told = ", ".join(f"{name} {value:.4g}" for name, value in rewards.items())
-        yield f"\nreward: {told or 'none'}"
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in rewards.items())
+        yield f"\nreward: {listed or 'none'}"
 
     def _span(self, span: Span) -> Iterator[str]:
         call = self._calls.get(span.attributes.get(CALL_ID))
@@ -75,9 +73,10 @@ class _Transcript:
             or agent_of(span)
         )
         failed = f", {span.status.status_code}" if span.status.status_code == "ERROR" else ""
-        told = self._of_call(call, agent) if served else ""
+        summary = self._call_summary(call, agent) if served else ""
         name = span.attributes.get(OPERATION_NAME, span.name)
-        yield f"--- #{span.sequence_id} {name}{f' of {agent}' if agent else ''} ({_seconds(span)}{failed}{told})"
+        title = f"{name} of {agent}" if agent else name
+        yield f"--- #{span.sequence_id} {title} ({_seconds(span)}{failed}{summary})"
         shown: set[str] = set()
         if served:
             shown = {INPUT_MESSAGES, OUTPUT_MESSAGES}
@@ -102,36 +101,40 @@ class _Transcript:
                 if key not in shown
             )
 
-    def _of_call(self, call: Generation | None, agent: str | None) -> str:
+    def _call_summary(self, call: Generation | None, agent: str | None) -> str:
         trained = "" if self._trained.keeps(agent) else ", not trained"
         if call is None:
             return f", tokens unknown{trained}"
         return f", {len(call.prompt_ids)} + {len(call.output_ids)} tokens, {call.finish_reason}{trained}"
 
     def _messages(self, attributes: Mapping[str, Any], agent: str | None) -> Iterator[str]:
-        asked, answered = (
+        prompt, answers = (
             json.loads(str(attributes.get(key, "[]"))) for key in (INPUT_MESSAGES, OUTPUT_MESSAGES)
         )
-        before = self._told.get(agent, [])
+        known = self._last_messages.get(agent, [])
         new = (
-            asked[len(before) :]
-            if len(asked) > len(before) and _same(asked[: len(before)], before)
-            else asked
+            prompt[len(known) :]
+            if len(prompt) > len(known) and _is_same_conversation(prompt[: len(known)], known)
+            else prompt
         )
-        if len(new) < len(asked):
-            yield f"    ({len(asked) - len(new)} messages as before)"
+        if len(new) < len(prompt):
+            yield f"    ({len(prompt) - len(new)} messages as before)"
         yield from (_message(message, "    ") for message in new)
-        yield from (_message(message, "    >>> ") for message in answered)
-        self._told[agent] = asked + answered
+        yield from (_message(message, "    >>> ") for message in answers)
+        self._last_messages[agent] = prompt + answers
 
     def _value(self, value: Any) -> str:
-        text = _legible(value)
-        return text if self._full or len(text) <= SHORT else f"{text[:SHORT]}... ({len(text)} characters)"
+        text = _format_value(value)
+        return (
+            text
+            if self._full or len(text) <= MAX_VALUE_CHARS
+            else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
+        )
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
-    """Whether they are the same conversation; a client may send an answer back with other fields, but not
-    what was asked."""
+def _is_same_conversation(some: list[Any], others: list[Any]) -> bool:
+    """Return True if two message lists agree in roles and in content, except in answers, whose fields clients
+    may change."""
     return all(
         one.get("role") == other.get("role")
         and (one.get("role") == "assistant" or one.get("content") == other.get("content"))
@@ -141,22 +144,22 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 def _message(message: dict[str, Any], indent: str) -> str:
     content = message.get("content")
-    said = (
+    text = (
         content
         if isinstance(content, str)
         else ""
         if content is None
         else json.dumps(content, ensure_ascii=False)
     )
-    lines = f"[{message.get('role')}] {said}".rstrip().split("\n")
+    lines = f"[{message.get('role')}] {text}".rstrip().split("\n")
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         lines.append(f"  calls {function.get('name')}({function.get('arguments')})")
     return "\n".join([indent + lines[0], *(" " * len(indent) + line for line in lines[1:])])
 
 
-def _legible(value: Any) -> str:
-    """A value as text; JSON is laid out where it does not fit on a line."""
+def _format_value(value: Any) -> str:
+    """Return a value as text. JSON that is too long for one line is indented."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
             value = json.loads(value)

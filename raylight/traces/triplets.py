@@ -1,5 +1,4 @@
-"""Triplets from spans: each call to a model with its prompt, its response, and the reward that came for
-it."""
+"""Conversion of spans to triplets: the prompt, the response and the reward of each model call."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ logger = logging.getLogger(__name__)
 LLM_CALL_MATCH = (
     r"^openai\.(chat|completion|response)|^anthropic\.(chat|completion|message)|^raw_gen_ai_request$"
 )
-"""Spans of calls: those that raylight captures, those of AgentOps and OpenLLMetry, and those of
-agent-lightning's LLM proxy."""
+"""Names of spans of calls: those of raylight, AgentOps, OpenLLMetry and agent-lightning's LLM proxy."""
 
 CHOICE = f"{WEAVE_OUTPUT}.choices.0"
 PROMPT_KEYS = (PROMPT_TOKEN_IDS, f"{WEAVE_OUTPUT}.prompt_token_ids")
@@ -56,24 +54,24 @@ RESPONSE_KEYS = (
 
 
 class RewardMatchPolicy(StrEnum):
-    """Which call a reward is for: always the last one that had ended before it and has none yet, among
-    these."""
+    """Calls among which a reward is matched with the last one that had ended before it and has no reward
+    yet."""
 
     FIRST_OCCURRENCE = "first_occurrence"
     """All calls."""
     FIRST_SIBLING = "first_sibling"
-    """The calls below the same span."""
+    """The calls with the same parent span."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call, by the spans that tell of it."""
+    """A call with all the spans that record it."""
 
     nodes: list[SpanNode]
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Attributes of all its spans; the first one that has something to say counts."""
+        """Attributes of all its spans. Of several values, the first that is not empty counts."""
         merged: dict[str, Any] = {}
         for node in self.nodes:
             merged |= {
@@ -85,37 +83,38 @@ class _Call:
 
     @property
     def ids(self) -> set[str | None]:
-        """Its own and that of the response, of which it may be one choice of several."""
-        return {of(node.span.attributes) for node in self.nodes for of in (call_key_of, response_id_of)}
+        """Ids of the call and of its response, which may have several choices and so several calls."""
+        return {read(node.span.attributes) for node in self.nodes for read in (call_key_of, response_id_of)}
 
     @property
     def start(self) -> float:
+        """Start of the first of its spans, in seconds."""
         return min(node.span.start_time or 0.0 for node in self.nodes)
 
     @property
     def end(self) -> float:
-        """When the first of its spans had ended: the innermost knows best."""
+        """End of the first of its spans to end, in seconds: the innermost span is the most precise."""
         return min(node.span.end_time or node.span.start_time or 0.0 for node in self.nodes)
 
 
 class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
-    """Triplets of an attempt's calls in the order in which they began, by the tree of its spans.
+    """Adapter to the triplets of an attempt's calls, in the order of their starts, read from the tree of
+    spans.
 
-    Several spans may tell of one call (`call_key_of`). A span that does not say which, above or below another
-    one of a call, tells of that call.
+    Several spans may record one call (`call_key_of`). A span without a key belongs to the call of a span
+    above or below it.
 
     Args:
         repair_hierarchy: put spans that lost their parent under the tightest span that encloses them in time.
         llm_call_match: regular expression for the names of spans that are calls.
-        agent_match: regular expression for the names of agents; the calls of others, and of agents without a
-            name, are left out.
-        exclude_llm_call_in_reward: leave out the calls that were made to compute a reward, such as those of a
-            judge.
-        reward_match: which call a reward is for.
-        _skip_empty_token_spans: leave out calls without token ids, before rewards are matched.
+        agent_match: regular expression for the names of agents. Calls of other and of unnamed agents are
+            dropped.
+        exclude_llm_call_in_reward: drop the calls made to compute a reward, such as those of a judge.
+        reward_match: policy that decides to which call a reward belongs.
+        _skip_empty_token_spans: drop calls without token ids before rewards are matched.
 
     Raises:
-        ConfigError: a pattern is not a regular expression, or there is no such reward matching.
+        ConfigError: a pattern is not a regular expression, or `reward_match` is unknown.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             self._is_call = re.compile(llm_call_match).search
             self.reward_match = RewardMatchPolicy(
                 getattr(reward_match, "value", reward_match)
-            )  # also agent-lightning's enum
+            )  # accepts agent-lightning's enum too
         except re.error as error:
             raise ConfigError(
                 f"llm_call_match={llm_call_match!r} is not a regular expression: {error}"
@@ -147,7 +146,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             ) from error
 
     def tree(self, spans: Sequence[Span]) -> SpanTree:
-        """The tree that calls, agents and rewards are looked up in; `print(adapter.tree(spans).render())`
+        """Build the tree in which calls, agents and rewards are found. `print(adapter.tree(spans).render())`
         shows it."""
         tree = SpanTree.from_spans(spans)
         if self.repair_hierarchy:
@@ -175,7 +174,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
         ]
 
     def _calls(self, tree: SpanTree) -> list[_Call]:
-        """Calls, by their spans; not those of which a span lies within a reward."""
+        """Return the calls with their spans, without those that have a span within a reward."""
         named: dict[str, _Call] = {}
         unnamed: list[SpanNode] = []
         judging: set[str] = set()
@@ -193,41 +192,41 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             in_reward = in_reward or (self.exclude_llm_call_in_reward and _is_reward(node.span))
             stack.extend((child, in_reward, in_call or is_call) for child in reversed(node.children))
         calls = [call for call in named.values() if judging.isdisjoint(call.ids)]
-        told = {id(node) for call in named.values() for node in call.nodes}
+        recorded = {id(node) for call in named.values() for node in call.nodes}
         return calls + [
-            _Call([node]) for node in unnamed if not any(id(below) in told for below in node.walk())
+            _Call([node]) for node in unnamed if not any(id(inner) in recorded for inner in node.walk())
         ]
 
     def _rewards(self, tree: SpanTree, calls: list[_Call]) -> list[float | None]:
-        """The reward of each call."""
+        """Return the reward of each call; None for calls without a reward."""
         rewards = {
             id(node): value for node in tree.walk() if (value := get_reward_value(node.span)) is not None
         }
         if self.reward_match == RewardMatchPolicy.FIRST_OCCURRENCE:
-            families = [list(tree.walk())]
+            groups = [list(tree.walk())]
         else:
-            families = [node.children for node in tree.walk()]
+            groups = [node.children for node in tree.walk()]
         index_of = {id(node): index for index, call in enumerate(calls) for node in call.nodes}
-        given: dict[int, float] = {}
-        for family in families:
-            here = sorted({index_of[id(node)] for node in family if id(node) in index_of} - given.keys())
-            times = [(calls[index].start, calls[index].end) for index in here]
+        matched: dict[int, float] = {}
+        for group in groups:
+            indices = sorted({index_of[id(node)] for node in group if id(node) in index_of} - matched.keys())
+            times = [(calls[index].start, calls[index].end) for index in indices]
             values = [
-                (node.span.start_time or 0.0, rewards[id(node)]) for node in family if id(node) in rewards
+                (node.span.start_time or 0.0, rewards[id(node)]) for node in group if id(node) in rewards
             ]
             values.sort(key=lambda pair: pair[0])
-            given |= {here[place]: value for place, value in match_rewards(times, values).items()}
-        return [given.get(index) for index in range(len(calls))]
+            matched |= {indices[position]: value for position, value in match_rewards(times, values).items()}
+        return [matched.get(index) for index in range(len(calls))]
 
 
 TraceToTriplet = TracerTraceToTriplet
 
 
 class LlmProxyTraceToTriplet(TraceAdapter[list[Triplet]]):
-    """Triplets of the calls whose spans carry token ids, by sequence ids alone: clocks of several machines
-    need not agree.
+    """Adapter to the triplets of calls with token ids. It uses sequence ids only, as clocks of several
+    machines may differ.
 
-    A reward is for the last call before it that has none yet.
+    A reward belongs to the last call before it that has none yet.
     """
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
@@ -247,25 +246,26 @@ class LlmProxyTraceToTriplet(TraceAdapter[list[Triplet]]):
                 seen.add(key)
                 triplets.append(triplet)
                 calls.append((span.sequence_id, span.sequence_id + 1))  # a reward comes with a later number
-        given = match_rewards(calls, rewards)
+        matched = match_rewards(calls, rewards)
         return [
-            triplet.model_copy(update={"reward": given.get(place)}) for place, triplet in enumerate(triplets)
+            triplet.model_copy(update={"reward": matched.get(position)})
+            for position, triplet in enumerate(triplets)
         ]
 
 
 def match_rewards(
     calls: Sequence[tuple[float, float]], rewards: Sequence[tuple[float, float]]
 ) -> dict[int, float]:
-    """Give each reward to the call that began last, of those that had ended by then and have none yet.
+    """Match each reward with the call that began last, among those that had ended by then and have no reward.
 
     Args:
-        calls: start and end of each, sorted by start.
-        rewards: time and value of each, sorted by time.
+        calls: start and end of each call, sorted by start.
+        rewards: time and value of each reward, sorted by time.
 
     Returns:
-        Rewards by the index of their call.
+        Rewards by index of their call.
     """
-    given: dict[int, float] = {}
+    matched: dict[int, float] = {}
     waiting: list[int] = []
     begun = 0
     for time, value in rewards:
@@ -273,21 +273,22 @@ def match_rewards(
             waiting.append(begun)
             begun += 1
         ended = next(
-            (place for place in reversed(range(len(waiting))) if calls[waiting[place]][1] <= time), None
+            (position for position in reversed(range(len(waiting))) if calls[waiting[position]][1] <= time),
+            None,
         )
         if ended is not None:
-            given[waiting.pop(ended)] = value
-    return given
+            matched[waiting.pop(ended)] = value
+    return matched
 
 
-def read_triplet(attributes: Mapping[str, Any], agent: str | None, below: Sequence[Span] = ()) -> Triplet:
-    """Triplet of a call without its reward.
+def read_triplet(attributes: Mapping[str, Any], agent: str | None, children: Sequence[Span] = ()) -> Triplet:
+    """Build the triplet of a call, without its reward.
 
-    `prompt` has `token_ids`, `raw_content` (messages in OpenAI's shape, or None) and `image_urls`; `response`
-    has `token_ids` and `raw_content`, and one entry per token in `logprobs` and `weight_versions` where the
-    span carries them.
+    `prompt` has `token_ids`, `raw_content` (messages in OpenAI's shape, or None) and `image_urls`. `response`
+    has `token_ids` and `raw_content`, and `logprobs` and `weight_versions` if the span has one entry per
+    token.
     """
-    call = read_call(attributes, below)
+    call = read_call(attributes, children)
     prompt_ids = _numbers(*map(attributes.get, PROMPT_KEYS), raw_field(attributes, "prompt_token_ids"))
     response_ids = _numbers(*map(attributes.get, RESPONSE_KEYS), *_raw_response_ids(attributes))
     response: dict[str, Any] = {"token_ids": response_ids, "raw_content": call.answers or None}
@@ -300,7 +301,7 @@ def read_triplet(attributes: Mapping[str, Any], agent: str | None, below: Sequen
             response[name] = column
         elif column and response_ids:
             logger.warning(
-                "a call has %d tokens but %d %s, which are left out", len(response_ids), len(column), name
+                "a call has %d tokens but %d %s; the latter are dropped", len(response_ids), len(column), name
             )
     return Triplet(
         prompt={
@@ -312,8 +313,8 @@ def read_triplet(attributes: Mapping[str, Any], agent: str | None, below: Sequen
         metadata={
             "response_id": response_id_of(attributes),
             "agent_name": agent,
-            "request": _described(attributes, "gen_ai.request", WEAVE_INPUT, {"messages"}),
-            "response": _described(
+            "request": _request_fields(attributes, "gen_ai.request", WEAVE_INPUT, {"messages"}),
+            "response": _request_fields(
                 attributes,
                 "gen_ai.response",
                 WEAVE_OUTPUT,
@@ -324,37 +325,39 @@ def read_triplet(attributes: Mapping[str, Any], agent: str | None, below: Sequen
 
 
 def has_tokens(triplet: Triplet) -> bool:
+    """Return True if both prompt and response have token ids."""
     return bool(triplet.prompt["token_ids"] and triplet.response["token_ids"])
 
 
 def _is_reward(span: Span) -> bool:
-    """Whether a span is a reward, or an operation that computes one."""
+    """Return True if a span is a reward, or an operation that computes one."""
     computes = span.name == OPERATION and span.attributes.get(OPERATION_NAME) == REWARD_PREFIX
     return computes or get_reward_value(span) is not None
 
 
-def _described(attributes: Mapping[str, Any], prefix: str, weave: str, elsewhere: set[str]) -> Any:
-    """What a span says of the request or response beside messages and tokens."""
+def _request_fields(attributes: Mapping[str, Any], prefix: str, weave: str, exclude: set[str]) -> Any:
+    """Return the fields of the request or response other than messages and tokens."""
     found = unflatten(attributes, prefix) or unflatten(attributes, weave)
     return (
-        {key: value for key, value in found.items() if key not in elsewhere}
+        {key: value for key, value in found.items() if key not in exclude}
         if isinstance(found, dict)
         else found
     )
 
 
 def _numbers(*recorded: Any) -> list[Any]:
-    """The first of these that is a list of numbers; empty if none is."""
+    """Return the first value that is a list of numbers; an empty list if there is none."""
     for value in map(parse_literal, recorded):
         if isinstance(value, list) and value and all(isinstance(number, int | float) for number in value):
             return value
         if value not in (None, []):
-            logger.warning("a span should carry a list of numbers here, but it is %.80r", value)
+            logger.warning("a span has %.80r instead of a list of numbers, which is ignored", value)
     return []
 
 
 def _logprobs(attributes: Mapping[str, Any]) -> list[float]:
-    """Log-probability of each response token: raylight's own, or OpenAI's `logprobs.content`."""
+    """Return the log-prob of each response token, from raylight's attribute or OpenAI's
+    `logprobs.content`."""
     entries = parse_literal(attributes.get("logprobs.content"))
     openai = (
         [entry.get("logprob") for entry in entries if isinstance(entry, dict)]
@@ -365,7 +368,7 @@ def _logprobs(attributes: Mapping[str, Any]) -> list[float]:
 
 
 def _raw_response_ids(attributes: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Tokens of the first choice in a raw response of vLLM, where older and newer versions put them."""
+    """Return the tokens of the first choice in a raw response of vLLM, from its older and its newer field."""
     older, choices = raw_field(attributes, "response_token_ids"), raw_field(attributes, "choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     return older[0] if isinstance(older, list) and older else None, choice.get("token_ids") if isinstance(

@@ -95,7 +95,7 @@ def test_a_malformed_reward_is_logged_and_is_none(
     good = span(reward_attributes({"r": 0.5}))
     with caplog.at_level(logging.WARNING, "raylight"):
         assert find_final_reward([good, span(attributes)]) == 0.5
-    assert "is not taken for a reward" in caplog.text
+    assert "is ignored" in caplog.text
     assert find_reward_spans([good, span(attributes)]) == [good]
     assert get_rewards_from_span(span(attributes)) == []
 
@@ -187,5 +187,5 @@ def test_the_primary_one_comes_first() -> None:
         named_rewards({"a": 1, "b": 2}, "z")
     with pytest.raises(RewardError, match="empty"):
         named_rewards({})
-    with pytest.raises(RewardError, match="chooses from a dict"):
+    with pytest.raises(RewardError, match="needs a dict of rewards"):
         named_rewards(1.0, "a")

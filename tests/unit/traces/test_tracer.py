@@ -460,7 +460,7 @@ def test_bad_arguments() -> None:
         pass
     with pytest.raises(ConfigError, match="class or function"):
         OtelTracer(exporter=InMemorySpanExporter())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="are both given"):
         OtelTracer(exporter=InMemorySpanExporter, export_endpoint="http://x")
     with pytest.raises(ConfigError, match="headers"):
         OtelTracer(headers={"a": "b"})

@@ -92,7 +92,7 @@ async def test_an_attempts_address_takes_no_spans_of_another(site: Site) -> None
     answer = await site.post(path, key, [a_span("stolen")], **keyed(other))
     assert answer.status_code == 200
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
-    assert "which this address is not for" in answer.json()["partialSuccess"]["errorMessage"]
+    assert "but this URL belongs to another" in answer.json()["partialSuccess"]["errorMessage"]
     assert await site.names(mine) == await site.names(other) == []
     assert (await site.post(path, key, [a_span("own")], **keyed(mine))).json() == {}
     assert await site.names(mine) == ["own"]
