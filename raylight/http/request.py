@@ -20,8 +20,7 @@ from raylight.http.errors import RequestError
 MAX_BODY = 16 * 2**20
 """Largest body of a request, in bytes."""
 MAX_VALUES = 200_000
-"""Most values in a body, counting those inside lists and objects. Decoding more would delay all other
-requests."""
+"""Most values in a body, those in lists and objects included; decoding more would delay all requests."""
 MAX_DEPTH = 200
 """Deepest nesting of lists and objects in a body."""
 NUMBERS = range(-(2**63), 2**64)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.http.body import problems
+from raylight.http.body import describe_problems
 from raylight.http.errors import RequestError
 
 MAX_MESSAGES = 10_000
@@ -41,7 +41,9 @@ class Body(BaseModel):
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            raise RequestError(f"this engine does not support the request: {problems(error)}") from None
+            raise RequestError(
+                f"this engine does not support the request: {describe_problems(error)}"
+            ) from None
 
 
 class SampledStreamOptions(Body):

@@ -1,8 +1,8 @@
-"""Anthropic's messages dialect: its requests as chat requests.
+"""Requests of Anthropic's messages dialect, translated to chat requests.
 
-Hints of caching (`cache_control`), `metadata` and signatures of thinking are taken and mean nothing here. A
-failed tool's result begins with "Error: ", because chat has no other word for it. A conversation cannot end
-with the assistant's own words.
+Cache hints (`cache_control`), `metadata` and signatures of thinking are accepted and ignored. The result of a
+failed tool begins with "Error: ", because chat has no field for failures. A conversation cannot end with a
+message of the assistant.
 """
 
 from __future__ import annotations
@@ -12,61 +12,66 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from raylight.http.body import Asked, as_content, image_part, text_part
+from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.answers import normalize_message
+from raylight.serving.dialects.chat_messages import (
+    image_part,
+    join_parts,
+    normalize_message,
+    text_part,
+    tool_call,
+)
 
 INVALID_JSON = "INVALID_JSON"
-"""Key under which a call's input holds what the model wrote for arguments where that is no JSON object. It is
-Anthropic's own."""
+"""Key of a call's input for arguments that are no JSON object; Anthropic's own."""
 
 
 def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class CacheControl(Asked):
+class CacheControl(RequestModel):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Asked):
+class CacheableBlock(RequestModel):
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Block):
+class TextBlock(CacheableBlock):
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class UrlSource(Asked):
+class UrlSource(RequestModel):
     type: Literal["url"]
     url: str
 
 
-class Base64Source(Asked):
+class Base64Source(RequestModel):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
 
-class ImageBlock(Block):
+class ImageBlock(CacheableBlock):
     type: Literal["image"]
     source: Annotated[UrlSource | Base64Source, Field(discriminator="type")]
 
 
-class ThinkingBlock(Asked):
+class ThinkingBlock(RequestModel):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class DirectCaller(Asked):
+class DirectCaller(RequestModel):
     type: Literal["direct"]
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(CacheableBlock):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -74,7 +79,7 @@ class ToolUseBlock(Block):
     caller: DirectCaller | None = None
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(CacheableBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
@@ -88,22 +93,22 @@ UserBlocks = list[Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(disc
 AssistantBlocks = list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
 
 
-class UserMessage(Asked):
+class UserMessage(RequestModel):
     role: Literal["user"]
     content: Annotated[UserBlocks, BeforeValidator(_as_blocks), Field(min_length=1)]
 
 
-class AssistantMessage(Asked):
+class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: Annotated[AssistantBlocks, BeforeValidator(_as_blocks)]
 
 
-class SystemMessage(Asked):
+class SystemMessage(RequestModel):
     role: Literal["system"]
     content: Texts
 
 
-class Tool(Block):
+class MessagesTool(CacheableBlock):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -112,42 +117,42 @@ class Tool(Block):
     eager_input_streaming: bool | None = None
 
 
-class FreeChoice(Asked):
+class AnyToolChoice(RequestModel):
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
 
 
-class NamedChoice(Asked):
+class NamedToolChoice(RequestModel):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
 
 
-class NoChoice(Asked):
+class NoToolChoice(RequestModel):
     type: Literal["none"]
 
 
-class ThinkingOn(Asked):
+class EnabledThinking(RequestModel):
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
 
 
-class ThinkingByItself(Asked):
+class UnbudgetedThinking(RequestModel):
     type: Literal["adaptive", "disabled"]
 
 
-class JsonFormat(Asked):
+class JsonFormat(RequestModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Asked):
+class OutputConfig(RequestModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
-class CountTokensRequest(Asked):
-    """What counting tokens and sampling have in common."""
+class CountTokensRequest(RequestModel):
+    """A request to `/v1/messages/count_tokens`: the fields that make a prompt."""
 
     model: str
     messages: Annotated[
@@ -155,22 +160,19 @@ class CountTokensRequest(Asked):
         Field(min_length=1),
     ]
     system: Texts = Field(default=[])
-    tools: list[Tool] = Field(default=[])
-    tool_choice: Annotated[FreeChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
-    thinking: Annotated[ThinkingOn | ThinkingByItself, Field(discriminator="type")] | None = None
+    tools: list[MessagesTool] = Field(default=[])
+    tool_choice: (
+        Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None
+    ) = None
+    thinking: Annotated[EnabledThinking | UnbudgetedThinking, Field(discriminator="type")] | None = None
     cache_control: CacheControl | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The fields of a chat request that make its prompt."""
-        system = (
-            [{"role": "system", "content": "\n".join(block.text for block in self.system)}]
-            if self.system
-            else []
-        )
-        chat: dict[str, Any] = {
-            "model": self.model,
-            "messages": system + [m for said in self.messages for m in _to_chat(said)],
-        }
+        """Return the fields of a chat request that make the same prompt."""
+        messages = [chat for message in self.messages for chat in _to_chat(message)]
+        if self.system:
+            messages.insert(0, _system_message(self.system))
+        chat: dict[str, Any] = {"model": self.model, "messages": messages}
         if self.tools:
             chat["tools"] = [_tool(tool) for tool in self.tools]
         if self.thinking:
@@ -192,16 +194,17 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto"] = "auto"
 
     def to_chat(self) -> dict[str, Any]:
-        """The chat request.
+        """Return the chat request.
 
         Raises:
-            RequestError: 400, the conversation ends with the assistant's words.
+            RequestError: 400, the last message is the assistant's.
         """
         if self.messages[-1].role == "assistant":
             raise RequestError(
-                "messages: the last message is the assistant's; this endpoint cannot continue one"
+                "messages: the last message is the assistant's, which this endpoint cannot continue; "
+                "end with a message of the user"
             )
-        chat = super().to_chat() | {"max_completion_tokens": self.max_tokens} | _choice(self.tool_choice)
+        chat = super().to_chat() | {"max_completion_tokens": self.max_tokens} | _tool_choice(self.tool_choice)
         settings = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -210,19 +213,17 @@ class MessagesRequest(CountTokensRequest):
             "reasoning_effort": self.output_config.effort,
         }
         chat |= {name: value for name, value in settings.items() if value is not None}
-        if isinstance(self.thinking, ThinkingOn):
+        if isinstance(self.thinking, EnabledThinking):
             chat["thinking_token_budget"] = self.thinking.budget_tokens
-        if wanted := self.output_config.format:
-            chat["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "output", "schema": wanted.schema_},
-            }
+        if json_format := self.output_config.format:
+            schema = {"name": "output", "schema": json_format.schema_}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
         return chat
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _tool(tool: MessagesTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
@@ -231,15 +232,15 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: FreeChoice | NamedChoice | NoChoice | None) -> dict[str, Any]:
+def _tool_choice(choice: AnyToolChoice | NamedToolChoice | NoToolChoice | None) -> dict[str, Any]:
     if choice is None:
         return {}
-    if isinstance(choice, NoChoice):
+    if isinstance(choice, NoToolChoice):
         return {"tool_choice": "none"}
-    one = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
-    if isinstance(choice, NamedChoice):
-        return {"tool_choice": {"type": "function", "function": {"name": choice.name}}} | one
-    return {"tool_choice": "required" if choice.type == "any" else "auto"} | one
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    if isinstance(choice, NamedToolChoice):
+        return {"tool_choice": {"type": "function", "function": {"name": choice.name}}} | parallel
+    return {"tool_choice": "required" if choice.type == "any" else "auto"} | parallel
 
 
 def _to_chat(message: UserMessage | AssistantMessage | SystemMessage) -> list[dict[str, Any]]:
@@ -247,63 +248,63 @@ def _to_chat(message: UserMessage | AssistantMessage | SystemMessage) -> list[di
         return _user_to_chat(message)
     if isinstance(message, AssistantMessage):
         return [_assistant_to_chat(message)]
-    return [{"role": "system", "content": "\n".join(block.text for block in message.content)}]
+    return [_system_message(message.content)]
+
+
+def _system_message(texts: list[TextBlock]) -> dict[str, Any]:
+    return {"role": "system", "content": "\n".join(block.text for block in texts)}
 
 
 def _user_to_chat(message: UserMessage) -> list[dict[str, Any]]:
-    """Results of tools become messages of their own. Their images follow in the user's, because chat allows
-    tools only text.
+    """Translate a user's message. Each tool result becomes a message of its own.
+
+    The images of tool results move into the user's message, because chat allows only text in those of tools.
     """
     results: list[dict[str, Any]] = []
-    said: list[dict[str, Any]] = []
-    shown: list[dict[str, Any]] = []
+    images: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for block in message.content:
         if isinstance(block, ToolResultBlock):
-            if said:
-                raise RequestError("messages: in a user's message the tool_result blocks come first")
+            if others:
+                raise RequestError(
+                    "messages: a tool_result block follows another block; put the tool_result blocks first"
+                )
             parts = [_part(part) for part in block.content]
-            shown += [part for part in parts if part["type"] != "text"]
-            text = as_content([part for part in parts if part["type"] == "text"])
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.tool_use_id,
-                    "content": f"Error: {text}" if block.is_error else text,
-                }
-            )
+            images += [part for part in parts if part["type"] != "text"]
+            text = join_parts([part for part in parts if part["type"] == "text"])
+            content = f"Error: {text}" if block.is_error else text
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         else:
-            said.append(_part(block))
-    said = shown + said
-    return results + ([{"role": "user", "content": as_content(said)}] if said else [])
+            others.append(_part(block))
+    parts = images + others
+    return results + ([{"role": "user", "content": join_parts(parts)}] if parts else [])
 
 
 def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return text_part(block.text)
     source = block.source
-    return image_part(
-        source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
-    )
+    if isinstance(source, UrlSource):
+        return image_part(source.url)
+    return image_part(f"data:{source.media_type};base64,{source.data}")
 
 
 def _assistant_to_chat(message: AssistantMessage) -> dict[str, Any]:
+    blocks = message.content
     calls = [
-        {
-            "id": block.id,
-            "type": "function",
-            "function": {"name": block.name, "arguments": _arguments(block.input)},
-        }
-        for block in message.content
+        tool_call(block.id, block.name, _arguments(block.input))
+        for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    text = "".join(block.text for block in message.content if isinstance(block, TextBlock))
-    thinking = "".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     return normalize_message(
         {"role": "assistant", "content": text, "reasoning_content": thinking, "tool_calls": calls}
     )
 
 
-def _arguments(given: dict[str, Any]) -> str:
-    if list(given) == [INVALID_JSON] and isinstance(given[INVALID_JSON], str):
-        return given[INVALID_JSON]
-    return json.dumps(given, ensure_ascii=False)
+def _arguments(value: dict[str, Any]) -> str:
+    """Return the arguments of a call as the model wrote them."""
+    if list(value) == [INVALID_JSON] and isinstance(value[INVALID_JSON], str):
+        return value[INVALID_JSON]
+    return json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""The input items of a responses request, as chat messages.
+"""Input items of a responses request, translated to chat messages.
 
-What the model said in one go comes back as several items (reasoning, a message, calls of tools) and is one
-message of chat.
+One turn of the model comes back as several items (reasoning, a message, tool calls) and is one message of
+chat.
 """
 
 from __future__ import annotations
@@ -11,28 +11,34 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from raylight.http.body import Asked, as_content, image_part, text_part
-from raylight.serving.dialects.answers import normalize_message
+from raylight.http.body import RequestModel
+from raylight.serving.dialects.chat_messages import (
+    image_part,
+    join_parts,
+    normalize_message,
+    text_part,
+    tool_call,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputText(Asked):
+class InputText(RequestModel):
     type: Literal["input_text", "text"]
     text: str
 
 
-class OutputText(Asked):
+class OutputText(RequestModel):
     type: Literal["output_text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
     logprobs: list[Any] | None = None
-    """Of an earlier answer; they mean nothing to the model."""
+    """Log-probs of an earlier answer; ignored."""
     parsed: Any = None
-    """What the SDK's `parse` read from the text, where it is sent back with it."""
+    """The text as the SDK's `parse` read it, which the SDK sends back; ignored."""
 
 
-class InputImage(Asked):
+class InputImage(RequestModel):
     type: Literal["input_image"]
     image_url: str
     detail: Literal["auto"] = "auto"
@@ -45,7 +51,7 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-class GivenMessage(Asked):
+class InputMessageItem(RequestModel):
     type: Literal["message"]
     role: Literal["user", "system", "developer"]
     content: Annotated[Parts, BeforeValidator(_as_parts)]
@@ -53,9 +59,7 @@ class GivenMessage(Asked):
     status: Status | None = None
 
 
-class SaidMessage(Asked):
-    """The assistant's."""
-
+class AssistantMessageItem(RequestModel):
     type: Literal["message"]
     role: Literal["assistant"]
     content: Annotated[
@@ -65,7 +69,7 @@ class SaidMessage(Asked):
     status: Status | None = None
 
 
-class FunctionCall(Asked):
+class FunctionCallItem(RequestModel):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -73,10 +77,10 @@ class FunctionCall(Asked):
     id: str | None = None
     status: Status | None = None
     parsed_arguments: Any = None
-    """What the SDK's `parse` read from the arguments, where it is sent back with them."""
+    """The arguments as the SDK's `parse` read them, which the SDK sends back; ignored."""
 
 
-class FunctionCallOutput(Asked):
+class FunctionCallOutputItem(RequestModel):
     type: Literal["function_call_output"]
     call_id: str
     output: Annotated[list[InputText], BeforeValidator(_as_parts)]
@@ -84,12 +88,12 @@ class FunctionCallOutput(Asked):
     status: Status | None = None
 
 
-class ReasoningText(Asked):
+class ReasoningText(RequestModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(Asked):
+class ReasoningItem(RequestModel):
     type: Literal["reasoning"]
     id: str | None = None
     summary: list[ReasoningText] = Field(default=[])
@@ -97,29 +101,33 @@ class ReasoningItem(Asked):
     status: Status | None = None
 
 
-def _kind(item: Any) -> str:
-    """Which model an item is of; a message needs no type."""
+AssistantItem = AssistantMessageItem | FunctionCallItem | ReasoningItem
+
+
+def _item_tag(item: Any) -> str:
+    """Return the tag of an item's model; a message needs no type."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     role = item.get("role") if isinstance(item, dict) else getattr(item, "role", None)
-    return "said" if kind == "message" and role == "assistant" else str(kind)
+    return "assistant" if kind == "message" and role == "assistant" else str(kind)
 
 
 InputItem = Annotated[
-    Annotated[GivenMessage, Tag("message")]
-    | Annotated[SaidMessage, Tag("said")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    Annotated[InputMessageItem, Tag("message")]
+    | Annotated[AssistantMessageItem, Tag("assistant")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
-        _kind,
+        _item_tag,
         custom_error_type="unknown_item",
-        custom_error_message="this item is not supported; supported: message, function_call, function_call_output, reasoning",
+        custom_error_message="this item is not supported; supported: message, function_call, "
+        "function_call_output, reasoning",
     ),
 ]
 
 
 def as_items(value: Any) -> Any:
-    """A list of items, each with its type. A plain string is a user's message."""
+    """Return the input as a list of items, each with its type. A string is a user's message."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
@@ -130,88 +138,74 @@ def as_items(value: Any) -> Any:
 
 
 @dataclass
-class _Said:
-    """What the assistant said in one go, as it is put together."""
+class _AssistantTurn:
+    """One turn of the assistant, assembled from its items."""
 
-    generation: str | None = None
-    """The common part of its items' ids, where these are ours."""
+    answer_id: str | None = None
+    """The id of the answer in its items' ids; None if they are not ours."""
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def takes(self, item: SaidMessage | FunctionCall | ReasoningItem) -> bool:
-        """Whether an item belongs to it: by its id or else by the order in which a model speaks."""
-        generation = generation_of(item.id)
-        if generation is not None and self.generation is not None:
-            return generation == self.generation
+    def accepts(self, item: AssistantItem) -> bool:
+        """Return True if an item belongs to the turn: by its id, or else by the order of a model's output."""
+        answer_id = answer_id_of(item.id)
+        if answer_id is not None and self.answer_id is not None:
+            return answer_id == self.answer_id
         if isinstance(item, ReasoningItem):
             return not (self.texts or self.calls)
-        return isinstance(item, FunctionCall) or not (self.texts or self.calls)
+        return isinstance(item, FunctionCallItem) or not (self.texts or self.calls)
 
-    def take(self, item: SaidMessage | FunctionCall | ReasoningItem) -> None:
-        self.generation = self.generation or generation_of(item.id)
-        if isinstance(item, SaidMessage):
+    def add(self, item: AssistantItem) -> None:
+        self.answer_id = self.answer_id or answer_id_of(item.id)
+        if isinstance(item, AssistantMessageItem):
             self.texts += [part.text for part in item.content]
-        elif isinstance(item, FunctionCall):
-            self.calls.append(
-                {
-                    "id": item.call_id,
-                    "type": "function",
-                    "function": {"name": item.name, "arguments": item.arguments},
-                }
-            )
+        elif isinstance(item, FunctionCallItem):
+            self.calls.append(tool_call(item.call_id, item.name, item.arguments))
         else:
             self.reasoning += [part.text for part in item.content or item.summary]
 
     def message(self) -> dict[str, Any]:
-        reasoning = "".join(self.reasoning)
-        return normalize_message(
-            {
-                "role": "assistant",
-                "content": "".join(self.texts),
-                "reasoning_content": reasoning,
-                "tool_calls": self.calls,
-            }
-        )
+        """Return the turn as a chat message."""
+        texts = {"content": "".join(self.texts), "reasoning_content": "".join(self.reasoning)}
+        return normalize_message({"role": "assistant", **texts, "tool_calls": self.calls})
 
 
-def item_id(prefix: str, generation: str, index: int) -> str:
-    """The id of an item of an answer: `msg_...`, `fc_...` or `rs_...`, with the answer's own id and its place
-    there.
-    """
-    return f"{prefix}_{generation}.{index}"
+def item_id(prefix: str, answer_id: str, index: int) -> str:
+    """Return the id of an output item: a prefix (`msg`, `fc` or `rs`), the answer's id, the item's index."""
+    return f"{prefix}_{answer_id}.{index}"
 
 
-def generation_of(found: str | None) -> str | None:
-    """The id of the answer in an item's id; None if it is not one of ours."""
-    prefix, _, rest = (found or "").partition("_")
-    generation, dot, index = rest.rpartition(".")
-    return generation if dot and prefix in ("msg", "fc", "rs") and index.isdigit() else None
+def answer_id_of(item_id: str | None) -> str | None:
+    """Return the answer's id in an item's id; None if the id is not one of ours."""
+    prefix, _, rest = (item_id or "").partition("_")
+    answer_id, dot, index = rest.rpartition(".")
+    return answer_id if dot and prefix in ("msg", "fc", "rs") and index.isdigit() else None
 
 
 def to_messages(items: list[Any]) -> list[dict[str, Any]]:
-    """The chat messages of input items."""
+    """Return the chat messages of input items."""
     messages: list[dict[str, Any]] = []
-    said: _Said | None = None
+    turn: _AssistantTurn | None = None
     for item in items:
-        if isinstance(item, SaidMessage | FunctionCall | ReasoningItem):
-            if said is None or not said.takes(item):
-                messages += [said.message()] if said else []
-                said = _Said()
-            said.take(item)
+        if isinstance(item, AssistantItem):
+            if turn is None or not turn.accepts(item):
+                messages += [turn.message()] if turn else []
+                turn = _AssistantTurn()
+            turn.add(item)
             continue
-        messages += [said.message()] if said else []
-        said = None
-        messages += _given(item)
-    return messages + ([said.message()] if said else [])
+        messages += [turn.message()] if turn else []
+        turn = None
+        messages.append(_input_message(item))
+    return messages + ([turn.message()] if turn else [])
 
 
-def _given(item: GivenMessage | FunctionCallOutput) -> list[dict[str, Any]]:
-    if isinstance(item, GivenMessage):
+def _input_message(item: InputMessageItem | FunctionCallOutputItem) -> dict[str, Any]:
+    if isinstance(item, InputMessageItem):
         role = "user" if item.role == "user" else "system"
-        return [{"role": role, "content": as_content([_part(part) for part in item.content])}]
-    parts = [_part(part) for part in item.output]
-    return [{"role": "tool", "tool_call_id": item.call_id, "content": as_content(parts)}]
+        return {"role": role, "content": join_parts([_part(part) for part in item.content])}
+    content = join_parts([_part(part) for part in item.output])
+    return {"role": "tool", "tool_call_id": item.call_id, "content": content}
 
 
 def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""OpenAI's responses dialect: its requests as chat requests.
+"""Requests of OpenAI's responses dialect, translated to chat requests.
 
-A response is remembered by its replica for `previous_response_id` unless it was made with `store=false`; it
-is never stored for
-later reading, so answers say `store: false`. `metadata` is echoed; `user`, `safety_identifier` and keys of
-caches are tags that mean nothing here. Developers' messages are the system's. Who includes
-`reasoning.encrypted_content`, as agent-framework's client always does, gets reasoning in plain words, which
-may be sent back as they are.
+A replica remembers a response for `previous_response_id` unless the request has `store=false`. It never
+stores one for later retrieval, so that answers have `store: false`. `metadata` is echoed. `user`,
+`safety_identifier` and keys of caches are accepted and ignored. Messages of developers become messages of the
+system. A request that includes `reasoning.encrypted_content`, as agent-framework's client always does, gets
+reasoning as plain text, which may be sent back unchanged.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from raylight.http.body import Asked
+from raylight.http.body import RequestModel
 from raylight.serving.dialects.responses_items import InputItem, as_items, to_messages
 
 
-class FunctionTool(Asked):
+class ResponsesTool(RequestModel):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -26,16 +25,16 @@ class FunctionTool(Asked):
     strict: bool | None = None
 
 
-class FunctionChoice(Asked):
+class FunctionToolChoice(RequestModel):
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Asked):
+class TextFormat(RequestModel):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Asked):
+class SchemaFormat(RequestModel):
     type: Literal["json_schema"]
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -43,28 +42,28 @@ class SchemaFormat(Asked):
     strict: bool | None = None
 
 
-class TextConfig(Asked):
+class TextConfig(RequestModel):
     format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] = TextFormat(type="text")
 
 
-class Reasoning(Asked):
+class Reasoning(RequestModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class StreamOptions(Asked):
+class ResponsesStreamOptions(RequestModel):
     include_obfuscation: Literal[False] = False
 
 
-def _named(choice: Any) -> Any:
-    """The words among the choices of tools become objects, so that a wrong choice is told of once."""
+def _as_object(choice: Any) -> Any:
+    """Turn a tool choice that is a string into an object, so that a wrong one is reported once."""
     return {"type": choice} if isinstance(choice, str) else choice
 
 
-class FreeChoice(Asked):
+class ToolMode(RequestModel):
     type: Literal["none", "auto", "required"]
 
 
-class ResponsesRequest(Asked):
+class ResponsesRequest(RequestModel):
     """A request to `/v1/responses`."""
 
     model: str
@@ -74,15 +73,16 @@ class ResponsesRequest(Asked):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = None
-    tools: list[FunctionTool] = Field(default=[])
+    tools: list[ResponsesTool] = Field(default=[])
     tool_choice: (
-        Annotated[FreeChoice | FunctionChoice, Field(discriminator="type"), BeforeValidator(_named)] | None
+        Annotated[ToolMode | FunctionToolChoice, Field(discriminator="type"), BeforeValidator(_as_object)]
+        | None
     ) = None
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     store: bool = True
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -96,7 +96,7 @@ class ResponsesRequest(Asked):
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
     def to_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The chat request.
+        """Return the chat request.
 
         Args:
             messages: the conversation, this request's input included.
@@ -108,7 +108,7 @@ class ResponsesRequest(Asked):
             "top_p": self.top_p,
             "parallel_tool_calls": self.parallel_tool_calls,
             "tools": [_tool(tool) for tool in self.tools] or None,
-            "tool_choice": self._choice(),
+            "tool_choice": self._chat_tool_choice(),
             "response_format": _response_format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
         }
@@ -117,12 +117,15 @@ class ResponsesRequest(Asked):
         return chat | ({"stream": True, "stream_options": {"include_usage": True}} if self.stream else {})
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as chat messages."""
+        """Return the input as chat messages."""
         return to_messages(self.input)
 
     def echo(self) -> dict[str, Any]:
-        """The fields of a response that repeat its request."""
+        """Return the fields of a response that repeat its request."""
         choice = self.tool_choice
+        echoed_choice: Any = choice.type if choice else "auto"
+        if isinstance(choice, FunctionToolChoice):
+            echoed_choice = choice.model_dump()
         return {
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
@@ -130,11 +133,7 @@ class ResponsesRequest(Asked):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "tools": [tool.model_dump() for tool in self.tools],
-            "tool_choice": choice.model_dump()
-            if isinstance(choice, FunctionChoice)
-            else choice.type
-            if choice
-            else "auto",
+            "tool_choice": echoed_choice,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
@@ -145,20 +144,20 @@ class ResponsesRequest(Asked):
             "store": False,
         }
 
-    def _choice(self) -> str | dict[str, Any] | None:
-        if isinstance(self.tool_choice, FunctionChoice):
+    def _chat_tool_choice(self) -> str | dict[str, Any] | None:
+        if isinstance(self.tool_choice, FunctionToolChoice):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
         return self.tool_choice.type if self.tool_choice else None
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _response_format(wanted: TextFormat | SchemaFormat) -> dict[str, Any] | None:
-    if isinstance(wanted, SchemaFormat):
+def _response_format(text_format: TextFormat | SchemaFormat) -> dict[str, Any] | None:
+    if isinstance(text_format, SchemaFormat):
         return {
             "type": "json_schema",
-            "json_schema": wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True),
+            "json_schema": text_format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True),
         }
-    return None if wanted.type == "text" else {"type": wanted.type}
+    return None if text_format.type == "text" else {"type": text_format.type}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.answers import normalize_message
+from raylight.serving.dialects.chat_messages import normalize_message, tool_call
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -48,13 +48,7 @@ class Turn:
     def message(self) -> dict[str, Any]:
         """Return the turn as a chat message that a later request can send back."""
         calls = [
-            {
-                "id": block.call_id,
-                "type": "function",
-                "function": {"name": block.name, "arguments": block.text},
-            }
-            for block in self.blocks
-            if block.kind == "call"
+            tool_call(block.call_id, block.name, block.text) for block in self.blocks if block.kind == "call"
         ]
         return normalize_message(
             {

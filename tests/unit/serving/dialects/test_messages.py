@@ -322,7 +322,7 @@ async def test_counting_tokens() -> None:
                     }
                 ]
             },
-            "tool_result blocks come first",
+            "put the tool_result blocks first",
         ),
     ],
 )
