@@ -14,7 +14,7 @@ from examples.small_gpu.make_problems import DATA, make_problems
 from examples.small_gpu.questions import benchmark_questions, training_questions
 from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward, is_right, read_number
 from raylight.agent.hooks import HookDispatcher
-from raylight.algorithms.minigrpo.memory import account_of
+from raylight.algorithms.minigrpo.memory import estimate_memory_of
 from raylight.types import Rollout, Span
 
 
@@ -130,6 +130,6 @@ def test_the_defaults_are_50_iterations_within_4_gb() -> None:
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     )
-    needed = account_of(shape, train_math_agent.algorithm(args).settings, torch.bfloat16)
+    needed = estimate_memory_of(shape, train_math_agent.algorithm(args).settings, torch.bfloat16)
     assert needed.weights == pytest.approx(0.99e9, rel=0.02)
     assert needed.peak < args.memory_gb * 1e9

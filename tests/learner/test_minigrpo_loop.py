@@ -1,4 +1,4 @@
-"""MiniGRPO's own loop without Ray: the pure runner, a store in memory, and real HTTP between agent and model."""
+"""MiniGRPO's loop without Ray: the pure runner, a store in memory, and real HTTP between agent and model."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ from raylight.trainer.run_context import TrainerRunContext
 
 
 class Quiet:
-    """A display that keeps the notes."""
+    """Display that keeps the notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -47,7 +47,7 @@ def one_thread():
 
 
 async def train(folder: Path, val: list[Any], **settings: Any) -> tuple[Report, StoreClient, list[str]]:
-    """Run the algorithm on additions, with a runner beside it in this process."""
+    """Run the algorithm on additions, with a runner in this process."""
     plain = {
         "model": STARTER_MODEL,
         "max_model_len": 64,
@@ -102,7 +102,7 @@ async def test_a_run_without_tasks_is_refused() -> None:
         await rl.MiniGRPO(model=STARTER_MODEL).run(None, None)
 
 
-async def test_a_port_that_is_taken_is_told() -> None:
+async def test_a_port_in_use_is_an_error() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:

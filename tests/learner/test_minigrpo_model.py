@@ -1,4 +1,5 @@
-"""MiniGRPO's model: the size of the adapter, loss and gradient against references written by hand, memory against what is used."""
+"""MiniGRPO's model: adapter size, loss and gradient against hand-written references, and estimated against
+used memory."""
 
 import asyncio
 import math
@@ -10,13 +11,17 @@ from ranks import ANSWERS, PROMPTS, make_batch, plain_logprobs
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from raylight.algorithms.minigrpo import loss as losses
+from raylight.algorithms.minigrpo.adapter_trainer import (
+    AdapterTrainer,
+    trainable_parameters,
+    trained_logprobs,
+)
 from raylight.algorithms.minigrpo.engine import TrainableEngine
 from raylight.algorithms.minigrpo.loss import token_logprobs
-from raylight.algorithms.minigrpo.memory import account_of, shaped
-from raylight.algorithms.minigrpo.rows import Tokens, micro_batches, rows_of, to_tokens
-from raylight.algorithms.minigrpo.settings import MiniSettings
-from raylight.algorithms.minigrpo.setup import build
-from raylight.algorithms.minigrpo.tuner import Tuner, logprobs_of, trainable
+from raylight.algorithms.minigrpo.memory import build_on_meta, estimate_memory_of
+from raylight.algorithms.minigrpo.rows import TokenBatch, advantage_rows, split_micro_batches, to_token_batch
+from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
+from raylight.algorithms.minigrpo.setup import build_engine_and_trainer
 from raylight.config import LoraConfig
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
@@ -31,7 +36,7 @@ QWEN_05B = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-"""The shape of Qwen2-0.5B."""
+"""Shape of Qwen2-0.5B."""
 CPU = torch.device("cpu")
 
 
@@ -44,7 +49,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def settings(**given) -> MiniSettings:
+def settings(**given) -> MiniGRPOSettings:
     plain = {
         "model": STARTER_MODEL,
         "max_model_len": 64,
@@ -52,7 +57,7 @@ def settings(**given) -> MiniSettings:
         "lora": {"dropout": 0.0, "rank": 4},
         "lr": 1e-2,
     }
-    return MiniSettings(**plain | given)
+    return MiniGRPOSettings(**plain | given)
 
 
 def starter():
@@ -65,10 +70,10 @@ def exact_batch(model=None):
 
 
 def test_the_adapter_of_qwen2_has_the_known_size() -> None:
-    _, model = shaped(Qwen2Config(**QWEN_05B), MiniSettings(model="unread"), torch.bfloat16)
-    assert sum(parameter.numel() for parameter in trainable(model)) == 4_399_104
+    _, model = build_on_meta(Qwen2Config(**QWEN_05B), MiniGRPOSettings(model="unread"), torch.bfloat16)
+    assert sum(parameter.numel() for parameter in trainable_parameters(model)) == 4_399_104
     assert sum(parameter.numel() for parameter in model.parameters()) == 498_431_872
-    assert {parameter.dtype for parameter in trainable(model)} == {torch.float32}
+    assert {parameter.dtype for parameter in trainable_parameters(model)} == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {
         torch.bfloat16
     }
@@ -76,7 +81,7 @@ def test_the_adapter_of_qwen2_has_the_known_size() -> None:
 
 def test_qwen2_fits_four_gigabytes() -> None:
     config = Qwen2Config(**QWEN_05B)
-    needed = account_of(config, MiniSettings(model="unread", max_model_len=512), torch.bfloat16)
+    needed = estimate_memory_of(config, MiniGRPOSettings(model="unread", max_model_len=512), torch.bfloat16)
     assert needed.weights == pytest.approx(494_032_768 * 2, rel=1e-3)
     assert needed.adapter == needed.gradients == 4_399_104 * 4
     assert needed.optimizer == 4_399_104 * 8
@@ -87,14 +92,16 @@ def test_qwen2_fits_four_gigabytes() -> None:
     )
     full_logits = 512 * 151936 * 4
     assert needed.training < 2 * full_logits
-    kept = account_of(
-        config, MiniSettings(model="unread", max_model_len=512, gradient_checkpointing=False), torch.bfloat16
+    kept = estimate_memory_of(
+        config,
+        MiniGRPOSettings(model="unread", max_model_len=512, gradient_checkpointing=False),
+        torch.bfloat16,
     )
     assert kept.training > 3 * needed.training
 
 
 def peak_of_cpu(work) -> int:
-    """Bytes that the CPU's allocator gave out at the most, beyond what it had given out before."""
+    """Return the peak bytes that the CPU's allocator handed out during `work`."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -109,7 +116,7 @@ def peak_of_cpu(work) -> int:
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_account_is_what_is_used(checkpointing: bool, dtype: torch.dtype) -> None:
+def test_the_estimate_matches_the_used_memory(checkpointing: bool, dtype: torch.dtype) -> None:
     given = settings(
         max_model_len=256, gradient_checkpointing=checkpointing, lora={"dropout": 0.05, "rank": 8}
     )
@@ -121,37 +128,37 @@ def test_the_account_is_what_is_used(checkpointing: bool, dtype: torch.dtype) ->
         num_attention_heads=8,
         num_key_value_heads=2,
     )
-    needed = account_of(config, given, dtype)
+    needed = estimate_memory_of(config, given, dtype)
     module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    tuner = Tuner(module, given, 100.0)
+    trainer = AdapterTrainer(module, given, 100.0)
     width = given.max_model_len
     ids = torch.randint(0, 8000, (1, width))
-    floats, places = torch.zeros(width - 1), torch.arange(width - 1)
-    tokens = Tokens(ids, places, ids[0, 1:], floats + 1, floats, floats, places)
+    floats, positions = torch.zeros(width - 1), torch.arange(width - 1)
+    tokens = TokenBatch(ids, positions, ids[0, 1:], floats + 1, floats, floats, positions)
 
     def work() -> None:
         module.train()
-        (logprobs_of(module, tokens) * 1.0).sum().backward()
+        (trained_logprobs(module, tokens) * 1.0).sum().backward()
 
     work()
-    tuner.model.zero_grad(set_to_none=True)
+    trainer.model.zero_grad(set_to_none=True)
     used = peak_of_cpu(work)
     assert used == pytest.approx(needed.training + needed.gradients, rel=0.2)
 
 
-def test_too_little_memory_is_refused_before_any_is_taken() -> None:
+def test_too_little_memory_is_an_error_before_loading() -> None:
     with pytest.raises(DeviceMemoryError, match="lower max_model_len"):
-        build(STARTER_MODEL, settings(memory_limit_gb=0.001))
+        build_engine_and_trainer(STARTER_MODEL, settings(memory_limit_gb=0.001))
 
 
 def test_logprobs_are_those_of_plain_transformers() -> None:
     model = starter()
-    tuner = Tuner(starter(), settings(), 1e-3)
+    trainer = AdapterTrainer(starter(), settings(), 1e-3)
     batch = exact_batch(model)
-    (part,) = micro_batches(rows_of(batch, [1.0] * 8), 1000)
-    tokens = to_tokens(part, CPU)
-    assert logprobs_of(tuner.model.base_model.model, tokens).tolist() == pytest.approx(
-        tokens.sampled.tolist(), abs=1e-5
+    (part,) = split_micro_batches(advantage_rows(batch, [1.0] * 8), 1000)
+    tokens = to_token_batch(part, CPU)
+    assert trained_logprobs(trainer.model.base_model.model, tokens).tolist() == pytest.approx(
+        tokens.sampled_logprobs.tolist(), abs=1e-5
     )
 
 
@@ -168,8 +175,9 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def reference_gradient(adapted, batch, given: MiniSettings) -> list[torch.Tensor]:
-    """By hand: every row alone, full logits, PPO at ratio 1, mean over all trained tokens."""
+def reference_gradient(adapted, batch, given: MiniGRPOSettings) -> list[torch.Tensor]:
+    """Return the gradient computed row by row from full logits: PPO at ratio 1, mean over all trained
+    tokens."""
     rewards = torch.tensor(batch.rewards).view(2, 4)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
     total = sum(map(len, ANSWERS))
@@ -178,22 +186,24 @@ def reference_gradient(adapted, batch, given: MiniSettings) -> list[torch.Tensor
         logits = adapted(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
         loss = loss - ((logprobs - logprobs.detach()).exp() * advantage).sum() / total
-    return list(torch.autograd.grad(loss, trainable(adapted)))
+    return list(torch.autograd.grad(loss, trainable_parameters(adapted)))
 
 
 @pytest.mark.parametrize("budget", [64, 200, 1000])
 def test_the_gradient_is_the_one_written_by_hand(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = settings(max_tokens_per_micro_batch=budget, grad_clip=1e9)
-    tuner = Tuner(starter(), given, 1e-3)
-    for parameter in trainable(tuner.model):  # B is 0 at first, and A would have no gradient
+    trainer = AdapterTrainer(starter(), given, 1e-3)
+    for parameter in trainable_parameters(trainer.model):  # B is initially 0, so A would have no gradient
         torch.nn.init.normal_(parameter, std=0.05)
-    batch = exact_batch(tuner.model)
-    expected = reference_gradient(tuner.model, batch, given)
+    batch = exact_batch(trainer.model)
+    expected = reference_gradient(trainer.model, batch, given)
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(
-        tuner._optimizer, "step", lambda: seen.extend(p.grad.clone() for p in trainable(tuner.model))
+        trainer._optimizer,
+        "step",
+        lambda: seen.extend(p.grad.clone() for p in trainable_parameters(trainer.model)),
     )
-    metrics = tuner.update(batch, 0)
+    metrics = trainer.update(batch, 0)
     for found, wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-3)
     assert metrics["mismatch/logprob_abs_max"] < 1e-4
@@ -206,9 +216,9 @@ def test_the_gradient_is_the_one_written_by_hand(budget: int, monkeypatch: pytes
 def test_only_the_adapter_moves_and_the_right_way() -> None:
     module = starter()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    tuner = Tuner(module, settings(passes=4), 1e-3)
+    trainer = AdapterTrainer(module, settings(passes=4), 1e-3)
     batch = exact_batch()
-    metrics = tuner.update(batch, 0)
+    metrics = trainer.update(batch, 0)
     state = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in module.state_dict().items()
@@ -217,7 +227,7 @@ def test_only_the_adapter_moves_and_the_right_way() -> None:
     assert state.keys() == before.keys()
     assert all(torch.equal(state[name], before[name]) for name in before)
     with torch.no_grad():
-        after = plain_logprobs(tuner.model)
+        after = plain_logprobs(trainer.model)
         gained = [
             float(now.sum() - torch.tensor(row.logprobs).sum())
             for now, row in zip(after, batch.rows, strict=True)
@@ -229,58 +239,58 @@ def test_only_the_adapter_moves_and_the_right_way() -> None:
 
 
 def test_the_reference_is_the_model_without_its_adapter() -> None:
-    tuner = Tuner(starter(), settings(kl_coef=0.1, lr=1e-3), 10.0)
+    trainer = AdapterTrainer(starter(), settings(kl_coef=0.1, lr=1e-3), 10.0)
     batch = exact_batch()
-    assert tuner.update(batch, 0)["learner/kl"] == pytest.approx(0, abs=1e-6)
+    assert trainer.update(batch, 0)["learner/kl"] == pytest.approx(0, abs=1e-6)
     for _ in range(3):
-        metrics = tuner.update(batch, 0)
+        metrics = trainer.update(batch, 0)
     assert metrics["learner/kl"] > 1e-4
-    tokens = to_tokens(rows_of(batch, [1.0] * 8), CPU)
-    assert tuner.reference(tokens).tolist() == pytest.approx(tokens.sampled.tolist(), abs=1e-5)
+    tokens = to_token_batch(advantage_rows(batch, [1.0] * 8), CPU)
+    assert trainer.reference(tokens).tolist() == pytest.approx(tokens.sampled_logprobs.tolist(), abs=1e-5)
 
 
 def test_rows_without_advantage_are_not_computed() -> None:
-    tuner = Tuner(starter(), settings(), 1e-3)
+    trainer = AdapterTrainer(starter(), settings(), 1e-3)
     batch = exact_batch()
     batch.rewards[:4] = [1.0] * 4
-    metrics = tuner.update(batch, 0)
+    metrics = trainer.update(batch, 0)
     assert metrics["learner/rows_without_advantage"] == 4
     assert metrics["learner/rows"] == 8
 
 
 def test_other_probabilities_are_an_error() -> None:
-    tuner = Tuner(starter(), settings(), 1e-3)
+    trainer = AdapterTrainer(starter(), settings(), 1e-3)
     batch = make_batch([[-1.0] * len(answer) for answer in ANSWERS])
-    with pytest.raises(MismatchError, match="top_p"):
-        tuner.update(batch, 0)
-    assert "mismatch/logprob_abs_max" not in tuner.update(batch, 1), (
+    with pytest.raises(MismatchError, match=r"differ by up to .*top_p"):
+        trainer.update(batch, 0)
+    assert "mismatch/logprob_abs_max" not in trainer.update(batch, 1), (
         "tokens of an older version are not compared"
     )
 
 
 def test_broken_gradients_are_skipped_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner = Tuner(starter(), settings(), 1e-3)
+    trainer = AdapterTrainer(starter(), settings(), 1e-3)
     batch = exact_batch()
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: torch.tensor(float("nan")))
-    before = [parameter.clone() for parameter in trainable(tuner.model)]
-    assert tuner.update(batch, 0)["learner/skipped_steps"] == 1
-    tuner.update(batch, 0)
-    with pytest.raises(NonFiniteGradientError, match="3 times"):
-        tuner.update(batch, 0)
-    assert all(torch.equal(a, b) for a, b in zip(before, trainable(tuner.model), strict=True))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *arguments: torch.tensor(float("nan")))
+    before = [parameter.clone() for parameter in trainable_parameters(trainer.model)]
+    assert trainer.update(batch, 0)["learner/skipped_steps"] == 1
+    trainer.update(batch, 0)
+    with pytest.raises(NonFiniteGradientError, match="not finite in 3 steps in a row"):
+        trainer.update(batch, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainable_parameters(trainer.model), strict=True))
 
 
 def test_a_saved_adapter_is_loaded_by_peft(tmp_path: Path) -> None:
     from peft import PeftModel
 
-    tuner = Tuner(starter(), settings(), 1e-3)
+    trainer = AdapterTrainer(starter(), settings(), 1e-3)
     batch = exact_batch()
-    tuner.update(batch, 0)
-    tuner.save(tmp_path / "checkpoint" / "step-1")
-    tuner.save(tmp_path / "checkpoint" / "step-1")
+    trainer.update(batch, 0)
+    trainer.save(tmp_path / "checkpoint" / "step-1")
+    trainer.save(tmp_path / "checkpoint" / "step-1")
     loaded = PeftModel.from_pretrained(starter(), tmp_path / "checkpoint" / "step-1")
     with torch.no_grad():
-        for found, wanted in zip(plain_logprobs(loaded), plain_logprobs(tuner.model), strict=True):
+        for found, wanted in zip(plain_logprobs(loaded), plain_logprobs(trainer.model), strict=True):
             torch.testing.assert_close(found, wanted)
         pairs = zip(plain_logprobs(loaded), batch.rows, strict=True)
         changed = max(
@@ -290,19 +300,19 @@ def test_a_saved_adapter_is_loaded_by_peft(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "checkpoint").iterdir()] == ["step-1"]
 
 
-async def test_one_module_samples_and_is_trained_and_versions_tell() -> None:
-    engine, tuner, _ = build(STARTER_MODEL, settings(max_new_tokens=6))
+async def test_one_module_samples_and_is_trained_with_versions() -> None:
+    engine, trainer, _ = build_engine_and_trainer(STARTER_MODEL, settings(max_new_tokens=6))
     assert isinstance(engine, TrainableEngine)
     try:
         first = await engine.generate(PROMPTS[0], SamplingParams(100, ignore_eos=True))
-        assert len(first.output_ids) == 6, "max_new_tokens holds whatever a request asks for"
+        assert len(first.output_ids) == 6, "max_new_tokens overrides the limit of a request"
         assert set(first.weight_versions) == {0}
-        metrics = await engine.train(lambda version: tuner.update(exact_batch(), version))
+        metrics = await engine.run_update(lambda version: trainer.update(exact_batch(), version))
         assert metrics["learner/grad_norm"] > 0
         second = await engine.generate(PROMPTS[0], SamplingParams(5))
         assert set(second.weight_versions) == {1}
         with torch.no_grad():
-            logits = tuner.model(torch.tensor([PROMPTS[0] + second.output_ids])).logits[
+            logits = trainer.model(torch.tensor([PROMPTS[0] + second.output_ids])).logits[
                 0, len(PROMPTS[0]) - 1 : -1
             ]
             plain = starter()(torch.tensor([PROMPTS[0] + second.output_ids])).logits[
@@ -319,22 +329,24 @@ async def test_one_module_samples_and_is_trained_and_versions_tell() -> None:
         engine.close()
 
 
-async def test_an_update_in_the_middle_of_a_response_is_between_two_tokens() -> None:
-    engine, tuner, _ = build(STARTER_MODEL, settings(max_model_len=512, max_new_tokens=480))
+async def test_an_update_during_a_response_falls_between_two_tokens() -> None:
+    engine, trainer, _ = build_engine_and_trainer(
+        STARTER_MODEL, settings(max_model_len=512, max_new_tokens=480)
+    )
     try:
         with engine.begin([PROMPTS[0]], [SamplingParams(480, ignore_eos=True)], streams=True) as choices:
             (sequence,) = choices.sequences
             while sequence.count < 3:
                 await asyncio.wait_for(sequence.news.wait(), 30)
                 sequence.news.clear()
-            await engine.train(lambda version: tuner.update(exact_batch(), version))
+            await engine.run_update(lambda version: trainer.update(exact_batch(), version))
             sample = (await choices.end())[0].sample
         versions = sample.weight_versions
         assert versions == sorted(versions)
         assert set(versions) == {0, 1}
         with torch.no_grad():
             ids = torch.tensor([PROMPTS[0] + sample.output_ids])
-            logprobs = tuner.model(ids).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+            logprobs = trainer.model(ids).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
         after = versions.index(1)
         chosen = logprobs.gather(1, torch.tensor(sample.output_ids)[:, None])[after:, 0]
         assert sample.logprobs[after:] == pytest.approx(chosen.tolist(), abs=1e-3)
@@ -344,4 +356,4 @@ async def test_an_update_in_the_middle_of_a_response_is_between_two_tokens() -> 
 
 def test_an_adapter_that_fits_nothing_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
-        Tuner(starter(), settings(lora=LoraConfig(target_modules=["no_such_layer"])), 1e-3)
+        AdapterTrainer(starter(), settings(lora=LoraConfig(target_modules=["no_such_layer"])), 1e-3)

@@ -1,4 +1,4 @@
-"""MiniGRPO by TRL's GRPOTrainer: single-turn prompts, in process, without Ray."""
+"""MiniGRPO with TRL's GRPOTrainer: single-turn prompts, in process, without Ray."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from raylight.algorithms.minigrpo import trl_backend
-from raylight.algorithms.minigrpo.settings import MiniSettings
+from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.errors import RewardError
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
@@ -17,8 +17,8 @@ from raylight.quickstart.additions import additions, is_right, question
 pytest.importorskip("trl", reason="the extra raylight[trl] is not installed")
 
 
-class Side:
-    """Keeps what a run would report."""
+class RecordingContext:
+    """Run context that records notes and steps."""
 
     def __init__(self, folder: Path) -> None:
         self.checkpoint = folder / "checkpoint"
@@ -43,7 +43,7 @@ def score(task: dict, text: str) -> float:
     return float(is_right(task, text))
 
 
-def settings(**given: Any) -> MiniSettings:
+def settings(**given: Any) -> MiniGRPOSettings:
     plain = {
         "model": STARTER_MODEL,
         "backend": "trl",
@@ -58,7 +58,7 @@ def settings(**given: Any) -> MiniSettings:
         "device": "cpu",
         "gradient_checkpointing": False,
     }
-    return MiniSettings(**plain | given)
+    return MiniGRPOSettings(**plain | given)
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,9 @@ def one_thread():
 
 async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
     train, val = additions(0)
-    side = Side(tmp_path)
-    await trl_backend.train(settings(val_every=4, save_every=4), None, side, train[:512], val)  # type: ignore[arg-type]
-    rows = dict(side.rows)
+    context = RecordingContext(tmp_path)
+    await trl_backend.train(settings(val_every=4, save_every=4), None, context, train[:512], val)  # type: ignore[arg-type]
+    rows = dict(context.rows)
     assert list(rows) == list(range(9))
     assert [step for step, row in rows.items() if "val/reward" in row] == [0, 4, 8]
     assert rows[0]["val/reward"] <= 0.65
@@ -81,13 +81,15 @@ async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
     assert all(
         row["learner/grad_norm"] >= 0 and 0 <= row["train/reward"] <= 1 for step, row in rows.items() if step
     )
-    assert any("the agent is not called" in note for note in side.notes)
-    assert (side.checkpoint / "step-4" / "adapter_model.safetensors").exists()
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(STARTER_MODEL), side.checkpoint)
+    assert any("the agent is not called" in note for note in context.notes)
+    assert (context.checkpoint / "step-4" / "adapter_model.safetensors").exists()
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(STARTER_MODEL), context.checkpoint
+    )
     assert max(float(p.abs().max()) for name, p in loaded.named_parameters() if "lora_B" in name) > 1e-4
 
 
-async def test_a_reward_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+async def test_a_reward_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     given = settings(n_steps=1, tasks_per_step=1, reward_of=lambda task, text: float("nan"))
-    with pytest.raises(RewardError, match="no finite number"):
-        await trl_backend.train(given, None, Side(tmp_path), additions(0)[0][:8], [])  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match="returned nan; it must return a finite number"):
+        await trl_backend.train(given, None, RecordingContext(tmp_path), additions(0)[0][:8], [])  # type: ignore[arg-type]

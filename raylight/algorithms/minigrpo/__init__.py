@@ -1,4 +1,4 @@
-"""MiniGRPO: one process that samples, trains an adapter and serves it, for a small GPU or a CPU."""
+"""MiniGRPO: GRPO in one process that serves, samples and trains an adapter, for a small GPU or a CPU."""
 
 from raylight.algorithms.minigrpo.algorithm import MiniGRPO
 

@@ -1,4 +1,4 @@
-"""MiniGRPO: GRPO on an adapter in one process, without verl and without learner actors."""
+"""MiniGRPO: GRPO of an adapter in one process, without verl and without learner actors."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ from collections.abc import Iterable
 from typing import Any
 
 from raylight.algorithms.base import Algorithm
-from raylight.algorithms.minigrpo.settings import MiniSettings
+from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.errors import DatasetError
 
 
 class MiniGRPO(Algorithm):
-    """Group relative policy optimisation (https://arxiv.org/abs/2402.03300) of a LoRA adapter, for a GPU of 4 GB or a CPU.
+    """Group relative policy optimisation (https://arxiv.org/abs/2402.03300) of a LoRA adapter, for a GPU of 4
+    GB or a CPU.
 
-    The process that calls `Trainer.fit` holds the model, once: agents run in the runners as ever and call it over HTTP, and between
-    two decoding steps it is trained where it is. The adapter is saved in peft's format in `checkpoint` of the run directory.
+    The process that calls `Trainer.fit` holds a single copy of the model. Agents run in the runners and call
+    it over HTTP; it is trained in place between two decoding steps. The adapter is saved in peft's format in
+    `checkpoint` of the run directory.
 
-    With `backend="trl"` TRL's GRPOTrainer does both in this process; it knows single-turn prompts only, so that `prompt_of` and
-    `reward_of` take the place of the agent, which is not called.
+    With `backend="trl"`, TRL's GRPOTrainer samples and updates in this process. It supports single-turn
+    prompts only, so `prompt_of` and `reward_of` replace the agent, which is not called.
 
     Args:
-        settings: the fields of `MiniSettings`; `model` is needed.
+        settings: fields of `MiniGRPOSettings`; `model` is required.
 
     Raises:
-        ConfigError: a setting is unknown, does not fit, or would not be read.
+        ConfigError: a setting is unknown, out of range, in conflict with another, or would have no effect.
     """
 
     serves_model = True
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = MiniSettings(**settings)
+        self.settings = MiniGRPOSettings(**settings)
 
     @property
     def n_epochs(self) -> int:
@@ -38,7 +40,7 @@ class MiniGRPO(Algorithm):
 
     @n_epochs.setter
     def n_epochs(self, n_epochs: int) -> None:
-        self.settings = MiniSettings(**dict(self.settings) | {"n_epochs": n_epochs})
+        self.settings = MiniGRPOSettings(**dict(self.settings) | {"n_epochs": n_epochs})
 
     def total_steps(self, n_train: int) -> int:
         return self.settings.steps(n_train)
@@ -53,10 +55,10 @@ class MiniGRPO(Algorithm):
 
         Raises:
             DatasetError: there are no training tasks.
-            DeviceMemoryError: the device has less memory than the run would need.
-            ConfigError: TRL is asked for and not installed.
+            DeviceMemoryError: the run needs more memory than the device has.
+            ConfigError: the backend is TRL, which is not installed.
         """
-        tasks, val_tasks = _listed(train_dataset), _listed(val_dataset)
+        tasks, val_tasks = _as_list(train_dataset), _as_list(val_dataset)
         if not tasks:
             raise DatasetError("train_dataset is missing; pass a list of tasks")
         if self.settings.backend == "trl":
@@ -66,7 +68,7 @@ class MiniGRPO(Algorithm):
         await train(self.settings, self.get_store(), self.get_run_context(), tasks, val_tasks)
 
 
-def _listed(dataset: Any) -> list[Any]:
+def _as_list(dataset: Any) -> list[Any]:
     if dataset is None:
         return []
     return list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]

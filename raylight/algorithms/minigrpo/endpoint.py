@@ -1,4 +1,4 @@
-"""The address that agents call: the engine behind capture and gateway, over HTTP in the algorithm's own process."""
+"""HTTP endpoint of the model: the engine behind capture and gateway, in the algorithm's process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to whoever runs the algorithm."""
+    """Server without signal handlers, which the caller's process keeps."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -32,12 +32,14 @@ class _Server(uvicorn.Server):
 
 
 class Endpoint:
-    """Serves an engine to the agents of a run. Use `async with`; leaving it ends serving, and hands the last records to the store.
+    """Server of an engine for the agents of a run, as an async context manager.
+
+    On exit the server stops and the last records are sent to the store.
 
     Args:
-        secret: the run's, from which the keys of attempts derive.
-        host: None chooses one that all runners can reach.
-        port: 0 for any free one.
+        secret: secret of the run, from which the API keys of attempts are derived.
+        host: address to listen on; None: one that all runners can reach.
+        port: port to listen on; 0: any free port.
 
     Attributes:
         url: base URL without `/v1`.
@@ -74,7 +76,7 @@ class Endpoint:
 
     async def __aexit__(self, *error: Any) -> None:
         self._server.should_exit = True
-        await asyncio.to_thread(self._engine.close)  # so that what is in flight ends at once
+        await asyncio.to_thread(self._engine.close)  # aborts requests in flight
         try:
             await self._serving
         finally:
@@ -82,16 +84,18 @@ class Endpoint:
             self._socket.close()
 
     def check(self) -> None:
-        """Raise EngineStartError if serving has ended."""
+        """Raise EngineStartError if the server has stopped."""
         if self._serving.done():
-            raise EngineStartError(f"the server at {self.url} ended by itself") from self._serving.exception()
+            raise EngineStartError(
+                f"the HTTP server at {self.url} has stopped unexpectedly"
+            ) from self._serving.exception()
 
     async def _add_spans(self, spans: list[Span]) -> None:
         await self._store.add_many_spans(spans)
 
 
 def reachable_host() -> str:
-    """Loopback, or this machine's address where runners may be on other machines."""
+    """Return the loopback address, or this machine's address if the cluster has more nodes."""
     import ray
 
     if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) > 1:
@@ -100,14 +104,15 @@ def reachable_host() -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that requests wait from now on even if the server is not up yet.
+    """Return a listening socket, in whose backlog requests wait until the server has started.
 
     Raises:
-        PortInUseError: the port is taken, or the address is not this machine's.
+        PortInUseError: the port is in use, or the address does not belong to this machine.
     """
     try:
         return socket.create_server((host, port), backlog=2048)
     except OSError as error:
         raise PortInUseError(
-            f"MiniGRPO cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0"
+            f"MiniGRPO cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0 for a "
+            f"free one"
         ) from None

@@ -1,4 +1,4 @@
-"""The transformers engine over a module that is trained where it is."""
+"""Transformers engine whose module is trained in place."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 class TrainableEngine(TransformersEngine):
-    """Samples from a module that is trained between two decoding steps: there is one copy of the weights and nothing to sync.
+    """Engine that samples from a module which is trained between two decoding steps, so weights are never
+    copied.
 
     Args:
-        max_new_tokens: longest response, whatever a request asks for.
+        max_new_tokens: limit of tokens per response, over the limit of a request.
     """
 
     def __init__(self, path: str, model: str, *, max_new_tokens: int, **settings: Any) -> None:
@@ -28,7 +29,8 @@ class TrainableEngine(TransformersEngine):
 
     @property
     def module(self) -> Any:
-        """The model. Only the engine's thread may compute with it once requests come (`between_steps`, `train`)."""
+        """Model. After the first request, only the engine's thread may use it (`run_between_steps`,
+        `run_update`)."""
         return self._decoder.module
 
     def begin(
@@ -44,12 +46,14 @@ class TrainableEngine(TransformersEngine):
         ]
         return super().begin(prompts, capped, adapter, streams)
 
-    async def train(self, action: Callable[[int], T]) -> T:
-        """Change the weights. Nothing is sampled meanwhile; afterwards tokens are of the next version, and what is in flight goes
-        on with its cache computed again.
+    async def run_update(self, action: Callable[[int], T]) -> T:
+        """Change the weights in the engine's thread and return the action's result.
+
+        Sampling pauses. Later tokens have the next weight version; requests in flight continue with a
+        recomputed cache.
 
         Args:
-            action: is given the version of the weights before.
+            action: receives the weight version before the update.
         """
 
         def change() -> T:
@@ -61,8 +65,8 @@ class TrainableEngine(TransformersEngine):
 
         return await self._run(change)
 
-    async def between_steps(self, action: Callable[[], T]) -> T:
-        """Have the engine's thread do something that leaves the weights as they are."""
+    async def run_between_steps(self, action: Callable[[], T]) -> T:
+        """Run an action that does not change the weights in the engine's thread and return its result."""
 
         def act() -> T:
             with torch.inference_mode(False):

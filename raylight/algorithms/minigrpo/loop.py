@@ -1,4 +1,4 @@
-"""The loop of the own backend: roll out, update, validate, save."""
+"""Training loop of the raylight backend: roll out, update, validate, save."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from raylight.agent.resources import LLM
 from raylight.algorithms.base import RunContext
+from raylight.algorithms.minigrpo.adapter_trainer import AdapterTrainer
 from raylight.algorithms.minigrpo.endpoint import Endpoint
 from raylight.algorithms.minigrpo.engine import TrainableEngine
-from raylight.algorithms.minigrpo.settings import MiniSettings
-from raylight.algorithms.minigrpo.setup import MODEL_NAME, build
-from raylight.algorithms.minigrpo.tuner import Tuner
+from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
+from raylight.algorithms.minigrpo.setup import MODEL_NAME, build_engine_and_trainer
 from raylight.errors import StoreLostError
 from raylight.experience.batch import BatchRules, build_batch
 from raylight.experience.rewards import effective_reward
@@ -28,81 +28,87 @@ Metrics = dict[str, float]
 
 
 async def train(
-    settings: MiniSettings, store: StoreClient, side: RunContext, tasks: list[Any], val_tasks: list[Any]
+    settings: MiniGRPOSettings,
+    store: StoreClient,
+    context: RunContext,
+    tasks: list[Any],
+    val_tasks: list[Any],
 ) -> None:
-    """Bring the model up, serve it to the agents, and train it for the planned number of steps."""
-    side.stage("loading the model")
-    engine, tuner, memory = await asyncio.to_thread(build, side.model_path(settings.model), settings)
-    side.note(f"MiniGRPO takes {memory}")
+    """Load the model, serve it to the agents, and train it for the planned number of steps."""
+    context.stage("loading the model")
+    engine, trainer, memory = await asyncio.to_thread(
+        build_engine_and_trainer, context.model_path(settings.model), settings
+    )
+    context.note(f"MiniGRPO needs {memory}")
     try:
-        async with Endpoint(engine, store, side.secret, settings.host, settings.port) as endpoint:
+        async with Endpoint(engine, store, context.secret, settings.host, settings.port) as endpoint:
             llm = LLM(endpoint=endpoint.url, model=MODEL_NAME, traced=True)
-            await store.add_resources(side.resources_with(llm))
-            side.stage(f"the model answers at {endpoint.url}")
-            await Loop(settings, store, side, engine, tuner, endpoint).run(tasks, val_tasks)
+            await store.add_resources(context.resources_with(llm))
+            context.stage(f"serving the model at {endpoint.url}")
+            await TrainingLoop(settings, store, context, engine, trainer, endpoint).run(tasks, val_tasks)
     finally:
         await asyncio.to_thread(engine.close)
 
 
-class Loop:
-    """Trains for the planned number of steps, reporting each."""
+class TrainingLoop:
+    """Loop over the planned number of steps, which reports each."""
 
     def __init__(
         self,
-        settings: MiniSettings,
+        settings: MiniGRPOSettings,
         store: StoreClient,
-        side: RunContext,
+        context: RunContext,
         engine: TrainableEngine,
-        tuner: Tuner,
+        trainer: AdapterTrainer,
         endpoint: Endpoint,
     ) -> None:
         self._settings = settings
         self._store = store
-        self._side = side
+        self._context = context
         self._engine = engine
-        self._tuner = tuner
+        self._trainer = trainer
         self._endpoint = endpoint
 
     async def run(self, tasks: list[Any], val_tasks: list[Any]) -> None:
-        settings, side = self._settings, self._side
-        total, batches = (
-            settings.steps(len(tasks)),
-            TaskSampler(tasks, settings.tasks_per_step, settings.seed),
-        )
+        """Train, with validations and saved adapters in between, and save the last adapter."""
+        settings, context = self._settings, self._context
+        total = settings.steps(len(tasks))
+        batches = TaskSampler(tasks, settings.tasks_per_step, settings.seed)
         if val_tasks and settings.val_before_train:
-            side.step(0, await self._validate(val_tasks))
+            context.step(0, await self._validate(val_tasks))
         without_signal = 0
         for step in range(1, total + 1):
-            metrics, learned = await self._step(next(batches))
-            without_signal = 0 if learned else without_signal + 1
+            metrics, trained = await self._step(next(batches))
+            without_signal = 0 if trained else without_signal + 1
             stop = without_signal >= settings.max_steps_without_signal
             due = settings.val_every and step % settings.val_every == 0
             if val_tasks and (due or stop or step == total):
                 metrics |= await self._validate(val_tasks)
-            side.step(step, metrics)
+            context.step(step, metrics)
             if settings.save_every and step % settings.save_every == 0:
-                await self._engine.between_steps(
-                    functools.partial(self._tuner.save, side.checkpoint / f"step-{step}")
+                await self._engine.run_between_steps(
+                    functools.partial(self._trainer.save, context.checkpoint / f"step-{step}")
                 )
             if stop:
-                side.note(
-                    f"no group showed a difference for {without_signal} steps in a row, so training ends early: either the task is "
-                    "learned, or its reward does not tell good from bad"
+                context.note(
+                    f"no group had different rewards for {without_signal} steps in a row, so training stops "
+                    f"early: either the task "
+                    "is learned, or the reward does not distinguish good rollouts from bad ones"
                 )
                 break
-        await self._engine.between_steps(functools.partial(self._tuner.save, side.checkpoint))
+        await self._engine.run_between_steps(functools.partial(self._trainer.save, context.checkpoint))
 
     async def _step(self, tasks: list[Any]) -> tuple[Metrics, bool]:
-        """One step; returns its metrics and whether there was anything to learn from."""
-        settings, side, started = self._settings, self._side, time.perf_counter()
+        """Run one step; return its metrics, and True if the weights were updated."""
+        settings, context, started = self._settings, self._context, time.perf_counter()
         finished = await self._rollout(tasks, "train", settings.group_size)
         rolled_out = time.perf_counter()
-        rules = BatchRules(settings.failure_reward, min_group=2, trained_agents=side.trained_agents)
+        rules = BatchRules(settings.failure_reward, min_group=2, trained_agents=context.trained_agents)
         batch, content = build_batch(finished, rules)
-        metrics = side.batch_metrics(finished, content, rolled_out - started)
+        metrics = context.batch_metrics(finished, content, rolled_out - started)
         if not content.has_signal:
             return metrics, False
-        metrics |= await self._engine.train(lambda version: self._tuner.update(batch, version))
+        metrics |= await self._engine.run_update(lambda version: self._trainer.update(batch, version))
         metrics |= {
             "weights/version": float(self._engine.version),
             "time/update_s": time.perf_counter() - rolled_out,
@@ -110,7 +116,8 @@ class Loop:
         return metrics, True
 
     async def _validate(self, tasks: list[Any]) -> Metrics:
-        """Mean reward over the validation tasks. A rollout that failed counts with `failure_reward`, or is left out."""
+        """Return the validation metrics. A rollout whose agent failed has `failure_reward`, or is
+        excluded."""
         started = time.perf_counter()
         finished = await self._rollout(tasks, "val", self._settings.val_samples)
         rewards = [
@@ -123,10 +130,10 @@ class Loop:
         return metrics | ({"val/reward": statistics.fmean(rewards)} if rewards else {})
 
     async def _rollout(self, tasks: list[Any], mode: RolloutMode, samples: int) -> list[FinishedRollout]:
-        """Have every task rolled out `samples` times as one group, and wait until all are decided.
+        """Roll every task out `samples` times as one group, and wait until all are decided.
 
         Raises:
-            RaylightError: none of them gave a reward, or the server ended.
+            RaylightError: no rollout has a reward, or the server has stopped.
         """
         self._endpoint.check()
         requests = [
@@ -142,21 +149,21 @@ class Loop:
             while done < len(ids):
                 wanted = min(done + max(len(ids) // 20, 1), len(ids))
                 done = len(await self._store.wait_for_rollouts(rollout_ids=ids, at_least=wanted))
-                self._side.stage(f"{mode} rollouts {done}/{len(ids)}")
+                self._context.stage(f"{mode} rollouts {done}/{len(ids)}")
         except asyncio.CancelledError:
             with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends anyway
                 await asyncio.wait_for(self._store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)
             raise
         finished = await self._collect(ids)
-        self._side.check_scored(finished, self._settings.failure_reward)
+        self._context.check_scored(finished, self._settings.failure_reward)
         return finished
 
     async def _collect(self, ids: list[str]) -> list[FinishedRollout]:
-        """What the rollouts left; with spans where these tell which agent called."""
+        """Return finished rollouts, with spans if these are needed to find the trained agents."""
         finished = await self._store.collect(ids)
         marked = any(item.rollout.metadata.get(TRAINABLE_AGENTS) for item in finished)
         return (
             await self._store.collect(ids, with_spans=True)
-            if marked or self._side.trained_agents is not None
+            if marked or self._context.trained_agents is not None
             else finished
         )

@@ -9,17 +9,19 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 EPSILON = 1e-6
-"""Added to a standard deviation before it divides."""
+"""Added to the standard deviation in a denominator."""
 CHUNK = 128
-"""Tokens whose logits exist at once."""
+"""Tokens whose logits are in memory at a time."""
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[str], by_std: bool = True) -> list[float]:
-    """How much better each rollout is than the mean of its group, in units of the group's standard deviation.
+    """Return the advantage of each rollout: reward less the group's mean, divided by the group's standard
+    deviation.
 
     Args:
-        rewards, groups: one entry per rollout.
-        by_std: False leaves the difference as it is (Dr.GRPO).
+        rewards: one reward per rollout.
+        groups: one group name per rollout.
+        by_std: False omits the division (Dr.GRPO).
     """
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
@@ -38,20 +40,23 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[str], by_std: bo
 def token_logprobs(
     head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities of tokens, shape (tokens,), without the logits of all of them ever existing at once: those of a chunk are
-    computed, and again in the backward pass.
+    """Return log-probs of tokens, shape (tokens,).
+
+    Logits are computed chunk by chunk, and again in the backward pass, so they are never in memory for all
+    tokens.
 
     Args:
-        head: the output layer.
-        hidden: states that predict the targets, shape (tokens, hidden size).
-        targets, temperatures: shape (tokens,).
+        head: output layer.
+        hidden: hidden states that predict the targets, shape (tokens, hidden size).
+        targets: token ids, shape (tokens,).
+        temperatures: sampling temperatures, shape (tokens,).
     """
     parts = []
     for begin in range(0, len(targets), CHUNK):
         end = begin + CHUNK
-        given = (head, hidden[begin:end], targets[begin:end], temperatures[begin:end])
+        inputs = (head, hidden[begin:end], targets[begin:end], temperatures[begin:end])
         parts.append(
-            checkpoint(_chunk, *given, use_reentrant=False) if torch.is_grad_enabled() else _chunk(*given)
+            checkpoint(_chunk, *inputs, use_reentrant=False) if torch.is_grad_enabled() else _chunk(*inputs)
         )
     return torch.cat(parts)
 
@@ -64,14 +69,14 @@ def _chunk(
 
 
 @dataclass(frozen=True)
-class Loss:
-    """The loss of some tokens, and sums over them for the metrics."""
+class LossTerms:
+    """Loss of a micro-batch, and sums over its tokens for the metrics."""
 
     value: torch.Tensor
     clipped: float
-    """Tokens whose ratio was clipped."""
+    """Number of tokens whose ratio was clipped."""
     kl: float
-    """Sum of their divergence from the reference; 0 without one."""
+    """Sum of the tokens' KL divergence from the reference; 0 without a reference."""
 
 
 def clipped_loss(
@@ -83,21 +88,28 @@ def clipped_loss(
     clip: tuple[float, float],
     kl_coef: float,
     tokens: int,
-) -> Loss:
-    """PPO's clipped objective (https://arxiv.org/abs/1707.06347) and the k3 estimate of the KL divergence
-    (http://joschu.net/blog/kl-approx.html), summed over the given tokens and divided by those of the whole batch.
+) -> LossTerms:
+    """Return PPO's clipped objective (https://arxiv.org/abs/1707.06347) with a KL penalty, for the tokens of
+    a micro-batch.
+
+    The KL divergence is estimated by k3 (http://joschu.net/blog/kl-approx.html). The sum over tokens is
+    divided by the number of tokens of the whole batch.
 
     Args:
-        logprobs, old, advantages, ref: one entry per token.
-        clip: how far below and above 1 the ratio counts.
-        tokens: trained tokens of the whole batch.
+        logprobs: log-probs under the trained policy, shape (tokens,), like the next three.
+        old: log-probs under the old policy.
+        advantages: advantages of the tokens' rollouts.
+        ref: log-probs under the reference; None: no KL penalty.
+        clip: clip range of the ratio below and above 1.
+        kl_coef: weight of the KL penalty.
+        tokens: number of trained tokens of the whole batch.
     """
     ratio = (logprobs - old).exp()
     bounded = ratio.clamp(1 - clip[0], 1 + clip[1])
     loss = -torch.minimum(ratio * advantages, bounded * advantages)
     clipped = float((bounded * advantages < ratio * advantages).sum())
     if ref is None:
-        return Loss(loss.sum() / tokens, clipped, 0.0)
-    away = ref - logprobs
-    kl = away.exp() - away - 1
-    return Loss((loss + kl_coef * kl).sum() / tokens, clipped, float(kl.detach().sum()))
+        return LossTerms(loss.sum() / tokens, clipped, 0.0)
+    log_ratio = ref - logprobs
+    kl = log_ratio.exp() - log_ratio - 1
+    return LossTerms((loss + kl_coef * kl).sum() / tokens, clipped, float(kl.detach().sum()))

@@ -1,4 +1,8 @@
-"""How much memory a run will need, told before any is taken: the real model and loss are run on the meta device, and counted."""
+"""Estimate of a run's peak memory before the model is loaded.
+
+The real model and loss run on the meta device, where tensors have shapes and no memory, and every live tensor
+is counted.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +16,38 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
+from raylight.algorithms.minigrpo.adapter_trainer import add_adapter, trainable_parameters, trained_logprobs
 from raylight.algorithms.minigrpo.loss import clipped_loss
-from raylight.algorithms.minigrpo.rows import Tokens
-from raylight.algorithms.minigrpo.settings import MiniSettings
-from raylight.algorithms.minigrpo.tuner import add_adapter, logprobs_of, trainable
+from raylight.algorithms.minigrpo.rows import TokenBatch
+from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 
-ATTENTION = "accounted"
-"""Name under which transformers finds the attention that is only counted."""
+ATTENTION = "raylight_memory_estimate"
+"""Name in transformers of the attention that only allocates."""
 
 
 @dataclass(frozen=True)
-class MemoryAccount:
-    """Bytes at the peak of a run. While one trains nothing is sampled, so that only the larger of the two counts."""
+class MemoryEstimate:
+    """Bytes at the peak of a run. Training and sampling never overlap, so only the larger of the two
+    counts."""
 
     weights: int
-    """The frozen model."""
+    """Frozen weights of the model."""
     adapter: int
     gradients: int
     optimizer: int
-    """Two moments for each parameter of the adapter."""
+    """Two moments per parameter of the adapter."""
     cache: int
-    """Keys and values of all sequences that are sampled at once."""
+    """Key-value cache of all concurrent sequences."""
     training: int
     """Activations and logits of the forward and backward pass of one micro-batch."""
     sampling: int
-    """Activations and logits of taking in new prompts."""
+    """Activations and logits of the prefill of new prompts."""
 
     @property
     def peak(self) -> int:
+        """Bytes in use at the peak."""
         held = self.weights + self.adapter + self.gradients + self.optimizer + self.cache
         return held + max(self.training, self.sampling)
 
@@ -50,67 +56,65 @@ class MemoryAccount:
         return f"{self.peak / 1e9:.2f} GB at the peak ({parts} MB)"
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the storage of every tensor that lives while it is active.
+class TensorMemoryCounter(TorchDispatchMode):
+    """Counter of the storage of all live tensors that are created while it is active.
 
     Attributes:
-        now, peak: bytes of tensors that were made since it began.
+        now: bytes of the live tensors.
+        peak: largest value of `now`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return True  # the one value that transformers asks for: is each row a sequence of its own?
+            return True  # transformers reads one value: True if each row is one sequence
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._hold(leaf)
+                self._add(leaf)
         return result
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor that was there before."""
-        self._known.add(tensor.untyped_storage()._cdata)
+        """Exclude a tensor that existed before."""
+        self._counted.add(tensor.untyped_storage()._cdata)
 
-    def _hold(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._counted:
             return
-        self._known.add(key)
+        self._counted.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._counted.discard(key)
         self.now -= size
 
 
-def account(path: str, settings: MiniSettings, dtype: torch.dtype) -> MemoryAccount:
-    """What a run with these settings needs.
+def estimate_memory(path: str, settings: MiniGRPOSettings, dtype: torch.dtype) -> MemoryEstimate:
+    """Return the memory that a run needs.
 
     Args:
-        path: folder of the model; only its configuration is read.
+        path: folder of the model, of which only the configuration is read.
     """
-    return account_of(AutoConfig.from_pretrained(path), settings, dtype)
+    return estimate_memory_of(AutoConfig.from_pretrained(path), settings, dtype)
 
 
-def account_of(config: Any, settings: MiniSettings, dtype: torch.dtype) -> MemoryAccount:
-    """The same of a model's configuration."""
-    module, model = shaped(config, settings, dtype)
-    own = trainable(model)
-    adapter = sum(parameter.nbytes for parameter in own)
-    everything = sum(parameter.nbytes for parameter in model.parameters()) + sum(
-        b.nbytes for b in model.buffers()
-    )
+def estimate_memory_of(config: Any, settings: MiniGRPOSettings, dtype: torch.dtype) -> MemoryEstimate:
+    """Return the memory that a run needs, given a transformers configuration of the model."""
+    module, model = build_on_meta(config, settings, dtype)
+    adapter = sum(parameter.nbytes for parameter in trainable_parameters(model))
+    total = sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
     rows = settings.row_budget // settings.max_model_len
-    training = _training(module, settings, rows) - adapter  # the gradients are told apart
-    return MemoryAccount(
-        weights=everything - adapter,
+    training = _training(module, settings, rows) - adapter  # gradients are a field of their own
+    return MemoryEstimate(
+        weights=total - adapter,
         adapter=adapter,
         gradients=adapter,
         optimizer=2 * adapter,
@@ -120,8 +124,8 @@ def account_of(config: Any, settings: MiniSettings, dtype: torch.dtype) -> Memor
     )
 
 
-def shaped(config: Any, settings: MiniSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The module and its adapter on the meta device: shapes without memory."""
+def build_on_meta(config: Any, settings: MiniGRPOSettings, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the module and its peft model on the meta device."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
     with torch.device("meta"):
@@ -133,31 +137,34 @@ def shaped(config: Any, settings: MiniSettings, dtype: torch.dtype) -> tuple[Any
     return module, model
 
 
-def _training(module: Any, settings: MiniSettings, rows: int) -> int:
-    """Peak of a pass over `rows` rows of the greatest length, all of whose tokens but the first are trained; gradients included."""
+def _training(module: Any, settings: MiniGRPOSettings, rows: int) -> int:
+    """Return the peak bytes of a pass over `rows` rows of the maximum length, gradients included.
+
+    All tokens but the first of a row are trained.
+    """
     width = settings.max_model_len
     count = rows * (width - 1)
     with torch.device("meta"):
-        numbers = torch.empty(count, dtype=torch.long)
+        integers = torch.empty(count, dtype=torch.long)
         floats = torch.empty(count)
         ids = torch.empty(rows, width, dtype=torch.long)
-    tokens = Tokens(ids, numbers, numbers, floats, floats, floats, numbers)
+    tokens = TokenBatch(ids, integers, integers, floats, floats, floats, integers)
     module.train()
-    with LiveBytes() as live:
-        for tensor in [*module.parameters(), *module.buffers(), ids, numbers, floats]:
-            live.ignore(tensor)
-        logprobs = logprobs_of(module, tokens)
+    with TensorMemoryCounter() as counter:
+        for tensor in [*module.parameters(), *module.buffers(), ids, integers, floats]:
+            counter.ignore(tensor)
+        logprobs = trained_logprobs(module, tokens)
         ref = logprobs.detach() if settings.kl_coef else None
         loss = _loss(logprobs, tokens, ref, settings)
         loss.backward()
-        peak = live.peak
+        peak = counter.peak
     module.zero_grad(set_to_none=True)
     module.eval()
     return peak
 
 
 def _loss(
-    logprobs: torch.Tensor, tokens: Tokens, ref: torch.Tensor | None, settings: MiniSettings
+    logprobs: torch.Tensor, tokens: TokenBatch, ref: torch.Tensor | None, settings: MiniGRPOSettings
 ) -> torch.Tensor:
     clip = (settings.clip_ratio_low, settings.clip_ratio_high)
     return clipped_loss(
@@ -172,38 +179,42 @@ def _loss(
 
 
 @torch.no_grad()
-def _sampling(module: Any, settings: MiniSettings) -> int:
-    """Peak of taking in as many prompts as one pass allows, each of its own length, so that as many logits are made as may be."""
+def _sampling(module: Any, settings: MiniGRPOSettings) -> int:
+    """Return the peak bytes of a prefill with as many prompts as one pass allows, and of its logits.
+
+    Prompts of different lengths produce the most logits.
+    """
     rows = max(1, min(settings.max_concurrent, PREFILL_TOKENS // settings.max_model_len))
     with torch.device("meta"):
         ids = torch.empty(rows, settings.max_model_len, dtype=torch.long)
-    with LiveBytes() as live:
+    with TensorMemoryCounter() as counter:
         for tensor in [*module.parameters(), *module.buffers(), ids]:
-            live.ignore(tensor)
+            counter.ignore(tensor)
         module.base_model(input_ids=ids, use_cache=False)
-        body = live.peak
-    most = settings.max_concurrent
-    with LiveBytes() as live, torch.device("meta"):
+        transformer = counter.peak
+    rows = settings.max_concurrent
+    with TensorMemoryCounter() as counter, torch.device("meta"):
         logits = module.get_output_embeddings()(
-            torch.empty(most, most, module.config.hidden_size, dtype=module.dtype)
+            torch.empty(rows, rows, module.config.hidden_size, dtype=module.dtype)
         )
         chosen = logits[:, 0].float()
         torch.softmax(chosen.log_softmax(-1), -1)
-    return max(body, live.peak)
+    return max(transformer, counter.peak)
 
 
-def _cache(config: Any, settings: MiniSettings, dtype: torch.dtype) -> int:
-    """Bytes of the sampler's slots when they have grown to the longest sequence; they grow by doubling."""
+def _cache(config: Any, settings: MiniGRPOSettings, dtype: torch.dtype) -> int:
+    """Return the bytes of the key-value cache at the maximum length; its length grows by doubling."""
     length = GROWTH
     while length < settings.max_model_len:
         length *= 2
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * settings.max_concurrent * heads * head * length * dtype.itemsize
+    return 2 * config.num_hidden_layers * settings.max_concurrent * heads * head_dim * length * dtype.itemsize
 
 
 class _Attention(torch.autograd.Function):
-    """The memory of fused attention: it keeps its inputs, its output and a number per row and head, and no scores."""
+    """Memory use of fused attention: it saves its inputs, its output and a number per row and head, but no
+    scores."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -227,7 +238,7 @@ def _no_mask(*args: Any, **rest: Any) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that the device has free."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     import psutil

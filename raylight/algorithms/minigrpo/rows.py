@@ -1,4 +1,4 @@
-"""Trajectories as they are trained: rows with their advantages, dealt to micro-batches by tokens."""
+"""Rows with advantages, and their micro-batches as tensors."""
 
 from __future__ import annotations
 
@@ -12,48 +12,52 @@ from raylight.types import Trajectory
 
 
 @dataclass(frozen=True)
-class MiniRow:
-    """One trajectory and the advantage of its rollout."""
+class AdvantageRow:
+    """Trajectory with the advantage of its rollout."""
 
     trajectory: Trajectory
     advantage: float
 
     @property
-    def tokens(self) -> int:
+    def length(self) -> int:
+        """Number of tokens, prompts included."""
         return len(self.trajectory.token_ids)
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A micro-batch as tensors: rows padded on the right, and below them one entry for each trained token.
+class TokenBatch:
+    """Micro-batch as tensors. All fields but `ids` have shape (trained tokens,).
 
-    Causal attention never looks to the right, so that padding needs no mask.
+    Rows are padded on the right; causal attention never reads the padding of earlier tokens, so there is no
+    mask.
     """
 
     ids: torch.Tensor
-    """Shape (rows, width)."""
-    places: torch.Tensor
-    """Into the flattened states: that which predicts each trained token."""
+    """Token ids, shape (rows, length of the longest row)."""
+    positions: torch.Tensor
+    """Index into the flattened hidden states of the one that predicts each trained token."""
     targets: torch.Tensor
     temperatures: torch.Tensor
     advantages: torch.Tensor
-    sampled: torch.Tensor
-    """Log-probabilities with which the tokens were sampled."""
+    sampled_logprobs: torch.Tensor
+    """Log-probs from sampling."""
     versions: torch.Tensor
+    """Versions of the weights that sampled the tokens."""
 
 
-def rows_of(batch: TrainBatch, advantages: Sequence[float]) -> list[MiniRow]:
-    """A row for each trajectory; all rows of a rollout share its advantage."""
-    return [MiniRow(row, advantages[owner]) for row, owner in zip(batch.rows, batch.owners, strict=True)]
+def advantage_rows(batch: TrainBatch, advantages: Sequence[float]) -> list[AdvantageRow]:
+    """Return a row per trajectory; all rows of a rollout share its advantage."""
+    return [AdvantageRow(row, advantages[owner]) for row, owner in zip(batch.rows, batch.owners, strict=True)]
 
 
-def micro_batches(rows: Sequence[MiniRow], limit: int) -> Iterator[list[MiniRow]]:
-    """Rows of similar length together, each time as many as have, padded, at most `limit` tokens; none is left out."""
-    part: list[MiniRow] = []
+def split_micro_batches(rows: Sequence[AdvantageRow], limit: int) -> Iterator[list[AdvantageRow]]:
+    """Yield all rows in micro-batches of similar lengths, each with at most `limit` tokens, padding
+    included."""
+    part: list[AdvantageRow] = []
     for row in sorted(
-        rows, key=lambda row: row.tokens, reverse=True
-    ):  # so that the first row of a part is its longest
-        if part and part[0].tokens * (len(part) + 1) > limit:
+        rows, key=lambda row: row.length, reverse=True
+    ):  # the first row of a part is the longest
+        if part and part[0].length * (len(part) + 1) > limit:
             yield part
             part = []
         part.append(row)
@@ -61,32 +65,32 @@ def micro_batches(rows: Sequence[MiniRow], limit: int) -> Iterator[list[MiniRow]
         yield part
 
 
-def to_tokens(rows: Sequence[MiniRow], device: torch.device) -> Tokens:
-    """The tensors of a micro-batch."""
-    width = max(row.tokens for row in rows)
+def to_token_batch(rows: Sequence[AdvantageRow], device: torch.device) -> TokenBatch:
+    """Return a micro-batch as tensors on a device."""
+    width = max(row.length for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
-    places: list[int] = []
+    positions: list[int] = []
     targets: list[int] = []
     versions: list[int] = []
     temperatures: list[float] = []
     advantages: list[float] = []
-    sampled: list[float] = []
+    sampled_logprobs: list[float] = []
     for number, row in enumerate(rows):
         trajectory = row.trajectory
-        ids[number, : row.tokens] = torch.tensor(trajectory.token_ids)
-        trained = [place for place, mask in enumerate(trajectory.mask) if mask]
-        places += [number * width + place - 1 for place in trained]
-        targets += [trajectory.token_ids[place] for place in trained]
-        versions += [trajectory.weight_versions[place] for place in trained]
-        sampled += [trajectory.logprobs[place] for place in trained]
+        ids[number, : row.length] = torch.tensor(trajectory.token_ids)
+        trained = [index for index, mask in enumerate(trajectory.mask) if mask]
+        positions += [number * width + index - 1 for index in trained]
+        targets += [trajectory.token_ids[index] for index in trained]
+        versions += [trajectory.weight_versions[index] for index in trained]
+        sampled_logprobs += [trajectory.logprobs[index] for index in trained]
         temperatures += [trajectory.temperature] * len(trained)
         advantages += [row.advantage] * len(trained)
-    return Tokens(
+    return TokenBatch(
         ids.to(device),
-        torch.tensor(places, device=device),
+        torch.tensor(positions, device=device),
         torch.tensor(targets, device=device),
         torch.tensor(temperatures, device=device),
         torch.tensor(advantages, device=device),
-        torch.tensor(sampled, device=device),
+        torch.tensor(sampled_logprobs, device=device),
         torch.tensor(versions, device=device),
     )

@@ -1,4 +1,4 @@
-"""The settings of MiniGRPO."""
+"""Settings of MiniGRPO."""
 
 from __future__ import annotations
 
@@ -11,128 +11,134 @@ from raylight.config import Config, LoraConfig
 from raylight.types import RolloutConfig
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""The linear layers of a transformer block, as Llama, Qwen, Mistral and their kin name them."""
+"""Names of the linear layers of a block in Llama, Qwen, Mistral and similar models."""
 
 
-class MiniSettings(Config):
-    """What `MiniGRPO` takes."""
+class MiniGRPOSettings(Config):
+    """Settings that `MiniGRPO` accepts."""
 
     model: str
-    """Folder of a Hugging Face model, or the name of one in the local cache."""
-    backend: Literal["own", "trl"] = "own"
-    """own: agents run unchanged, through raylight. trl: TRL's GRPOTrainer samples and updates; single-turn prompts only, of which
-    `prompt_of` and `reward_of` take the place of the agent."""
+    """Folder of a Hugging Face model, or its name in the local cache."""
+    backend: Literal["raylight", "trl"] = "raylight"
+    """raylight: agents run unchanged in runners, and raylight samples and updates. trl: TRL's GRPOTrainer
+    samples and updates; `prompt_of` and `reward_of` replace the agent, and prompts have a single turn."""
     prompt_of: Callable[[Any], Any] | None = Field(default=None, exclude=True)
-    """For "trl": a task -> its prompt, a text or a list of chat messages."""
+    """Function from a task to its prompt, a text or a list of chat messages; required by backend "trl"."""
     reward_of: Callable[[Any, str], float] | None = Field(default=None, exclude=True)
-    """For "trl": a task and the model's text -> the reward."""
+    """Function from a task and the model's response to the reward; required by backend "trl"."""
     lora: LoraConfig = Field(
         default_factory=lambda: LoraConfig(rank=8, alpha=16, dropout=0.05, target_modules=PROJECTIONS)
     )
-    """The adapter. Its weights and their optimizer are held in float32, whatever `dtype` is."""
+    """Adapter. Its weights and their optimizer state are float32 for any `dtype`."""
     lr: float = Field(default=1e-4, gt=0)
-    """Of AdamW; an adapter wants ten to a hundred times that of the whole model."""
+    """Learning rate of AdamW; an adapter needs 10 to 100 times the rate for the full model."""
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
     group_size: int = Field(default=8, ge=2)
-    """Rollouts of one task that are compared with one another."""
+    """Rollouts per task and step; they form a group."""
     tasks_per_step: int = Field(default=4, ge=1)
     n_epochs: int = Field(default=1, ge=1)
-    """Passes over the training tasks, unless `n_steps` says how many steps to take."""
+    """Passes over the training tasks; ignored if `n_steps` is set."""
     n_steps: int | None = Field(default=None, ge=0)
     passes: int = Field(default=1, ge=1)
-    """Optimizer steps on each batch, each over the whole of it. With one, the ratio of PPO's objective is 1 and nothing is clipped;
-    with more, it is taken to the sampled log-probabilities."""
+    """Optimizer steps per batch, each over the full batch. With 1, the ratio of PPO's objective is 1 and
+    nothing is clipped; with more, the ratio is to the log-probs of sampling."""
     clip_ratio_low: float = Field(default=0.2, ge=0)
     clip_ratio_high: float = Field(default=0.2, ge=0)
     norm_adv_by_std: bool = True
-    """Divide advantages by the group's standard deviation; False is Dr.GRPO, https://arxiv.org/abs/2503.20783."""
+    """Divide advantages by the group's standard deviation; False is Dr.GRPO,
+    https://arxiv.org/abs/2503.20783."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence (k3) to the model without its adapter."""
+    """Weight of the KL divergence (k3) from the model without its adapter; 0: no KL penalty."""
     max_model_len: int = Field(default=1024, ge=8)
-    """Longest prompt plus response, in tokens, and so the longest row that is trained."""
+    """Limit of tokens of prompt plus response, and of a trained row."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Longest response, whatever an agent asks for."""
+    """Limit of tokens of a response, over the limit of a request."""
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=8)
-    """Tokens, with padding, of one forward and backward pass; None: `max_model_len`."""
+    """Limit of tokens, padding included, of one forward and backward pass; None: `max_model_len`."""
     max_concurrent: int = Field(default=16, ge=1)
-    """Sequences that are sampled at once; each has its part of the key-value cache."""
+    """Sequences sampled concurrently; each has its part of the key-value cache."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of the frozen model and of computation; auto: bf16 on a GPU and fp32 on a CPU."""
+    """Data type of the frozen model and of computation; auto: bf16 on a GPU, fp32 on a CPU."""
     device: str = "auto"
-    """auto: cuda where there is one, else cpu."""
+    """Torch device; auto: cuda if there is a GPU, else cpu."""
     gradient_checkpointing: bool = True
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     memory_limit_gb: float | None = Field(default=None, gt=0)
-    """Memory that the run may need, in units of 10^9 bytes. None: what the device has free."""
+    """Limit of the run's estimated peak memory in 10^9 bytes; None: the free memory of the device."""
     max_logprob_mismatch: float = Field(default=0.0, ge=0)
-    """Largest allowed difference of log-probabilities between sampling and training; 0 chooses 1e-3 in fp32 and 0.5 in bf16."""
+    """Largest allowed difference of log-probs between sampling and training; 0: 1e-3 in fp32, 0.5 in bf16."""
     val_every: int = Field(default=10, ge=0)
-    """Steps between validations; 0 validates only at the end."""
+    """Steps between validations; 0: only after the last step."""
     val_before_train: bool = True
     val_samples: int = Field(default=1, ge=1)
     """Rollouts per validation task."""
     failure_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """Reward of a rollout whose agent failed; None leaves it out."""
+    """Reward of a rollout whose agent failed; None excludes it."""
     max_steps_without_signal: int = Field(default=20, ge=1)
-    """Training ends early after so many steps in a row in which no rollout was better than its group."""
+    """Training stops after this many steps in a row in which no group has different rewards."""
     save_every: int = Field(default=0, ge=0)
-    """Steps between saved adapters, `checkpoint/step-N`; 0 saves only the last one, `checkpoint`."""
+    """Steps between saved adapters (`checkpoint/step-N`); 0: only the last one (`checkpoint`)."""
     seed: int = 0
-    """Of task order, of the adapter's first weights and of sampling."""
+    """Seed of the task order, the adapter's initial weights and sampling."""
     host: str | None = None
-    """Address that HTTP listens on. None: loopback on a cluster of one node, else this machine's address."""
+    """Address that the HTTP server listens on; None: loopback on a single-node cluster, else this machine's
+    address."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0: any free one."""
+    """Port of the HTTP server; 0: any free port."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
     """Limits and retries of each rollout."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_combination(self) -> Self:
         hooks = {"prompt_of": self.prompt_of, "reward_of": self.reward_of}
         missing = [name for name, hook in hooks.items() if hook is None]
         if self.backend == "trl" and missing:
             raise ValueError(
-                f"backend='trl' drives single-turn prompts in one process and runs no agent; give {' and '.join(missing)}: "
-                "prompt_of(task) -> prompt, reward_of(task, text) -> float"
+                f"backend='trl' calls no agent and needs {' and '.join(missing)}; set them: prompt_of(task) "
+                f"-> prompt, "
+                "reward_of(task, text) -> float"
             )
-        if self.backend == "own" and len(missing) < len(hooks):
+        if self.backend == "raylight" and len(missing) < len(hooks):
             raise ValueError(
-                "prompt_of and reward_of are read by backend='trl' only; with backend='own' the agent does both"
+                "prompt_of and reward_of are read by backend='trl' only; with backend='raylight' the agent "
+                "does both"
             )
         if self.backend == "trl":
-            self._refuse_unread()
+            self._reject_unread()
         if self.max_new_tokens >= self.max_model_len:
             raise ValueError(
-                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in max_model_len={self.max_model_len}"
+                f"max_new_tokens={self.max_new_tokens} leaves no tokens for a prompt in "
+                f"max_model_len={self.max_model_len}; lower it"
             )
         if self.row_budget < self.max_model_len:
             raise ValueError(
-                f"a row may have max_model_len={self.max_model_len} tokens, more than max_tokens_per_micro_batch={self.row_budget}"
+                f"max_tokens_per_micro_batch={self.row_budget} is less than the longest row, "
+                f"max_model_len={self.max_model_len}; raise it"
             )
         return self
 
-    def _refuse_unread(self) -> None:
-        """Raise ValueError for what was given and TRL's loop would not read."""
-        unread = sorted(self.model_fields_set & OWN_ONLY)
+    def _reject_unread(self) -> None:
+        """Raise ValueError for settings that TRL's loop does not read."""
+        unread = sorted(self.model_fields_set & RAYLIGHT_ONLY)
         if unread:
             raise ValueError(
-                f"nothing reads {', '.join(unread)}: backend='trl' brings its own loop and serves no model"
+                f"nothing reads {', '.join(unread)}: backend='trl' has its own loop and serves no model"
             )
 
     @property
     def row_budget(self) -> int:
-        """Tokens of one forward and backward pass."""
+        """Limit of tokens, padding included, of one forward and backward pass."""
         return self.max_tokens_per_micro_batch or self.max_model_len
 
     def steps(self, n_train: int) -> int:
-        """Steps of the whole run for a training set of `n_train` tasks."""
+        """Return the number of steps for `n_train` training tasks."""
         if self.n_steps is not None:
             return self.n_steps
         return -(-n_train * self.n_epochs // self.tasks_per_step)
 
 
-OWN_ONLY = frozenset(
+RAYLIGHT_ONLY = frozenset(
     (
         "max_concurrent",
         "memory_limit_gb",
@@ -144,4 +150,4 @@ OWN_ONLY = frozenset(
         "rollout",
     )
 )
-"""Settings that only the own backend reads."""
+"""Settings that only the raylight backend reads."""

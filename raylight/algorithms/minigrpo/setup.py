@@ -1,4 +1,4 @@
-"""The engine and the tuner of a run, made once the memory for them is known to suffice."""
+"""Construction of a run's engine and adapter trainer, after a check of the device's memory."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import logging
 
 import torch
 
+from raylight.algorithms.minigrpo.adapter_trainer import AdapterTrainer
 from raylight.algorithms.minigrpo.engine import TrainableEngine
-from raylight.algorithms.minigrpo.memory import MemoryAccount, account, free_bytes
-from raylight.algorithms.minigrpo.settings import MiniSettings
-from raylight.algorithms.minigrpo.tuner import Tuner
+from raylight.algorithms.minigrpo.memory import MemoryEstimate, estimate_memory, free_bytes
+from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.errors import ConfigError, DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
 MODEL_NAME = "policy"
-"""The name under which the model is served."""
+"""Name of the served model."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def device_of(settings: MiniSettings) -> torch.device:
-    """Where the run computes.
+def select_device(settings: MiniGRPOSettings) -> torch.device:
+    """Return the device of the run.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: torch has no such device.
     """
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,44 +31,46 @@ def device_of(settings: MiniSettings) -> torch.device:
         device = torch.device(settings.device)
     except RuntimeError:
         raise ConfigError(
-            f"MiniSettings.device: {settings.device!r} is no device; write 'auto', 'cpu', 'cuda' or 'cuda:1'"
+            f"device={settings.device!r} is not a torch device; use 'auto', 'cpu', 'cuda' or 'cuda:1'"
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"MiniSettings.device: {settings.device!r}, and torch finds no GPU; write 'cpu' or 'auto'"
-        )
+        raise ConfigError(f"device={settings.device!r}, but torch finds no GPU; use 'cpu' or 'auto'")
     return device
 
 
-def dtype_of(settings: MiniSettings, device: torch.device) -> torch.dtype:
+def select_dtype(settings: MiniGRPOSettings, device: torch.device) -> torch.dtype:
+    """Return the data type of the run."""
     chosen = ("bf16" if device.type == "cuda" else "fp32") if settings.dtype == "auto" else settings.dtype
     return DTYPES[chosen]
 
 
 def check_memory(
-    path: str, settings: MiniSettings, device: torch.device, dtype: torch.dtype
-) -> MemoryAccount:
-    """Tell what the run will need.
+    path: str, settings: MiniGRPOSettings, device: torch.device, dtype: torch.dtype
+) -> MemoryEstimate:
+    """Return the memory that the run needs.
 
     Raises:
-        DeviceMemoryError: there is less.
+        DeviceMemoryError: the limit, or the free memory of the device, is lower.
     """
-    needed = account(path, settings, dtype)
+    needed = estimate_memory(path, settings, dtype)
     logger.info("MiniGRPO on %s: %s", device, needed)
     limit = int(settings.memory_limit_gb * 1e9) if settings.memory_limit_gb else free_bytes(device)
     if needed.peak > limit:
         raise DeviceMemoryError(
-            f"the run needs {needed} on {device}, where {limit / 1e9:.2f} GB may be had; lower max_model_len, max_concurrent or "
-            f"max_tokens_per_micro_batch{'' if settings.gradient_checkpointing else ', set gradient_checkpointing=True'}"
-            f"{', set dtype=bf16' if dtype == torch.float32 else ''}, or take a smaller model"
+            f"the run needs {needed} on {device}, where {limit / 1e9:.2f} GB are available; lower "
+            "max_model_len, max_concurrent or max_tokens_per_micro_batch"
+            f"{'' if settings.gradient_checkpointing else ', set gradient_checkpointing=True'}"
+            f"{', set dtype=bf16' if dtype == torch.float32 else ''}, or use a smaller model"
         )
     return needed
 
 
-def build(path: str, settings: MiniSettings) -> tuple[TrainableEngine, Tuner, MemoryAccount]:
-    """Load the model, put the adapter into it, and have it sample."""
-    device = device_of(settings)
-    dtype = dtype_of(settings, device)
+def build_engine_and_trainer(
+    path: str, settings: MiniGRPOSettings
+) -> tuple[TrainableEngine, AdapterTrainer, MemoryEstimate]:
+    """Load the model into an engine and add the adapter to it."""
+    device = select_device(settings)
+    dtype = select_dtype(settings, device)
     needed = check_memory(path, settings, device, dtype)
     torch.manual_seed(settings.seed)
     engine = TrainableEngine(
@@ -84,10 +86,9 @@ def build(path: str, settings: MiniSettings) -> tuple[TrainableEngine, Tuner, Me
     )
     mismatch = settings.max_logprob_mismatch or (1e-3 if dtype == torch.float32 else 0.5)
     try:
-        tuner = Tuner(
-            engine.module, settings, mismatch
-        )  # before the first request; later only the engine's thread may
+        # before the first request; after it only the engine's thread may use the module
+        trainer = AdapterTrainer(engine.module, settings, mismatch)
     except BaseException:
         engine.close()
         raise
-    return engine, tuner, needed
+    return engine, trainer, needed

@@ -1,4 +1,5 @@
-"""MiniGRPO by TRL's GRPOTrainer, which samples and updates in this process and runs no agent: single-turn prompts only."""
+"""TRL backend of MiniGRPO: TRL's GRPOTrainer samples and updates in this process, with single-turn prompts
+and no agent."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from raylight.algorithms.base import RunContext
-from raylight.algorithms.minigrpo.settings import MiniSettings
+from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.errors import ConfigError, RewardError
 from raylight.store.client import StoreClient
 
 Metrics = dict[str, float]
-NAMES = {
+METRIC_NAMES = {
     "reward": "train/reward",
     "reward_std": "train/reward_std",
     "completions/mean_length": "train/response_tokens",
@@ -26,53 +27,68 @@ NAMES = {
     "step_time": "time/step_s",
     "eval_reward": "val/reward",
 }
-"""TRL's name of a metric -> ours."""
+"""TRL's name of a metric -> raylight's."""
 
 
 def check_installed() -> None:
-    """Raise ConfigError if TRL is not there."""
+    """Raise ConfigError if TRL is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise ConfigError(
-            "backend='trl' needs TRL, which is not installed: pip install 'raylight[trl]', or take backend='own'"
+            "backend='trl' needs TRL, which is not installed: pip install 'raylight[trl]', or use "
+            "backend='raylight'"
         )
 
 
 async def train(
-    settings: MiniSettings, store: StoreClient, side: RunContext, tasks: list[Any], val_tasks: list[Any]
+    settings: MiniGRPOSettings,
+    store: StoreClient,
+    context: RunContext,
+    tasks: list[Any],
+    val_tasks: list[Any],
 ) -> None:
-    """Train in a thread of its own; a run that is cancelled ends after the step that TRL is at.
+    """Train in a thread; after a cancellation, the thread ends with TRL's current step.
 
     Raises:
         ConfigError: TRL is not installed.
-        RewardError: `reward_of` gave something that is no number.
+        RewardError: `reward_of` returned something other than a finite number.
     """
     check_installed()
-    side.note("backend='trl': TRL samples prompt_of(task) and scores with reward_of; the agent is not called")
+    context.note(
+        "backend='trl': TRL samples prompt_of(task) and scores with reward_of; the agent is not called"
+    )
     loop = asyncio.get_running_loop()
-    run = TrlRun(settings, side, lambda step, metrics: loop.call_soon_threadsafe(side.step, step, metrics))
+    run = TrlRun(
+        settings, context, lambda step, metrics: loop.call_soon_threadsafe(context.step, step, metrics)
+    )
     try:
-        await asyncio.to_thread(run.train, side.model_path(settings.model), tasks, val_tasks)
+        await asyncio.to_thread(run.train, context.model_path(settings.model), tasks, val_tasks)
     finally:
         run.stopped = True
 
 
 class TrlRun:
-    """One run of TRL's trainer.
+    """Run of TRL's trainer.
+
+    Args:
+        report_step: called with a step's number and metrics, in the trainer's thread.
 
     Attributes:
-        stopped: set to have it end after the current step.
+        stopped: set to True to end the run after the current step.
     """
 
-    def __init__(self, settings: MiniSettings, side: RunContext, tell: Callable[[int, Metrics], Any]) -> None:
+    def __init__(
+        self, settings: MiniGRPOSettings, context: RunContext, report_step: Callable[[int, Metrics], Any]
+    ) -> None:
         self._settings = settings
-        self._side = side
-        self._tell = tell
+        self._context = context
+        self._report_step = report_step
         self._row: Metrics = {}
         self._step = 0
         self.stopped = False
 
     def train(self, path: str, tasks: list[Any], val_tasks: list[Any]) -> None:
-        from raylight.algorithms.minigrpo.tuner import save_adapter
+        """Train for the planned number of steps, and save the adapter."""
+        from raylight.algorithms.minigrpo.adapter_trainer import save_adapter
 
         settings = self._settings
         trainer = self._trainer(path, tasks, val_tasks)
@@ -89,18 +105,18 @@ class TrlRun:
         ):
             trainer.evaluate()
         self._flush()
-        save_adapter(trainer.model, self._side.checkpoint)
+        save_adapter(trainer.model, self._context.checkpoint)
 
     def _trainer(self, path: str, tasks: list[Any], val_tasks: list[Any]) -> Any:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOTrainer
 
-        from raylight.algorithms.minigrpo.setup import device_of, dtype_of
-        from raylight.algorithms.minigrpo.tuner import peft_config
+        from raylight.algorithms.minigrpo.adapter_trainer import peft_config
+        from raylight.algorithms.minigrpo.setup import select_device, select_dtype
 
-        device = device_of(self._settings)
+        device = select_device(self._settings)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype_of(self._settings, device), attn_implementation="sdpa"
+            path, dtype=select_dtype(self._settings, device), attn_implementation="sdpa"
         )
         arguments = self._arguments(device.type, len(tasks), bool(val_tasks))
         return GRPOTrainer(
@@ -122,7 +138,7 @@ class TrlRun:
         most = max(1, settings.row_budget // settings.max_model_len)
         rows = max(size for size in range(1, min(most, rollouts) + 1) if rollouts % size == 0)
         return GRPOConfig(
-            output_dir=str(self._side.checkpoint),
+            output_dir=str(self._context.checkpoint),
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=rollouts // rows,
             num_generations=settings.group_size,
@@ -156,7 +172,8 @@ class TrlRun:
         )
 
     def _dataset(self, tasks: list[Any], first: int) -> Any:
-        """Prompts with the numbers of their tasks, which need not be what a dataset can hold."""
+        """Return a dataset of prompts and task indices; tasks themselves may have types that a dataset cannot
+        hold."""
         from datasets import Dataset
 
         prompt_of = self._settings.prompt_of
@@ -171,44 +188,44 @@ class TrlRun:
 
         def reward(completions: list[Any], number: list[int], **rest: Any) -> list[float | None]:
             texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-            return [_number(reward_of(tasks[i], text)) for i, text in zip(number, texts, strict=True)]
+            return [_finite(reward_of(tasks[i], text)) for i, text in zip(number, texts, strict=True)]
 
         return reward
 
     def _callback(self) -> Any:
         from transformers import TrainerCallback
 
-        from raylight.algorithms.minigrpo.tuner import save_adapter
+        from raylight.algorithms.minigrpo.adapter_trainer import save_adapter
 
         run, every = self, self._settings.save_every
 
-        class Follow(TrainerCallback):
+        class LogCallback(TrainerCallback):
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-                run.hear(state.global_step, logs or {})
+                run.collect_logs(state.global_step, logs or {})
 
             def on_step_end(
                 self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any
             ) -> None:
                 control.should_training_stop = control.should_training_stop or run.stopped
                 if every and state.global_step % every == 0:
-                    save_adapter(model, run._side.checkpoint / f"step-{state.global_step}")
+                    save_adapter(model, run._context.checkpoint / f"step-{state.global_step}")
 
-        return Follow()
+        return LogCallback()
 
-    def hear(self, step: int, logs: dict[str, Any]) -> None:
-        """Gather what TRL logs of a step, in several pieces, into one row."""
+    def collect_logs(self, step: int, logs: dict[str, Any]) -> None:
+        """Merge TRL's log entries of a step into one row, and report the row of the step before."""
         if step != self._step:
             self._flush()
         self._step = step
-        self._row |= {ours: float(logs[name]) for name, ours in NAMES.items() if name in logs}
+        self._row |= {ours: float(logs[theirs]) for theirs, ours in METRIC_NAMES.items() if theirs in logs}
 
     def _flush(self) -> None:
         if self._row:
-            self._tell(self._step, self._row)
+            self._report_step(self._step, self._row)
         self._row = {}
 
 
-def _number(reward: Any) -> float:
+def _finite(reward: Any) -> float:
     if isinstance(reward, bool | int | float) and math.isfinite(reward):
         return float(reward)
-    raise RewardError(f"reward_of gave {reward!r:.80}, which is no finite number")
+    raise RewardError(f"reward_of returned {reward!r:.80}; it must return a finite number")

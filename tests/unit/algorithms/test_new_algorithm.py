@@ -1,4 +1,4 @@
-"""Adding an algorithm takes one new file: its class is validated, planned and batched like the built-in ones."""
+"""Adding an algorithm takes one new file: its class is validated, planned and batched like built-in ones."""
 
 from __future__ import annotations
 

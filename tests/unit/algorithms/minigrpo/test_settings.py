@@ -8,8 +8,13 @@ import torch
 import raylight as rl
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.minigrpo.loss import clipped_loss, group_advantages
-from raylight.algorithms.minigrpo.rows import MiniRow, micro_batches, rows_of, to_tokens
-from raylight.algorithms.minigrpo.settings import PROJECTIONS, MiniSettings
+from raylight.algorithms.minigrpo.rows import (
+    AdvantageRow,
+    advantage_rows,
+    split_micro_batches,
+    to_token_batch,
+)
+from raylight.algorithms.minigrpo.settings import PROJECTIONS, MiniGRPOSettings
 from raylight.components import build_component
 from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
@@ -25,8 +30,8 @@ def reward_of(task, text):
     return 0.0
 
 
-def row(prompt: int, mask: list[int], advantage: float = 1.0, version: int = 3) -> MiniRow:
-    """A row whose tokens are their places."""
+def row(prompt: int, mask: list[int], advantage: float = 1.0, version: int = 3) -> AdvantageRow:
+    """Return a row whose token ids are their positions."""
     full = [0] * prompt + mask
     trajectory = Trajectory(
         "ro",
@@ -36,20 +41,20 @@ def row(prompt: int, mask: list[int], advantage: float = 1.0, version: int = 3) 
         [version if m else -1 for m in full],
         0.7,
     )
-    return MiniRow(trajectory, advantage)
+    return AdvantageRow(trajectory, advantage)
 
 
-def test_defaults_are_those_of_the_paper_of_the_adapter() -> None:
-    lora = MiniSettings(model="m").lora
+def test_the_default_adapter() -> None:
+    lora = MiniGRPOSettings(model="m").lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.target_modules) == (8, 16, 0.05, PROJECTIONS)
-    assert MiniSettings(model="m").row_budget == 1024
+    assert MiniGRPOSettings(model="m").row_budget == 1024
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"backend": "trl"}, "prompt_of and reward_of"),
-        ({"backend": "trl", "prompt_of": prompt_of}, "give reward_of"),
+        ({"backend": "trl"}, "needs prompt_of and reward_of; set them"),
+        ({"backend": "trl", "prompt_of": prompt_of}, "needs reward_of; set them"),
         ({"prompt_of": prompt_of}, "read by backend='trl' only"),
         (
             {"backend": "trl", "prompt_of": prompt_of, "reward_of": reward_of, "port": 80},
@@ -57,8 +62,8 @@ def test_defaults_are_those_of_the_paper_of_the_adapter() -> None:
         ),
         ({"learning_rate": 1}, "no setting 'learning_rate'"),
         ({"group_size": 1}, "group_size"),
-        ({"max_new_tokens": 1024}, "no room for a prompt"),
-        ({"max_tokens_per_micro_batch": 512}, "more than max_tokens_per_micro_batch"),
+        ({"max_new_tokens": 1024}, "leaves no tokens for a prompt"),
+        ({"max_tokens_per_micro_batch": 512}, "max_tokens_per_micro_batch=512 is less than the longest row"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(given: dict, message: str) -> None:
@@ -78,23 +83,23 @@ def test_trainer_takes_it_as_an_instance_a_dict_and_a_name() -> None:
         build_component({"type": "raylight.MiniGRPO", "modle": "m"}, Algorithm, "algorithm")
 
 
-def test_its_settings_are_told_for_config_yaml() -> None:
+def test_its_settings_can_be_written_to_config_yaml() -> None:
     import yaml
 
     hooks = {"prompt_of": prompt_of, "reward_of": reward_of}
-    told = rl.MiniGRPO(model="m", backend="trl", **hooks).resolved()
-    assert yaml.safe_load(yaml.safe_dump(told))["lora"]["target_modules"] == PROJECTIONS
-    assert not hooks.keys() & told.keys()
+    resolved = rl.MiniGRPO(model="m", backend="trl", **hooks).resolved()
+    assert yaml.safe_load(yaml.safe_dump(resolved))["lora"]["target_modules"] == PROJECTIONS
+    assert not hooks.keys() & resolved.keys()
 
 
-def test_without_a_run_it_says_what_is_missing() -> None:
+def test_without_a_run_the_error_names_the_missing_part() -> None:
     with pytest.raises(ConfigError, match="run_context"):
         rl.MiniGRPO(model="m").get_run_context()
 
 
 def test_steps_follow_from_epochs_and_tasks() -> None:
-    assert MiniSettings(model="m", tasks_per_step=4, n_epochs=3).steps(5) == 4
-    assert MiniSettings(model="m", n_steps=7).steps(5) == 7
+    assert MiniGRPOSettings(model="m", tasks_per_step=4, n_epochs=3).steps(5) == 4
+    assert MiniGRPOSettings(model="m", n_steps=7).steps(5) == 7
 
 
 def test_advantages_compare_within_a_group() -> None:
@@ -110,26 +115,28 @@ def test_advantages_compare_within_a_group() -> None:
 
 def test_rows_of_a_rollout_share_its_advantage() -> None:
     batch = TrainBatch([1.0, 0.0], ["g", "g"], [row(2, [1]).trajectory] * 3, [0, 0, 1])
-    assert [row.advantage for row in rows_of(batch, [0.5, -0.5])] == [0.5, 0.5, -0.5]
+    assert [row.advantage for row in advantage_rows(batch, [0.5, -0.5])] == [0.5, 0.5, -0.5]
 
 
 def test_micro_batches_hold_no_more_than_the_limit_and_lose_nothing() -> None:
     rows = [row(2, [1] * size) for size in (1, 30, 7, 8, 2, 30, 5)]
-    parts = list(micro_batches(rows, 40))
-    assert sorted(r.tokens for part in parts for r in part) == sorted(r.tokens for r in rows)
-    assert all(max(r.tokens for r in part) * len(part) <= 40 for part in parts)
+    parts = list(split_micro_batches(rows, 40))
+    assert sorted(r.length for part in parts for r in part) == sorted(r.length for r in rows)
+    assert all(max(r.length for r in part) * len(part) <= 40 for part in parts)
     assert len(parts) == 4
-    assert list(micro_batches([], 40)) == []
+    assert list(split_micro_batches([], 40)) == []
 
 
 def test_tokens_name_the_state_that_predicts_each_trained_token() -> None:
-    tokens = to_tokens([row(3, [1, 0, 1, 1]), row(2, [1], advantage=-2.0, version=4)], torch.device("cpu"))
+    tokens = to_token_batch(
+        [row(3, [1, 0, 1, 1]), row(2, [1], advantage=-2.0, version=4)], torch.device("cpu")
+    )
     assert tokens.ids.tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0]]
     assert tokens.targets.tolist() == [3, 5, 6, 2]
-    assert tokens.places.tolist() == [2, 4, 5, 7 + 1]
+    assert tokens.positions.tolist() == [2, 4, 5, 7 + 1]
     assert tokens.versions.tolist() == [3, 3, 3, 4]
     assert tokens.advantages.tolist() == [1, 1, 1, -2]
-    assert tokens.sampled.tolist() == pytest.approx([-0.5] * 4)
+    assert tokens.sampled_logprobs.tolist() == pytest.approx([-0.5] * 4)
     assert tokens.temperatures.tolist() == pytest.approx([0.7] * 4)
 
 
