@@ -337,8 +337,8 @@ async def test_an_update_during_a_response_falls_between_two_tokens() -> None:
         with engine.begin([PROMPTS[0]], [SamplingParams(480, ignore_eos=True)], streams=True) as choices:
             (sequence,) = choices.sequences
             while sequence.count < 3:
-                await asyncio.wait_for(sequence.news.wait(), 30)
-                sequence.news.clear()
+                await asyncio.wait_for(sequence.progressed.wait(), 30)
+                sequence.progressed.clear()
             await engine.run_update(lambda version: trainer.update(exact_batch(), version))
             sample = (await choices.end())[0].sample
         versions = sample.weight_versions
