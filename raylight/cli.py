@@ -90,6 +90,44 @@ def quickstart(
     trainer.fit(adder, train_tasks, val_dataset=val_tasks)
 
 
+@app.command()
+def train(
+    config: Annotated[
+        Path, typer.Argument(help="Run file (YAML), such as a run's config.yaml.", metavar="CONFIG")
+    ],
+    assignments: Assignments = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved file and exit, without Ray.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in output_dir if it has a training state.")
+    ] = False,
+    resume_from: Annotated[
+        str | None, typer.Option(help="Continue from this training state or run directory.")
+    ] = None,
+) -> None:
+    """Train an agent with the settings of a file. The config.yaml of a run starts the same run again.
+
+    --set takes the dotted name of any setting of the file, such as algorithm.lr=1e-5 or output_dir=outputs/again.
+    """
+    import yaml
+
+    from raylight.trainer.run_file import load_run_file
+
+    _import_from_here()
+    run_file = load_run_file(config, assignments or ())
+    trainer = run_file.build_trainer()
+    if print_config:
+        print(yaml.safe_dump(run_file.resolved(), sort_keys=False), end="")
+        return
+    train_tasks, val_tasks = run_file.read_data()
+    trainer.fit(
+        train_dataset=train_tasks,
+        val_dataset=val_tasks,
+        resume=resume_from if resume_from is not None else "auto" if resume else False,
+    )
+
+
 @app.command("eval")
 def evaluate(
     agent: AgentName,

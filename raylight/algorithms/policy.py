@@ -109,6 +109,12 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             raise ValueError(f"nothing reads {'; '.join(names)}")
         return self
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that construct an equal algorithm, as JSON values."""
+        arguments = self.model_dump(mode="json")
+        arguments["rollout"]["retry_condition"] = sorted(arguments["rollout"]["retry_condition"])
+        return arguments
+
     def adjust_run_settings(self, settings: RunSettings) -> RunSettings:
         """Return the settings of a run with this algorithm, given those of the Trainer."""
         return settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+from omegaconf import OmegaConf
 from pydantic import PrivateAttr
 
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
@@ -32,6 +33,7 @@ class VERL(PolicyAlgorithm):
 
     _resolution: Resolution = PrivateAttr()
     _strict: bool = PrivateAttr()
+    _config: Any = PrivateAttr()
 
     def __init__(self, config: Any, *, strict: bool = True) -> None:
         resolution = resolve(config, strict=strict)
@@ -39,7 +41,14 @@ class VERL(PolicyAlgorithm):
             super().__init__(**resolution.algorithm_settings())
         except ConfigError as error:
             raise ConfigError(resolution.with_verl_keys(str(error), type(self).__name__)) from None
-        self._resolution, self._strict = resolution, strict
+        self._resolution, self._strict, self._config = resolution, strict, config
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that construct an equal algorithm, as JSON values."""
+        config = self._config
+        if OmegaConf.is_config(config):
+            config = OmegaConf.to_container(config, resolve=True)
+        return {"config": config, "strict": self._strict}
 
     def adjust_run_settings(self, settings: RunSettings) -> RunSettings:
         """Return the settings of a run: the Trainer's, and the configuration's where the Trainer has none.

@@ -21,6 +21,16 @@ def additions(seed: int) -> tuple[list[dict], list[dict]]:
     return [{"a": a, "b": b} for a, b in train], [{"a": a, "b": b} for a, b in val]
 
 
+def training_tasks() -> list[dict]:
+    """Return the training tasks, in the order of seed 0."""
+    return additions(0)[0]
+
+
+def validation_tasks() -> list[dict]:
+    """Return the validation tasks."""
+    return additions(0)[1]
+
+
 def question(task: dict) -> str:
     """Return the user message of a task."""
     return f"{task['a']}+{task['b']}="

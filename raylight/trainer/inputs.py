@@ -20,6 +20,8 @@ class Inputs:
     agent: LitAgent
     train: Any
     val: Any
+    agent_spec: Any = None
+    """The agent as it was specified, for config.yaml."""
 
 
 def is_agent(value: Any) -> bool:

@@ -14,6 +14,7 @@ from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, Runne
 from raylight.errors import ConfigError
 from raylight.runner.pool import RunnerPayload
 from raylight.store.client import StoreClient
+from raylight.trainer.run_file import IN_CODE
 from raylight.types import RolloutConfig
 
 RESERVED = {"task", "rollout", "resources"}
@@ -41,7 +42,7 @@ class RunPlan:
         return {
             "name": self.name,
             "runner": self.runner.model_dump(mode="json"),
-            "store": self.store.model_dump(mode="json") if isinstance(self.store, StoreConfig) else "given",
+            "store": self.store.model_dump(mode="json") if isinstance(self.store, StoreConfig) else IN_CODE,
             "resources": sorted(self.resources),
             "versions": {
                 name: importlib.metadata.version(name)
@@ -82,8 +83,7 @@ class PolicyPlan(ServedPlan):
         return self.algorithm.rollout
 
     def resolved(self) -> dict[str, Any]:
-        algorithm = self.algorithm.model_dump(mode="json")
-        algorithm["rollout"]["retry_condition"] = sorted(algorithm["rollout"]["retry_condition"])
+        algorithm = PolicyAlgorithm.arguments(self.algorithm)
         common = super().resolved()
         return {
             "name": common.pop("name"),

@@ -1,25 +1,186 @@
-"""Settings by dotted name."""
+"""Run files: YAML files with all settings of a run, which `raylight train` reads and which every run writes.
+
+`RunFile` is the schema. The `config.yaml` of a run is such a file, so that it starts the same run again. A value that was
+given in code and has no form in YAML is written as `IN_CODE`, and reading it is an error that says what to give instead.
+Secrets are never written: they become `SECRET`.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+import raylight
+from raylight import algorithms
+from raylight.agent.prompts import PromptTemplate
+from raylight.agent.resources import LLM, NamedResources, ProxyLLM
+from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.components import build_component, import_dotted_name
+from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
+from raylight.trainer.task_files import FileTasks, read_tasks
+
+if TYPE_CHECKING:
+    from raylight.trainer.trainer import Trainer
+
+IN_CODE = "given in code"
+SECRET = "**********"
+UPSTREAM_KEY = "RAYLIGHT_UPSTREAM_KEY"
+COMPONENTS = ("tracer", "adapter", "llm_proxy", "hooks", "loggers")
+"""Arguments of a Trainer that specify components."""
+RESOURCE_TYPES = {"llm": LLM, "proxy_llm": ProxyLLM, "prompt_template": PromptTemplate}
+
+
+class DataFiles(Config):
+    """Tasks: paths of .jsonl, .json or .parquet files, or dotted names of lists or of functions that return lists."""
+
+    train: str | None = None
+    val: str | None = None
+
+
+class RunFile(Config):
+    """All settings of a run. Fields have the meaning of the arguments of `Trainer`."""
+
+    agent: str | dict[str, Any]
+    """Dotted name of the agent, or a dict of the dotted name of its class as `type` with arguments."""
+    data: DataFiles = DataFiles()
+    algorithm: dict[str, Any]
+    """Name of the algorithm as `name` (a public name such as GRPO, or a dotted name) with its settings."""
+    seed: int | None = None
+    output_dir: str | None = None
+    resources: dict[str, Any] | None = None
+    """Initial resources by name; a dict with `resource_type` (llm, proxy_llm, prompt_template) is a resource of this type."""
+    engine: EngineConfig | None = None
+    learner: LearnerConfig | None = None
+    runner: RunnerConfig | None = None
+    checkpoint: CheckpointConfig | None = None
+    store: StoreConfig | None = None
+    tracer: str | dict[str, Any] | None = None
+    adapter: str | dict[str, Any] | None = None
+    llm_proxy: str | dict[str, Any] | None = None
+    hooks: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    loggers: list[str | dict[str, Any]] | None = None
+    address: str | None = None
+    progress: bool = True
+    log_to_driver: bool = False
+    run: dict[str, Any] | None = None
+    """Facts about a run, which it writes to its config.yaml and which are not read: name, versions, total steps."""
+
+    def build_trainer(self) -> Trainer:
+        """Return the Trainer of the run, without a connection to Ray.
+
+        Raises:
+            ConfigError: a setting is wrong, or a component cannot be imported.
+        """
+        from raylight.trainer.trainer import Trainer
+
+        settings = {
+            name: getattr(self, name)
+            for name in ("engine", "learner", "runner", "checkpoint", "store", "seed", *COMPONENTS)
+        }
+        return Trainer(
+            agent=self.agent,
+            algorithm=self._build_algorithm(),
+            initial_resources=_read_resources(self.resources),
+            output_dir=self.output_dir,
+            address=self.address,
+            progress=self.progress,
+            log_to_driver=self.log_to_driver,
+            **{name: value for name, value in settings.items() if value is not None},
+        )
+
+    def read_data(self) -> tuple[FileTasks, FileTasks | None]:
+        """Return the training tasks and the validation tasks.
+
+        Raises:
+            ConfigError: there is no training data, or a dotted name names no tasks.
+            DatasetError: a file cannot be read.
+        """
+        if self.data.train is None:
+            raise ConfigError(
+                "data.train is missing; give a .jsonl file, or the dotted name of a list of tasks"
+            )
+        return _read_data(self.data.train, "data.train"), _read_data(
+            self.data.val, "data.val"
+        ) if self.data.val else None
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the file's content with all defaults, without `run` and without secrets."""
+        content = self.model_dump(mode="json", exclude={"run"})
+        algorithm = self._build_algorithm()
+        if isinstance(algorithm, PolicyAlgorithm):
+            content["algorithm"] = describe_algorithm(algorithm)
+        if content["resources"] is not None:
+            content["resources"] = describe_resources(_read_resources(self.resources))
+        return {name: value for name, value in content.items() if value is not None}
+
+    def _build_algorithm(self) -> PolicyAlgorithm | Algorithm:
+        settings = dict(self.algorithm)
+        name = settings.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError("algorithm.name is missing; give a name such as GRPO, or a dotted name")
+        if ":" in name or "." in name:
+            found = import_dotted_name(name, "algorithm.name")
+        else:
+            names = _algorithm_names()
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
+                raise ConfigError(
+                    f"algorithm.name: there is no {name!r}; the nearest are: {', '.join(nearest)}"
+                )
+            found = getattr(raylight, name)
+        spec = found if isinstance(found, BaseAlgorithm) and not settings else {"type": found, **settings}
+        return build_component(spec, BaseAlgorithm, "algorithm")  # type: ignore[return-value]
+
+
+def load_run_file(path: str | Path, assignments: Sequence[str] = ()) -> RunFile:
+    """Read a run file.
+
+    Args:
+        assignments: texts `NAME=VALUE` that override settings of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, has an unknown key or a wrong value, or a value that was given in code.
+    """
+    path = Path(path).expanduser()
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} has no settings; write at least agent, data and algorithm")
+    for text in assignments:
+        apply_assignment(values, text, sections=list(RunFile.model_fields))
+    for name in values.keys() - {"run"}:
+        _check_expressible(values[name], name, str(path))
+    engine = values.get("engine")
+    if isinstance(engine, dict) and engine.get("api_key") == SECRET:
+        if UPSTREAM_KEY not in os.environ:
+            raise ConfigError(
+                f"{path}: engine.api_key is a secret, which is not written; set {UPSTREAM_KEY} to the key"
+            )
+        values["engine"] = engine | {"api_key": os.environ[UPSTREAM_KEY]}
+    return RunFile(**values)
 
 
 def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str]) -> None:
     """Apply one `--set NAME=VALUE` to nested settings, in place.
 
     Args:
-        text: `NAME` is a dotted name, `VALUE` is read as YAML: `0.9`, `true`, `{a: 1}` or a word.
+        text: `NAME` is a dotted name, `VALUE` is read as YAML: `0.9`, `1e-5`, `true`, `{a: 1}` or a word.
         sections: allowed first parts of the name.
 
     Raises:
-        ConfigError: the text has no name or no `=`, its section is unknown, or a part of the name is not a section.
+        ConfigError: the text has no name or no `=`, its section is unknown, or a part of the name has no settings.
     """
     name, equals, value = text.partition("=")
     path = [part.strip().lstrip("-").replace("-", "_") for part in name.split(".")]
@@ -39,11 +200,137 @@ def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str
         target = target[part]
         if not isinstance(target, dict):
             raise ConfigError(
-                f"--set {text}: {'.'.join(path[:depth])} is {target!r} and has no settings; leave the last part of the name out"
+                f"--set {text}: {'.'.join(path[:depth])} is {target!r} and has no settings; leave the last part of the "
+                "name out"
             )
     try:
-        target[path[-1]] = yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"--set {text}: the value is not YAML: {message}; quote it") from None
+    target[path[-1]] = _as_number(parsed) if isinstance(parsed, str) else parsed
+
+
+def _as_number(text: str) -> Any:
+    """Return `1e-5` as a number, which YAML 1.1 reads as a string; other texts unchanged."""
+    try:
+        return float(text) if "e" in text.lower() and text[:1].isdigit() else text
+    except ValueError:
+        return text
+
+
+def _check_expressible(value: Any, name: str, path: str) -> None:
+    """Raise a ConfigError if a setting, or one inside it, was given in code."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_expressible(inner, f"{name}.{key}", path)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_expressible(inner, f"{name}[{index}]", path)
+    elif name == "agent" and isinstance(value, str) and value.startswith("__main__:"):
         raise ConfigError(
-            f"--set {text}: the value is not YAML: {' '.join(str(error).split())}; quote it"
-        ) from None
+            f"{path}: the agent was defined in __main__, a script or a notebook; move it to a module and give agent: "
+            "package.module:name"
+        )
+    elif value == IN_CODE:
+        hint = "a file or a dotted name" if name.startswith("data") else "a dotted name or settings"
+        raise ConfigError(f"{path}: {name} was given in code and could not be written; give {hint} as {name}")
+    elif value == SECRET and name.startswith("resources"):
+        raise ConfigError(f"{path}: {name} is a secret, which is not written; give it with --set {name}=...")
+
+
+def _algorithm_names() -> list[str]:
+    """Return the public names of raylight that are algorithms with a constructor."""
+    public = {name: getattr(algorithms, name) for name in dir(algorithms)}
+    bases = (Algorithm, FastAlgorithm, PolicyAlgorithm)
+    return sorted(
+        name
+        for name, item in public.items()
+        if isinstance(item, type) and issubclass(item, BaseAlgorithm) and item not in bases
+    )
+
+
+def _read_data(source: str, name: str) -> FileTasks:
+    """Return the tasks of a file, or of a dotted name of a list or of a function without arguments."""
+    if ":" not in source or Path(source).expanduser().exists():
+        return read_tasks(source)
+    tasks = import_dotted_name(source, name)
+    tasks = tasks() if callable(tasks) else tasks
+    if not isinstance(tasks, list | tuple) or not tasks:
+        raise ConfigError(
+            f"{name}: {source} has no tasks; name a list of tasks, or a function that returns one"
+        )
+    return FileTasks(list(tasks), source)
+
+
+def _read_resources(resources: dict[str, Any] | None) -> NamedResources:
+    """Return resources of their types."""
+    built = {}
+    for name, value in (resources or {}).items():
+        kind = value.get("resource_type") if isinstance(value, dict) else None
+        if kind is not None and kind not in RESOURCE_TYPES:
+            raise ConfigError(
+                f"resources.{name}.resource_type is {kind!r}; choose one of {', '.join(RESOURCE_TYPES)}"
+            )
+        try:
+            built[name] = RESOURCE_TYPES[kind](**value) if kind is not None else value
+        except ValueError as error:
+            raise ConfigError(f"resources.{name}: {' '.join(str(error).split())}") from None
+    return built
+
+
+# what a run writes
+
+
+def describe_algorithm(algorithm: PolicyAlgorithm | Algorithm) -> dict[str, Any]:
+    """Return the name and the settings of an algorithm, from which `RunFile` builds it again."""
+    cls = type(algorithm)
+    name = cls.__name__ if getattr(raylight, cls.__name__, None) is cls else dotted_name(algorithm)
+    if name == IN_CODE:
+        name = f"{cls.__module__}:{cls.__qualname__}"
+    settings = algorithm.arguments() if isinstance(algorithm, PolicyAlgorithm) else algorithm.resolved()
+    return {"name": name, **settings}
+
+
+def describe_resources(resources: NamedResources) -> dict[str, Any]:
+    """Return resources as YAML values, without API keys."""
+    described = {}
+    for name, value in resources.items():
+        if isinstance(value, LLM | PromptTemplate):
+            described[name] = value.model_dump(mode="json")
+            if described[name].get("api_key") not in (None, "unused"):
+                described[name]["api_key"] = SECRET
+        else:
+            described[name] = describe_component(value, is_data=True)
+    return described
+
+
+def describe_data(dataset: Any) -> str | None:
+    """Return the source of a dataset: None without one, `IN_CODE` if its tasks are not those of a file."""
+    return None if dataset is None else getattr(dataset, "path", None) or IN_CODE
+
+
+def describe_component(spec: Any, is_data: bool = False) -> Any:
+    """Return the specification of a component as YAML values; `IN_CODE` if it has no such form.
+
+    Args:
+        is_data: True for a value that is not a component, such as a resource.
+    """
+    if isinstance(spec, type) or callable(spec):
+        return dotted_name(spec)
+    if isinstance(spec, dict):
+        return {key: describe_component(value, is_data) for key, value in spec.items()}
+    if isinstance(spec, list | tuple):
+        return [describe_component(value, is_data) for value in spec]
+    return spec if spec is None or isinstance(spec, str | int | float | bool) else dotted_name(spec)
+
+
+def dotted_name(target: Any) -> str:
+    """Return "package.module:name" of a class, a function or another global of a module; `IN_CODE` if it is none."""
+    module_name = getattr(target, "__module__", None) or type(target).__module__
+    module = sys.modules.get(module_name)
+    name = next((name for name, value in vars(module).items() if value is target), None) if module else None
+    if name is None:
+        return IN_CODE
+    spec = getattr(module, "__spec__", None) if module_name == "__main__" else None
+    return f"{spec.name if spec else module_name}:{name}"

@@ -18,6 +18,7 @@ from raylight.agent.resources import LLM, NamedResources
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.verl import VERL
 from raylight.config import StoreConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
@@ -48,6 +49,12 @@ from raylight.trainer.resume import (
     prepare_states,
 )
 from raylight.trainer.run_context import TrainerRunContext
+from raylight.trainer.run_file import (
+    describe_algorithm,
+    describe_component,
+    describe_data,
+    describe_resources,
+)
 from raylight.trainer.served_algorithm import (
     SERVING_ARGUMENTS,
     ServedAlgorithmPlan,
@@ -108,9 +115,30 @@ class Run:
     def finalize_plan(self) -> None:
         """Choose settings that depend on the cluster; called after the connection to Ray."""
 
-    def resolved(self) -> dict[str, Any]:
-        """Return the content of config.yaml."""
-        return self.plan.resolved()
+    def config(self) -> dict[str, Any]:
+        """Return the content of config.yaml: a run file that starts this run again (see `RunFile`)."""
+        trainer, plan, inputs = self.trainer, self.plan, self.inputs
+        facts = plan.resolved()
+        content = {
+            "agent": describe_component(inputs.agent_spec),
+            "data": {"train": describe_data(inputs.train), "val": describe_data(inputs.val)},
+            "algorithm": self._describe_algorithm(),
+            "output_dir": str(self.folder),
+            "seed": facts.pop("seed", None),
+            "resources": describe_resources(trainer.initial_resources) or None,
+            **{
+                name: facts.pop(name, None) for name in ("engine", "learner", "runner", "checkpoint", "store")
+            },
+            **{name: describe_component(spec) for name, spec in trainer.specs.items()},
+            "address": trainer.address,
+            "progress": trainer.progress,
+            "log_to_driver": trainer.log_to_driver,
+            "run": {name: value for name, value in facts.items() if name not in ("algorithm", "model")},
+        }
+        return {name: value for name, value in content.items() if value is not None}
+
+    def _describe_algorithm(self) -> dict[str, Any]:
+        raise NotImplementedError
 
     async def work(self) -> dict[str, Any]:
         """Start the components, do the run's work, stop the components; return the summary."""
@@ -177,6 +205,11 @@ class PolicyRun(Run):
     @property
     def last_logged_step(self) -> int | None:
         return self.start.last_logged_step
+
+    def _describe_algorithm(self) -> dict[str, Any]:
+        return describe_algorithm(self.plan.algorithm) | (
+            {} if isinstance(self.plan.algorithm, VERL) else {"model": self.plan.model_path}
+        )
 
     @property
     def _state_config(self) -> dict[str, Any]:
@@ -274,9 +307,8 @@ class AlgorithmRun(Run):
         # the algorithm itself continues after its last step, so all rows are kept
         return None if self._continues is None else sys.maxsize
 
-    def resolved(self) -> dict[str, Any]:
-        algorithm = {"name": type(self.algorithm).__name__, **self.algorithm.resolved()}
-        return {**super().resolved(), "algorithm": algorithm}
+    def _describe_algorithm(self) -> dict[str, Any]:
+        return describe_algorithm(self.algorithm)
 
     async def work(self) -> dict[str, Any]:
         report = self.report

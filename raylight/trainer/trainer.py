@@ -129,6 +129,14 @@ class Trainer:
         progress: bool = True,
         log_to_driver: bool = False,
     ) -> None:
+        self.specs = {
+            "tracer": tracer,
+            "adapter": adapter,
+            "llm_proxy": llm_proxy,
+            "hooks": hooks,
+            "loggers": loggers,
+        }
+        """Components as they were specified, for config.yaml."""
         self.algorithm = parse_algorithm(algorithm, num_epochs)
         self.agent = agent
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
@@ -154,6 +162,7 @@ class Trainer:
             seed,
             output_dir,
         )
+        self.requested_settings = requested
         self.run_settings = (
             self.algorithm.adjust_run_settings(requested)
             if isinstance(self.algorithm, PolicyAlgorithm)
@@ -309,10 +318,12 @@ class Trainer:
         started = time.perf_counter()
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
             agent, train_dataset = None, agent  # fit(train_dataset)
+        agent = agent if agent is not None else self.agent
         inputs = Inputs(
-            as_agent(agent if agent is not None else self.agent),
+            as_agent(agent),
             train_dataset if train_dataset is not None else self.train_dataset,
             val_dataset if val_dataset is not None else self.val_dataset,
+            agent,
         )
         name = self.run_name or f"raylight-{_new_suffix()}"
         folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
@@ -326,7 +337,7 @@ class Trainer:
             if self.runner.external:
                 check_joinable(name, connection.owns_cluster)
             run.finalize_plan()
-            report = Report(folder, display, run.resolved(), started, run.last_logged_step, self.loggers)
+            report = Report(folder, display, run.config(), started, run.last_logged_step, self.loggers)
             with contextlib.closing(report):
                 run.begin(report, connection.owns_cluster)
                 report.stage(f"run {name}; Ray dashboard: {connection.dashboard or 'see the cluster'}")

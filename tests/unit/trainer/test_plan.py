@@ -119,7 +119,7 @@ def test_a_plan_is_written_as_yaml_without_secrets() -> None:
     assert yaml.safe_load(text) == resolved
     assert "s3cr3t" not in text
     assert (resolved["resources"], resolved["store"]["lease_seconds"]) == (["a", "b"], 60.0)
-    assert RunPlan(**common(store=StoreClient(StoreService()))).resolved()["store"] == "given"
+    assert RunPlan(**common(store=StoreClient(StoreService()))).resolved()["store"] == "given in code"
 
 
 def test_the_plan_of_a_policy_is_written_whole() -> None:
