@@ -24,7 +24,7 @@ restore_interrupts()
 
 SLOW_PARTS = 10
 ROOT = Path(__file__).parent.parent
-USES_CLUSTER = re.compile(r"\b(shared_)?cluster: Cluster\b")
+USES_CLUSTER = re.compile(r"\b(shared_)?cluster: (Cluster|Any)\b")
 """A parameter of a test or fixture that uses the shared cluster."""
 
 
