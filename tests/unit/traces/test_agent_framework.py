@@ -29,7 +29,7 @@ from raylight.traces.tracer import OtelTracer
 from raylight.traces.trained_agents import AgentFilter, agents_of_generations
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.types import Span
-from unit.serving.gateway.test_stack import Stack
+from unit.serving.gateway.test_gateway_stack import Stack
 
 ADD = call("call_1", '{"a": 1, "b": 2}', "add")
 CLIENTS = [OpenAIChatCompletionClient, OpenAIChatClient]

@@ -1,4 +1,4 @@
-"""Events, answers, their blocks and errors, as they go over the wire."""
+"""Answers on the wire, with what carries them: server-sent events and errors (`raylight/http`), turns and blocks."""
 
 from __future__ import annotations
 

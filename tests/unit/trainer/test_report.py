@@ -1,0 +1,116 @@
+"""The files of a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+from unit_helpers import make_finished
+
+from raylight.trainer.report import MAX_SHOWN_ERRORS, Report
+from raylight.types import Failure
+
+from .conftest import RecordingDisplay
+
+BROKEN = Failure(kind="agent", error="ValueError: no tool", trace="  File agent.py, line 3")
+LOST = Failure(kind="infrastructure", error="APIConnectionError: refused")
+PNG = b"\x89PNG"
+
+
+def test_a_run_directory_holds_its_settings_from_the_start(report: Report) -> None:
+    assert yaml.safe_load((report.folder / "config.yaml").read_text()) == {
+        "seed": 3,
+        "engine": {"replicas": 1},
+    }
+    assert (report.folder / "metrics.jsonl").read_text() == ""
+
+
+def test_metrics_are_one_object_a_step(report: Report, shown: RecordingDisplay) -> None:
+    report.step(0, {"val/reward": 0.25})
+    report.step(1, {"train/reward": 0.5})
+    rows = [json.loads(line) for line in (report.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == shown.steps == [0, 1]
+    assert (rows[0]["val/reward"], rows[1]["train/reward"]) == (0.25, 0.5)
+    assert rows[0]["time/total_s"] <= rows[1]["time/total_s"]
+
+
+def test_the_summary_compares_the_first_and_last_validation(report: Report) -> None:
+    report.step(0, {"val/reward": 0.25})
+    report.step(1, {"train/reward": 0.5})
+    report.step(2, {"train/reward": 0.6, "val/reward": 0.75})
+    summary = report.finish({"total_rollouts": 48})
+    assert json.loads((report.folder / "summary.json").read_text()) == summary
+    assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == (
+        "val/reward",
+        0.25,
+        0.75,
+    )
+    assert (summary["steps"], summary["rollouts"], summary["rollouts_failed"]) == (2, 48, 0)
+    assert (report.folder / "reward.png").read_bytes().startswith(PNG)
+    assert not list(report.folder.glob("*.partial"))
+
+
+def test_without_validation_the_summary_compares_training_rewards(report: Report) -> None:
+    report.step(1, {"train/reward": 0.5})
+    report.step(2, {"train/reward": 0.6})
+    summary = report.finish({"total_rollouts": 1})
+    assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == (
+        "train/reward",
+        0.5,
+        0.6,
+    )
+
+
+def test_a_run_of_no_steps_has_a_summary(report: Report) -> None:
+    summary = report.finish({"total_rollouts": 0})
+    assert (summary["reward_before"], summary["reward_after"], summary["steps"]) == (None, None, 0)
+
+
+def test_the_summary_of_an_algorithm_with_its_own_loop_counts_by_status(report: Report) -> None:
+    counts = {
+        "total_rollouts": 5,
+        "rollouts_succeeded": 3,
+        "rollouts_failed": 2,
+        "total_spans": 9,
+        "runners_lost": 0,
+    }
+    summary = report.finish_plain(counts)
+    assert (summary["rollouts"], summary["by_status"]) == (5, {"failed": 2, "succeeded": 3})
+    assert summary["counts"] == counts
+    assert json.loads((report.folder / "summary.json").read_text()) == summary
+
+
+def test_an_earlier_runs_summary_and_plot_are_gone_when_a_run_starts(
+    tmp_path: Path, shown: RecordingDisplay
+) -> None:
+    first = Report(tmp_path, shown, {})
+    first.step(1, {"train/reward": 1.0})
+    first.finish({"total_rollouts": 1})
+    Report(tmp_path, shown, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_each_different_error_is_shown_once_and_all_are_counted(
+    report: Report, shown: RecordingDisplay
+) -> None:
+    report.failures([make_finished(failure=f) for f in (BROKEN, LOST, BROKEN)])
+    report.failures([make_finished(failure=BROKEN), make_finished(1.0)])
+    assert len(shown.notes) == 2
+    assert "ValueError: no tool" in shown.notes[0]
+    assert "agent.py, line 3" in shown.notes[0]
+    summary = report.finish({"total_rollouts": 5})
+    assert summary["failures"] == {BROKEN.error: 3, LOST.error: 1}
+    assert (summary["rollouts_failed"], summary["rollouts_lost"]) == (4, 1)
+
+
+def test_no_more_than_the_stated_number_of_different_errors_is_shown(
+    report: Report, shown: RecordingDisplay
+) -> None:
+    kinds = [Failure(kind="agent", error=f"ValueError: {i}") for i in range(3 * MAX_SHOWN_ERRORS)]
+    report.failures([make_finished(failure=failure) for failure in kinds])
+    assert len(shown.notes) == MAX_SHOWN_ERRORS
+    summary = report.finish({"total_rollouts": 1})
+    assert len(summary["failures"]) == MAX_SHOWN_ERRORS
+    assert summary["rollouts_failed"] == 3 * MAX_SHOWN_ERRORS
