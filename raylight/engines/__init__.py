@@ -1,2 +1,1 @@
-"""The engines behind one protocol (`raylight.engines.protocol`): transformers, vLLM, and any
-OpenAI-compatible URL."""
+"""Engines behind one protocol: transformers, vLLM, any OpenAI-compatible URL, and engines of the user."""

@@ -31,8 +31,9 @@ class AttemptScope:
 
 @dataclass
 class Sample:
-    """The tokens of one choice. The engine appends to it while it samples, so that an aborted choice is
-    complete too.
+    """The tokens of one choice.
+
+    The engine appends to it while it samples, so that an aborted choice is complete too.
 
     Invariant: `output_ids`, `logprobs` and `weight_versions` have equal length, one entry per token, in
         sampling order.

@@ -100,8 +100,9 @@ class Engine(Protocol):
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
     ) -> None:
-        """Serve an adapter as the model `name`, replacing its previous version. Under "keep", requests in
-        flight finish with the version that they started with.
+        """Serve an adapter as the model `name`, replacing its previous version.
+
+        Under "keep", requests in flight finish with the version that they started with.
 
         Raises:
             WeightSyncError: the adapter does not fit the model, or the engine supports no adapters.
@@ -113,8 +114,7 @@ class Engine(Protocol):
         ...
 
     async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
-        """Return the log-probabilities of `ids[1:]` at temperature 1, each given the ids before it, under the
-        current weights.
+        """Return the log-probs of `ids[1:]` at temperature 1, each given the ids before it.
 
         Raises:
             WeightSyncError: the engine cannot compute them.
@@ -122,8 +122,10 @@ class Engine(Protocol):
         ...
 
     async def sleep(self, level: int = 1) -> str | None:
-        """Free the device's memory until `wake`; requests wait meanwhile. Returns the reason if nothing was
-        freed, else None."""
+        """Free the device's memory until `wake`; requests wait meanwhile.
+
+        Returns the reason if nothing was freed, else None.
+        """
         ...
 
     async def wake(self) -> None:
@@ -140,8 +142,10 @@ class Engine(Protocol):
 
 
 class InferenceOnlyEngine:
-    """Base of engines with fixed weights: calls are recorded, the model cannot be trained. A subclass defines
-    `app`."""
+    """Base of engines with fixed weights: calls are recorded, the model cannot be trained.
+
+    A subclass defines `app`.
+    """
 
     tokenizer: Any = None
     max_model_len: int | None = None

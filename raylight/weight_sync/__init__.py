@@ -1,2 +1,1 @@
-"""Weight synchronisation: a coordinator issues orders (weights, adapters, sleep, probes), and every replica
-executes them."""
+"""Weight synchronisation: a coordinator issues orders, and every engine replica executes them."""

@@ -1,5 +1,4 @@
-"""Client of the replica coordinator: maps failures of its actor to typed errors, and bounds every call by a
-timeout."""
+"""Client of the replica coordinator, with typed errors and a timeout for every call."""
 
 from __future__ import annotations
 

@@ -87,13 +87,16 @@ class ReplicaCoordinator:
     # called by replicas
 
     async def wait_forever(self) -> None:
-        """Never return. A replica owns the result of its call; awaiting that result raises as soon as the
-        replica dies."""
+        """Never return.
+
+        A replica owns the result of its call; awaiting that result raises as soon as the replica dies.
+        """
         await asyncio.Event().wait()
 
     async def subscribe(self, replica: str, liveness_ref: list[Any] | None = None) -> CatchUp:
-        """Add a replica. It executes the returned orders, acknowledges each, and then acknowledges the
-        returned number.
+        """Add a replica.
+
+        It executes the returned orders, acknowledges each, and then acknowledges the returned number.
 
         Args:
             liveness_ref: one-element list holding the reference to the result of `wait_forever` that the
@@ -110,8 +113,7 @@ class ReplicaCoordinator:
         )
 
     async def next(self, replica: str, after: int, timeout: float) -> list[Order]:
-        """Return the orders after number `after` as soon as there are any; an empty list after `timeout`
-        seconds.
+        """Return the orders after number `after`; an empty list if there are none within `timeout` seconds.
 
         Raises:
             WeightSyncError: the replica is not subscribed.
@@ -237,8 +239,8 @@ class ReplicaCoordinator:
         """
         if level != 1:
             raise WeightSyncError(
-                f"sleep level {level} is not supported: level 2 forgets the weights, and waiting requests would "
-                "be sampled from empty weights before new ones arrive; use level 1"
+                f"sleep level {level} is not supported: level 2 forgets the weights, and waiting requests "
+                "would be sampled from empty weights before new ones arrive; use level 1"
             )
         self._check_ready()
         return await self._execute("sleep", timeout, level=level)
@@ -358,8 +360,10 @@ class ReplicaCoordinator:
                     self._current[subject] = completed
 
     async def _watch_replica(self, replica: str, subscription: Subscription, liveness_ref: list[Any]) -> None:
-        """Remove a replica from the quorum when it dies. Serve starts a replacement, which subscribes under
-        its own name."""
+        """Remove a replica from the quorum when it dies.
+
+        Serve starts a replacement, which subscribes under its own name.
+        """
         try:
             await liveness_ref[0]
         except RayError as error:

@@ -155,8 +155,10 @@ class OrderExecutor:
         await self._retry_while_unavailable(acknowledge)
 
     async def _retry_while_unavailable(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Repeat a call while the coordinator does not respond. Ends by itself when Ray reports its actor as
-        dead."""
+        """Repeat a call while the coordinator does not respond.
+
+        Ends by itself when Ray reports its actor as dead.
+        """
         while not self._closed:
             try:
                 return await call()

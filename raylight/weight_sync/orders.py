@@ -43,8 +43,10 @@ class Order:
 
     @property
     def subject(self) -> str:
-        """The part of an engine's state that the order sets. A newer order supersedes older ones of the same
-        subject."""
+        """The part of an engine's state that the order sets.
+
+        A newer order supersedes older ones of the same subject.
+        """
         if self.kind in ("adapter", "drop_adapter"):
             return f"adapter {self.adapter}"
         return "sleep" if self.kind == "wake" else self.kind

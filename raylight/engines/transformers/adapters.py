@@ -1,5 +1,7 @@
-"""LoRA adapters on the engine's model. Batches may mix adapters; a version is kept until its last sequence
-has ended."""
+"""LoRA adapters on the engine's model.
+
+Batches may mix adapters; a version is kept until its last sequence has ended.
+"""
 
 from __future__ import annotations
 

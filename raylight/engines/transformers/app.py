@@ -46,8 +46,10 @@ def build_app(engine: Sampler) -> Starlette:
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events. Its choices are closed with it, even if the client disconnects before
-    the first event."""
+    """A reply as server-sent events.
+
+    Its choices are closed with it, even if the client disconnects before the first event.
+    """
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(

@@ -36,8 +36,11 @@ class Decoder:
         self._cache = SlotCache(self.module.config.num_hidden_layers, slots)
 
     def prefill(self, admitted: list[Sequence]) -> torch.Tensor:
-        """Add sequences with all their tokens so far; returns the logits of their next tokens, shape (rows,
-        vocabulary)."""
+        """Add sequences with all their tokens so far.
+
+        Returns:
+            The logits of their next tokens, shape (rows, vocabulary).
+        """
         rows = len(admitted)
         self.active += admitted  # before the pass: if it fails, these sequences must fail too
         lengths = torch.tensor([s.length for s in admitted])

@@ -46,8 +46,10 @@ def build_engine(settings: EngineSettings, **args: Any) -> TransformersEngine:
 
 
 class TransformersEngine(Sampler):
-    """`Engine` on `AutoModelForCausalLM`. Weights, adapters and sleep change between two decoding steps, on
-    the engine's thread."""
+    """`Engine` on `AutoModelForCausalLM`.
+
+    Weights, adapters and sleep change between two decoding steps, on the engine's thread.
+    """
 
     async def app(self) -> ASGIApp:
         return build_app(self)
@@ -60,8 +62,10 @@ class TransformersEngine(Sampler):
     # weights and adapters
 
     async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        """Load new weights. Under "keep" the cache of the sequences in flight is recomputed, so that each
-        later token is sampled from exactly the new weights.
+        """Load new weights.
+
+        Under "keep" the cache of the sequences in flight is recomputed, so that each later token is sampled
+        from exactly the new weights.
         """
         if version <= self.version:
             raise WeightSyncError(
@@ -115,8 +119,7 @@ class TransformersEngine(Sampler):
         return await self._run(compute)
 
     async def _run(self, action: Callable[[], T], mode: UpdateMode = "keep") -> T:
-        """Run an action on the engine's thread between two decoding steps; under "wait", when nothing is in
-        flight."""
+        """Run an action between two decoding steps; under "wait", when nothing is in flight."""
         try:
             return await self._worker.run(action, when_idle=mode == "wait")
         except RequestError as error:

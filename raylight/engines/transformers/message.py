@@ -131,8 +131,7 @@ class MessageParser:
         return self._emit(kind, certain) if certain else None
 
     def _call(self) -> list[MessagePiece] | None:
-        """Parse one call, up to the first end marker that completes it; an unreadable call becomes
-        content."""
+        """Parse one call, up to the end marker that completes it; an unreadable call becomes content."""
         assert self._format is not None
         marker, start = self._format.close, 0
         while (end := self._text.find(marker, start)) >= 0:

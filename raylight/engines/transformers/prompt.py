@@ -59,8 +59,7 @@ def encode(engine: Sampler, text: str, add_special_tokens: bool) -> list[int]:
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """Convert a message to the form that templates expect: content as one string, arguments of calls as
-    mappings."""
+    """Convert a message for the template: content as one string, arguments of calls as mappings."""
     converted = message.model_dump(exclude_none=True)
     if message.role == "developer":
         converted["role"] = "system"  # templates know only the older name

@@ -121,8 +121,9 @@ def resolve_adapter(engine: Sampler, model: str | None) -> str | None:
 
 
 def params_per_choice(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Return the parameters of each choice. The choices of a seeded request get consecutive seeds, so that
-    they differ and are reproducible.
+    """Return the parameters of each choice.
+
+    The choices of a seeded request get consecutive seeds, so that they differ and are reproducible.
     """
     return [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(count)]
 
@@ -139,8 +140,10 @@ def finite(logprob: float) -> float:
 
 
 async def sse(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Encode chunks as server-sent events. An error becomes an event too, because the status has been sent
-    already."""
+    """Encode chunks as server-sent events.
+
+    An error becomes an event too, because the status has been sent already.
+    """
     try:
         async for event in events:
             yield sse_bytes(event)

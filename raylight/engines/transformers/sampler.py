@@ -85,8 +85,9 @@ class Sampler:
         adapter: str | None = None,
         streams: bool = False,
     ) -> Choices:
-        """Start sampling one response per prompt. Close the choices (`with`), which cancels those that still
-        run.
+        """Start sampling one response per prompt.
+
+        Close the choices (`with`), which cancels those that still run.
 
         Args:
             params: one per prompt.

@@ -1,5 +1,4 @@
-"""Sampling parameters, and the sampling of one next token per row with the log-probability of the
-distribution sampled from."""
+"""Sampling parameters, and the sampling of the next token of each row with its log-prob."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class SamplingParams:
         )
 
     def as_record(self) -> dict[str, Any]:
-        """Return the parameters for a recorded call: temperature, max_tokens, and all that differ from their
-        defaults."""
+        """Return temperature, max_tokens, and all other parameters that differ from their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grammar"}
         defaults = vars(SamplingParams(self.max_tokens))
         record = {
@@ -177,7 +175,9 @@ def truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
 
 
 def _draw(logprobs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw one token per row by an exponential race: `multinomial` without its synchronisation and its size
-    limit."""
+    """Draw one token per row by an exponential race.
+
+    Unlike `multinomial`, it does not synchronise, and has no size limit.
+    """
     race = torch.empty_like(logprobs).exponential_(generator=generator)
     return (logprobs.exp() / race).argmax(-1)

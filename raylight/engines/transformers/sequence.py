@@ -18,8 +18,10 @@ from raylight.engines.transformers.text import TextStream
 
 @dataclass(eq=False)
 class Sequence:
-    """One choice of a request while it is sampled. The engine's thread writes; the event loop reads and
-    cancels."""
+    """One choice of a request while it is sampled.
+
+    The engine's thread writes; the event loop reads and cancels.
+    """
 
     sample: Sample
     params: SamplingParams
@@ -59,8 +61,10 @@ class Sequence:
         return len(self.sample.weight_versions)
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Add a sampled token, unless the sequence is cancelled. The version is added last, because `count`
-        relies on it."""
+        """Add a sampled token, unless the sequence is cancelled.
+
+        The version is added last, because `count` relies on it.
+        """
         with self._lock:
             if not self.cancelled:
                 self.sample.output_ids.append(token)
@@ -68,8 +72,10 @@ class Sequence:
                 self.sample.weight_versions.append(version)
 
     def cancel(self) -> None:
-        """Stop sampling. On return the sample is consistent and final. No effect on a sequence that has
-        ended."""
+        """Stop sampling.
+
+        On return the sample is consistent and final. No effect on a sequence that has ended.
+        """
         with self._lock:
             self.cancelled = True
 

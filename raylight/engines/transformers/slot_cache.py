@@ -1,5 +1,4 @@
-"""A key-value cache for continuous batching: one slot per sequence, kept dense, behind transformers' own
-cache interface.
+"""Key-value cache for continuous batching, with one slot per sequence, as a transformers `Cache`.
 
 Sequences that are decoded occupy slots 0..n-1. New ones are prefilled into the slots after them. When one
 ends, the last one moves into its slot. A forward pass sees the slots `rows` up to `width` tokens, without
@@ -98,8 +97,10 @@ class SlotCache(Cache):
 
 
 def _grow(old: torch.Tensor, needed: int) -> torch.Tensor:
-    """Return the slots with room for more tokens. New entries are zero, because masked NaN times 0 would
-    still be NaN."""
+    """Return the slots with room for more tokens.
+
+    New entries are zero, because masked NaN times 0 would still be NaN.
+    """
     length = max(needed, 2 * old.shape[2], GROWTH)
     new = old.new_zeros(old.shape[0], old.shape[1], length, old.shape[3])
     new[:, :, : old.shape[2]] = old

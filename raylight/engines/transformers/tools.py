@@ -48,8 +48,7 @@ class ToolFormat(Protocol):
         ...
 
     def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
-        """Return the structural tag of an answer whose calls fit their schemas; None if this format supports
-        none.
+        """Return the structural tag of an answer whose calls fit their schemas; None if not supported.
 
         Args:
             tools: tool name to the schema of its parameters.
@@ -85,8 +84,7 @@ class Hermes:
 
 
 class QwenXml:
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder
-    writes it."""
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder)."""
 
     open, close = OPEN, CLOSE
     _function = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -112,8 +110,7 @@ class QwenXml:
 
 
 class LlamaJson:
-    """The whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by
-    semicolons."""
+    """The whole answer is one or more `{"name": ..., "parameters": {...}}`, separated by semicolons."""
 
     open, close = "", ""
 

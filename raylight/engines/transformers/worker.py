@@ -1,5 +1,7 @@
-"""The engine's thread. It takes requests and commands only between two decoding steps, so that every token is
-sampled from exactly one weight version.
+"""The engine's thread.
+
+It takes requests and commands only between two decoding steps, so that every token is sampled from exactly
+one weight version.
 """
 
 from __future__ import annotations
@@ -91,8 +93,7 @@ class EngineWorker:
     # for actions, on the engine's thread
 
     def recompute(self) -> None:
-        """Discard the cache after a weight update; sequences in flight are prefilled again, with the tokens
-        sampled so far."""
+        """Discard the cache after a weight update; sequences in flight are prefilled again."""
         self._waiting.extendleft(reversed(self.decoder.clear()))
 
     def abort(self, adapter: str | None) -> None:
@@ -133,8 +134,10 @@ class EngineWorker:
         return bool(self.decoder.active or self._waiting)
 
     def _read_inbox(self) -> bool:
-        """Handle all messages; wait for one if there is nothing to compute. Returns False once the engine
-        closes."""
+        """Handle all messages; wait for one if there is nothing to compute.
+
+        Returns False once the engine closes.
+        """
         block = self.asleep or not self._busy
         while True:
             try:
@@ -177,8 +180,10 @@ class EngineWorker:
             self._append(admitted, self.decoder.prefill(admitted))
 
     def _assign_adapter(self, sequence: Sequence) -> bool:
-        """Assign the current version of its adapter to a new sequence. Returns False, and ends it, if there
-        is none any more."""
+        """Assign the current version of its adapter to a new sequence.
+
+        Returns False, and ends it, if there is none any more.
+        """
         name = sequence.adapter_name
         if name is not None and sequence.adapter is None:
             sequence.adapter = self.decoder.adapters.find(name)
@@ -263,8 +268,7 @@ class EngineWorker:
     def _end(
         self, ended: list[Sequence], error: Exception | None = None, also: list[Sequence] | None = None
     ) -> None:
-        """Mark removed sequences as ended, and notify their readers and those of `also`, which have a new
-        token."""
+        """Mark removed sequences as ended; notify their readers, and those of `also` of a new token."""
         for sequence in ended:
             sequence.error = error
             sequence.ended = True
@@ -274,8 +278,10 @@ class EngineWorker:
 
 
 def _not_finite_error(sequence: Sequence) -> RequestError:
-    """The error of a sequence without a possible next token. A log-prob that is not finite must never reach a
-    learner."""
+    """The error of a sequence without a possible next token.
+
+    A log-prob that is not finite must never reach a learner.
+    """
     if sequence.grammar_matcher is not None or sequence.params.adjusts_logits:
         return RequestError("no token is possible under this request's grammar, bias or penalties")
     return RequestError(

@@ -1,5 +1,7 @@
-"""LoRA adapters in vLLM. Each version is immutable, and removed when the last request that uses it has
-ended."""
+"""LoRA adapters in vLLM.
+
+Each version is immutable, and removed when the last request that uses it has ended.
+"""
 
 from __future__ import annotations
 
@@ -166,8 +168,10 @@ class VllmAdapters:
 
 
 def write_peft(adapter: LoraAdapter) -> Path:
-    """Write an adapter to a new folder, in peft's format. vLLM reads it again after evicting the adapter from
-    memory."""
+    """Write an adapter to a new folder, in peft's format.
+
+    vLLM reads it again after evicting the adapter from memory.
+    """
     import torch
     from safetensors.torch import save_file
 

@@ -140,8 +140,7 @@ def find_tool_parser(template: str | None) -> str | None:
 
 
 def chat_template(path: str, override: str | None = None) -> str | None:
-    """Return the text of the chat template in use: the override (text, or the path of a file), or the model's
-    own."""
+    """Return the chat template in use: the override (its text or its file), or the model's own."""
     if override is not None:
         return override if "{" in override else Path(override).read_text()
     from transformers import AutoTokenizer

@@ -74,8 +74,10 @@ class Capture:
         await self._idle.wait()
 
     async def _get_output(self) -> Any:
-        """Return the next output of the engine core. The caller has processed all earlier ones when it
-        calls."""
+        """Return the next output of the engine core.
+
+        The caller has processed all earlier ones when it calls.
+        """
         if self._queue.empty():
             self._idle.set()
         try:
@@ -163,8 +165,7 @@ class RecordingLogprobs(LogprobsProcessor):
 
 
 def _recording_finish_reason(make_output: Any, sample: Sample) -> Any:
-    """Wrap a request state's `make_request_output`: only it receives the final finish reason, after stop
-    strings."""
+    """Wrap a request state's `make_request_output`, which alone receives the final finish reason."""
 
     def make_request_output(
         new_token_ids: Any, pooling_output: Any, finish_reason: FinishReason | None, *rest: Any, **kwargs: Any
@@ -177,8 +178,7 @@ def _recording_finish_reason(make_output: Any, sample: Sample) -> Any:
 
 
 def prompt_index(capture: CaptureContext, request_id: str) -> int:
-    """Return the index of a completions request's prompt: vLLM makes a request per prompt, whose id ends in
-    it."""
+    """Return the index of a completions request's prompt, in which vLLM's request id ends."""
     return int(request_id.rpartition("-")[2]) if capture.dialect == "completions" else 0
 
 

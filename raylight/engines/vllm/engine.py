@@ -1,5 +1,4 @@
-"""The engine `vllm`: vLLM's own OpenAI application and asynchronous client, with capture, weights and
-adapters."""
+"""The engine `vllm`: vLLM's own application and client, with capture, weights and adapters."""
 
 from __future__ import annotations
 
@@ -178,8 +177,10 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """Pause scheduling; `mode` decides what happens to requests in flight. Cached keys and values are
-        recomputed afterwards."""
+        """Pause scheduling; `mode` decides what happens to requests in flight.
+
+        Cached keys and values are recomputed afterwards.
+        """
         core = self._client.engine_core  # the client's own method adds a pause of 20 ms
         try:
             await core.pause_scheduler_async(mode, True)
@@ -190,8 +191,10 @@ class VllmEngine:
                 await core.resume_scheduler_async()
 
     async def _load(self, path: str) -> None:
-        """Have every worker load a file. On failure the workers' weights are undefined, so the engine
-        closes."""
+        """Have every worker load a file.
+
+        On failure the workers' weights are undefined, so the engine closes.
+        """
         try:
             await self._client.collective_rpc("raylight_load_weights", args=(path,))
         except (

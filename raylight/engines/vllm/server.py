@@ -1,5 +1,7 @@
-"""vLLM as a Ray Serve deployment: the class that each replica runs. A thin shell; HAProxy sends requests
-straight to it."""
+"""vLLM as a Ray Serve deployment: the class that each replica runs.
+
+A thin shell; HAProxy sends requests straight to it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ class CapturingVLLMEngine(VLLMEngine):
 
 
 class VllmServer(LLMServer):
-    """Base of a deployment class. Apply `serve.ingress()` to a subclass, which puts its middleware around the
-    engine in `wrap`.
+    """Base of a deployment class.
+
+    Apply `serve.ingress()` to a subclass, which puts its middleware around the engine in `wrap`.
 
     Args:
         llm_config: see `deployment.llm_config`.

@@ -1,5 +1,4 @@
-"""Full weights for vLLM: validated, completed with tied tensors, and placed where its workers can read
-them."""
+"""Full weights for vLLM: validation, tied tensors, and a file that its workers can read."""
 
 from __future__ import annotations
 
@@ -30,8 +29,10 @@ class ExpectedWeights:
         """Name of a tied tensor -> name of the tensor that it shares."""
 
     def complete(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """`weights` as tensors, and with every tied one: vLLM on a CPU keeps a repacked copy of the output
-        layer, which would otherwise stay unchanged without any error.
+        """Return `weights` as tensors, completed with every tied tensor.
+
+        vLLM on a CPU keeps a repacked copy of the output layer, which would otherwise stay unchanged without any
+        error.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or of another shape.
@@ -57,8 +58,10 @@ class ExpectedWeights:
 
 @contextlib.contextmanager
 def shared_file(tensors: Mapping[str, Any]) -> Iterator[str]:
-    """The path of a file in memory, for other processes of this machine. It ends with the context, or with
-    this process."""
+    """Write tensors to an in-memory file and yield its path, for other processes of this machine.
+
+    The file is deleted with the context, or with this process.
+    """
     import torch
 
     with os.fdopen(os.memfd_create("raylight-weights"), "wb") as file:

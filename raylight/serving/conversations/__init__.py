@@ -1,2 +1,1 @@
-"""Token-in conversations: a request that continues a conversation is sampled from that conversation's own
-tokens."""
+"""Token-in conversations: a continued conversation is sampled from its own tokens."""

@@ -125,8 +125,7 @@ class Conversations:
         self._reasons: set[str] = set()
 
     def splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> SplicedPrompt | None:
-        """Return the prompt of a chat request that continues a stored conversation of its attempt; None if
-        the engine is to render the request."""
+        """Return a chat request's spliced prompt; None if it continues no stored conversation."""
         try:
             prompt = self._splice(scope, body)
         except UnsupportedTemplate as error:
@@ -142,8 +141,7 @@ class Conversations:
         return prompt
 
     def unknown_answer(self, scope: AttemptScope, body: Mapping[str, Any]) -> bytes | None:
-        """Return the key of the last answer in a request if it could be spliced but is not stored here; else
-        None.
+        """Return the key of a request's last answer if it could be spliced but is not stored here.
 
         Another replica may have sampled it.
         """
@@ -212,8 +210,7 @@ class Conversations:
         return attempt is not None and key in attempt.prefixes
 
     def _keys(self, scope: AttemptScope, body: Mapping[str, Any], *answer: Mapping[str, Any]) -> list[bytes]:
-        """Return the keys of a request's messages and its answer; an empty list if the request cannot be
-        spliced."""
+        """Return the keys of a request's messages and its answer; empty if it cannot be spliced."""
         if _changes_prompt(body):
             return []
         try:

@@ -1,5 +1,6 @@
-"""Keys of conversations, from a canonical form of their messages. Equal keys mean that a request continues a
-conversation.
+"""Keys of conversations, from a canonical form of their messages.
+
+A request continues a conversation if their keys are equal.
 
 An agent sends an answer back, but not to the letter: it strips the text, drops the reasoning, reformats the
 arguments of tool calls, adds keys of its own. Such a message still equals the original. Another text, or
@@ -20,8 +21,10 @@ UNSUPPORTED_KEYS = ("audio", "function_call", "refusal")
 
 
 class UnsupportedMessage(Exception):
-    """A message without a canonical form, such as one with an image, or a value that is not a message. The
-    text gives the reason."""
+    """A message without a canonical form, such as one with an image, or a value that is not a message.
+
+    The text gives the reason.
+    """
 
 
 def root_key(agent: str | None, tools: Any, template_kwargs: Mapping[str, Any]) -> bytes:
@@ -70,8 +73,10 @@ def text_of(content: Any) -> str:
 
 
 def arguments_of(arguments: Any) -> Any:
-    """Decode the arguments of a tool call. Text that is not JSON is returned without its outer white
-    space."""
+    """Decode the arguments of a tool call.
+
+    Text that is not JSON is returned without its outer white space.
+    """
     if not isinstance(arguments, str):
         return arguments or {}
     try:
@@ -100,8 +105,10 @@ def _canonical_answer(message: Mapping[str, Any]) -> list[Any]:
 
 
 def _canonical_input(message: Mapping[str, Any], call_indices: Mapping[Any, int]) -> list[Any]:
-    """Any other message, with all its keys. A tool result names its call by index, because some agents
-    replace call ids."""
+    """Any other message, with all its keys.
+
+    A tool result names its call by index, because some agents replace call ids.
+    """
     rest = {
         key: value
         for key, value in message.items()

@@ -122,8 +122,7 @@ class Renderer:
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return a prompt: a conversation's tokens unchanged, then the messages after
-        `messages[answer_index]`.
+        """Return a conversation's tokens, extended by the messages after `messages[answer_index]`.
 
         Tokens that end a turn are not repeated if they were sampled, and are added if the answer was cut
         short.
@@ -151,8 +150,7 @@ class Renderer:
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the rendered text after `messages[answer_index]`, starting with the token that ends its
-        turn.
+        """Return the rendered text after `messages[answer_index]`, from the end of its turn on.
 
         Raises:
             UnsupportedTemplate: the template raises, the text cannot be found, it depends on the answer, or
@@ -179,8 +177,7 @@ class Renderer:
         return self._new_text(rule, given, FIRST)
 
     def _find_rule(self, given: _TemplateInput) -> _TurnEndRule:
-        """Find a rule that works: the answer with its tool calls, else, if its turn's end cannot be found,
-        without them."""
+        """Find a rule that works: with the answer's tool calls if possible, else without them."""
         if "tool_calls" in given.answer:
             try:
                 rule = self._rule_with_calls(given)
@@ -240,8 +237,10 @@ class Renderer:
         return rule.end_token + parts[-1]
 
     def _answer_with_calls(self, answer: Message, placeholder: _Placeholder) -> Message:
-        """The same calls with the placeholder as arguments, and without text, which some templates put
-        last."""
+        """Return the same calls with the placeholder as arguments.
+
+        Text is left out, because some templates put it last.
+        """
         arguments = {placeholder.content: placeholder.content}
         calls = [
             {**call, "function": {**call["function"], "arguments": arguments}}
@@ -269,8 +268,7 @@ class Renderer:
         return text.rpartition(placeholder.word)[2]
 
     def _for_template(self, message: Mapping[str, Any]) -> Message:
-        """Convert a message to the form that engines pass to templates: content as the template reads it,
-        arguments decoded."""
+        """Convert a message as engines do: content as the template reads it, arguments decoded."""
         converted = {**message, "content": self._content(message["role"], text_of(message.get("content")))}
         if reasoning := message.get("reasoning") or message.get("reasoning_content"):
             converted |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -289,8 +287,10 @@ class Renderer:
         return converted
 
     def _content(self, role: str, text: str) -> Any:
-        """Return content as text, or as parts for a template that reads parts. Tool results are always
-        text."""
+        """Return content as text, or as parts for a template that reads parts.
+
+        Tool results are always text.
+        """
         if self._takes_parts is None:
             probe = [{"role": "user", "content": [{"type": "text", "text": FIRST.content}]}]
             try:

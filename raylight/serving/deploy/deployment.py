@@ -56,8 +56,10 @@ class Deployment:
         return url
 
     async def stop(self) -> None:
-        """Delete the application. Shut Serve down too if this run started it and no other application uses
-        it."""
+        """Delete the application.
+
+        Shut Serve down too if this run started it and no other application uses it.
+        """
         if self._cluster_ends:
             self._stopped = True
         else:
@@ -122,9 +124,9 @@ class Deployment:
         messages = "; ".join(d.message for d in app.deployments.values() if d.message) if app else ""
         total, free = map(_format_resources, (ray.cluster_resources(), ray.available_resources()))
         return (
-            f"{config.replicas} engine replica(s) of {config.num_cpus:g} CPU and {config.num_gpus:g} GPU were "
-            f"not up within {config.start_timeout_s:g} s; the cluster has {total}, of which {free} are free. "
-            f"{messages}"
+            f"{config.replicas} engine replica(s) of {config.num_cpus:g} CPU and {config.num_gpus:g} GPU "
+            f"were not up within {config.start_timeout_s:g} s; the cluster has {total}, of which "
+            f"{free} are free. {messages}"
         ).strip()
 
 

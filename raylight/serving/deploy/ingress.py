@@ -118,7 +118,7 @@ def serve_http_options() -> tuple[str, int] | None:
     """Return host and port of the Serve instance that runs on this cluster, or None."""
     from ray.serve.context import _disconnect, _get_global_client
 
-    # Serve caches its client by job id, which two local clusters share: drop a client of another cluster
+    # drop the cached client of another cluster: Serve caches it by job id, which local clusters share
     _disconnect()
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:

@@ -1,5 +1,4 @@
-"""The engine replica, the deployment class that Ray Serve runs: a thin shell around an engine and its
-gateway."""
+"""The engine replica: a Ray Serve deployment class around an engine and its gateway."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class ReplicaRuntime:
         self._executing: asyncio.Task[None] | None = None
 
     async def report_start_failure(self, error: Exception) -> None:
-        """Report an error to the coordinator, so that the run fails at once; Serve would restart the replica
-        again and again."""
+        """Report an error to the coordinator, so that the run fails instead of Serve retrying forever."""
         await self._settings.coordinator.report_start_failure.remote(f"{type(error).__name__}: {error}")
 
     async def start(self, engine: Engine, engine_metrics: Callable[[], bytes] | None = None) -> ASGIApp:
@@ -104,8 +102,7 @@ class ReplicaRuntime:
         return add_replica_header(gateway, self._replica)
 
     async def check_health(self) -> None:
-        """Raise if the engine has failed or its orders are no longer executed; Serve then replaces the
-        replica."""
+        """Raise if the engine failed or no longer executes orders; Serve then replaces the replica."""
         if self._engine is not None and self._executor is not None:
             await self._engine.check_health()
             self._executor.check_health()
@@ -148,8 +145,10 @@ def add_replica_header(app: ASGIApp, replica: str) -> ASGIApp:
 
 @serve.ingress()
 class EngineReplica:
-    """Any engine of the registry, or of the user's own, behind HTTP. vLLM has a deployment class of its own,
-    `VllmReplica`."""
+    """An engine of the registry, or of the user's own, behind HTTP.
+
+    vLLM has a deployment class of its own, `VllmReplica`.
+    """
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._runtime = ReplicaRuntime(settings)
