@@ -31,8 +31,8 @@ class ExpectedWeights:
     def complete(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return `weights` as tensors, completed with every tied tensor.
 
-        vLLM on a CPU keeps a repacked copy of the output layer, which would otherwise stay unchanged without any
-        error.
+        vLLM on a CPU keeps a repacked copy of the output layer, which would otherwise stay unchanged
+        without any error.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or of another shape.

@@ -89,7 +89,7 @@ def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _port_lock() -> Iterator[None]:
-    """Hold a lock of this machine while Serve takes its ports, so that two drivers never choose the same ones.
+    """Hold a lock of this machine while Serve takes its ports, so that no two drivers choose the same.
 
     A driver that waits longer than PORT_LOCK_S goes on without the lock.
     """
