@@ -1,11 +1,14 @@
-"""First a better prompt, then a better model: one rollout function is evaluated, gets its prompt from APO, and is trained by GRPO.
+"""Prompt optimisation, then training: APO improves the prompt of a rollout function, then GRPO trains its
+model.
 
-    python examples/apo_then_grpo.py                  (offline, on a CPU, in about two minutes)
-    python examples/apo_then_grpo.py --debug          (one rollout, with all that was recorded of it)
-    python examples/apo_then_grpo.py --model path/to/model --critic-url https://api.example.com/v1 --critic-model large
+    python examples/apo_then_grpo.py                  (offline, on a CPU, in about two minutes) python
+    examples/apo_then_grpo.py --debug          (one rollout, with its full trace) python
+    examples/apo_then_grpo.py --model path/to/model --critic-url https://api.example.com/v1 --critic-model
+    large
 
-The starter model has only ever seen additions as `12+34=`, and a question in words gets nonsense. Without --critic-url, a small
-server plays the model that criticises and rewrites prompts, by script: one of its rewrites loses a placeholder, and is rejected.
+The starter model was trained on additions of the form `12+34=` only, and responds to a question in words with
+nonsense. Without --critic-url, a small scripted server stands in for the model that criticises and rewrites
+prompts. One of its rewrites lacks a placeholder, and is rejected.
 """
 
 import argparse
@@ -34,7 +37,7 @@ SEED = rl.PromptTemplate(template="Could you please tell me what {a} plus {b} ma
 
 @rl.rollout
 async def adder(task: dict, llm: rl.LLM, prompt_template: rl.PromptTemplate) -> float:
-    """Ask for a + b in the words of the prompt; the reward is 1 for the right answer and nothing else."""
+    """Ask for a + b with the prompt template; the reward is 1 for exactly the right number, else 0."""
     sampling = {"temperature": 1.0, "max_tokens": 8} | llm.sampling_parameters
     async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
         reply = await client.chat.completions.create(
@@ -45,13 +48,17 @@ async def adder(task: dict, llm: rl.LLM, prompt_template: rl.PromptTemplate) -> 
     return 1.0 if (reply.choices[0].message.content or "").strip() == str(task["a"] + task["b"]) else 0.0
 
 
-CRITIQUE = "The attempts answer with stray digits. The words around the numbers are of no use to this model; an equation would be."
+CRITIQUE = (
+    "The attempts answer with stray digits. The words around the numbers are of no use to this "
+    "model; "
+    "an equation would be."
+)
 REWRITES = ("Add {a}.", "{a} plus {b} =", "{a}+{b}=", "Sum: {a}, {b}")
 
 
 @contextlib.contextmanager
 def scripted_critic() -> Iterator[str]:
-    """A server with OpenAI's API that criticises and rewrites prompts by script; gives its base URL."""
+    """Serve OpenAI's API with scripted critiques and rewrites; yields its base URL."""
     rewrites = itertools.cycle(REWRITES)
 
     async def chat(request: Request) -> JSONResponse:
@@ -81,12 +88,12 @@ def main() -> None:
         "--critic-url",
         help="OpenAI-compatible endpoint of the model that rewrites prompts; its key: OPENAI_API_KEY",
     )
-    parser.add_argument("--critic-model", default="gpt-5-mini", help="its name there")
+    parser.add_argument("--critic-model", default="gpt-5-mini", help="name of that model at the endpoint")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of the beam search")
     parser.add_argument("--steps", type=int, default=15, help="steps of GRPO")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/apo_then_grpo"))
     parser.add_argument(
-        "--debug", action="store_true", help="run the agent on one sample and print everything recorded of it"
+        "--debug", action="store_true", help="run the agent on one sample and print its full trace"
     )
     args = parser.parse_args()
     try:
@@ -96,7 +103,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, optimise the prompt, train, and print how far each came."""
+    """Evaluate, optimise the prompt, train, and print the reward after each."""
     train, val = additions(0)
     prompt = {"prompt_template": SEED}
 

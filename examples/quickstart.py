@@ -1,9 +1,9 @@
-"""A small model learns to add: offline, on a CPU, in a few minutes.
+"""Train a small model to add: offline, on a CPU, in a few minutes.
 
-    python examples/quickstart.py
-    ray job submit --working-dir . -- python examples/quickstart.py --output-dir /shared/quickstart     (on a cluster)
+    python examples/quickstart.py ray job submit --working-dir . -- python examples/quickstart.py --output-dir
+    /shared/quickstart     (on a cluster)
 
-The agent knows nothing of raylight but its `llm` argument, and could use any OpenAI client.
+The agent depends on raylight only through its `llm` argument, and can use any OpenAI client.
 """
 
 import argparse
@@ -28,11 +28,11 @@ async def adder(task: dict, llm: rl.LLM) -> float:
 
 
 def make_tasks() -> tuple[list[dict], list[dict]]:
-    """Tasks to train on, and others to measure with."""
+    """Return training tasks and validation tasks."""
     tasks = [{"a": a, "b": b} for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(tasks)
     val = tasks[:128]
-    held_out = {frozenset(task.values()) for task in val}  # b+a would give the answer to a+b away
+    held_out = {frozenset(task.values()) for task in val}  # training on b+a would reveal a+b
     return [task for task in tasks if frozenset(task.values()) not in held_out], val
 
 

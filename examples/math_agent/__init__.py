@@ -1,1 +1,2 @@
-"""An agent that solves word problems with a calculator: an MCP server, four client libraries, and training by `VERL`."""
+"""Agent that solves word problems with a calculator: an MCP server, four client libraries, training with
+`VERL`."""

@@ -1,4 +1,4 @@
-"""The math agent: a question, a calculator, an answer that is right or not."""
+"""The math agent: it solves a question with a calculator and returns the reward of its answer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from examples.math_agent.grading import is_right
 
 @rl.rollout(settings=MathSettings())
 async def math_agent(task: dict[str, Any], llm: rl.LLM, settings: MathSettings) -> float:
-    """Solve a task of Calc-X; the reward is 1 for the right answer, and 0 for a wrong one or none.
+    """Solve a task of Calc-X; the reward is 1 for the right answer, else 0.
 
     Args:
         task: with `question` and `result`.
-        settings: a resource; another one is given as `Trainer(initial_resources={"settings": MathSettings(...)})`.
+        settings: a resource, set with `Trainer(initial_resources={"settings": MathSettings(...)})`.
 
     Raises:
-        CalculatorError: the MCP server failed; the rollout does, and is not scored.
+        CalculatorError: the MCP server failed; the rollout fails without a reward.
     """
     solve = find_client(settings.client)
     said = await solve(task["question"], llm, settings)

@@ -1,4 +1,4 @@
-"""How an answer is marked in what the model says, and how the model is told so."""
+"""Formats in which the model marks its answer, and their extraction."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_ANSWER = 2000
-"""Characters of an answer; a longer one is none."""
+"""Maximum number of characters of an answer; a longer text is not an answer."""
 HASHES = re.compile(r"(?<!#)###(?!#)[ \t]*([^\n#]+)")
 ANSWER_TAG = re.compile(r"###\s*ANSWER:\s*(.+?)\s*(?:###|$)", re.IGNORECASE | re.MULTILINE)
 FOUR_HASHES = re.compile(r"####[ \t]*([^\n#]+)")
 NUMBER = re.compile(
     r"(?:(?<![\w.)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)"
 )
-"""In 20-25 and x-5 there is no sign."""
+"""Number with an optional sign; 20-25 and x-5 contain no sign."""
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """Finds the answer.
+    """Format of an answer.
 
     Attributes:
-        find: all answers in a text, in their order; the last one counts.
-        instruction: what the model is told.
+        find: returns all answers in a text, in order; the last one counts.
+        instruction: part of the system message that describes the format.
     """
 
     find: Callable[[str], list[str]]
@@ -42,11 +42,11 @@ EXTRACTORS = {
     ),
     "last_number": Extractor(NUMBER.findall, "End with your final answer, which is a number."),
 }
-"""By name, as in `MathSettings.extractor`."""
+"""Formats by name, as in `MathSettings.extractor`."""
 
 
 def extract(said: str, extractor: str) -> str | None:
-    """The answer in what a model said; None if it is not marked, empty, or too long to be one."""
+    """Return the answer in a model's response; None if it is not marked, empty, or too long."""
     found = [text.strip() for text in EXTRACTORS[extractor].find(said)]
     answer = next((text for text in reversed(found) if text), None)
     return answer if answer is not None and len(answer) <= MAX_ANSWER else None

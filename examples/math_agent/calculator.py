@@ -1,4 +1,4 @@
-"""The agent's side of the calculator: one MCP server for all rollouts of a process, and what happens when it dies."""
+"""Client of the calculator: one MCP server for all rollouts of a process, restarted after a failure."""
 
 from __future__ import annotations
 
@@ -17,31 +17,37 @@ from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, TextCo
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
-"""For a server to start: one that is fetched first, as by uvx, takes long."""
+"""Time limit for the start of a server; one that is downloaded first (`uvx`) takes long."""
 CALL_S = 30.0
-"""For one call of a tool."""
+"""Time limit for one tool call."""
 CLOSE_S = 10.0
 C = TypeVar("C")
 
 
 class CalculatorError(RuntimeError):
-    """The MCP server cannot be started, died, or does not answer. The rollout fails unscored: the model cannot help it."""
+    """The MCP server did not start, died, or does not respond.
+
+    The rollout fails without a reward, because the model is not at fault.
+    """
 
 
-class _Shared(Generic[C]):
-    """A connection that many tasks use. A task of its own opens and closes it, because both must happen in the same one."""
+class _SharedConnection(Generic[C]):
+    """A connection that many tasks use.
+
+    A separate task opens and closes it, because both must happen in the same task.
+    """
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[C]], command: Sequence[str]) -> None:
         self._command = command
         self._connection: asyncio.Future[C] = asyncio.get_running_loop().create_future()
-        self._unwanted = asyncio.Event()
+        self._closing = asyncio.Event()
         self._holder = asyncio.create_task(self._hold(make))
 
     async def get(self) -> C:
         return await asyncio.shield(self._connection)
 
     async def close(self) -> None:
-        self._unwanted.set()
+        self._closing.set()
         await asyncio.wait([self._holder], timeout=CLOSE_S)
 
     async def _hold(self, make: Callable[[], AbstractAsyncContextManager[C]]) -> None:
@@ -50,22 +56,23 @@ class _Shared(Generic[C]):
                 async with asyncio.timeout(START_S):
                     connection = await stack.enter_async_context(make())
                 self._connection.set_result(connection)
-                await self._unwanted.wait()
+                await self._closing.wait()
         except Exception as error:
             if self._connection.done():
-                logger.warning("the MCP server %s did not close well: %r", " ".join(self._command), error)
+                logger.warning("closing the MCP server %s failed: %r", " ".join(self._command), error)
                 return
-            failed = CalculatorError(
-                f"the MCP server {' '.join(self._command)!r} did not start: {_innermost(error)!r}; try it in a shell"
+            start_error = CalculatorError(
+                f"the MCP server {' '.join(self._command)!r} did not start: {_innermost(error)!r}; try it in "
+                "a shell"
             )
-            failed.__cause__ = error
-            self._connection.set_exception(failed)
-            self._connection.exception()  # whoever waited may be gone
+            start_error.__cause__ = error
+            self._connection.set_exception(start_error)
+            self._connection.exception()  # mark as retrieved, because no task may wait for it
         finally:
-            self._connection.cancel()  # no effect where there is one
+            self._connection.cancel()  # no effect on an established connection
 
 
-_OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, _Shared[Any]]] = (
+_OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, _SharedConnection[Any]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -74,31 +81,31 @@ _OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, _Shared[An
 async def shared(
     kind: str, command: Sequence[str], make: Callable[[], AbstractAsyncContextManager[C]]
 ) -> AsyncIterator[C]:
-    """A connection to the server that `command` starts, the same one for every block on this event loop.
+    """Yield a connection to the server that `command` starts; all blocks on this event loop share it.
 
-    A block that fails because the connection broke has the next one start a new server. A server ends when its process's stdin
-    does, so none outlives the runner.
+    After a block that failed because the connection broke, the next block starts a new server. A server ends
+    when its stdin is closed, so none outlives the runner.
 
     Args:
-        kind: what is made; connections of different kinds are different.
-        make: opens it.
+        kind: kind of the connection; different kinds have separate connections.
+        make: opens the connection.
 
     Raises:
-        CalculatorError: the server cannot be started, or was lost within the block.
+        CalculatorError: the server did not start, or was lost within the block.
     """
     connections = _OPEN.setdefault(asyncio.get_running_loop(), {})
     key = (kind, tuple(command))
     if key not in connections:
-        connections[key] = _Shared(make, command)
-    mine = connections[key]
+        connections[key] = _SharedConnection(make, command)
+    entry = connections[key]
     try:
-        yield await mine.get()
+        yield await entry.get()
     except Exception as error:
         if not isinstance(error, CalculatorError) and not is_lost(error):
             raise
-        if connections.get(key) is mine:
+        if connections.get(key) is entry:
             del connections[key]
-        await mine.close()
+        await entry.close()
         if isinstance(error, CalculatorError):
             raise
         raise CalculatorError(
@@ -113,7 +120,7 @@ async def close_all() -> None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error means that the connection to a server broke, and not that the server refused something."""
+    """True if an error means that the connection to the server broke; False for an error of the tool."""
     return _lost_in(error) is not None
 
 
@@ -127,27 +134,27 @@ def _lost_in(error: BaseException) -> BaseException | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and all that it came from."""
-    seen, left = set[int](), [error]
-    while left:
-        one = left.pop()
-        if id(one) in seen:
+    """Yield an error and all its causes."""
+    visited, pending = set[int](), [error]
+    while pending:
+        current = pending.pop()
+        if id(current) in visited:
             continue
-        seen.add(id(one))
-        yield one
-        left.extend(one.exceptions if isinstance(one, BaseExceptionGroup) else ())
-        left.extend(cause for cause in (one.__cause__, one.__context__) if cause is not None)
+        visited.add(id(current))
+        yield current
+        pending.extend(current.exceptions if isinstance(current, BaseExceptionGroup) else ())
+        pending.extend(cause for cause in (current.__cause__, current.__context__) if cause is not None)
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What a group of errors is about."""
+    """First plain error in a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 class Calculator:
-    """The tools of an MCP server, for client libraries that know nothing of MCP."""
+    """Tools of an MCP server, for client libraries without MCP support."""
 
     def __init__(self, client: Client, tools: list[Tool]) -> None:
         self._client = client
@@ -155,7 +162,7 @@ class Calculator:
         self._names = {tool.name for tool in tools}
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What a tool returns or complains of, as text for the model.
+        """Call a tool; returns its result or its error as text for the model.
 
         Raises:
             MCPError: the server was lost.
@@ -173,7 +180,7 @@ class Calculator:
 
 
 def calculator(command: Sequence[str]) -> AbstractAsyncContextManager[Calculator]:
-    """The tools of the MCP server that `command` starts; see `shared`."""
+    """Connect to the MCP server that `command` starts; see `shared`."""
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Calculator]:

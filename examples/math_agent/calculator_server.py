@@ -1,6 +1,6 @@
 """A calculator as an MCP server over stdio: python examples/math_agent/calculator_server.py [--log FILE]
 
-One tool, `calculate(expression)`. It never runs what it is sent: see expressions.py.
+Its one tool, `calculate(expression)`, never executes its input: see expressions.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from examples.math_agent.expressions import ExpressionError, evaluate, parse, sh
 
 
 def build_server(log: Path | None) -> MCPServer:
-    """The server; it adds a line of JSON for every call to `log`."""
+    """Return the server; it appends a line of JSON to `log` for every call."""
     server = MCPServer("calculator", log_level="ERROR")
 
     @server.tool(structured_output=False)
     async def calculate(expression: str) -> str:
-        """Evaluate an arithmetic expression, such as (3 + 4) * 2 ** 5 / 7 or sqrt(144), and return its value."""
+        """Evaluate an arithmetic expression, such as (3 + 4) * 2 ** 5 / 7 or sqrt(144); return its value."""
         try:
             result, error = show(evaluate(parse(expression))), None
         except ExpressionError as refusal:
@@ -41,7 +41,7 @@ def build_server(log: Path | None) -> MCPServer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A calculator as an MCP server over stdio.")
-    parser.add_argument("--log", type=Path, help="add a line of JSON for every call to this file")
+    parser.add_argument("--log", type=Path, help="append a line of JSON to this file for every call")
     build_server(parser.parse_args().log).run("stdio")
 
 

@@ -15,22 +15,22 @@ ClientName = Literal["openai", "agent_framework", "langgraph", "agents"]
 ExtractorName = Literal["hashes", "answer_tag", "four_hashes", "last_number"]
 
 CALCULATOR_COMMAND = (sys.executable, str(HERE / "calculator_server.py"))
-"""The calculator beside this file, run by this Python."""
+"""Command of the calculator server in this folder, run by this Python."""
 
 
 class MathSettings(BaseModel):
-    """What the rollout function is given as the resource `settings`."""
+    """Settings of the rollout function, passed as the resource `settings`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     client: ClientName = "openai"
-    """The library that the agent is written with."""
+    """Client library of the agent."""
     extractor: ExtractorName = "hashes"
-    """How the answer is marked in what the model says last."""
+    """Format in which the model marks its answer."""
     mcp_command: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Command line of an MCP server that speaks over stdio; None: the calculator of this folder."""
+    """Command line of an MCP server over stdio; None for the calculator in this folder."""
     max_turns: int = Field(default=8, ge=1)
-    """Calls of the model in a rollout."""
+    """Maximum number of model calls in a rollout."""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -38,11 +38,11 @@ class MathSettings(BaseModel):
 
 
 def verl_config(model: str, engine: Literal["vllm", "hf"] = "vllm") -> dict[str, Any]:
-    """The nested dict of verl for GRPO on this agent: 8 questions a step, 4 rollouts of each.
+    """verl's nested dict for GRPO with this agent: 8 questions a step, 4 rollouts of each.
 
     Args:
         model: folder or name of a model that calls tools in Hermes' format, such as Qwen2.5-1.5B-Instruct.
-        engine: "vllm", or "hf" for raylight's own, which needs no GPU.
+        engine: "vllm", or "hf" for raylight's own engine, which needs no GPU.
     """
     rollout: dict[str, Any] = {"name": engine, "n": 4, "temperature": 1.0, "multi_turn": {"format": "hermes"}}
     if engine == "vllm":
@@ -76,7 +76,7 @@ def verl_config(model: str, engine: Literal["vllm", "hf"] = "vllm") -> dict[str,
 
 
 def shortened(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The same training, to see that it runs: a few small steps."""
+    """Shorten a config to a few small steps, for a test run."""
     rollout = config["actor_rollout_ref"]["rollout"] | {"n": 2}
     actor = config["actor_rollout_ref"]["actor"] | {
         "ppo_mini_batch_size": 2,

@@ -1,6 +1,8 @@
-"""Arithmetic expressions, read and evaluated without `eval`: a whitelist of syntax, with limits on size, exponents and time.
+"""Parser and evaluator of arithmetic expressions, without `eval`: a whitelist of syntax, with limits of size
+and time.
 
-Python's own parser reads the text; only the nodes named here get any further. Rational numbers are exact, so that 0.1 + 0.2 is 0.3.
+Python's parser reads the text, and only whitelisted nodes are evaluated. Rational numbers are exact: 0.1 +
+0.2 is 0.3.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from fractions import Fraction
 Number = Fraction | float
 
 MAX_LENGTH = 500
-"""Characters of an expression."""
+"""Maximum number of characters of an expression."""
 MAX_NODES = 250
 MAX_DEPTH = 40
 MAX_BITS = 4096
-"""Of a numerator or denominator, 1233 digits."""
+"""Maximum size of a numerator or denominator: 1233 digits."""
 MAX_FACTORIAL = 500
 TIME_S = 1.0
-"""For one evaluation; the limits above keep it far below."""
+"""Time limit of one evaluation, in seconds; the limits above keep it far below."""
 
 
 class ExpressionError(ValueError):
-    """The text is no expression, or one that is too large; the message may be shown to a model."""
+    """The text is not an expression, or exceeds a limit; the message may be shown to a model."""
 
 
 SIGNS = str.maketrans(
@@ -61,24 +63,19 @@ CONTAINERS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
 def parse(text: str, containers: bool = False) -> ast.expr:
-    """The tree of an expression, in which there is nothing but what `evaluate` knows, and names.
+    """Parse an expression; the tree holds only nodes that `evaluate` supports, and names.
 
     Args:
-        containers: lists, tuples, sets, dicts and words in quotes are let through too.
+        containers: allow lists, tuples, sets, dicts and quoted words too.
 
     Raises:
-        ExpressionError: it is too long, too deep, or holds anything else.
+        ExpressionError: the text is too long, too deeply nested, or holds another node.
     """
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"the expression has {len(text)} characters; {MAX_LENGTH} are allowed")
     try:
         tree = ast.parse(_python(text), mode="eval").body
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # the last two for what is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: too deeply nested
         raise ExpressionError(f"not an expression: {text[:80]!r} ({type(error).__name__})") from None
     for count, (node, depth) in enumerate(_walk(tree), 1):
         if count > MAX_NODES or depth > MAX_DEPTH:
@@ -87,23 +84,24 @@ def parse(text: str, containers: bool = False) -> ast.expr:
             )
         if not _is_known(node, containers):
             raise ExpressionError(
-                f"{type(node).__name__} is not allowed; write numbers, + - * / // % **, and {', '.join(FUNCTIONS)}"
+                f"{type(node).__name__} is not allowed; write numbers, + - * / // % **, and "
+                f"{', '.join(FUNCTIONS)}"
             )
     return tree
 
 
 def names(tree: ast.expr) -> set[str]:
-    """The unknowns of an expression: its names that are neither constants nor functions."""
+    """Return the unknowns of an expression: names that are neither constants nor functions."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called}
     return found - CONSTANTS.keys()
 
 
 def evaluate(tree: ast.expr, time_s: float = TIME_S) -> Number:
-    """The value of an expression without unknowns: a Fraction where it is rational, else a float.
+    """Return the value of an expression without unknowns: a Fraction if it is rational, else a float.
 
     Raises:
-        ExpressionError: it has no value, or one that is too large, or takes too long.
+        ExpressionError: it has no value, exceeds a limit of size, or takes too long.
     """
     try:
         return _value(tree, time.monotonic() + time_s)
@@ -116,10 +114,10 @@ def evaluate(tree: ast.expr, time_s: float = TIME_S) -> Number:
 
 
 def show(value: Number) -> str:
-    """A number in digits: whole numbers in full, others with 12 significant digits.
+    """Format a number: integers in full, others with 12 significant digits.
 
     Raises:
-        ExpressionError: it is too large to be written as a decimal number.
+        ExpressionError: it is too large for a decimal number.
     """
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value.numerator)
@@ -130,9 +128,9 @@ def show(value: Number) -> str:
 
 
 def _python(text: str) -> str:
-    """The text with Python's operators."""
+    """Replace mathematical signs by Python's operators."""
     text = text.strip().translate(SIGNS).replace("^", "**")
-    if not any(bracket in text for bracket in "([{"):  # between brackets a comma separates
+    if not any(bracket in text for bracket in "([{"):  # inside brackets a comma separates items
         text = THOUSANDS.sub("", text)
     return NUMBER_BEFORE.sub(r"\1*", text).replace(")(", ")*(")
 
@@ -184,14 +182,14 @@ def _value(node: ast.expr, deadline: float) -> Number:
 
 
 def _decimal(value: float) -> Fraction:
-    """The number as it was written, 1/10 for 0.1."""
+    """The number as written: 1/10 for 0.1."""
     if not math.isfinite(value):
         raise ExpressionError("a number is too large")
     return Fraction(repr(value))
 
 
 def _checked(value: Number) -> Number:
-    """A result, if it is one number of a size that is allowed."""
+    """Return a result unchanged if it is a number within the limits; raise ExpressionError otherwise."""
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise ExpressionError(f"a number has more than {MAX_BITS} bits")
@@ -202,11 +200,11 @@ def _checked(value: Number) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     if not isinstance(base, Fraction) or not isinstance(exponent, Fraction) or exponent.denominator != 1:
-        return float(base) ** float(exponent)  # a complex result is refused by `_checked`
+        return float(base) ** float(exponent)  # `_checked` rejects a complex result
     if abs(base) == 1:
         return base if exponent % 2 else Fraction(1)
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if bits * abs(exponent) > MAX_BITS:  # looked at before it is computed
+    if bits * abs(exponent) > MAX_BITS:  # checked before the computation
         raise ExpressionError(f"the power would have more than {MAX_BITS} bits")
     return base**exponent.numerator
 

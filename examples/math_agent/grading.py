@@ -1,7 +1,9 @@
-"""Whether an answer is right: by option, by number within 1 %, by the parts of a container, or by an equal expression.
+"""Grading of answers: by option, by number within 1 %, by the parts of a container, or by an equal
+expression.
 
-What a model wrote is never run, and is compared within limits of length, size and time. Numbers are compared here; only expressions
-with unknowns need sympy, which works in a process of its own with a deadline (symbolic.py).
+The model's text is never executed, and is compared within limits of length, size and time. Numbers are
+compared here; expressions with unknowns need sympy, which runs in a process of its own with a deadline
+(symbolic.py).
 """
 
 from __future__ import annotations
@@ -22,23 +24,23 @@ from examples.math_agent.expressions import ExpressionError, evaluate, names, pa
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.01
-"""Relative; a number that should be 0 is compared to 1e-9."""
+"""Relative tolerance; the absolute tolerance for 0 is 1e-9."""
 MAX_ITEMS = 64
-"""Of a container that is compared without order."""
+"""Maximum size of a container that is compared without order."""
 SYMPY_S = 5.0
-"""For one comparison by sympy."""
+"""Time limit of one comparison by sympy, in seconds."""
 OUT_OF_LIMITS = 3
-"""What the process returns when an expression is too large for it."""
+"""Exit status of the sympy process when an expression exceeds its limits."""
 
 OPTION = re.compile(r"\(?([A-Ea-e])\)?[.:]?")
 CHOSEN = re.compile(r"(?:option|answer)?\W*([A-Ea-e])(?:\W.*)?", re.IGNORECASE | re.DOTALL)
 DIGITS = r"(?:\d{1,3}(?:[,_]\d{2,3})*[,_]\d{3}|\d+)(?:\.\d+)?"
-"""With commas where they part thousands; 1,2 is no 12."""
+"""Digits with commas between thousands; 1,2 is not 12."""
 SCALES = {"dozen": 12.0, "hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9}
 NUMBER = re.compile(
     rf"[$€£]?\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?:(?P<whole>\d+)\s+)?(?P<number>{DIGITS}|\.\d+)(?P<exponent>[eE][-+]?\d{{1,3}})?"
     rf"(?:\s*/\s*(?P<below>{DIGITS}))?\s*(?:(?P<percent>%|percent)|(?P<scale>{'|'.join(SCALES)})\b)?"
-    r"(?!\s*[abknpqxyz]\.?$)(?:\s*[A-Za-zµ°²³$€£]+\.?){0,3}\.?"  # 5x is no number with a unit
+    r"(?!\s*[abknpqxyz]\.?$)(?:\s*[A-Za-zµ°²³$€£]+\.?){0,3}\.?"  # 5x is not a number with a unit
 )
 ASSIGNED = re.compile(r"^\s*[A-Za-z]\w*\s*=(?!=)\s*")
 LATEX = (
@@ -53,19 +55,19 @@ LATEX = (
 )
 
 LATEX_DEPTH = 4
-"""How deep it may be nested."""
+"""Maximum nesting depth of LaTeX commands."""
 
 T = TypeVar("T")
 Leaf = Callable[[ast.expr, ast.expr], bool]
-"""Compares two parts that are no containers."""
+"""Function that compares two parts that are not containers."""
 
 
 class GradingError(RuntimeError):
-    """The comparison itself failed, which says nothing about the answer."""
+    """The comparison itself failed, so the answer has no grade."""
 
 
 async def is_right(answer: str | None, expected: str) -> bool:
-    """Whether an answer, as the extractor found it, means what is expected.
+    """True if an answer, as the extractor returned it, is right.
 
     Raises:
         GradingError: the comparison itself failed.
@@ -108,8 +110,8 @@ def chosen_option(text: str) -> str | None:
 
 
 def number(text: str) -> tuple[float, ...] | None:
-    """What a text that is one number may mean: 1,234.5, 3/4, 1 1/2, $12, 6e3, 42 apples; 25% is 25 and 0.25, 5 million is 5 and
-    5,000,000. None if it is none."""
+    """Possible values of a text that is one number: 1,234.5, 3/4, 1 1/2, $12, 6e3, 42 apples; 25% is 25 and
+    0.25, 5 million is 5 and 5,000,000. None if it is none."""
     found = NUMBER.fullmatch(text.strip()) if len(text) <= 100 else None
     if found is None or (found["whole"] and not found["below"]):
         return None
@@ -127,16 +129,16 @@ def number(text: str) -> tuple[float, ...] | None:
 
 
 def close(expected: float, given: float) -> bool:
-    """Whether a number is within 1 % of what it should be."""
+    """True if a number is within 1 % of the expected one."""
     return abs(given - expected) <= max(TOLERANCE * abs(expected), 1e-9)
 
 
 class NeedsSympy(Exception):
-    """Two parts hold unknowns, so that their values say nothing."""
+    """Two parts hold unknowns, so that their values cannot be compared."""
 
 
 def equal_values(given: ast.expr, expected: ast.expr) -> bool:
-    """Whether two expressions without unknowns have the same value, within 1 %.
+    """True if two expressions without unknowns have the same value, within 1 %.
 
     Raises:
         NeedsSympy: one has unknowns.
@@ -153,7 +155,8 @@ def equal_values(given: ast.expr, expected: ast.expr) -> bool:
 
 
 def same(given: ast.expr, expected: ast.expr, leaf: Leaf) -> bool:
-    """Whether two trees mean the same: lists and tuples in order, sets and dicts in any, everything else as `leaf` says.
+    """True if two trees are equal: lists and tuples in order, sets and dicts in any order, other parts by
+    `leaf`.
 
     Raises:
         ExpressionError: a container has too many parts.
@@ -193,31 +196,34 @@ def _kind(node: ast.expr) -> type:
 
 
 def _match(given: list[T], expected: list[T], fits: Callable[[T, T], bool]) -> bool:
-    """Whether each of one list has a partner of its own in the other (augmenting paths, as within 1 % several may fit)."""
+    """True if the items of two lists can be paired.
+
+    Uses augmenting paths, because several may fit within 1 %.
+    """
     if len(given) != len(expected):
         return False
     if len(given) > MAX_ITEMS:
-        raise ExpressionError(f"a set of more than {MAX_ITEMS} parts is not compared")
+        raise ExpressionError(f"a set of more than {MAX_ITEMS} parts cannot be compared")
     partners = [[j for j, other in enumerate(expected) if fits(one, other)] for one in given]
-    taken: dict[int, int] = {}
+    partner_of: dict[int, int] = {}
 
-    def place(i: int, seen: set[int]) -> bool:
+    def pair(i: int, visited: set[int]) -> bool:
         for j in partners[i]:
-            if j not in seen:
-                seen.add(j)
-                if j not in taken or place(taken[j], seen):
-                    taken[j] = i
+            if j not in visited:
+                visited.add(j)
+                if j not in partner_of or pair(partner_of[j], visited):
+                    partner_of[j] = i
                     return True
         return False
 
-    return all(place(i, set()) for i in range(len(given)))
+    return all(pair(i, set()) for i in range(len(given)))
 
 
 async def equal_by_sympy(given: str, expected: str, deadline_s: float = SYMPY_S) -> bool:
-    """Whether sympy shows in time that two texts with unknowns are equal; what it cannot show is not.
+    """True if sympy shows within the deadline that two texts with unknowns are equal; False if it cannot.
 
     Raises:
-        GradingError: its process failed.
+        GradingError: the sympy process failed.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -230,11 +236,11 @@ async def equal_by_sympy(given: str, expected: str, deadline_s: float = SYMPY_S)
     try:
         async with asyncio.timeout(
             deadline_s + 5.0
-        ):  # the process limits its own CPU time; this is for a busy machine
-            said, complaint = await process.communicate(json.dumps([given, expected]).encode())
+        ):  # the process limits its CPU time; this is for a busy machine
+            output, errors = await process.communicate(json.dumps([given, expected]).encode())
     except TimeoutError:
         logger.warning(
-            "sympy did not decide within %g s whether %.80r is %.80r; it counts as no",
+            "sympy did not decide within %g s whether %.80r is %.80r; the answer counts as wrong",
             deadline_s,
             given,
             expected,
@@ -244,15 +250,13 @@ async def equal_by_sympy(given: str, expected: str, deadline_s: float = SYMPY_S)
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if (
-        process.returncode == OUT_OF_LIMITS or (process.returncode or 0) < 0
-    ):  # a signal: the kernel's answer to too much time
+    if process.returncode == OUT_OF_LIMITS or (process.returncode or 0) < 0:  # a signal: out of CPU time
         logger.warning(
-            "sympy could not decide within its limits whether %.80r is %.80r; it counts as no",
+            "sympy could not decide within its limits whether %.80r is %.80r; the answer counts as wrong",
             given,
             expected,
         )
         return False
     if process.returncode != 0:
-        raise GradingError(f"the comparison by sympy failed: {complaint.decode(errors='replace')[-500:]}")
-    return json.loads(said)
+        raise GradingError(f"the comparison by sympy failed: {errors.decode(errors='replace')[-500:]}")
+    return json.loads(output)

@@ -1,8 +1,8 @@
 """Write the questions of this folder: python examples/math_agent/make_data.py [--out FOLDER]
 
-Ten templates of questions, each with its own numbers, in the format of Calc-X: `id`, `question`, `chain` (the steps, as calls of a
-calculator with what they return), `result`, `source`. The same seed gives the same files. Nothing is written before sympy has
-confirmed every step, and every result by a formula of its own.
+Ten templates with random numbers, in the format of Calc-X: `id`, `question`, `chain` (the steps, as
+calculator calls with their results), `result`, `source`. The same seed gives the same files. sympy verifies
+every step, and every result by an independent formula, before anything is written.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STEP = re.compile(r"<gadget id=\"calculator\">(.*?)</gadget>\n<output>(.*?)</out
 
 @dataclass(frozen=True)
 class Problem:
-    """A question before it is written down.
+    """A question with its solution.
 
     Attributes:
-        steps: expressions to be calculated one after the other; `{0}` is what the first one gave.
-        formula: what gives the result at once, from the numbers of the question.
-        result: as it is expected; None: the last step's.
+        steps: expressions to calculate in order; `{0}` is the result of the first one.
+        formula: the result in one expression, from the numbers of the question.
+        result: the expected answer; None for that of the last step.
     """
 
     question: str
@@ -49,7 +49,8 @@ def shopping(rng: random.Random) -> Problem:
     pens, books = rng.randint(3, 19), rng.randint(2, 9)
     pen, book = rng.randint(2, 7), rng.randint(11, 38)
     return Problem(
-        f"A teacher buys {pens} pens at ${pen} each and {books} books at ${book} each. How many dollars does she pay?",
+        f"A teacher buys {pens} pens at ${pen} each and {books} books at ${book} each. How many dollars does "
+        "she pay?",
         [f"{pens}*{pen}", f"{books}*{book}", "{0}+{1}"],
         f"{pens}*{pen}+{books}*{book}",
     )
@@ -58,7 +59,8 @@ def shopping(rng: random.Random) -> Problem:
 def discount(rng: random.Random) -> Problem:
     price, percent = rng.randint(12, 95) * 10, rng.choice([15, 20, 35, 40])
     return Problem(
-        f"A bicycle costs {price} euros. In spring its price is lowered by {percent}%. What does it cost then, in euros?",
+        f"A bicycle costs {price} euros. In spring its price is lowered by {percent}%. What does it cost "
+        "then, in euros?",
         [f"{price}*{percent}/100", f"{price}-{{0}}"],
         f"{price}*(1-{percent}/100)",
     )
@@ -68,7 +70,8 @@ def journey(rng: random.Random) -> Problem:
     slow, fast = rng.randint(40, 70), rng.randint(85, 130)
     first, second = rng.randint(2, 4), rng.randint(2, 5)
     return Problem(
-        f"A train travels {first} hours at {slow} km/h and then {second} hours at {fast} km/h. What is its mean speed in km/h?",
+        f"A train travels {first} hours at {slow} km/h and then {second} hours at {fast} km/h. What is its "
+        "mean speed in km/h?",
         [f"{first}*{slow}", f"{second}*{fast}", "{0}+{1}", f"{first}+{second}", "{2}/{3}"],
         f"({first}*{slow}+{second}*{fast})/({first}+{second})",
     )
@@ -78,7 +81,8 @@ def tank(rng: random.Random) -> Problem:
     length, width, height = rng.randint(4, 12), rng.randint(3, 9), rng.randint(2, 6)
     used = rng.randint(7, 23)
     return Problem(
-        f"A tank is {length} m long, {width} m wide and {height} m high, and full of water. {used} cubic metres are taken out. "
+        f"A tank is {length} m long, {width} m wide and {height} m high, and full of water. {used} cubic "
+        "metres are taken out. "
         "How many cubic metres remain?",
         [f"{length}*{width}*{height}", f"{{0}}-{used}"],
         f"{length}*{width}*{height}-{used}",
@@ -88,7 +92,8 @@ def tank(rng: random.Random) -> Problem:
 def savings(rng: random.Random) -> Problem:
     start, rate, years = rng.randint(5, 40) * 100, rng.randint(2, 8), rng.randint(2, 4)
     return Problem(
-        f"{start} dollars are saved at {rate}% interest a year, and the interest stays in the account. How many dollars are there "
+        f"{start} dollars are saved at {rate}% interest a year, and the interest stays in the account. How "
+        "many dollars are there "
         f"after {years} years?",
         [f"1+{rate}/100", f"{{0}}**{years}", f"{start}*{{1}}"],
         f"{start}*(1+{rate}/100)**{years}",
@@ -99,7 +104,8 @@ def ladder(rng: random.Random) -> Problem:
     a, b = rng.choice([(3, 4), (5, 12), (8, 15), (7, 24), (20, 21)])
     scale = rng.randint(2, 9)
     return Problem(
-        f"The legs of a right triangle are {a * scale} cm and {b * scale} cm long. How long is the third side, in cm?",
+        f"The legs of a right triangle are {a * scale} cm and {b * scale} cm long. How long is the third "
+        "side, in cm?",
         [f"{a * scale}**2", f"{b * scale}**2", "{0}+{1}", "sqrt({2})"],
         f"sqrt({a * scale}**2+{b * scale}**2)",
     )
@@ -108,7 +114,8 @@ def ladder(rng: random.Random) -> Problem:
 def recipe(rng: random.Random) -> Problem:
     above, below, guests = rng.randint(1, 4), rng.choice([5, 7, 8, 9]), rng.randint(11, 25)
     return Problem(
-        f"One portion of soup takes {above}/{below} of a litre of stock. How many litres are needed for {guests} portions? "
+        f"One portion of soup takes {above}/{below} of a litre of stock. How many litres are needed for "
+        f"{guests} portions? "
         "Give a fraction or a decimal number.",
         [f"{above}/{below}*{guests}"],
         f"{guests}*{above}/{below}",
@@ -123,7 +130,8 @@ def choice(rng: random.Random) -> Problem:
     rng.shuffle(offers)
     options = ", ".join(f"({letter}) {show(offer)}" for letter, offer in zip("ABCDE", offers, strict=True))
     return Problem(
-        f"{workers} workers build a wall in {days} days. How many days would {workers + more} such workers take? Answer with the "
+        f"{workers} workers build a wall in {days} days. How many days would {workers + more} such workers "
+        "take? Answer with the "
         f"letter of the nearest option: {options}",
         steps,
         f"{workers}*{days}/({workers}+{more})",
@@ -135,7 +143,8 @@ def pair(rng: random.Random) -> Problem:
     small, step = rng.randint(8, 40), rng.randint(3, 15)
     total = 2 * small + step
     return Problem(
-        f"Two numbers add up to {total}, and one is larger than the other by {step}. Give both as a list, the smaller one first, "
+        f"Two numbers add up to {total}, and one is larger than the other by {step}. Give both as a list, "
+        "the smaller one first, "
         "such as [1, 2].",
         [f"({total}-{step})/2", f"{{0}}+{step}"],
         f"({total}+{step})/2",
@@ -146,7 +155,8 @@ def pair(rng: random.Random) -> Problem:
 def garden(rng: random.Random) -> Problem:
     longer, times = rng.randint(3, 12), rng.randint(2, 4)
     return Problem(
-        f"A garden is x metres wide, and {longer} metres longer than {times} times its width. Give its perimeter in terms of x.",
+        f"A garden is x metres wide, and {longer} metres longer than {times} times its width. Give its "
+        "perimeter in terms of x.",
         [f"2*({times}+1)", f"2*{longer}"],
         f"2*{longer}",
         f"{2 * (times + 1)}*x + {2 * longer}",
@@ -168,7 +178,7 @@ TEMPLATES: list[Callable[[random.Random], Problem]] = [
 
 
 def solve(problem: Problem) -> tuple[str, str]:
-    """The chain of a problem, and its result."""
+    """Return the chain of a problem, and its result."""
     outputs: list[str] = []
     lines = []
     for step in problem.steps:
@@ -180,24 +190,22 @@ def solve(problem: Problem) -> tuple[str, str]:
 
 
 def verify(chain: str, formula: str) -> None:
-    """Have sympy confirm every step of a chain, and the last one by the formula.
+    """Verify every step of a chain with sympy, and the last one also by the formula.
 
     Raises:
-        ValueError: it does not.
+        ValueError: a result is wrong.
     """
     found = STEP.findall(chain)
     pairs = [*found, (formula, found[-1][1])]
     for expression, output in pairs:
-        value, shown = (
-            sympy.sympify(expression, rational=True),
-            sympy.Rational(output),
-        )  # our own text, which is safe to parse
+        # the text is our own, and safe to parse
+        value, shown = sympy.sympify(expression, rational=True), sympy.Rational(output)
         if abs(value - shown) > abs(shown) * sympy.Rational(1, 10**9):
             raise ValueError(f"sympy finds {value} for {expression}, not {output}")
 
 
 def make(seed: int = SEED) -> dict[str, list[dict[str, str]]]:
-    """All questions by their split; no two are alike."""
+    """Return all questions by split, without duplicates."""
     rng = random.Random(seed)
     rows: dict[str, dict[str, str]] = {}
     while len(rows) < sum(SIZES.values()):

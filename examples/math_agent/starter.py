@@ -1,4 +1,7 @@
-"""The quickstart's model with a chat template that knows tools, to see on a CPU that all runs. It calls none: it only adds."""
+"""The quickstart model with a chat template for tools, for test runs on a CPU.
+
+It cannot call tools: it only adds.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from raylight.quickstart import STARTER_MODEL
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}"
     'Call one by <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n{% endif %}'
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] "
+    "%}"
     '<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Hermes' way of calling tools."""
+"""Chat template with tool calls in Hermes' format."""
 
 
 def make_starter(folder: Path) -> str:
-    """Write the model into a folder, over what is there; returns its path."""
+    """Write the model to a folder, overwriting files there; returns its path."""
     shutil.copytree(STARTER_MODEL, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return str(folder)

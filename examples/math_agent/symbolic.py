@@ -1,6 +1,7 @@
-"""Compares two expressions by sympy: started by grading.py, with the seconds of CPU it may take, and both texts as JSON on stdin.
+"""Compare two expressions with sympy, in a process of its own that grading.py starts.
 
-Prints true or false. The kernel ends it when its time is over.
+The argument is the CPU time limit in seconds, enforced by the kernel; stdin holds both texts as JSON. Prints
+true or false.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from examples.math_agent.expressions import CONSTANTS, ExpressionError, evaluate
 from examples.math_agent.grading import OUT_OF_LIMITS, equal_values, same
 
 MAX_MEMORY = 2 << 30
-"""Bytes of address space."""
+"""Limit of the address space, in bytes."""
 MAX_EXPONENT = 50
-"""Of what has unknowns in it, which sympy may expand."""
+"""Largest exponent of a base with unknowns, which sympy may expand."""
 OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -49,10 +50,10 @@ FUNCTIONS = {
 
 
 def to_sympy(node: ast.expr) -> sympy.Expr:
-    """A checked tree as sympy's; nothing is parsed by sympy, whose parser runs what it reads.
+    """Convert a checked tree to sympy. sympy's own parser is not used, because it executes its input.
 
     Raises:
-        ExpressionError: it holds what has no meaning here, or a power that is too large.
+        ExpressionError: the tree holds an unsupported node, or a power that is too large.
     """
     if not names(node) and not any(
         isinstance(part, ast.Call) or is_constant(part) for part in ast.walk(node)
@@ -91,11 +92,11 @@ def _exact(node: ast.expr) -> sympy.Expr:
             return OPERATIONS[type(operation)](left, right)
         case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS:
             return FUNCTIONS[name](*map(to_sympy, node.args))
-    raise ExpressionError(f"{ast.unparse(node)[:80]} has no meaning with unknowns")
+    raise ExpressionError(f"{ast.unparse(node)[:80]} is not supported with unknowns")
 
 
 def equal(given: ast.expr, expected: ast.expr) -> bool:
-    """Whether two parts are equal: by value where there are no unknowns, else for all values of them."""
+    """True if two parts are equal: by value without unknowns, otherwise for all values of the unknowns."""
     if not names(given) and not names(expected):
         return equal_values(given, expected)
     difference = to_sympy(given) - to_sympy(expected)

@@ -1,11 +1,13 @@
-"""Train, score or look at the math agent:
+"""Train, score or debug the math agent.
 
-    python examples/math_agent/train.py --model Qwen/Qwen2.5-1.5B-Instruct            train (GRPO, the VERL dict of config.py)
-    python examples/math_agent/train.py --model NAME --endpoint https://host/v1       score a model that is served elsewhere
-    python examples/math_agent/train.py --model PATH --debug                          one question, with its full trace
-    python examples/math_agent/train.py --fast                                        2 small steps of a tiny model, on a CPU
+    python examples/math_agent/train.py --model Qwen/Qwen2.5-1.5B-Instruct            train (GRPO, the VERL
+    dict of config.py) python examples/math_agent/train.py --model NAME --endpoint https://host/v1       score
+    a model that is served elsewhere python examples/math_agent/train.py --model PATH --debug
+    one question, with its full trace python examples/math_agent/train.py --fast
+    2 small steps of a tiny model, on a CPU
 
-From the repository's root. On a cluster: ray job submit --working-dir . -- python examples/math_agent/train.py ...
+Run it from the repository's root. On a cluster: ray job submit --working-dir . -- python
+examples/math_agent/train.py ...
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from raylight.trainer.task_files import read_tasks
 FAST_STEPS = 2
 STARTER = Path("outputs/math_agent/starter")
 SAMPLING = {"temperature": 0.7, "max_tokens": 1024}
-"""For scoring; training samples as config.py says."""
+"""Sampling parameters for scoring; those of training are in config.py."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -45,10 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train, score or look at an agent that calculates.")
     parser.add_argument(
-        "--model", help="folder or name of a model that calls tools; with --endpoint, its name there"
+        "--model",
+        help="folder or name of a model that calls tools; with --endpoint, its name at the endpoint",
     )
     parser.add_argument(
-        "--client", choices=list(CLIENTS), default="openai", help="library that the agent is written with"
+        "--client", choices=list(CLIENTS), default="openai", help="client library of the agent"
     )
     parser.add_argument(
         "--endpoint",
@@ -56,33 +59,33 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="score a model at this OpenAI-compatible URL; its key is in OPENAI_API_KEY",
     )
     parser.add_argument(
-        "--debug", action="store_true", help="one question, with its full trace; trains nothing"
+        "--debug", action="store_true", help="run one question and print its full trace, without training"
     )
     parser.add_argument(
         "--fast",
         "--ci",
         action="store_true",
-        help=f"{FAST_STEPS} small steps, or 2 questions, to see that it runs",
+        help=f"{FAST_STEPS} small steps, or 2 questions, as a test run",
     )
     parser.add_argument(
-        "--extractor", choices=get_args(ExtractorName), default="hashes", help="how the answer is marked"
+        "--extractor", choices=get_args(ExtractorName), default="hashes", help="format of the answer"
     )
     parser.add_argument(
         "--mcp-command",
         type=shlex.split,
-        help="another MCP server over stdio, such as 'uvx mcp-server-calculator'",
+        help="command of another MCP server over stdio, such as 'uvx mcp-server-calculator'",
     )
     parser.add_argument(
         "--engine",
         choices=["auto", "vllm", "transformers"],
         default="auto",
-        help="auto: vLLM on this machine's GPU",
+        help="auto: vLLM if this machine has a GPU and vLLM, else transformers",
     )
     parser.add_argument(
         "--data", type=Path, default=DATA, help="folder with train.jsonl, val.jsonl and test.jsonl"
     )
     parser.add_argument("--n-runners", type=int, default=2)
-    parser.add_argument("--output-dir", type=Path, help="a new folder under outputs/ by default")
+    parser.add_argument("--output-dir", type=Path, help="default: a new folder in outputs/")
     args = parser.parse_args(arguments)
     if args.model is None and (not args.fast or args.endpoint):
         parser.error("--model is missing; only --fast goes without, with a tiny model that adds")
@@ -90,12 +93,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the arguments say.
+    """Run the command.
 
     Raises:
-        rl.errors.RaylightError: it cannot be done; the message tells why.
+        rl.errors.RaylightError: the run failed; the message has the reason.
     """
-    find_client(args.client)  # a library that is missing is noticed here
+    find_client(args.client)  # raise early if the library is missing
     args.model = args.model or make_starter(STARTER)
     settings = MathSettings(
         client=args.client, extractor=args.extractor, mcp_command=args.mcp_command or None
@@ -107,10 +110,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Any]:
-    """The tasks of a file.
+    """Read the tasks of a file.
 
     Raises:
-        rl.errors.DatasetError: it cannot be read, or a line lacks what the agent reads.
+        rl.errors.DatasetError: the file cannot be read, or a task lacks `question` or `result`.
     """
     tasks = read_tasks(path, limit)
     for place, task in enumerate(tasks, 1):
@@ -118,13 +121,14 @@ def read_questions(path: Path, limit: int | None = None) -> list[Any]:
             isinstance(task.get(key), str) for key in ("question", "result")
         ):
             raise rl.errors.DatasetError(
-                f'{path}: task {place} must have texts for question and result, such as "result": "42"; it is {task!r:.100}'
+                f"{path}: task {place} needs the strings question and result, such as "
+                f'"result": "42"; it is {task!r:.100}'
             )
     return tasks
 
 
 def train(args: argparse.Namespace, settings: MathSettings) -> None:
-    """Train the model, and print how far it came."""
+    """Train the model, and print the summary."""
     config = verl_config(args.model, "vllm" if uses_vllm(args.engine) else "hf")
     tasks, val = (read_questions(args.data / f"{split}.jsonl") for split in ("train", "val"))
     if args.fast:
@@ -141,7 +145,7 @@ def train(args: argparse.Namespace, settings: MathSettings) -> None:
 
 
 def score(args: argparse.Namespace, settings: MathSettings) -> None:
-    """Score the model on the test questions, or print the trace of one."""
+    """Score the model on the test questions, or print the trace of one question."""
     tasks = read_questions(args.data / "test.jsonl", 1 if args.debug else 2 if args.fast else None)
     folder: Path | None = args.output_dir or (Path("outputs/math_agent/debug") if args.debug else None)
     trainer = rl.Trainer(
@@ -152,13 +156,13 @@ def score(args: argparse.Namespace, settings: MathSettings) -> None:
     )
     try:
         trainer.evaluate(math_agent, tasks, model=args.model, sampling=SAMPLING)
-    finally:  # a rollout that failed has a trace too
+    finally:  # a failed rollout has a trace too
         if args.debug and folder and (folder / "eval.db").exists():
             rl.print_traces(folder, last=1, full=True)
 
 
 def _tracer(settings: MathSettings) -> rl.OtelTracer:
-    """agent-framework's spans with their contents, too, where it is used."""
+    """The tracer; with agent-framework, one that also collects its spans and their contents."""
     return rl.AgentFrameworkTracer() if settings.client == "agent_framework" else rl.OtelTracer()
 
 

@@ -1,9 +1,9 @@
-"""Score a model, with or without an adapter, on word problems. Nothing is trained, and the model's folder is only read.
+"""Score a model, with or without a LoRA adapter, on word problems, without training.
 
-    python examples/small_gpu/benchmark.py --model PATH
-    python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint --data test.jsonl --samples 4
+    python examples/small_gpu/benchmark.py --model PATH python examples/small_gpu/benchmark.py --model PATH
+    --lora-adapter outputs/small_gpu/checkpoint --data test.jsonl --samples 4
 
-The figures are also in eval.json, and every answer in eval.jsonl: see docs/evaluation.md.
+The scores are written to eval.json, and every response to eval.jsonl: see docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--data", default="words", help="words, additions, or a .jsonl file with question and answer"
     )
-    parser.add_argument("--prompt", choices=sorted(PROMPTS), default="cot", help="that of the training")
-    parser.add_argument("--limit", type=int, help="only the first so many questions")
-    parser.add_argument("--samples", type=int, default=1, help="answers to each question")
+    parser.add_argument("--prompt", choices=sorted(PROMPTS), default="cot", help="prompt of the training")
+    parser.add_argument("--limit", type=int, help="number of questions; all by default")
+    parser.add_argument("--samples", type=int, default=1, help="responses to each question")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--n-runners", type=int, default=1)
@@ -43,10 +43,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of `Trainer.evaluate`.
+    """Return the scores of `Trainer.evaluate`.
 
     Raises:
-        RaylightError: the model, the adapter or the data is not there, or nothing could be scored.
+        RaylightError: the model, the adapter or the data is missing, or no rollout has a reward.
     """
     trainer = rl.Trainer(
         hooks=NumberReward(args.prompt), n_runners=args.n_runners, output_dir=args.output_dir, engine=engine()

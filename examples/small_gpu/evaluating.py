@@ -1,4 +1,4 @@
-"""What training's `--debug` and the benchmark share: the engine of a small machine."""
+"""Engine settings for a small machine, shared by the benchmark and the training's `--debug`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def engine(max_model_len: int = 1024) -> dict[str, Any]:
-    """Settings of the engine for 4 GB: half precision on a GPU, few sequences at once."""
+    """Return engine settings for 4 GB: half precision on a GPU, few concurrent sequences."""
     import torch
 
     on_gpu = torch.cuda.is_available()

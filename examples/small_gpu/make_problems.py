@@ -1,6 +1,7 @@
-"""Make the word problems of `data/`: python -m examples.small_gpu.make_problems
+"""Write the word problems of `data/`: python -m examples.small_gpu.make_problems
 
-Each kind of problem is a text with numbers and the sum that answers it. Train and test hold the same kinds with other numbers.
+Each kind of problem is a text with random numbers and a formula. Train and test split have the same kinds
+with other numbers.
 """
 
 from __future__ import annotations
@@ -18,50 +19,74 @@ Draw = Callable[[int, int], int]
 
 def shelf(n: Draw) -> tuple[str, float]:
     boards, books, lent = n(3, 8), n(12, 30), n(5, 20)
-    text = f"A shelf has {boards} boards with {books} books each. {lent} books are lent out. How many books are on the shelf?"
+    text = (
+        f"A shelf has {boards} boards with {books} books each. {lent} books are lent out. How many books "
+        "are on the shelf?"
+    )
     return text, boards * books - lent
 
 
 def bakery(n: Draw) -> tuple[str, float]:
     trays, rolls, price = n(4, 12), n(10, 24), n(2, 5)
-    text = f"A baker bakes {trays} trays of {rolls} rolls and sells every roll for {price} coins. How many coins does she earn?"
+    text = (
+        f"A baker bakes {trays} trays of {rolls} rolls and sells every roll for {price} coins. How many "
+        "coins does she earn?"
+    )
     return text, trays * rolls * price
 
 
 def walk(n: Draw) -> tuple[str, float]:
     speed, hours, left = n(3, 6), n(2, 5), n(2, 9)
-    text = f"Hikers walk {hours} hours at {speed} km/h and then have {left} km left. How many km long is their way?"
+    text = (
+        f"Hikers walk {hours} hours at {speed} km/h and then have {left} km left. How many km long is "
+        "their way?"
+    )
     return text, speed * hours + left
 
 
 def share(n: Draw) -> tuple[str, float]:
     friends, each, over = n(3, 9), n(4, 15), n(1, 2)
     total = friends * each + over
-    text = f"{total} marbles are shared evenly among {friends} friends, and {over} remain. How many does each friend get?"
+    text = (
+        f"{total} marbles are shared evenly among {friends} friends, and {over} remain. How many does "
+        "each friend get?"
+    )
     return text, each
 
 
 def tank(n: Draw) -> tuple[str, float]:
     start, rate, minutes = n(200, 400), n(5, 15), n(4, 12)
-    text = f"A tank holds {start} litres. For {minutes} minutes {rate} litres a minute flow out. How many litres remain?"
+    text = (
+        f"A tank holds {start} litres. For {minutes} minutes {rate} litres a minute flow out. How many "
+        "litres remain?"
+    )
     return text, start - rate * minutes
 
 
 def ages(n: Draw) -> tuple[str, float]:
     child, gap, years = n(4, 12), n(22, 35), n(3, 9)
-    text = f"A girl is {child} years old and her mother is {gap} years older. How old is the mother in {years} years?"
+    text = (
+        f"A girl is {child} years old and her mother is {gap} years older. How old is the mother in "
+        f"{years} years?"
+    )
     return text, child + gap + years
 
 
 def fence(n: Draw) -> tuple[str, float]:
     long, wide, price = n(8, 30), n(5, 20), n(3, 9)
-    text = f"A garden is {long} m long and {wide} m wide. A fence around it costs {price} euros a metre. What does the fence cost?"
+    text = (
+        f"A garden is {long} m long and {wide} m wide. A fence around it costs {price} euros a metre. "
+        "What does the fence cost?"
+    )
     return text, 2 * (long + wide) * price
 
 
 def savings(n: Draw) -> tuple[str, float]:
     had, weekly, weeks, spent = n(10, 60), n(4, 12), n(5, 12), n(8, 30)
-    text = f"Ben has {had} euros, saves {weekly} euros a week for {weeks} weeks, and then spends {spent} euros. How many euros has he?"
+    text = (
+        f"Ben has {had} euros, saves {weekly} euros a week for {weeks} weeks, and then spends {spent} "
+        "euros. How many euros has he?"
+    )
     return text, had + weekly * weeks - spent
 
 
@@ -88,7 +113,10 @@ def bus(n: Draw) -> tuple[str, float]:
 
 def ratio(n: Draw) -> tuple[str, float]:
     times, small = n(2, 6), n(6, 25)
-    text = f"A big crate weighs {times} times as much as a small one, which weighs {small} kg. How much do both weigh, in kg?"
+    text = (
+        f"A big crate weighs {times} times as much as a small one, which weighs {small} kg. How much do "
+        "both weigh, in kg?"
+    )
     return text, (times + 1) * small
 
 
@@ -96,7 +124,7 @@ KINDS = (shelf, bakery, walk, share, tank, ages, fence, savings, discount, mean,
 
 
 def make_problems(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """Problems by split: `id`, `question`, `answer` (a number). No question is in both."""
+    """Return problems by split: `id`, `question`, `answer` (a number). The splits share no question."""
     chance = random.Random(seed)
     made: dict[str, list[dict[str, Any]]] = {split: [] for split in PER_KIND}
     for kind in KINDS:

@@ -1,4 +1,5 @@
-"""The questions: `words` (the problems of `data/`), `additions` (for the starter model, which knows nothing else), or a file."""
+"""Questions: `words` (the problems of `data/`), `additions` (the only kind that the starter model solves), or
+a file."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Questions = list[dict[str, Any]]
 
 
 def training_questions(data: str) -> tuple[Questions, Questions]:
-    """Questions to train on and to measure with; of a file, every tenth is kept for the latter.
+    """Return training and validation questions; of a file, every tenth question is for validation.
 
     Args:
         data: `words`, `additions`, or a file with `question` and `answer` in every line.
@@ -31,15 +32,15 @@ def training_questions(data: str) -> tuple[Questions, Questions]:
         return _sums(train), _sums(val)
     tasks = _checked(read_tasks(data))
     if len(tasks) < 10:
-        raise DatasetError(f"{data} holds {len(tasks)} questions; training needs at least 10")
+        raise DatasetError(f"{data} has {len(tasks)} questions; training needs at least 10")
     return [task for i, task in enumerate(tasks) if i % 10], tasks[::10]
 
 
 def benchmark_questions(data: str, limit: int | None = None) -> Questions:
-    """Questions to score a model with: the test questions of `words` or `additions`, or all of a file.
+    """Return the questions of a benchmark: the test questions of `words` or `additions`, or all of a file.
 
     Raises:
-        DatasetError: as above.
+        DatasetError: the file cannot be read, or a question has no numeric answer.
     """
     questions = training_questions(data)[1] if data in OWN else _checked(read_tasks(data))
     return questions[:limit]

@@ -12,18 +12,21 @@ import raylight as rl
 from raylight.types import Span
 
 MARKER = "####"
-"""What stands before the answer where the model thinks first."""
+"""Marker before the answer in a chain of thought."""
 PROMPTS = {
     "cot": (
-        "Solve the problem. Think step by step, with one short calculation in each line. End with a line that holds only "
+        "Solve the problem. Think step by step, with one short calculation in each line. End with a line "
+        "that holds only "
         f"{MARKER} and the resulting number.\n\nProblem: {{question}}"
     ),
     "plain": "{question}",
 }
-"""cot asks for a chain of thought; plain is for a model that answers with the number at once."""
+"""Prompts by name: cot asks for a chain of thought; plain is for a model that responds with the number only.
+"""
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 WELL_FORMED = 0.1
-"""Reward of an answer in the right form that is wrong: it gives a model that forgets the form something to learn from."""
+"""Reward of a wrong answer in the right format, which gives a model that forgets the format a signal to learn
+from."""
 TOLERANCE = 1e-4
 
 
@@ -34,11 +37,11 @@ def client() -> AsyncOpenAI:
 
 
 class MathSolver(rl.LitAgent[dict[str, Any]]):
-    """Asks the model once, and says its answer in a message. The reward is the business of `NumberReward`.
+    """Calls the model once and emits its response as a message; `NumberReward` computes the reward.
 
     Args:
         prompt: a key of `PROMPTS`.
-        max_tokens: of an answer.
+        max_tokens: maximum length of a response.
     """
 
     def __init__(self, prompt: str = "cot", max_tokens: int = 256) -> None:
@@ -49,7 +52,7 @@ class MathSolver(rl.LitAgent[dict[str, Any]]):
     async def rollout_async(
         self, task: dict[str, Any], resources: rl.NamedResources, rollout: rl.Rollout
     ) -> None:
-        """One question; scored by the hook."""
+        """Answer one question; the hook scores it."""
         llm: rl.LLM = resources["llm"]
         sampling = {"temperature": 1.0, "max_tokens": self.max_tokens} | llm.sampling_parameters
         message: Any = {"role": "user", "content": PROMPTS[self.prompt].format(question=task["question"])}
@@ -62,10 +65,11 @@ class MathSolver(rl.LitAgent[dict[str, Any]]):
 
 
 class NumberReward(rl.Hook):
-    """Rewards a rollout by the number that its message gives: 1 if it is the task's, 0.1 if it is in the right form, else 0.
+    """Rewards a rollout by the number in its message: 1 if it is right, 0.1 if only its format is right, else
+    0.
 
     Args:
-        prompt: that of the agent, which tells where the number stands.
+        prompt: prompt of the agent, which determines the format of the answer.
     """
 
     strict = True  # a reward that cannot be computed is a failure, not a rollout without reward
@@ -76,7 +80,7 @@ class NumberReward(rl.Hook):
     def on_rollout_end(self, *, rollout: rl.Rollout, spans: list[Span]) -> None:  # type: ignore[override]
         texts = [text for span in spans if (text := rl.get_message_value(span)) is not None]
         if not texts:
-            return  # the agent failed before it had an answer, and its rollout tells why
+            return  # the agent failed before its response; the rollout has the reason
         found = read_number(texts[-1], self.prompt)
         correct = found is not None and is_right(found, rollout.input["answer"])
         reward = 1.0 if correct else WELL_FORMED if found is not None else 0.0
@@ -84,7 +88,8 @@ class NumberReward(rl.Hook):
 
 
 def read_number(text: str, prompt: str) -> float | None:
-    """The number that an answer gives: the one after the last marker, or for `plain` the whole text; None if there is none."""
+    """Return the number in a response: the text after the last marker, or for `plain` the whole text; None if
+    it is no number."""
     if prompt == "cot":
         _, marker, text = text.rpartition(MARKER)
         if not marker:
@@ -94,5 +99,5 @@ def read_number(text: str, prompt: str) -> float | None:
 
 
 def is_right(found: float, answer: float) -> bool:
-    """Whether a number is the answer, but for rounding."""
+    """True if a number equals the answer, up to rounding."""
     return abs(found - answer) <= TOLERANCE * max(abs(answer), 1.0)

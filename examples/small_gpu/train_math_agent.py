@@ -1,11 +1,12 @@
 """Train a small model to solve word problems, on a GPU of 4 GB or on a CPU.
 
-    python examples/small_gpu/train_math_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
-    python examples/small_gpu/train_math_agent.py --model PATH --debug                      one question, with its trace
-    python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint
+    python examples/small_gpu/train_math_agent.py --model Qwen/Qwen2.5-0.5B-Instruct python
+    examples/small_gpu/train_math_agent.py --model PATH --debug                      one question, with its
+    trace python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint
 
-One process holds the model, once, samples from it and trains a LoRA adapter in it: see docs/minigrpo.md. Before anything is loaded
-the memory that the run needs is counted, and too much is refused.
+One process holds one copy of the model, samples from it and trains a LoRA adapter in it: see
+docs/minigrpo.md. The memory of the run is estimated before the model is loaded, and a run that needs too much
+is rejected.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from examples.small_gpu.questions import training_questions
 from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward
 
 ROOM_FOR_PROMPT = 256
-"""Tokens beside those of the answer."""
+"""Maximum number of prompt tokens."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -37,12 +38,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--prompt",
         choices=sorted(PROMPTS),
         default="cot",
-        help="plain: the model answers with a number at once",
+        help="plain: the model responds with the number only",
     )
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--tasks-per-step", type=int, default=4)
     parser.add_argument(
-        "--group-size", type=int, default=8, help="answers to each question that are compared"
+        "--group-size", type=int, default=8, help="responses to each question, which are compared"
     )
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--max-new-tokens", type=int, default=256)
@@ -50,20 +51,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--memory-gb",
         type=float,
         default=3.5,
-        help="what the run may take; a GPU of 4 GB has about this much free",
+        help="memory limit of the run; a GPU of 4 GB has about 3.5 GB free",
     )
     parser.add_argument("--val-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--n-runners", type=int, default=1)
     parser.add_argument(
-        "--debug", action="store_true", help="one question and no training, with its trace printed"
+        "--debug", action="store_true", help="run one question and print its trace, without training"
     )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/small_gpu"))
     return parser.parse_args(arguments)
 
 
 def debug(args: argparse.Namespace) -> None:
-    """Have the untrained model answer one question, and print all that was recorded."""
+    """Run one question with the untrained model, and print its full trace."""
     trainer = rl.Trainer(
         hooks=NumberReward(args.prompt),
         n_runners=1,

@@ -1,1 +1,1 @@
-"""Two agents in one rollout: an assistant with tools, which is trained, and the user that it serves, which is not."""
+"""Two agents in one rollout: an assistant with tools, which is trained, and its simulated user, which is not."""

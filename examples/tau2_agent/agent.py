@@ -1,4 +1,4 @@
-"""The agent that is trained: a rollout is one conversation of an assistant with a simulated user."""
+"""The trained agent: a rollout is one conversation of an assistant with a simulated user."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from examples.tau2_agent.tasks import Row, read_row
 from examples.tau2_agent.users import ModelUser, ScriptedUser, User
 
 ASSISTANT, USER = "assistant", "user"
-"""The agents' names: what a call is recorded under, and what the trained ones are told by."""
+"""Names of the agents, under which calls are recorded and trained agents are selected."""
 
 
 @functools.cache
 def client() -> AsyncOpenAI:
-    """One HTTP client for all rollouts of a process, because making one takes 20 ms."""
+    """One HTTP client for all rollouts of a process, because creating one takes 20 ms."""
     return AsyncOpenAI(base_url="http://unset", api_key="unset")
 
 
 class CustomerService(rl.LitAgent[Row]):
-    """An assistant that serves a simulated user, in one of the environments. Only the assistant is trained.
+    """An assistant that serves a simulated user in one of the environments. Only the assistant is trained.
 
-    It takes two resources: `llm`, the model being trained, and, if a model plays the user, `user`: any other one, by
-    `LLM(endpoint=..., traced=True)`. Without that resource the model being trained plays both, and is trained on the assistant's
-    calls alone.
+    It uses two resources: `llm`, the trained model, and optionally `user`, the model that plays the user, for
+    example `LLM(endpoint=..., traced=True)`. Without `user` the trained model plays both, and is trained on
+    the assistant's calls only.
 
     Args:
-        user: who plays the user: the task's script, or a model.
-        max_steps: calls of the assistant's model in a conversation. One that is not over by then has reward 0.
-        max_tokens: of one answer of the assistant.
+        user: "scripted" for the task's script, "model" for a model that plays the user.
+        max_steps: maximum number of the assistant's model calls. A conversation that has not ended by then
+            has the reward 0.
+        max_tokens: maximum length of one response of the assistant.
     """
 
     def __init__(
@@ -46,12 +47,11 @@ class CustomerService(rl.LitAgent[Row]):
     async def rollout_async(
         self, task: Row, resources: rl.NamedResources, rollout: rl.Rollout
     ) -> dict[str, float]:
-        """Hold one conversation; returns its rewards: the one that counts, and the parts of which it is the product."""
+        """Hold one conversation; returns its rewards: the primary one, and the factors of which it is the
+        product."""
         rollout.mark_agent_as_trainable(ASSISTANT)
         environment, details = read_row(task)
-        case = await asyncio.to_thread(
-            find_domain(environment).open, details
-        )  # tau2's database takes a second
+        case = await asyncio.to_thread(find_domain(environment).open, details)  # loading tau2 takes a second
         assistant = Assistant(resources["llm"].for_agent(ASSISTANT), client(), self.max_tokens)
         transcript = await converse(case, assistant, self._user(case.person, resources), self.max_steps)
         rl.emit_annotation(

@@ -1,4 +1,5 @@
-"""The airline domain of tau2-bench (https://arxiv.org/abs/2506.07982) as an environment: its database, tools, policy and tasks."""
+"""Environment with the airline domain of tau2-bench (https://arxiv.org/abs/2506.07982): database, tools,
+policy and tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from raylight.errors import ConfigError
 
 VARIABLE = "TAU2_DATA_DIR"
 LAYOUTS = ("tau2/domains/airline", "data/tau2/domains/airline", "domains/airline", "airline", ".")
-"""Where its files may lie below `TAU2_DATA_DIR`: as in tau2's `data` folder, in its repository, or flat."""
+"""Possible locations of its files below `TAU2_DATA_DIR`: as in tau2's `data` folder, in its repository, or
+flat."""
 FILES = ("db.json", "policy.md", "tasks.json")
 PARTS = {
     "loguru": ("logger",),
@@ -27,14 +29,14 @@ PARTS = {
     "tau2.evaluator.evaluator_communicate": ("CommunicateEvaluator",),
     "tau2.evaluator.evaluator_env": ("EnvironmentEvaluator",),
 }
-"""What is used of tau2, and of what it logs with, by module."""
+"""Names that are imported from tau2 and from its logging library, by module."""
 
 
 def find_data() -> Path:
-    """The folder with the domain's files.
+    """Return the folder with the domain's files.
 
     Raises:
-        ConfigError: `TAU2_DATA_DIR` is not set, or the files are not below it.
+        ConfigError: `TAU2_DATA_DIR` is not set, or the files are not there.
     """
     root = os.environ.get(VARIABLE)
     if not root:
@@ -47,17 +49,18 @@ def find_data() -> Path:
             return folder
     places = ", ".join(layout if layout != "." else "that folder itself" for layout in LAYOUTS)
     raise ConfigError(
-        f"the airline's {', '.join(FILES)} are not below {VARIABLE}={root}; looked in {places}. Set it to the `data` folder of a "
+        f"the airline's {', '.join(FILES)} were not found below {VARIABLE}={root} (in {places}). Set it to "
+        "the `data` folder of a "
         "copy of the tau2-bench repository"
     )
 
 
 @functools.cache
 def tau2() -> SimpleNamespace:
-    """What is used of tau2, under its own names.
+    """Return the imported names of tau2.
 
     Raises:
-        ConfigError: it is not installed, or something else of that name is.
+        ConfigError: tau2 is not installed, or another package has its name.
     """
     found = SimpleNamespace()
     for module, names in PARTS.items():
@@ -67,8 +70,10 @@ def tau2() -> SimpleNamespace:
                 setattr(found, name, getattr(loaded, name))
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f"the airline needs tau2-bench, and {module} cannot be loaded ({error}); install it from a copy of its "
-                "repository, `pip install -e path/to/tau2-bench` (the package `tau2` on PyPI is something else)"
+                f"the airline needs tau2-bench, and {module} cannot be loaded ({error}); install it from a "
+                "copy of its "
+                "repository, `pip install -e path/to/tau2-bench` (the package `tau2` on PyPI is another "
+                "project)"
             ) from error
     found.logger.disable("tau2")  # it logs every message of every task
     return found
@@ -80,7 +85,8 @@ def _database() -> Any:
 
 
 def new_environment(**_: Any) -> Any:
-    """tau2's airline with a database that nobody has touched; its evaluator asks for one with arguments that do not matter here."""
+    """Create tau2's airline with its initial database. tau2's evaluator passes arguments that are not needed
+    here."""
     policy = (find_data() / "policy.md").read_text(encoding="utf-8")
     return tau2().Environment(
         domain_name="airline", policy=policy, tools=tau2().AirlineTools(_database().model_copy(deep=True))
@@ -88,13 +94,14 @@ def new_environment(**_: Any) -> Any:
 
 
 class AirlineCase:
-    """One of tau2's tasks. Rewards are tau2's own: the state of the database, times whether all facts were told."""
+    """One of tau2's tasks, with tau2's rewards: the state of the database, times the communication of all
+    facts."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._task = tau2().Task.model_validate(task)
         self._environment = new_environment()
         self._history: list[Any] = []
-        """The tool calls with their answers, as messages of tau2."""
+        """Tool calls and their results, as messages of tau2."""
         if (start := self._task.initial_state) is not None:
             self._history = list(start.message_history or ())
             self._environment.set_state(
@@ -113,8 +120,11 @@ class AirlineCase:
         return answer.content or ""
 
     def grade(self, transcript: Transcript) -> dict[str, float]:
-        """`database` and `facts` by tau2's evaluators, each 1 where the task does not count it. `reward`: their product, and 0 for
-        a conversation that did not come to its end."""
+        """Return the rewards.
+
+        `database` and `facts` come from tau2's evaluators; each is 1 if the task does not use it. `reward` is
+        their product, or 0 for a conversation that did not end.
+        """
         criteria, kind = self._task.evaluation_criteria, tau2().RewardType
         counted = set(criteria.reward_basis) if criteria else set()
         database = facts = 1.0
@@ -122,8 +132,8 @@ class AirlineCase:
             evaluator = tau2().EnvironmentEvaluator
             database = evaluator.calculate_reward(new_environment, self._task, self._history).reward
         if kind.COMMUNICATE in counted:
-            told = [tau2().AssistantMessage(role="assistant", content=text) for text in transcript.said()]
-            facts = tau2().CommunicateEvaluator.calculate_reward(self._task, told).reward
+            messages = [tau2().AssistantMessage(role="assistant", content=text) for text in transcript.said()]
+            facts = tau2().CommunicateEvaluator.calculate_reward(self._task, messages).reward
         return {
             "reward": database * facts * (transcript.ending == "user"),
             "database": database,
@@ -132,7 +142,10 @@ class AirlineCase:
 
 
 class Airline:
-    """tau2-bench's airline: its tasks, as its `tasks.json` has them. A model has to play the user: there are no scripts."""
+    """tau2-bench's airline, with the tasks of its `tasks.json`.
+
+    A model has to play the user: there are no scripts.
+    """
 
     def tasks(self) -> list[dict[str, Any]]:
         folder = find_data()

@@ -1,6 +1,7 @@
-"""A model for `--ci`: raylight's starter model with a chat template that knows tools, and room for the help desk's policy.
+"""Model for `--ci`: raylight's starter model with a chat template for tools and a context long enough for the
+policy.
 
-It can neither call a tool nor speak, but every part of a training run takes it for a model that could.
+It can neither call tools nor hold a conversation, but every part of a training run accepts it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Tools, one JSON schema a line:
 
 
 def build(folder: Path) -> str:
-    """Write the model into a folder, over what is there; returns its path."""
+    """Write the model to a folder, overwriting files there; returns its path."""
     shutil.copytree(STARTER_MODEL, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     for name, key in (

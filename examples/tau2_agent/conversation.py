@@ -1,4 +1,4 @@
-"""The conversation: user, assistant, and the tools between them, until the user is done or the assistant has no steps left."""
+"""Conversation of user, assistant and tools, until the user is done or the assistant has no steps left."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from examples.tau2_agent.domain import Case, ToolError, Transcript
 from examples.tau2_agent.users import User
 
 TOO_LONG = ("context_length_exceeded", "maximum context length", "this model takes at most")
-"""How OpenAI, vLLM and raylight's own engine say that a prompt does not fit."""
+"""Parts of the messages with which OpenAI, vLLM and raylight's engine reject a prompt that is too long."""
 
 
 class Assistant:
     """A model with a policy and tools.
 
     Args:
-        llm: the model, under the name of the assistant as an agent.
-        max_tokens: of one answer, unless the model's sampling parameters say otherwise.
+        llm: the model, with the assistant's agent name.
+        max_tokens: maximum length of one response, unless the model's sampling parameters set it.
     """
 
     def __init__(self, llm: rl.LLM, client: AsyncOpenAI, max_tokens: int) -> None:
@@ -30,7 +30,7 @@ class Assistant:
         self._sampling = {"max_tokens": max_tokens} | llm.sampling_parameters
 
     async def step(self, messages: list[Any], tools: list[Any]) -> ChatCompletionMessage:
-        """The model's next message: tool calls, or words for the user."""
+        """Return the model's next message: tool calls, or text for the user."""
         reply = await self._client.chat.completions.create(
             model=self._model, messages=messages, tools=tools, **self._sampling
         )
@@ -38,60 +38,64 @@ class Assistant:
 
 
 async def converse(case: Case, assistant: Assistant, user: User, max_steps: int) -> Transcript:
-    """Have the two talk about a case, in which the tool calls are carried out.
+    """Hold the conversation about a case, and execute its tool calls.
+
+    A full context of the assistant ends the conversation, without an error.
 
     Raises:
-        openai.OpenAIError: a model cannot be called. That the assistant's context is full is no error, but ends the conversation.
+        openai.OpenAIError: a model cannot be called.
     """
-    so_far = Transcript()
-    so_far.messages = [
+    transcript = Transcript()
+    transcript.messages = [
         {"role": "system", "content": case.policy},
         {"role": "user", "content": await user.open()},
     ]
-    while not so_far.ending:
-        if so_far.steps == max_steps:
-            so_far.ending = "steps"
+    while not transcript.ending:
+        if transcript.steps == max_steps:
+            transcript.ending = "steps"
             break
         try:
-            message = await assistant.step(so_far.messages, case.tools)
+            message = await assistant.step(transcript.messages, case.tools)
         except BadRequestError as error:
-            if so_far.steps == 0 or not any(words in str(error) for words in TOO_LONG):
+            if transcript.steps == 0 or not any(words in str(error) for words in TOO_LONG):
                 raise
-            so_far.ending = "room"
+            transcript.ending = "room"
             break
-        so_far.steps += 1
+        transcript.steps += 1
         if message.tool_calls:
-            use_tools(case, message, so_far)
+            use_tools(case, message, transcript)
         else:
-            so_far.messages.append({"role": "assistant"} | message.model_dump(exclude_none=True))
-            so_far.messages[-1].setdefault("content", "")
+            transcript.messages.append({"role": "assistant"} | message.model_dump(exclude_none=True))
+            transcript.messages[-1].setdefault("content", "")
             answer = await user.answer(message.content or "")
             if answer is None:
-                so_far.ending = "user"
+                transcript.ending = "user"
             else:
-                so_far.messages.append({"role": "user", "content": answer})
-    return so_far
+                transcript.messages.append({"role": "user", "content": answer})
+    return transcript
 
 
-def use_tools(case: Case, message: ChatCompletionMessage, so_far: Transcript) -> None:
-    """Carry the tool calls of a message out, one after the other; what goes wrong with one is told to the assistant."""
+def use_tools(case: Case, message: ChatCompletionMessage, transcript: Transcript) -> None:
+    """Execute the tool calls of a message in order; errors are returned to the assistant."""
     turn = message.model_dump(exclude_none=True)
-    so_far.messages.append(turn)
+    transcript.messages.append(turn)
     for call in turn["tool_calls"]:
         function = call.get("function") or {"name": call["type"], "arguments": "{}"}
         try:
-            told = case.call(function["name"], _arguments(function))
+            result = case.call(function["name"], _arguments(function))
         except ToolError as error:
-            so_far.tool_errors += 1
-            told = f"Error: {error}"
-        so_far.messages.append({"role": "tool", "tool_call_id": call["id"], "content": told})
+            transcript.tool_errors += 1
+            result = f"Error: {error}"
+        transcript.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call. Others than a JSON object are replaced by an empty one: engines refuse a history that has them.
+    """Parse the arguments of a call.
+
+    Malformed ones are replaced by an empty object, because engines reject a history with them.
 
     Raises:
-        ToolError: they are no JSON object.
+        ToolError: the arguments are not a JSON object.
     """
     given = function["arguments"] = function["arguments"] or "{}"
     try:

@@ -1,4 +1,4 @@
-"""What an environment is to the conversation: tasks, and cases that are opened from them."""
+"""Interface of an environment: tasks, and the cases that are opened from them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ ENVIRONMENTS = ("helpdesk", "airline")
 
 
 class ToolError(Exception):
-    """A tool call that was refused. Its text is what the assistant is told."""
+    """A tool call was rejected. The message is returned to the assistant."""
 
 
 @dataclass(frozen=True)
 class Person:
-    """Whom the simulated user plays; without a name, the goal tells that too.
+    """Person that the simulated user plays; the goal describes one without a name.
 
-    `opening` and `answers` are the lines of a scripted user: pairs of a regular expression, looked for in what the assistant says,
-    and the answer to it. Without an opening there is no script.
+    `opening` and `answers` are the script: each answer is a pair of a regular expression, which is searched
+    in the assistant's message, and the reply. Without an opening there is no script.
     """
 
     goal: str
@@ -31,18 +31,23 @@ class Person:
 
 @dataclass
 class Transcript:
-    """A conversation as it was."""
+    """Record of a conversation."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """In OpenAI's shape, as the assistant saw them: system, user, assistant with its tool calls, tool."""
+    """Messages in OpenAI's format, as the assistant received them: system, user, assistant with its tool
+    calls, tool."""
     tool_errors: int = 0
     steps: int = 0
-    """Calls of the assistant's model."""
+    """Number of the assistant's model calls."""
     ending: str = ""
-    """`user`: the user was done. `steps`: the assistant had no steps left. `room`: the model's context was full."""
+    """`user`: the user was done.
+
+    `steps`: the assistant had no steps left. `room`: the model's context was full.
+    """
 
     def said(self) -> list[str]:
-        """What the assistant told the user; words beside a tool call do not reach them."""
+        """Return the assistant's messages to the user; text of a message with tool calls is not sent to the
+        user."""
         return [
             m["content"] or "" for m in self.messages if m["role"] == "assistant" and not m.get("tool_calls")
         ]
@@ -54,34 +59,34 @@ class Case(Protocol):
     policy: str
     person: Person
     tools: list[dict[str, Any]]
-    """Function schemas in OpenAI's shape."""
+    """Function schemas in OpenAI's format."""
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Carry a tool call out; returns what the assistant is told.
+        """Execute a tool call; returns its result as text.
 
         Raises:
-            ToolError: it was refused, and changed nothing.
+            ToolError: the call was rejected, and changed nothing.
         """
 
     def grade(self, transcript: Transcript) -> dict[str, float]:
-        """Rewards, each from 0 to 1; the first one counts, and is the product of the others."""
+        """Return rewards from 0 to 1; the first is the primary one, and the product of the others."""
 
 
 class Domain(Protocol):
-    """An environment: its tasks, and how one is opened."""
+    """An environment with tasks."""
 
     def tasks(self) -> list[dict[str, Any]]:
-        """All tasks; each has an `id`."""
+        """Return all tasks; each has an `id`."""
 
     def open(self, task: dict[str, Any]) -> Case:
-        """A case that nobody has touched."""
+        """Open a task as a new case, in its initial state."""
 
 
 def find_domain(name: str) -> Domain:
-    """The environment of this name.
+    """Return the environment with this name.
 
     Raises:
-        ConfigError: there is none, or what it needs is not installed.
+        ConfigError: the environment is unknown, or its package is not installed.
     """
     if name == "helpdesk":
         from examples.tau2_agent.helpdesk.desk import HelpDesk
@@ -91,4 +96,4 @@ def find_domain(name: str) -> Domain:
         from examples.tau2_agent.airline import Airline
 
         return Airline()
-    raise ConfigError(f"there is no environment {name!r}; there are {', '.join(ENVIRONMENTS)}")
+    raise ConfigError(f"unknown environment {name!r}; choose one of {', '.join(ENVIRONMENTS)}")

@@ -1,4 +1,4 @@
-"""How the assistant is trained: the configuration of `VERL`, as users of agent-lightning and verl write it."""
+"""Training configuration for `VERL`, in the format of agent-lightning and verl."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ CI = {
     },
     "trainer": {"total_training_steps": 2, "test_freq": 2},
 }
-"""What is smaller in a run that only shows that everything works, on a CPU."""
+"""Changes for a small test run on a CPU."""
 VLLM_ONLY = ("gpu_memory_utilization",)
 
 
 def verl_config(model: str, ci: bool = False) -> dict[str, Any]:
-    """The configuration for a model, in a copy that is the caller's own.
+    """Return a new copy of the configuration for a model.
 
     Args:
-        model: folder or name of a Hugging Face model whose chat template knows tools.
+        model: folder or name of a Hugging Face model whose chat template supports tools.
     """
     config = _merged(CONFIG, CI) if ci else copy.deepcopy(CONFIG)
     for key in VLLM_ONLY if ci else ():

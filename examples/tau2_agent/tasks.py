@@ -1,4 +1,4 @@
-"""Tasks as they travel: rows of text, so that a dataset can be stored anywhere and read without the environment's own classes."""
+"""Tasks as rows of text, which can be stored anywhere and read without the environment's classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raylight.errors import DatasetError
 SPLIT_SEED = 42
 
 Row = dict[str, str]
-"""A task as a rollout is given it: `environment`, `id`, and `task`, the rest as JSON."""
+"""A task as the input of a rollout: `environment`, `id`, and `task` (all other values, as JSON)."""
 
 
 def as_row(environment: str, task: dict[str, Any]) -> Row:
@@ -24,10 +24,10 @@ def as_row(environment: str, task: dict[str, Any]) -> Row:
 
 
 def read_row(row: Row) -> tuple[str, dict[str, Any]]:
-    """The environment's name and the task of a row.
+    """Return the environment's name and the task of a row.
 
     Raises:
-        DatasetError: it is no such row.
+        DatasetError: the row has another format.
     """
     try:
         return row["environment"], json.loads(row["task"])
@@ -38,10 +38,10 @@ def read_row(row: Row) -> tuple[str, dict[str, Any]]:
 
 
 def load_rows(environment: str) -> tuple[list[Row], list[Row]]:
-    """All tasks of an environment, half of them to train on and half to validate with; always the same halves.
+    """Return all tasks of an environment: half for training, half for validation, always the same halves.
 
     Raises:
-        ConfigError: there is no such environment, or what it needs is not installed.
+        ConfigError: the environment is unknown, or its package is not installed.
     """
     rows = sorted(
         (as_row(environment, task) for task in find_domain(environment).tasks()), key=lambda row: row["id"]

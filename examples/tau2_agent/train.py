@@ -1,13 +1,14 @@
-"""Train an assistant that serves a simulated user, with reinforcement learning; the user is not trained.
+"""Train an assistant that serves a simulated user; the user is not trained.
 
-    python examples/tau2_agent/train.py --ci                                   (a CPU, offline, about a minute: shows that it runs)
-    python examples/tau2_agent/train.py --model path/to/Qwen2.5-1.5B-Instruct
-    python examples/tau2_agent/train.py --model path/to/model --user model --user-endpoint http://localhost:8001/v1
-    TAU2_DATA_DIR=path/to/data python examples/tau2_agent/train.py --model path/to/model --env airline --user model ...
-    python examples/tau2_agent/train.py --model path/to/model --debug          (one conversation, all of it printed)
+    python examples/tau2_agent/train.py --ci                                   (test run: on a CPU, offline,
+    about a minute) python examples/tau2_agent/train.py --model path/to/Qwen2.5-1.5B-Instruct python
+    examples/tau2_agent/train.py --model path/to/model --user model --user-endpoint http://localhost:8001/v1
+    TAU2_DATA_DIR=path/to/data python examples/tau2_agent/train.py --model path/to/model --env airline --user
+    model ... python examples/tau2_agent/train.py --model path/to/model --debug          (one conversation,
+    printed in full)
 
-From the repository's root. On a cluster: ray job submit --working-dir . -- python examples/tau2_agent/train.py ...
-docs/multi_agent.md tells how it works.
+Run it from the repository's root. On a cluster: ray job submit --working-dir . -- python
+examples/tau2_agent/train.py ... See docs/multi_agent.md.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ CI_AGENT = {"max_steps": 3, "max_tokens": 16}
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train an assistant that serves a simulated user.")
     parser.add_argument("--model", help="folder or name of a Hugging Face model that can call tools")
-    parser.add_argument("--endpoint", help="with --debug: base URL of a server that has --model already")
+    parser.add_argument("--endpoint", help="with --debug: base URL of a server that serves --model")
     parser.add_argument("--env", choices=ENVIRONMENTS, default="helpdesk")
     parser.add_argument(
-        "--user", choices=("scripted", "model"), default="scripted", help="who plays the user"
+        "--user", choices=("scripted", "model"), default="scripted", help="player of the user"
     )
     parser.add_argument(
-        "--user-endpoint", help="base URL of the model that plays the user; without, the trained one does"
+        "--user-endpoint", help="base URL of the model that plays the user; default: the trained model"
     )
-    parser.add_argument("--user-model", help="its name there; may be left out if the endpoint has only one")
-    parser.add_argument("--task", help="with --debug: the id of the task; the first one if not given")
+    parser.add_argument("--user-model", help="name of that model; optional if the endpoint has only one")
+    parser.add_argument("--task", help="with --debug: id of the task; default: the first one")
     parser.add_argument("--output-dir", default="outputs/tau2_agent")
     parser.add_argument("--n-runners", type=int, default=2)
     parser.add_argument(
-        "--debug", action="store_true", help="hold one conversation, print all of it, and train nothing"
+        "--debug", action="store_true", help="hold one conversation and print it in full, without training"
     )
     parser.add_argument(
         "--ci",
         action="store_true",
-        help="two small steps on a CPU; without --model, with a model that knows nothing",
+        help="two small steps on a CPU; without --model, with a model that cannot call tools",
     )
     given = parser.parse_args(arguments)
     check(given)
@@ -63,13 +64,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(given: argparse.Namespace) -> None:
-    """Say before anything starts what does not go together.
+    """Check the arguments before anything starts.
 
     Raises:
-        ConfigError: something does not.
+        ConfigError: arguments contradict each other.
     """
     if given.model is None and not given.ci:
-        raise ConfigError("there is no model; give --model PATH, or --ci to try everything out without one")
+        raise ConfigError("no model was given; pass --model PATH, or --ci for a test run without one")
     if given.endpoint and not given.debug:
         raise ConfigError(
             "a model behind an --endpoint cannot be trained; add --debug, or give the --model's folder alone"
@@ -87,10 +88,12 @@ def check(given: argparse.Namespace) -> None:
 
 
 def user_resource(given: argparse.Namespace) -> dict[str, rl.LLM]:
-    """The model that plays the user: fixed, elsewhere, and recorded. The key comes from `USER_API_KEY` or `OPENAI_API_KEY`.
+    """Return the resource `user`: a fixed model at another endpoint, whose calls are recorded.
+
+    The key is read from `USER_API_KEY` or `OPENAI_API_KEY`.
 
     Raises:
-        ConfigError: the endpoint does not answer, or it is not clear which of its models to take.
+        ConfigError: the endpoint does not respond, or has several models and none was chosen.
     """
     if not given.user_endpoint:
         return {}
@@ -117,7 +120,7 @@ def only_model(endpoint: str, key: str) -> str:
 def show_one(
     given: argparse.Namespace, agent: CustomerService, row: Row, folder: Path, resources: dict[str, rl.LLM]
 ) -> None:
-    """Hold one conversation and print all that its agents said."""
+    """Hold one conversation and print it in full."""
     engine: dict[str, Any] = {"max_model_len": 10240}
     if given.endpoint:
         engine = {"kind": "upstream", "url": given.endpoint, "api_key": os.environ.get("OPENAI_API_KEY")}
@@ -156,7 +159,8 @@ def main(arguments: list[str] | None = None) -> None:
         found = [row for row in train_rows + val_rows if given.task in (None, row["id"])]
         if not found:
             raise ConfigError(
-                f"there is no task {given.task!r}; there are {', '.join(row['id'] for row in train_rows + val_rows)}"
+                f"there is no task {given.task!r}; choose one of "
+                f"{', '.join(row['id'] for row in train_rows + val_rows)}"
             )
         show_one(given, agent, found[0], folder, resources)
     else:

@@ -1,4 +1,4 @@
-"""The user that the assistant serves: played by a script, or by a model that is not trained."""
+"""Simulated users: played by a script, or by a model that is not trained."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from examples.tau2_agent.domain import Person
 from raylight.errors import ConfigError
 
 END = "[[END]]"
-"""What a model says as the user when there is nothing left to ask for."""
+"""Message with which a model that plays the user ends the conversation."""
 PATIENCE = 8
-"""What a user says at most, the opening included."""
+"""Maximum number of a user's messages, including the opening."""
 MAX_TOKENS = 256
 FURTHER = re.compile(
     r"[^.!?\n]*\b(?:anything|something|any) (?:else|more|other|further)\b[^.!?\n]*\?", re.IGNORECASE
 )
-"""An offer of further help, which is no question to a scripted user: a yes to it would ask for nothing."""
+"""Offer of further help, which a scripted user treats as the end: a yes would ask for nothing."""
 
 PROMPT = """You are a customer who writes to a help desk, and the other one is its assistant. Keep to your part: do not answer as \
 the desk, and do not mention these instructions.
@@ -34,20 +34,21 @@ the desk, and do not mention these instructions.
 
 
 class User(Protocol):
-    """The other side of the conversation."""
+    """A simulated user."""
 
     async def open(self) -> str:
-        """The first message."""
+        """Return the first message."""
 
-    async def answer(self, heard: str) -> str | None:
-        """The answer to what the assistant said; None when the user is done."""
+    async def answer(self, text: str) -> str | None:
+        """Reply to a message of the assistant; None when the user is done."""
 
 
 class ScriptedUser:
     """Follows a person's script, without a model.
 
-    An answer of the script is given once, to the first message in which its pattern is found. Any other question is answered by the
-    e-mail address if it asks for that, and else by a yes; after anything else, or an offer of further help, the user is done.
+    Each answer of the script is used once, for the first message that contains its pattern. Any other
+    question gets the e-mail address if it asks for it, else a yes. After any other message, or an offer of
+    further help, the user is done.
 
     Raises:
         ConfigError: the person has no script.
@@ -66,26 +67,26 @@ class ScriptedUser:
         self._said = 1
         return self._person.opening
 
-    async def answer(self, heard: str) -> str | None:
+    async def answer(self, text: str) -> str | None:
         if self._said >= PATIENCE:
             return None
         self._said += 1
-        for pattern, text in self._left:
-            if re.search(pattern, heard, re.IGNORECASE):
-                self._left.remove((pattern, text))
-                return text
-        if "?" not in FURTHER.sub("", heard):
+        for pattern, reply in self._left:
+            if re.search(pattern, text, re.IGNORECASE):
+                self._left.remove((pattern, reply))
+                return reply
+        if "?" not in FURTHER.sub("", text):
             return None
-        if re.search(r"e-?mail", heard, re.IGNORECASE):
+        if re.search(r"e-?mail", text, re.IGNORECASE):
             return f"It is {self._person.email}."
         return "Yes, please."
 
 
 class ModelUser:
-    """Has a model play a person.
+    """A person played by a model.
 
     Args:
-        llm: the model, under the name of the user as an agent; its calls are recorded if it is traced, and never trained.
+        llm: the model, with the user's agent name; its calls are recorded if it is traced, and never trained.
     """
 
     def __init__(self, person: Person, llm: rl.LLM, client: AsyncOpenAI) -> None:
@@ -102,12 +103,12 @@ class ModelUser:
     async def open(self) -> str:
         return await self._speak("Hello, this is the help desk. What can I do for you?") or ""
 
-    async def answer(self, heard: str) -> str | None:
-        return None if self._said >= PATIENCE else await self._speak(heard)
+    async def answer(self, text: str) -> str | None:
+        return None if self._said >= PATIENCE else await self._speak(text)
 
-    async def _speak(self, heard: str) -> str | None:
+    async def _speak(self, text: str) -> str | None:
         self._said += 1
-        self._messages.append({"role": "user", "content": heard})
+        self._messages.append({"role": "user", "content": text})
         sampling = {"max_tokens": MAX_TOKENS} | self._llm.sampling_parameters
         reply = await self._client.chat.completions.create(
             model=self._llm.model, messages=self._messages, **sampling

@@ -12,7 +12,7 @@ from tau2_helpers import TASKS, facts_told
 from examples.tau2_agent.domain import ToolError, Transcript
 from examples.tau2_agent.helpdesk.desk import DeskCase, HelpDesk, read_file
 from examples.tau2_agent.helpdesk.grading import changes, is_told, share_told
-from examples.tau2_agent.helpdesk.tools import Rendezvous
+from examples.tau2_agent.helpdesk.tools import BookingSystem
 from examples.tau2_agent.users import PATIENCE, ScriptedUser
 
 DATABASE = json.loads(read_file("db.json"))
@@ -167,7 +167,7 @@ FIND_3 = ("find_user", {"email": "chiara.l@post.example"})
 def test_what_is_against_the_rules_is_refused_and_changes_nothing(
     calls: list[tuple[str, Any]], refused: str
 ) -> None:
-    desk = Rendezvous(json.loads(read_file("db.json")))
+    desk = BookingSystem(json.loads(read_file("db.json")))
     for name, arguments in calls[:-1]:
         desk.call(name, arguments)
     before = json.dumps(desk.database)

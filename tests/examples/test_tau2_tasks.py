@@ -29,7 +29,7 @@ def test_rows_are_text_and_keep_everything() -> None:
         assert read_row(json.loads(json.dumps(row))) == ("helpdesk", task)
     with pytest.raises(DatasetError, match="must be a row"):
         read_row({"question": "?"})
-    with pytest.raises(ConfigError, match="there are helpdesk, airline"):
+    with pytest.raises(ConfigError, match="choose one of helpdesk, airline"):
         find_domain("casino")
 
 
@@ -67,7 +67,7 @@ def test_missing_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         find_domain("airline").tasks()
     monkeypatch.setenv("TAU2_DATA_DIR", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"db.json, policy.md, tasks.json are not below .* looked in tau2/domains/airline"
+        ConfigError, match=r"db.json, policy.md, tasks.json were not found below .*in tau2/domains/airline"
     ):
         find_domain("airline").tasks()
 
@@ -139,7 +139,7 @@ def test_the_ci_model_takes_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "give --model PATH, or --ci"),
+        ([], "pass --model PATH, or --ci"),
         (["--model", "m", "--endpoint", "http://x/v1"], "cannot be trained; add --debug"),
         (["--model", "m", "--task", "desk-01"], "nothing reads --task without --debug"),
         (["--model", "m", "--user-endpoint", "http://x/v1"], "add --user model"),

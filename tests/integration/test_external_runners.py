@@ -218,7 +218,7 @@ def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.Monke
         check=False,
     )
     assert late.returncode == 1
-    assert "ConfigError: there is no run 'nowhere' on this cluster" in late.stderr
+    assert "ConfigError: no run 'nowhere' that runners can join" in late.stderr
     import ray
 
     with ray.init(address=cluster.address, log_to_driver=False):

@@ -1,4 +1,5 @@
-"""The agent in four client libraries, each behind `solve(question, llm, settings)`; only the one that is used is imported."""
+"""The agent in four client libraries, each with a function `solve(question, llm, settings)`; only the chosen
+one is imported."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import raylight as rl
 from examples.math_agent.config import MathSettings
 
 Solve = Callable[[str, rl.LLM, MathSettings], Awaitable[str]]
-"""Takes a question to the model, with the calculator at hand, and returns what the model said last.
+"""Let the model solve a question with the calculator; returns its last text.
 
-A model that calls tools for more than `settings.max_turns` has said nothing: "". What fails raises.
+Returns "" if the model still calls tools after `settings.max_turns` calls. Errors are raised.
 """
 
 CLIENTS = {
@@ -29,13 +30,13 @@ PACKAGES = {
 
 
 def find_client(name: str) -> Solve:
-    """The loop of a client library.
+    """Return the `solve` function of a client library.
 
     Raises:
-        rl.errors.ConfigError: there is no such client, or its library is not installed.
+        rl.errors.ConfigError: the client is unknown, or its library is not installed.
     """
     if name not in CLIENTS:
-        raise rl.errors.ConfigError(f"there is no client {name!r}; choose one of {', '.join(CLIENTS)}")
+        raise rl.errors.ConfigError(f"unknown client {name!r}; choose one of {', '.join(CLIENTS)}")
     try:
         return importlib.import_module(CLIENTS[name]).solve
     except ModuleNotFoundError as error:

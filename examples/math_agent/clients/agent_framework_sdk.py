@@ -1,6 +1,6 @@
-"""The agent with Microsoft's agent-framework, which speaks MCP itself.
+"""The agent with Microsoft's agent-framework, which has an MCP client of its own.
 
-Its `chat` spans carry the ids of the responses that raylight captured, so that both tell of the same calls.
+Its `chat` spans have the ids of the responses that raylight captured, which connects both records of a call.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from examples.math_agent.prompts import instructions
 
 
 async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
-    """As `examples.math_agent.clients.Solve`."""
+    """See `examples.math_agent.clients.Solve`."""
     async with (
         shared("agent_framework", settings.command, lambda: _tool(settings.command)) as tool,
         AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as connection,
     ):
         client = OpenAIChatCompletionClient(model=llm.model, async_client=connection)
-        before_last = max(settings.max_turns - 1, 1)  # then it is asked once more, without tools
+        before_last = max(settings.max_turns - 1, 1)  # the last call is made without tools
         client.function_invocation_configuration |= {
             "max_iterations": before_last,
             "include_detailed_errors": True,
@@ -64,7 +64,8 @@ def _tool(command: tuple[str, ...]) -> MCPStdioTool:
 async def _give_up_without_server(
     context: FunctionInvocationContext, call_next: Callable[[], Awaitable[None]]
 ) -> None:
-    """End the run when the server is lost; agent-framework would tell the model that its call failed, and go on."""
+    """End the run when the server is lost; agent-framework would report a failed call to the model and
+    continue."""
     try:
         await call_next()
     except ToolExecutionException as error:

@@ -1,4 +1,4 @@
-"""The agent with the OpenAI Agents SDK, which speaks MCP itself."""
+"""The agent with the OpenAI Agents SDK, which has an MCP client of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from examples.math_agent.config import MathSettings
 from examples.math_agent.prompts import instructions
 
 QUIET = RunConfig(tracing_disabled=True)
-"""The SDK would send its own traces to OpenAI."""
+"""Run config that keeps the SDK from sending its traces to OpenAI."""
 
 
 async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
-    """As `examples.math_agent.clients.Solve`."""
+    """See `examples.math_agent.clients.Solve`."""
     async with (
         shared("agents", settings.command, lambda: _server(settings.command)) as server,
         AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client,
@@ -33,7 +33,7 @@ async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
         )
         try:
             done = await Runner.run(agent, question, max_turns=settings.max_turns, run_config=QUIET)
-        except (MaxTurnsExceeded, ModelBehaviorError):  # the latter: it called a tool that there is not
+        except (MaxTurnsExceeded, ModelBehaviorError):  # the latter: the model called an unknown tool
             return ""
     return str(done.final_output)
 
@@ -48,7 +48,7 @@ def _server(command: tuple[str, ...]) -> MCPServerStdio:
 
 
 def _tell_model(context: Any, error: Exception) -> str:
-    """What the model reads of a call that failed; a server that is lost is not its business."""
+    """Return the error of a failed call as text for the model; raise it if the server is lost."""
     if is_lost(error):
         raise error
     return f"error: {error}"

@@ -1,4 +1,4 @@
-"""The agent with LangGraph: a graph of a model and a node of tools, which are made of the MCP server's."""
+"""The agent with LangGraph: a graph of a model node and a node with the MCP server's tools."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ from examples.math_agent.prompts import instructions
 
 
 async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
-    """As `examples.math_agent.clients.Solve`."""
+    """See `examples.math_agent.clients.Solve`."""
     key = None if llm.api_key is None else SecretStr(llm.api_key)
     model = ChatOpenAI(model=llm.model, base_url=llm.endpoint, api_key=key, **llm.sampling_parameters)
-    asked = [SystemMessage(instructions(settings.extractor)), HumanMessage(question)]
+    messages = [SystemMessage(instructions(settings.extractor)), HumanMessage(question)]
     async with calculator(settings.command) as calls:
         graph = _graph(model, [_tool(calls, tool) for tool in calls.tools])
-        try:  # each turn of the model is a step, and so is each turn of the tools
-            final = await graph.ainvoke({"messages": asked}, {"recursion_limit": 2 * settings.max_turns})
-        except (
-            GraphRecursionError,
-            ValidationError,
-        ):  # the latter: it called a tool with a list, which no AIMessage can hold
+        try:  # a model call is a step, and so is a tool call
+            final = await graph.ainvoke({"messages": messages}, {"recursion_limit": 2 * settings.max_turns})
+        except (GraphRecursionError, ValidationError):  # the latter: a tool call whose arguments are a list
             return ""
     last = final["messages"][-1]
     return last.text if isinstance(last, AIMessage) else ""
@@ -53,7 +50,10 @@ def _graph(model: ChatOpenAI, tools: list[BaseTool]) -> Any:
 
 
 def _tool(calls: Calculator, tool: Tool) -> StructuredTool:
-    """A tool of the server as LangChain's. What the server complains of is text; a server that is lost raises."""
+    """Convert a tool of the server to LangChain.
+
+    An error of the tool is returned as text; a lost server raises.
+    """
 
     async def call(**arguments: Any) -> str:
         return await calls.call(tool.name, arguments)

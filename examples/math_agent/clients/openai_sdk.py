@@ -15,7 +15,7 @@ from examples.math_agent.prompts import instructions
 
 
 async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
-    """As `examples.math_agent.clients.Solve`."""
+    """See `examples.math_agent.clients.Solve`."""
     messages: list[Any] = [
         {"role": "system", "content": instructions(settings.extractor)},
         {"role": "user", "content": question},
@@ -24,7 +24,7 @@ async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
         calculator(settings.command) as tools,
         AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client,
     ):
-        offered: list[Any] = [
+        schemas: list[Any] = [
             {
                 "type": "function",
                 "function": {
@@ -37,31 +37,28 @@ async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
         ]
         for _ in range(settings.max_turns):
             reply = await client.chat.completions.create(
-                model=llm.model, messages=messages, tools=offered, **llm.sampling_parameters
+                model=llm.model, messages=messages, tools=schemas, **llm.sampling_parameters
             )
             message = reply.choices[0].message
             if not message.tool_calls:
                 return message.content or ""
             messages.append(message.model_dump(exclude_none=True))
-            messages.extend([await _answer(call, tools) for call in message.tool_calls])
+            messages.extend([await _tool_message(call, tools) for call in message.tool_calls])
     return ""
 
 
-async def _answer(call: ChatCompletionMessageToolCallUnion, tools: Calculator) -> dict[str, Any]:
-    """The message that answers a call; arguments that cannot be read are the model's mistake, and it is told so."""
-    said: str
+async def _tool_message(call: ChatCompletionMessageToolCallUnion, tools: Calculator) -> dict[str, Any]:
+    """Return the tool message for a call; malformed arguments are reported to the model."""
     if call.type != "function":
-        said = f"error: there is no tool of type {call.type!r}"
+        result = f"error: there is no tool of type {call.type!r}"
     else:
         try:
             arguments = json.loads(call.function.arguments or "{}")
         except ValueError as error:
-            said = f"error: the arguments are not JSON: {error}"
+            result = f"error: the arguments are not JSON: {error}"
         else:
-            fits = isinstance(arguments, dict)
-            said = (
-                await tools.call(call.function.name, arguments)
-                if fits
-                else "error: the arguments are no JSON object"
-            )
-    return {"role": "tool", "tool_call_id": call.id, "content": said}
+            if isinstance(arguments, dict):
+                result = await tools.call(call.function.name, arguments)
+            else:
+                result = "error: the arguments are no JSON object"
+    return {"role": "tool", "tool_call_id": call.id, "content": result}

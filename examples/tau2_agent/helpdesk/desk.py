@@ -1,4 +1,4 @@
-"""The help desk as an environment."""
+"""Environment with the help desk of a ferry line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from examples.tau2_agent.domain import Person, Transcript
 from examples.tau2_agent.helpdesk.grading import changes, share_told
-from examples.tau2_agent.helpdesk.tools import Rendezvous
+from examples.tau2_agent.helpdesk.tools import BookingSystem
 
 FOLDER = Path(__file__).parent
 
@@ -21,11 +21,11 @@ def read_file(name: str) -> str:
 
 
 class DeskCase:
-    """A customer with a wish, and a database of their own."""
+    """A task with a database of its own."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._before = json.loads(read_file("db.json"))
-        self._desk = Rendezvous(copy.deepcopy(self._before))
+        self._desk = BookingSystem(copy.deepcopy(self._before))
         self._expected = task["expected"]
         script = task["script"]
         answers = tuple((answer["heard"], answer["say"]) for answer in script["answers"])
@@ -37,12 +37,15 @@ class DeskCase:
         return self._desk.call(name, arguments)
 
     def changed(self) -> dict[str, Any]:
-        """What is different in the database."""
+        """Return the changes of the database."""
         return changes(self._before, self._desk.database)
 
     def grade(self, transcript: Transcript) -> dict[str, float]:
-        """`database`: 1 if exactly the expected changes were made. `facts`: the share of the facts that were told. `reward`: their
-        product, and 0 for a conversation that did not come to its end."""
+        """Return the rewards.
+
+        `database` is 1 if exactly the expected changes were made, `facts` the share of the facts that the
+        user received. `reward` is their product, or 0 for a conversation that did not end.
+        """
         database = float(self.changed() == self._expected["changes"])
         facts = share_told(self._expected["facts"], transcript.said())
         return {
@@ -53,9 +56,12 @@ class DeskCase:
 
 
 class HelpDesk:
-    """26 customers of a ferry line. A task has `user` (who is played), `script` (a scripted user's lines), `gold` (tool calls that
-    solve it) and `expected` (the changes they make in the database, one of which is always who was looked up, and the facts that
-    the user is to be told)."""
+    """Help desk of a ferry line, with 26 tasks.
+
+    A task has `user` (the person), `script` (the lines of a scripted user), `gold` (tool calls that solve it)
+    and `expected` (their changes of the database, which always include the customer who was looked up, and
+    the facts that the user must receive).
+    """
 
     def tasks(self) -> list[dict[str, Any]]:
         return json.loads(read_file("tasks.json"))

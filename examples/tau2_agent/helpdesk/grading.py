@@ -1,4 +1,4 @@
-"""What a conversation is worth: the state of the database, times the facts that the user was told."""
+"""Grading of a conversation: the state of the database, times the share of facts that the user received."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 Database = dict[str, Any]
 Changes = dict[str, Any]
-"""New values by their place, such as `bookings.B2001.status`."""
+"""New values by dotted path, such as `bookings.B2001.status`."""
 
 
 def changes(before: Database, after: Database) -> Changes:
-    """What differs between two states of a database of the same shape."""
+    """Return the differences between two states of a database."""
     found: Changes = {}
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)
@@ -24,10 +24,11 @@ def changes(before: Database, after: Database) -> Changes:
 
 
 def share_told(facts: Iterable[str], said: Iterable[str]) -> float:
-    """The share of facts that are in what was said; 1 where there are none.
+    """Return the share of facts that the messages contain; 1 if there are no facts.
 
     Args:
-        facts: `€16` is an amount in any spelling; anything else stands for itself, with other wordings after a `|`.
+        facts: `€16` matches an amount in any spelling; other facts match literally, with alternatives after a
+            `|`.
     """
     facts, text = list(facts), "\n".join(said)
     return sum(is_told(fact, text) for fact in facts) / len(facts) if facts else 1.0
@@ -38,7 +39,7 @@ def is_told(fact: str, text: str) -> bool:
 
 
 def _pattern(wording: str) -> str:
-    """A wording as a whole: no part of a longer number, word or time."""
+    """Pattern that matches a wording, but not as a part of a longer number, word or time."""
     if not wording.startswith("€"):
         return rf"(?<![\w:.,])(?<!\d-){re.escape(wording)}(?![\w:]|[.,-]\d)"
     amount = rf"(?<![\d.,]){wording[1:]}(?:[.,]00?)?(?![\w:]|[.,]\d)"

@@ -1,4 +1,4 @@
-"""The six tools of the help desk. They hold the assistant to those rules of the policy that a booking system would enforce."""
+"""Six tools of the help desk. They enforce the rules of the policy that a booking system would enforce."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from examples.tau2_agent.domain import ToolError
 VEHICLE_PRICE = 40
 CHANGE_FEE = 15
 CHANGE_HOURS, CANCEL_HOURS = 24, 48
-"""Until when before departure a saver fare can be changed and cancelled."""
+"""Hours before departure until which a saver fare can be changed and cancelled."""
 MOST_CREDIT = 100
 
 BookingId = Annotated[str, Field(description="Number of a booking, such as B2001.")]
 
 
 class Arguments(BaseModel):
-    """Base of the arguments of a tool; the class's text is what the assistant reads of it."""
+    """Base class of a tool's arguments; the docstring is the tool's description for the assistant."""
 
     model_config = ConfigDict(extra="forbid", title=None)
 
 
 class FindUser(Arguments):
-    """Look a customer up by e-mail address: name, level, credit, and bookings. This has to come before anything about a booking."""
+    """Look a customer up by e-mail address: name, level, credit, and bookings.
+
+    This has to come before anything about a booking.
+    """
 
     email: str = Field(description="The address that the customer gives.")
 
@@ -65,11 +68,11 @@ class GiveCredit(Arguments):
     amount: int = Field(ge=1, le=MOST_CREDIT, description="Whole euros.")
 
 
-class Rendezvous:
-    """The booking system during one conversation.
+class BookingSystem:
+    """Booking system of one conversation.
 
     Args:
-        database: is changed; its `contact` is the customer who was looked up last.
+        database: changed in place; its `contact` is the customer who was looked up last.
     """
 
     def __init__(self, database: dict[str, Any]) -> None:
@@ -85,7 +88,7 @@ class Rendezvous:
         }
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools in OpenAI's shape."""
+        """Return the tools in OpenAI's format."""
         return [
             {
                 "type": "function",
@@ -95,10 +98,11 @@ class Rendezvous:
         ]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Use a tool; returns JSON.
+        """Call a tool; returns JSON.
 
         Raises:
-            ToolError: there is no such tool, its arguments do not fit, or it is against the rules. Nothing is changed then.
+            ToolError: the tool is unknown, its arguments are wrong, or a rule forbids the call; nothing was
+                changed.
         """
         if name not in self._tools:
             raise ToolError(f"there is no tool {name:.100}; there are {', '.join(self._tools)}")
@@ -151,7 +155,8 @@ class Rendezvous:
             )
         if new["seats"] < booking["passengers"] or new["vehicle_spaces"] < booking["vehicle"]:
             raise ToolError(
-                f"{new['id']} has {new['seats']} seats and {new['vehicle_spaces']} vehicle spaces left, too few"
+                f"{new['id']} has {new['seats']} seats and {new['vehicle_spaces']} vehicle spaces left, too "
+                "few"
             )
         price = new[booking["fare"]] * booking["passengers"] + VEHICLE_PRICE * booking["vehicle"]
         difference = price - booking["paid"]
@@ -186,7 +191,7 @@ class Rendezvous:
         return {"booking_id": booking["id"], "credit": given.amount, "balance": user["credit"]}
 
     def _own(self, booking_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A booking of the customer who was looked up, and its crossing."""
+        """Return a booking of the customer who was looked up, and its crossing."""
         customer = self.database["contact"]
         if customer is None:
             raise ToolError("look the customer up first, with find_user")
@@ -198,7 +203,8 @@ class Rendezvous:
     def _must_be_open(self, booking: dict[str, Any], sailing: dict[str, Any]) -> None:
         if booking["status"] != "confirmed":
             raise ToolError(
-                f"{booking['id']} is {booking['status']}; only a confirmed booking can be changed or cancelled"
+                f"{booking['id']} is {booking['status']}; only a confirmed booking can be changed or "
+                "cancelled"
             )
         if self._hours(sailing) <= 0:
             raise ToolError(f"{sailing['id']} has left; its bookings can no longer be changed or cancelled")
@@ -216,7 +222,7 @@ class Rendezvous:
 
 
 def _schema(kind: type[Arguments]) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments, without what only pydantic reads."""
+    """Return the JSON schema of a tool's arguments, without pydantic's titles."""
     schema = kind.model_json_schema()
     fields = {
         name: {k: v for k, v in field.items() if k != "title"} for name, field in schema["properties"].items()
