@@ -1,4 +1,4 @@
-"""Training batches: the trajectories, rewards and groups of finished rollouts, for one update of the learner group."""
+"""Training batches: trajectories, rewards and groups of finished rollouts, for one update."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ RELATION_COUNTERS: dict[Relation, str] = {
 class TrainBatch:
     """Rollouts with their rewards and trajectories.
 
-    `rewards`, `groups` and `baselines` have one entry per rollout. `rows` are trajectories, and `owners[i]` is the index of
-    the rollout that row i belongs to. A rollout may own several rows, or none if they were too long. Its advantage is computed
-    once and shared by its rows.
+    `rewards`, `groups` and `baselines` have one entry per rollout. `rows` are trajectories, and `owners[i]`
+    is the index of the rollout that row i belongs to. A rollout may own several rows, or none if they were
+    too long. Its advantage is computed once and shared by its rows.
     """
 
     rewards: list[float]
@@ -53,8 +53,8 @@ class BatchRules:
     Args:
         failure_reward: reward of rollouts whose agent failed; None leaves them out.
         min_group: smallest group; a group with fewer remaining rollouts is left out.
-        trained_agents: regular expression for the agents whose calls are trained, in addition to those that a rollout marked.
-            None trains all calls of a rollout that marked no agent.
+        trained_agents: regular expression for the agents whose calls are trained, in addition to those that a
+            rollout marked. None trains all calls of a rollout that marked no agent.
         zero_variance_groups: treatment of groups whose rewards are all equal.
         row_limit: tokens of the longest row; None for no limit.
         long_rows: treatment of longer rows.
@@ -74,7 +74,7 @@ class BatchRules:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Counts of the rollouts of a batch, or of groups, calls and rows if the name says so."""
+    """Counts of the rollouts of a batch, or of its groups, calls and rows if so named."""
 
     trained: int
     failed: int
@@ -83,7 +83,7 @@ class BatchReport:
     empty: int
     """Rollouts without a call to the model being trained."""
     without_baseline: int
-    """Rollouts left out because too few rollouts of their group, or no baseline, remain to compare them with."""
+    """Rollouts left out because their group is too small or has no baseline."""
     groups: int
     groups_without_signal: int
     """Groups in which all rewards are equal, so that no rollout is better than another."""
@@ -100,8 +100,8 @@ class BatchReport:
     rows_truncated: int = 0
     """Rows truncated at the limit."""
     calls: int = 0
-    """Trained calls. The counts below are their relations to earlier calls (`experience.trajectory.Relation`), without the
-    first call of each rollout."""
+    """Trained calls. The counts below are their relations to earlier calls
+    (`experience.trajectory.Relation`), without the first call of each rollout."""
     extensions: int = 0
     forks: int = 0
     drifts_ending: int = 0
@@ -134,16 +134,19 @@ def build_batch(
 ) -> tuple[TrainBatch, BatchReport]:
     """Build a batch from finished rollouts.
 
-    A failed rollout is left out, unless `failure_reward` gives it a reward and it has generations. Infrastructure failures
-    are always left out. Groups with fewer than `min_group` remaining rollouts are left out too: an estimator with a group
-    baseline would use the reward of a single rollout as its advantage.
+    A failed rollout is left out, unless `failure_reward` gives it a reward and it has generations.
+    Infrastructure failures are always left out. Groups with fewer than `min_group` remaining rollouts are
+    left out too: an estimator with a group baseline would use the reward of a single rollout as its
+    advantage.
 
     Args:
         reward_of: function from a rollout to its reward, or None for no reward; default: `effective_reward`.
-        baselines: baseline by group. A group without one is left out. None if the estimator needs no baselines.
+        baselines: baseline by group. A group without one is left out. None if the estimator needs no
+            baselines.
 
     Raises:
-        EmptyTraceError: rollouts were scored, but none has a completed call of a trained agent to the model being trained.
+        EmptyTraceError: rollouts were scored, but none has a completed call of a trained agent to the model
+            being trained.
         RowTooLongError: a row is longer than the limit, and `long_rows` is "error".
     """
     scored: list[_ScoredRollout] = []
@@ -248,16 +251,18 @@ def _has_advantage(
 def _empty_reason(empty: int, aborted: int, other_agents: int, trained_agents: str | None) -> str:
     if aborted:
         return (
-            f"{empty} rollouts were scored, but all {aborted} calls that could be trained were cut off: the agents, or a proxy "
-            "between them and the engine, closed the connections; raise their timeouts, and check the log of serving"
+            f"{empty} rollouts were scored, but all {aborted} calls that could be trained were cut off: the "
+            "agents, or a proxy between them and the engine, closed the connections; raise their timeouts, "
+            "and check the log of serving"
         )
     if other_agents:
         return (
-            f"{empty} rollouts were scored, but all their {other_agents} calls are of agents that are not trained, or of agents "
-            f"without a name: check trained_agents ({trained_agents!r}) and rollout.mark_agent_as_trainable, and name the agents "
-            "that call (llm.for_agent, or spans with gen_ai.agent.name)"
+            f"{empty} rollouts were scored, but all their {other_agents} calls are of agents that are not "
+            f"trained, or of agents without a name: check trained_agents ({trained_agents!r}) and "
+            "rollout.mark_agent_as_trainable, and name the agents that call (llm.for_agent, or spans with "
+            "gen_ai.agent.name)"
         )
     return (
-        f"{empty} rollouts were scored, but none called the model being trained: the agent must use llm.endpoint as base URL, "
-        "llm.api_key as key and llm.model as model"
+        f"{empty} rollouts were scored, but none called the model being trained: the agent must use "
+        "llm.endpoint as base URL, llm.api_key as key and llm.model as model"
     )

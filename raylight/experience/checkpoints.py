@@ -1,8 +1,8 @@
-"""Training states in a folder or an object store: named by their step, complete or absent, pruned to a maximum number.
+"""Training states in a folder or an object store: named by step, complete or absent, pruned by count.
 
-Law: a state is complete if its marker `COMPLETE` exists. The marker names the content file, is written last, and replaces a
-former marker atomically. A state that is written again stays the former one until the new one is complete, wherever the
-process is killed in between.
+Law: a state is complete if its marker `COMPLETE` exists. The marker names the content file, is written last,
+and replaces a former marker atomically. A state that is written again stays the former one until the new one
+is complete, wherever the process is killed in between.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class TrainingStates:
             return self._fs.open(f"{self._folder(step)}/{self._marker(step)[CONTENT]}", "rb")
         except OSError as error:
             raise CheckpointError(
-                f"the training state of step {step} in {self.url} cannot be read here: {error}; use a folder that every learner "
-                "can reach, or a URL"
+                f"the training state of step {step} in {self.url} cannot be read here: {error}; use a "
+                "folder that every learner can reach, or a URL"
             ) from None
 
     def write(self, step: int, metadata: dict[str, Any], dump: Dump | None = None) -> None:
@@ -77,7 +77,8 @@ class TrainingStates:
 
         Args:
             metadata: JSON values, returned by `metadata`.
-            dump: writes the content; None for a state without content, which stands for the model's own files.
+            dump: writes the content; None for a state without content, which stands for the model's own
+                files.
 
         Raises:
             CheckpointError: the state cannot be written.
@@ -86,8 +87,8 @@ class TrainingStates:
             self._write(step, metadata, dump)
         except OSError as error:
             raise CheckpointError(
-                f"the training state of step {step} cannot be written to {self.url}: {error}; check permissions and free space, "
-                "or choose another checkpoint.path"
+                f"the training state of step {step} cannot be written to {self.url}: {error}; check "
+                "permissions and free space, or choose another checkpoint.path"
             ) from error
 
     def prune(self, keep: int) -> None:
@@ -178,9 +179,11 @@ def parse_step(url: str) -> int | None:
 
 
 def locate_state(source: str) -> tuple[str, int | None]:
-    """Return the URL of the training states and the step, from the path of a state, of its folder or of a run directory.
+    """Return the URL of the training states and the step that `source` names.
 
-    The step is None unless `source` names a state.
+    Args:
+        source: path or URL of a state, of the folder of states, or of a run directory. The step is None
+            unless it names a state.
     """
     step = parse_step(source)
     if "://" in source:

@@ -14,8 +14,8 @@ REJECTION_CRITERIA = frozenset(
 )
 """Valid names in `rollout_rs`: a KL estimate of a token, or its sum, mean or maximum over a row.
 
-Of the ratios of engine to learner probability, token_k1 bounds each, seq_sum_k1 their product over a row, and seq_mean_k1
-their geometric mean.
+Of the ratios of engine to learner probability, token_k1 bounds each, seq_sum_k1 their product over a row, and
+seq_mean_k1 their geometric mean.
 """
 
 
@@ -26,22 +26,26 @@ class CorrectionSettings(Config):
     """
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights: the ratio of learner to engine probability of each token, or of the whole row; None for no weights."""
+    """Importance weights: the ratio of learner to engine probability of each token, or of the whole row; None
+    for no weights."""
     rollout_is_threshold: float | str = 2.0
-    """A number truncates the weights (TIS); "lower_upper", as in "0.5_5.0", sets weights outside to zero (IcePop)."""
+    """A number truncates the weights (TIS); "lower_upper", as in "0.5_5.0", sets weights outside to zero
+    (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch, so that only their relative sizes count."""
     rollout_rs: str | None = None
-    """Reject tokens or rows whose ratio is too far from 1: `token_k1`, `seq_mean_k1` (geometric), `seq_max_k2`, ..., or
-    several, separated by commas."""
+    """Reject tokens or rows whose ratio is too far from 1: `token_k1`, `seq_mean_k1` (geometric),
+    `seq_max_k2`, ..., or several, separated by commas."""
     rollout_rs_threshold: float | str | None = None
-    """Bounds of the criteria in `rollout_rs`, one for all or one for each, separated by commas. For k1 criteria: bounds of the
-    ratio of engine to learner probability, "lower_upper" or one number x for "1/x_x". For k2 and k3: the largest KL estimate."""
+    """Bounds of the criteria in `rollout_rs`, one for all or one for each, separated by commas. For k1
+    criteria: bounds of the ratio of engine to learner probability, "lower_upper" or one number x for "1/x_x".
+    For k2 and k3: the largest KL estimate."""
     bypass_mode: bool = False
-    """Use the engine's log-probs as the old policy's instead of recomputing them (two policies instead of three)."""
+    """Use the engine's log-probs as the old policy's instead of recomputing them (two policies instead of
+    three)."""
     warn_logprob_mismatch: float = Field(default=0.0, ge=0)
-    """Difference of engine and learner log-probs, for tokens of the current version, above which the run warns; 0 chooses a
-    tenth of `max_logprob_mismatch`."""
+    """Difference of engine and learner log-probs, for tokens of the current version, above which the run
+    warns; 0 chooses a tenth of `max_logprob_mismatch`."""
     max_logprob_mismatch: float = Field(default=0.0, ge=0)
     """Largest allowed difference; 0 chooses 1e-3 if both compute in float32, and 0.5 otherwise."""
 
@@ -60,8 +64,8 @@ class CorrectionSettings(Config):
         parse_weight_bounds(self.rollout_is_threshold)
         if self.rollout_is is None and (self.rollout_is_threshold != 2.0 or self.rollout_is_batch_normalize):
             raise ValueError(
-                "rollout_is_threshold and rollout_is_batch_normalize have no effect without rollout_is; set rollout_is, or "
-                "leave them at their defaults"
+                "rollout_is_threshold and rollout_is_batch_normalize have no effect without rollout_is; "
+                "set rollout_is, or leave them at their defaults"
             )
         if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
             raise ValueError("rollout_rs and rollout_rs_threshold need each other; set both or neither")
@@ -69,7 +73,8 @@ class CorrectionSettings(Config):
             _check_rejection(self.rollout_rs, self.rollout_rs_threshold)
         if 0 < self.max_logprob_mismatch < self.warn_logprob_mismatch:
             raise ValueError(
-                "warn_logprob_mismatch is above max_logprob_mismatch, at which the run already fails; lower it"
+                "warn_logprob_mismatch is above max_logprob_mismatch, at which the run already fails; "
+                "lower it"
             )
         return self
 
@@ -95,15 +100,16 @@ def _check_rejection(names: str, thresholds: float | str) -> None:
     criteria = [name.strip() for name in names.split(",")]
     if unknown := sorted(set(criteria) - REJECTION_CRITERIA):
         raise ValueError(
-            f"rollout_rs: unknown {', '.join(map(repr, unknown))}; choose from {', '.join(sorted(REJECTION_CRITERIA))}"
+            f"rollout_rs: unknown {', '.join(map(repr, unknown))}; choose from "
+            f"{', '.join(sorted(REJECTION_CRITERIA))}"
         )
     if len(set(criteria)) < len(criteria):
         raise ValueError(f"rollout_rs {names!r} contains a name twice; name each criterion once")
     bounds = [part.strip() for part in str(thresholds).split(",")]
     if len(bounds) not in (1, len(criteria)):
         raise ValueError(
-            f"rollout_rs_threshold {thresholds!r} has {len(bounds)} thresholds; give one threshold for all, or "
-            f"{len(criteria)} separated by commas"
+            f"rollout_rs_threshold {thresholds!r} has {len(bounds)} thresholds; give one threshold for all, "
+            f"or {len(criteria)} separated by commas"
         )
     for criterion, bound in zip(
         criteria, bounds * len(criteria) if len(bounds) == 1 else bounds, strict=True
@@ -120,7 +126,8 @@ def _check_criterion(criterion: str, threshold: str) -> None:
             )
     elif lower is None and not upper >= 1:
         raise ValueError(
-            f"rollout_rs_threshold {threshold!r}: {criterion} bounds a ratio between 1/x and x, so x must be at least 1"
+            f"rollout_rs_threshold {threshold!r}: {criterion} bounds a ratio between 1/x and x, so x must "
+            "be at least 1"
         )
     elif lower is not None and not 0 < lower <= upper:
         raise ValueError(

@@ -15,7 +15,7 @@ from raylight.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BaselineKind = Literal["group", "batch", "greedy", "none"]
-"""Baseline of an estimator: the rollout's group, the whole batch, a greedy rollout of the same task, or none known here."""
+"""Baseline of an estimator: the group, the batch, a greedy rollout of the same task, or none known here."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ _SUM_OF_SQUARES = (
     "it needs the sum of squared probabilities over the vocabulary, which the learners do not compute"
 )
 UNSUPPORTED_ESTIMATORS = {
-    "gdpo": "it needs several named rewards per rollout, and a rollout has one here; combine them in the agent",
+    "gdpo": "it needs several named rewards per rollout, not one; combine them in the agent",
     "optimal_token_baseline": _SUM_OF_SQUARES,
     "tir_optimal_token_baseline": _SUM_OF_SQUARES,
 }
 UNSUPPORTED_LOSSES = {
-    "bypass_mode": "set bypass_mode=True, and as loss_mode the loss that is to receive the engine's log-probs",
+    "bypass_mode": "set bypass_mode=True, and loss_mode to the loss for the engine's log-probs",
     "dro": "its policy_loss.dro_beta has no setting here; write it with raylight.policy_loss",
 }
 """verl's functions that cannot run here, and the reason."""
@@ -96,8 +96,9 @@ def advantage_estimator(
 
     The function receives, by keyword, those of the following arguments that it has a parameter for:
 
-    - token_level_rewards: float tensor of shape (rollouts, tokens). The tokens are the sampled ones of a rollout, one call
-      after the other. The final reward is on the last token, a turn reward on the last token of the call before it.
+    - token_level_rewards: float tensor of shape (rollouts, tokens). The tokens are the sampled ones of a
+      rollout, one call after the other. The final reward is on the last token, a turn reward on the last
+      token of the call before it.
     - response_mask: float tensor of the same shape, 0 after the end of a rollout.
     - index: array of group names, one per rollout.
     - values: the critic's values, of the same shape; this parameter requires `critic=CriticSettings(...)`.
@@ -105,18 +106,18 @@ def advantage_estimator(
     - gamma, lam, norm_adv_by_std_in_grpo: the settings of these names (the last is `norm_adv_by_std`).
     - config: verl's AlgoConfig with the same three settings.
 
-    It returns advantages of that shape, or a tuple of advantages and returns (the critic's targets). It runs on every rank
-    with the whole batch, so it must be deterministic.
+    It returns advantages of that shape, or a tuple of advantages and returns (the critic's targets). It runs
+    on every rank with the whole batch, so it must be deterministic.
 
     Args:
-        baseline_kind: "group" drops rollouts whose group has no other scored rollout and skips steps in which no group has
-            different rewards; "batch" skips steps in which all rewards are equal; "greedy" adds a greedy rollout of each
-            task, whose rewards are `reward_baselines`; "none" drops and skips nothing. None chooses "greedy" for a function
-            with a parameter `reward_baselines`, else "none".
+        baseline_kind: "group" drops rollouts whose group has no other scored rollout and skips steps in which
+            no group has different rewards; "batch" skips steps in which all rewards are equal; "greedy" adds
+            a greedy rollout of each task, whose rewards are `reward_baselines`; "none" drops and skips
+            nothing. None chooses "greedy" for a function with a parameter `reward_baselines`, else "none".
 
     Raises:
-        ConfigError: the name is taken, the function has a parameter that is not in the list, or `reward_baselines` is
-            missing for "greedy" or does not fit another kind.
+        ConfigError: the name is taken, the function has a parameter that is not in the list, or
+            `reward_baselines` is missing for "greedy" or does not fit another kind.
     """
     register = _registrar(
         name, _estimators, {*ESTIMATORS, *UNSUPPORTED_ESTIMATORS}, ESTIMATOR_ARGUMENTS, "advantage estimator"
@@ -128,8 +129,8 @@ def advantage_estimator(
         if takes_baselines != (kind == "greedy"):
             raise ConfigError(
                 f"the advantage estimator {name!r} has baseline_kind={kind!r} and "
-                f"{'a' if takes_baselines else 'no'} parameter reward_baselines; baseline_kind='greedy' and this "
-                "parameter need each other"
+                f"{'a' if takes_baselines else 'no'} parameter reward_baselines; baseline_kind='greedy' and "
+                "this parameter need each other"
             )
         register(function)
         _estimator_traits[name] = EstimatorTraits(kind)
@@ -143,12 +144,13 @@ def policy_loss(name: str) -> Callable[[Function], Function]:
 
     The function may have these parameters, which are passed by keyword:
 
-    - log_prob, old_log_prob: float tensors of shape (rows, tokens), of the policy that is trained and the one that sampled.
+    - log_prob, old_log_prob: float tensors of shape (rows, tokens), of the policy that is trained and the one
+      that sampled.
     - advantages, response_mask: tensors of the same shape; the mask is 1 for sampled tokens.
     - config: verl's ActorConfig, with the settings of the algorithm (`clip_ratio_low`, ...).
 
-    It returns the loss of each token, in that shape. The caller applies the mask, importance weights and the mean over the
-    batch (`loss_agg_mode`), so that they are right for any number of ranks and micro-batches.
+    It returns the loss of each token, in that shape. The caller applies the mask, importance weights and the
+    mean over the batch (`loss_agg_mode`), so that they are right for any number of ranks and micro-batches.
 
     Raises:
         ConfigError: the name is taken, or the function has another parameter.
@@ -216,7 +218,8 @@ def _registrar(
         ]
         if unknown:
             raise ConfigError(
-                f"the {kind} {name!r} has unknown parameters: {', '.join(unknown)}; it may have: {', '.join(arguments)}"
+                f"the {kind} {name!r} has unknown parameters: {', '.join(unknown)}; it may have: "
+                f"{', '.join(arguments)}"
             )
         registered[name] = function
         return function
@@ -240,6 +243,7 @@ def _resolve(
         known = sorted([*verl_names, *registered])
         nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
         raise ConfigError(
-            f"unknown {setting} {name!r}; choose from: {', '.join(nearest)}, or register your own with @raylight.{decorator}(...)"
+            f"unknown {setting} {name!r}; choose from: {', '.join(nearest)}, or register your own with "
+            f"@raylight.{decorator}(...)"
         )
     return None

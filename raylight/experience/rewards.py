@@ -1,4 +1,4 @@
-"""Rewards of finished rollouts: the effective final reward, rewards of turns, and the greedy baselines of ReMax."""
+"""Rewards of finished rollouts: final rewards, turn rewards, and the greedy baselines of ReMax."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class TurnReward:
     rollout: int
     """Index of the rollout in the batch."""
     row: int | None
-    """Row with the call: index in the batch, or in the rollout before a batch is built. None if the row was left out."""
+    """Index of the call's row in the batch (in the rollout, before a batch is built); None if it was left
+    out."""
     token: int
     """Index of the call's last token in the row."""
 
 
 def effective_reward(item: FinishedRollout, failure_reward: float | None) -> float | None:
-    """Return a rollout's own reward, `failure_reward` if its agent failed, or None if the rollout is left out.
+    """Return a rollout's own reward, `failure_reward` if its agent failed, or None to leave it out.
 
-    A rollout is left out if it has no reward, or if the infrastructure failed.
+    It is left out if it has no reward, or if the infrastructure failed.
     """
     if item.rollout.status == "succeeded":
         return item.reward
@@ -72,7 +73,9 @@ def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) ->
 def greedy_baselines(
     finished: list[FinishedRollout], reward_of: Callable[[FinishedRollout], float | None], turn_rewards: bool
 ) -> dict[str, float]:
-    """Return the reward of the greedy rollout of each group that has one (ReMax, https://arxiv.org/abs/2310.10505).
+    """Return the reward of each group's greedy rollout, the baseline of ReMax.
+
+    See https://arxiv.org/abs/2310.10505. Groups without a greedy rollout are missing in the result.
 
     Args:
         turn_rewards: add the rewards emitted before the final one.
@@ -96,7 +99,7 @@ def _check_greedy(item: FinishedRollout) -> None:
         temperature = call.sampling.get("temperature", 1.0)
         if temperature >= GREEDY_BELOW:
             raise GreedyError(
-                f"the greedy rollout {item.rollout.rollout_id}, which ReMax uses as a baseline, called the model at temperature "
-                f"{temperature:g}; pass the sampling parameters of the LLM in the agent, as in create(..., "
-                "**llm.sampling_parameters), and set no temperature of your own"
+                f"the greedy rollout {item.rollout.rollout_id}, which ReMax uses as a baseline, called the "
+                f"model at temperature {temperature:g}; pass the sampling parameters of the LLM in the "
+                "agent, as in create(..., **llm.sampling_parameters), and set no temperature of your own"
             )

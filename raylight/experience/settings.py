@@ -1,4 +1,5 @@
-"""Settings of a policy update, which the driver sends to the learners. Field names follow verl's if verl has the concept."""
+"""Settings of a policy update, which the driver sends to the learners. Names follow verl where it has
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class OptimizerSettings(Config):
     lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises linearly from 0. The first of them has a learning rate of 0."""
+    """Updates over which the learning rate rises linearly from 0. The first one has none."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of the cosine schedule, as a fraction of `lr`."""
     weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
@@ -43,7 +44,8 @@ class OptimizerSettings(Config):
     def _check_schedule(self) -> Self:
         if self.min_lr_ratio and self.lr_schedule == "constant":
             raise ValueError(
-                "min_lr_ratio applies to the cosine schedule only, and lr_schedule is 'constant'; set lr_schedule='cosine'"
+                "min_lr_ratio applies to the cosine schedule only, and lr_schedule is 'constant'; set "
+                "lr_schedule='cosine'"
             )
         return self
 
@@ -66,16 +68,18 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Settings of the policy update: advantages, loss, KL penalties and mini-batches."""
 
     adv_estimator: str = "grpo"
-    """Advantage estimator, registered with `verl.trainer.ppo.core_algos` or by `raylight.advantage_estimator`."""
+    """Advantage estimator of `verl.trainer.ppo.core_algos`, or one added by
+    `raylight.advantage_estimator`."""
     norm_adv_by_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO); False is Dr.GRPO, https://arxiv.org/abs/2503.20783."""
+    """Divide advantages by the group's deviation (GRPO); False is Dr.GRPO,
+    https://arxiv.org/abs/2503.20783."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from one sampled token to the next."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of generalized advantage estimation, https://arxiv.org/abs/1506.02438."""
     critic: CriticSettings | None = None
     loss_mode: str = "vanilla"
-    """Policy loss, registered with verl or by `raylight.policy_loss`; `vanilla` is PPO's clipped objective."""
+    """Policy loss of verl, or one added by `raylight.policy_loss`; `vanilla` is PPO's clipped objective."""
     loss_agg_mode: LossAggregation = "token-mean"
     loss_scale_factor: int | None = Field(default=None, ge=1)
     """Divisor of seq-mean-token-sum-norm; None for the longest response of a micro-batch."""
@@ -99,16 +103,16 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Weight of the same KL divergence, subtracted from the reward of each token."""
     kl_reward_type: KlType = "k1"
     kl_target: float | None = Field(default=None, gt=0)
-    """Target of the adaptive KL controller (https://arxiv.org/abs/1909.08593), which adjusts `kl_reward_coef`; None keeps
-    that fixed."""
+    """Target of the adaptive KL controller (https://arxiv.org/abs/1909.08593), which adjusts
+    `kl_reward_coef`; None keeps that fixed."""
     kl_horizon: int = Field(default=10_000, ge=1)
     """Horizon of the adaptive KL controller, in rollouts."""
     entropy_coef: float = Field(default=0.0, allow_inf_nan=False)
     calculate_entropy: bool = True
     """Compute the entropy for the metrics even if the loss does not need it."""
     zero_variance_groups: Literal["keep", "drop"] = "keep"
-    """Groups whose rewards are all equal: "keep" trains them with advantages of 0 (their tokens count in the mean), "drop"
-    leaves them out."""
+    """Groups whose rewards are all equal: "keep" trains them with advantages of 0 (their tokens count in the
+    mean), "drop" leaves them out."""
     mini_batches: int = Field(default=1, ge=1)
     """Parts into which a batch is split by rollout, with one optimizer step each."""
     ppo_epochs: int = Field(default=1, ge=1)
@@ -119,7 +123,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     _loss: Callable[..., Any] | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any) -> None:
-        """Store the user's functions in the settings: the registry of the ranks, in other processes, lacks them."""
+        """Store the user's functions, which the registry of the ranks, in other processes, lacks."""
         self._estimator, self._loss = resolve_estimator(self.adv_estimator), resolve_loss(self.loss_mode)
         self._baseline_kind = estimator_traits(self.adv_estimator).baseline_kind
 
@@ -142,8 +146,8 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     def _check_combination(self) -> Self:
         if needs_critic(self.adv_estimator, self._estimator) != (self.critic is not None):
             raise ValueError(
-                "adv_estimator 'gae' (or a user's estimator with a parameter `values`) and a critic need each other; set both "
-                "or neither"
+                "adv_estimator 'gae' (or a user's estimator with a parameter `values`) and a critic need "
+                "each other; set both or neither"
             )
         if self.kl_target is not None and not self.kl_reward_coef:
             raise ValueError(
@@ -151,8 +155,8 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
             )
         if self.bypass_mode and self.correction_enabled:
             raise ValueError(
-                "rollout_is and rollout_rs cannot be combined with bypass_mode, whose loss already uses the ratio to the "
-                "engine; remove them, or set bypass_mode=False"
+                "rollout_is and rollout_rs cannot be combined with bypass_mode, whose loss already uses "
+                "the ratio to the engine; remove them, or set bypass_mode=False"
             )
         return self
 

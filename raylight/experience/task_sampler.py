@@ -8,7 +8,9 @@ from typing import Any
 
 
 class TaskSampler(Iterator[list[Any]]):
-    """Endless iterator of task batches. Each pass over the tasks is shuffled again; a batch may span two passes.
+    """Endless iterator of task batches.
+
+    Each pass over the tasks has another random order. A batch may span two passes.
 
     Args:
         size: tasks per batch.

@@ -38,9 +38,9 @@ class RowLimit:
             return row
         if self._rule == "error":
             raise RowTooLongError(
-                f"rollout {row.rollout_id} has a trajectory of {len(row.token_ids)} tokens, and a learner takes {end}: raise "
-                "learner.max_row_tokens and learner.max_tokens_per_micro_batch, lower engine.max_model_len, or choose "
-                "learner.long_rows='drop' or 'truncate'"
+                f"rollout {row.rollout_id} has a trajectory of {len(row.token_ids)} tokens, and a learner "
+                f"takes {end}: raise learner.max_row_tokens and learner.max_tokens_per_micro_batch, lower "
+                "engine.max_model_len, or choose learner.long_rows='drop' or 'truncate'"
             )
         if self._rule == "drop" or not any(row.mask[:end]):
             self.dropped += 1
@@ -56,10 +56,10 @@ class RowLimit:
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
-    """Split rows into micro-batches, longest rows first, so that rows of similar length are computed together.
+    """Split rows into micro-batches of rows of similar length, longest rows first.
 
-    A packed micro-batch costs the sum of its rows' tokens; a padded one costs its longest row for each of its rows. No cost
-    exceeds `budget`, except that of a single longer row.
+    A packed micro-batch costs the sum of its rows' tokens; a padded one costs its longest row for each of its
+    rows. No cost exceeds `budget`, except that of a single longer row.
 
     Args:
         lengths: tokens of each row.

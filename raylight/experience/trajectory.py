@@ -1,8 +1,9 @@
 """Trajectories from generations: a tree over token prefixes.
 
-A call whose prompt continues the tokens of an earlier call (its prompt and its whole output) extends that conversation. The
-tokens between the two are an observation and are masked. Any other call starts a branch of its own, in which the tokens
-shared with earlier calls are context. The relation of each call to the earlier ones is reported beside the rows.
+A call whose prompt continues the tokens of an earlier call (its prompt and its whole output) extends that
+conversation. The tokens between the two are an observation and are masked. Any other call starts a branch of
+its own, in which the tokens shared with earlier calls are context. The relation of each call to the earlier
+ones is reported beside the rows.
 
 Laws: every sampled response is trained exactly once, unless it was aborted; the tokens of a trajectory equal
 `prompt_ids + output_ids` of its last call. No row depends on how a call is classified.
@@ -23,20 +24,24 @@ Tokens: TypeAlias = NDArray[np.int64]
 Relation: TypeAlias = Literal[
     "start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"
 ]
-"""Relation of a call, with prompt P, to the earlier calls. The related call that shares the most tokens with P decides.
+"""Relation of a call, with prompt P, to the earlier calls. The related call that shares the most tokens with
+P decides.
 
 - start: the first call.
 - extension: P begins with all tokens of a conversation (at the same temperature), which grows.
-- fork: P contains all tokens of an earlier call, but that conversation has already continued, or has another temperature;
-  or P was sampled from before (parallel samples), or is such a prompt plus a part of its response.
-- drift_ending: P renders an earlier response as sampled, except for its last token: an end token is missing or differs.
-- drift_response: P renders an earlier response differently, such as without its reasoning or with another tokenization.
-- drift_header: P contains an earlier response (or its end), but not after the tokens that preceded it when it was sampled,
-  such as an empty thought that the chat template inserts before new responses only.
+- fork: P contains all tokens of an earlier call, but that conversation has already continued, or has another
+  temperature; or P was sampled from before (parallel samples), or is such a prompt plus a part of its
+  response.
+- drift_ending: P renders an earlier response as sampled, except for its last token: an end token is missing
+  or differs.
+- drift_response: P renders an earlier response differently, such as without its reasoning or with another
+  tokenization.
+- drift_header: P contains an earlier response (or its end), but not after the tokens that preceded it when it
+  was sampled, such as an empty thought that the chat template inserts before new responses only.
 - restart: a new context: another agent, or a history that was truncated or summarized.
 
-Drift is costly: the whole history is computed again, and a response is trained in a context that differs slightly from the
-one it was sampled in.
+Drift is costly: the whole history is computed again, and a response is trained in a context that differs
+slightly from the one it was sampled in.
 """
 
 RELATION_PRIORITY: tuple[Relation, ...] = (
@@ -98,7 +103,7 @@ class _CallNode:
         self.length = self.prompt_length + len(self.call.output_ids)
 
     def can_be_extended_by(self, call: Generation) -> bool:
-        """True if this is the last call of its row and has the temperature of `call` (a trajectory has one temperature)."""
+        """True if this is the last call of its row and has the same temperature (a trajectory has one)."""
         return self.branch[-1] is self.call and self.call.temperature == call.temperature
 
 
@@ -108,8 +113,8 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
     Time and memory grow with the tokens of the tree, not with the tokens of all prompts together.
 
     Args:
-        generations: calls of one attempt, in the order of their starts. Calls that sampled nothing or were aborted are left
-            out, because the agent did not receive the whole response.
+        generations: calls of one attempt, in the order of their starts. Calls that sampled nothing or were
+            aborted are left out, because the agent did not receive the whole response.
     """
     nodes: list[_CallNode] = []
     rows: list[list[Generation]] = []
@@ -172,7 +177,7 @@ def _common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 def _classify(call: Generation, nodes: list[_CallNode], shared: list[int]) -> Relation:
-    """Classify a call that extends no conversation; `shared[i]` is the prefix that its prompt shares with node i."""
+    """Classify a call that extends no conversation and shares `shared[i]` prompt tokens with node i."""
     if not nodes:
         return "start"
     relations = [_relation_to(n, call.prompt_ids, length) for n, length in zip(nodes, shared, strict=True)]
@@ -194,10 +199,10 @@ def _relation_to(node: _CallNode, prompt: list[int], shared: int) -> Relation:
 
 
 def _renders_response_of(node: _CallNode, prompt: list[int], start: int) -> bool:
-    """True if the prompt leaves the node's prompt just before its end (at `start`) and goes on with the node's response.
+    """True if the prompt leaves the node's near its end (at `start`) and continues with the node's response.
 
-    The end of the response suffices. Its last token is no evidence, as it may be an end token. If that token occurs between
-    the two, the prompt diverged at an earlier message.
+    The end of the response suffices. Its last token is no evidence, as it may be an end token. If that token
+    occurs between the two, the prompt diverged at an earlier message.
     """
     output = node.call.output_ids
     header = node.prompt_length - start

@@ -1,4 +1,4 @@
-"""Detection of settings that the chosen estimator, loss or penalty does not read, so that setting them has no effect."""
+"""Detection of settings without effect: the chosen estimator, loss or penalty does not read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCALED_AGGREGATION = "seq-mean-token-sum-norm"
 
 
 def unused_settings(settings: PolicySettings) -> list[str]:
-    """Return the settings that differ from their defaults but are not read, each with the choice that would read it."""
+    """Return changed settings that are not read, each with the choice that would read it."""
     changed = {
         name
         for name, field in type(settings).model_fields.items()
@@ -34,7 +34,8 @@ def unused_settings(settings: PolicySettings) -> list[str]:
     ]
     if "loss_scale_factor" in changed and settings.loss_agg_mode != SCALED_AGGREGATION:
         unused.append(
-            f"loss_scale_factor (read with loss_agg_mode {SCALED_AGGREGATION}; it is {settings.loss_agg_mode})"
+            f"loss_scale_factor (read with loss_agg_mode {SCALED_AGGREGATION}; it is "
+            f"{settings.loss_agg_mode})"
         )
     return unused
 

@@ -1,1 +1,1 @@
-"""Learning: batches, the verl engine, and the group of LearnerActors."""
+"""Learner: the ranks that update the policy on verl's engines, and the group that the driver calls."""

@@ -1,11 +1,13 @@
-"""One learner rank as a Ray actor: a thin shell around Policy."""
+"""One learner rank as a Ray actor: a thin shell around `Policy`."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,70 +20,75 @@ from raylight.errors import LearnerError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
-from raylight.learner.faults import fault_in_rank
-from raylight.learner.malloc import keep_freed_memory
-from raylight.learner.stack_dump import Stacks, take_stacks
+from raylight.learner.faults import classify_in_rank
+from raylight.learner.stack_dump import StackDump, dump_stacks
 
-WATCH = "watch"
-"""Concurrency group of the methods that answer while a call hangs; it has threads of its own."""
-WATCH_THREADS = 2
-DUMP_LATE_S = 3.0
-"""How long after its deadline a call's stacks go to the actor's log, where nobody has asked for them: it holds the interpreter."""
+WATCHDOG_GROUP = "watchdog"
+"""Concurrency group with its own threads, for the methods that must answer while a call hangs."""
+WATCHDOG_THREADS = 2
+DUMP_DELAY_S = 3.0
+"""Seconds after a call's deadline at which the actor dumps its stacks to its log, if the driver has not
+requested them. Such a call does not release the interpreter lock."""
 STDERR = 2
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Parameters of glibc's mallopt(3)."""
 
 
 class LearnerActor:
-    """A rank of the learner group. Calls go through `call`."""
+    """A rank of the learner group. `LearnerGroup` calls its methods through `call`."""
 
     def __init__(self, rank: int, ranks: int, config: LearnerConfig) -> None:
         self._rank, self._ranks, self._config = rank, ranks, config
-        # past the deadline of any call, so that the driver sees a hang first, and can ask for stacks
+        # longer than the deadline of any call, so that the driver notices a hang first and can request stacks
         self._timeout = datetime.timedelta(seconds=max(config.collective_timeout_s, config.start_timeout_s))
-        self._busy: int | None = None
-        if not config.num_gpus:  # Ray hides no GPU from an actor that asks for none; torch must not find one
+        self._busy_thread: int | None = None
+        if not config.num_gpus:  # Ray hides no GPU from an actor without GPUs, but torch must not use one
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._store: Any = None
         self._policy: Any = None
         self._writer = BackgroundWriter()
 
     def call(self, method: str, limit_s: float, *args: Any) -> Any:
-        """Call a method that ought to be over within `limit_s` seconds.
+        """Call a method under a watchdog, and raise its failures as typed errors.
+
+        Args:
+            limit_s: seconds after which the driver considers the call hung.
 
         Raises:
-            LearnerMemoryError: there was not enough memory for it.
-            LearnerLostError: the other ranks were lost meanwhile.
+            LearnerMemoryError: the rank ran out of memory.
+            LearnerLostError: the connection to the other ranks was lost.
         """
-        with self._watched(limit_s):
+        with self._watchdog(limit_s):
             return getattr(self, method)(*args)
 
     @contextlib.contextmanager
-    def _watched(self, limit_s: float) -> Iterator[None]:
-        self._busy = threading.get_ident()
-        faulthandler.dump_traceback_later(limit_s + DUMP_LATE_S, file=STDERR)
+    def _watchdog(self, limit_s: float) -> Iterator[None]:
+        self._busy_thread = threading.get_ident()
+        faulthandler.dump_traceback_later(limit_s + DUMP_DELAY_S, file=STDERR)
         try:
             yield
         except Exception as error:
-            fault = fault_in_rank(error, self._rank, self._config)
-            if fault is None:
+            typed_error = classify_in_rank(error, self._rank, self._config)
+            if typed_error is None:
                 raise
-            raise fault from error
+            raise typed_error from error
         finally:
             faulthandler.cancel_dump_traceback_later()
-            self._busy = None
+            self._busy_thread = None
 
-    @ray.method(concurrency_group=WATCH)
-    def stacks(self) -> Stacks:
-        """What all threads are at, and first of all the one that `call` runs on."""
+    @ray.method(concurrency_group=WATCHDOG_GROUP)
+    def dump_stacks(self) -> StackDump:
+        """Dump the stacks of all threads, with a summary of the one that runs `call`."""
         faulthandler.cancel_dump_traceback_later()
-        return take_stacks(self._busy)
+        return dump_stacks(self._busy_thread)
 
-    @ray.method(concurrency_group=WATCH)
-    def linger(self) -> None:
-        """Never answers; who waits for it hears of the actor's end."""
+    @ray.method(concurrency_group=WATCHDOG_GROUP)
+    def wait_forever(self) -> None:
+        """Never return. The call fails when the actor ends, so that the driver can await the end."""
         threading.Event().wait()
 
     def open_rendezvous(self) -> tuple[str, int]:
-        """On rank 0: open the meeting point of the ranks on a free port; returns its address."""
+        """Open the rendezvous of the ranks on a free port, and return its address. Called on rank 0."""
         import torch.distributed as dist
 
         host = ray.util.get_node_ip_address()
@@ -98,11 +105,11 @@ class LearnerActor:
         total_steps: int,
         seed: int,
     ) -> None:
-        """Join the other ranks and build the model. All ranks call this at the same time."""
+        """Join the other ranks and build the model. A collective."""
         import torch
         import torch.distributed as dist
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(ray.util.get_node_ip_address()))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(ray.util.get_node_ip_address()))
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         torch.manual_seed(seed)
         torch.set_num_threads(cpu_threads(self._config))
@@ -112,7 +119,7 @@ class LearnerActor:
 
         if self._store is None:
             self._store = dist.TCPStore(*address, self._ranks, is_master=False, timeout=self._timeout)
-        # the metrics are reduced on the CPU, also where the model is on a GPU
+        # metrics are reduced on the CPU, even if the model is on a GPU
         backend = "cpu:gloo,cuda:nccl" if self._config.num_gpus else "gloo"
         dist.init_process_group(
             backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout
@@ -120,27 +127,32 @@ class LearnerActor:
         self._policy = Policy(model_path, self._config, settings, total_steps)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One update; the metrics are the same on every rank."""
+        """Update the policy with a batch; return metrics, equal on all ranks except for the time."""
         start = time.perf_counter()
         metrics = self._policy.update(batch)
         return metrics | {"learner/update_s": time.perf_counter() - start}
 
     def logprobs(self, ids: list[int]) -> list[float] | None:
-        """On rank 0: the policy's log-probs of `ids[1:]`; None elsewhere, though every rank computes."""
+        """Return the policy's log-probs of `ids[1:]` on rank 0, None on other ranks. A collective."""
         logprobs = self._policy.logprobs(ids)
         return logprobs if self._rank == 0 else None
 
     def export(self) -> tuple[int, list[Any]] | None:
-        """On rank 0: the version and a box with the reference to its weights in the object store; None elsewhere."""
+        """Return the version and, in a list, the object reference of its weights on rank 0, else None.
+
+        The list keeps Ray from resolving the reference.
+        """
         arrays = self._policy.export()
         return (self._policy.version, [ray.put(arrays)]) if arrays is not None else None
 
     def save(self, folder: str) -> None:
         """Write the model in Hugging Face format."""
-        self._policy.save(folder)
+        from raylight.learner.weights import save_model
 
-    def save_state(self, url: str, step: int, about: dict[str, Any], keep: int) -> None:
-        """Gather the training state; rank 0 writes it in the background, once the one before it is written."""
+        save_model(self._policy.engine, folder)
+
+    def save_state(self, url: str, step: int, metadata: dict[str, Any], keep: int) -> None:
+        """Gather the training state after the previous write; rank 0 writes it in the background."""
         import torch
 
         from raylight.learner import state
@@ -151,17 +163,20 @@ class LearnerActor:
             states = TrainingStates(url)
 
             def write() -> None:
-                states.write(step, about, lambda file: torch.save(content, file))
+                states.write(step, metadata, lambda file: torch.save(content, file))
                 states.prune(keep)
 
             self._writer.start(write)
 
     def finish_saving(self) -> None:
-        """Wait until the last state is written."""
+        """Wait until the last training state is written."""
         self._writer.wait()
 
     def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue from the state of a step; step 0 is the model's own files. Its weights are called `version` from now on."""
+        """Continue from the training state of a step, and number its weights `version`.
+
+        Step 0 is the model's own files, which are loaded already.
+        """
         from raylight.learner import state
 
         if step:
@@ -170,12 +185,14 @@ class LearnerActor:
         self._policy.version = version
 
 
-def interface_of(address: str) -> str:
-    """The network interface that has this address. gloo itself takes the one that the host's name points to, which may be the
-    loopback that no other node reaches.
+def find_interface(address: str) -> str:
+    """Return the network interface with this address.
+
+    gloo itself chooses the interface of the host name, which may be the loopback interface, unreachable for
+    other nodes.
 
     Raises:
-        LearnerError: none has it.
+        LearnerError: no interface has the address.
     """
     import psutil
 
@@ -184,6 +201,19 @@ def interface_of(address: str) -> str:
         if any(known.address == address for known in addresses):
             return name
     raise LearnerError(
-        f"no network interface of this node has its address {address} in the cluster; set GLOO_SOCKET_IFNAME to the one that the "
-        f"learners meet on, of {', '.join(interfaces)}"
+        f"no network interface of this node has its cluster address {address}; set GLOO_SOCKET_IFNAME to "
+        f"the interface through which the learners reach each other, one of {', '.join(interfaces)}"
     )
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library keep freed memory for the tensors of the next step; return True if it supports that.
+
+    By default glibc maps every large tensor separately and returns it when freed, and the kernel clears the
+    pages each time. For 20 million parameters on a CPU that takes a tenth of an update. The process then
+    stays at its peak memory.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    return mallopt is not None and bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))

@@ -1,8 +1,9 @@
-"""Advantages of rollouts, by verl's estimators or the user's. Statistics are over rollouts, never over rows, so that a rollout of
-several rows counts once.
+"""Advantages of rollouts, computed by verl's estimators or the user's.
 
-A rollout stands before an estimator as one sequence: all its sampled tokens, row after row. Its reward is on the last of them;
-rewards of turns are on the last token of the call they followed.
+Law: statistics are over rollouts, never over rows, so that a rollout of several rows counts once.
+
+An estimator receives a rollout as one sequence: all its sampled tokens, row after row. The reward is on the
+last token; a turn reward is on the last token of the call before it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from raylight.experience.settings import PolicySettings
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow
 
-MEANS_OF_ROWS = ("sapo", "geo_mean")
-"""Losses that take the mean of each row whatever `loss_agg_mode` says."""
-EXACT = {"grpo_vectorized": "grpo"}
-"""Estimators of verl that compute in float32 -> those that compute the same in the rewards' precision."""
-WHITENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Estimators that divide by the deviation over tokens, which verl refuses to take of a single one."""
+ROW_MEAN_LOSSES = ("sapo", "geo_mean")
+"""Losses that average over the tokens of each row, whatever `loss_agg_mode` is."""
+EXACT_EQUIVALENTS = {"grpo_vectorized": "grpo"}
+"""verl's estimators that compute in float32 -> equivalent ones that compute in the dtype of the rewards."""
+WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators that whiten over tokens. verl raises if there is only one token."""
 
 
 class KlController:
-    """The weight of the KL divergence in the reward: fixed, or steered towards a target (https://arxiv.org/abs/1909.08593)."""
+    """Coefficient of the KL penalty in the reward: fixed, or adaptive (https://arxiv.org/abs/1909.08593)."""
 
     def __init__(self, settings: PolicySettings) -> None:
-        self._steers = settings.kl_target is not None
+        self._adaptive = settings.kl_target is not None
         self._controller = (
             verl.FixedKLController(settings.kl_reward_coef)
             if settings.kl_target is None
@@ -41,165 +42,174 @@ class KlController:
 
     @property
     def coef(self) -> float:
+        """Current coefficient."""
         return float(self._controller.value)
 
     @property
-    def steered(self) -> float | None:
-        """The weight where it is steered, for `go_on`; None where the settings say it."""
-        return self.coef if self._steers else None
+    def adapted_coef(self) -> float | None:
+        """Current coefficient of an adaptive controller, for `restore`; None if the settings fix it."""
+        return self.coef if self._adaptive else None
 
-    def go_on(self, steered: float | None) -> None:
-        """Steer on from a weight of before; what the settings say now is not overruled."""
-        if self._steers and steered is not None:
-            self._controller.value = steered
+    def restore(self, adapted_coef: float | None) -> None:
+        """Continue from an earlier coefficient. A coefficient that the settings fix is kept."""
+        if self._adaptive and adapted_coef is not None:
+            self._controller.value = adapted_coef
 
-    def update(self, divergence: float, rollouts: int) -> None:
-        """Take note of a batch's mean divergence."""
-        self._controller.update(current_kl=divergence, n_steps=rollouts)
+    def update(self, kl: float, rollouts: int) -> None:
+        """Adapt the coefficient to the mean KL of a batch."""
+        self._controller.update(current_kl=kl, n_steps=rollouts)
 
 
-class Sequences:
-    """Rollouts as sequences of their sampled tokens: matrices of shape (rollouts, tokens of the longest).
+class RolloutSequences:
+    """Rollouts as sequences of their sampled tokens, in matrices of shape (rollouts, longest rollout).
 
     Args:
-        rows: of the batch, all of them.
+        rows: all rows of the batch.
+        rollouts: number of rollouts, including those without rows.
     """
 
     def __init__(self, rows: list[TrainRow], rollouts: int) -> None:
-        self._rows_of: list[list[TrainRow]] = [[] for _ in range(rollouts)]
+        self._rows: list[list[TrainRow]] = [[] for _ in range(rollouts)]
         for row in rows:
-            self._rows_of[row.rollout].append(row)
+            self._rows[row.rollout].append(row)
         self._sampled = {row.index: torch.nonzero(row.mask == 1)[:, 0] for row in rows}
         self.lengths = torch.tensor(
-            [sum(len(self._sampled[row.index]) for row in of_one) for of_one in self._rows_of]
+            [sum(len(self._sampled[row.index]) for row in own_rows) for own_rows in self._rows]
         )
         width = max(int(self.lengths.max()), 1)
         self.mask = (torch.arange(width) < self.lengths[:, None]).float()
 
-    def joined(self, name: str) -> torch.Tensor:
-        """A field of the rows, 0 past a rollout's end."""
-        found = torch.zeros_like(self.mask)
-        for rollout, of_one in enumerate(self._rows_of):
-            parts = [getattr(row, name)[self._sampled[row.index]] for row in of_one]
+    def concatenate(self, field: str) -> torch.Tensor:
+        """Concatenate a field of each rollout's rows; entries after a rollout's end are 0."""
+        matrix = torch.zeros_like(self.mask)
+        for rollout, own_rows in enumerate(self._rows):
+            parts = [getattr(row, field)[self._sampled[row.index]] for row in own_rows]
             if parts:
-                found[rollout, : self.lengths[rollout]] = torch.cat(parts)
-        return found
+                matrix[rollout, : self.lengths[rollout]] = torch.cat(parts)
+        return matrix
 
-    def split(self, matrix: torch.Tensor) -> dict[int, torch.Tensor]:
-        """By index of the row, a tensor with one entry for each token of its response, 0 where it was not sampled."""
-        found = {}
-        for rollout, of_one in enumerate(self._rows_of):
+    def split_by_row(self, matrix: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Split a matrix by row index, with an entry per response token, 0 if it was not sampled."""
+        by_row = {}
+        for rollout, own_rows in enumerate(self._rows):
             start = 0
-            for row in of_one:
-                places = self._sampled[row.index]
-                found[row.index] = torch.zeros(len(row.response))
-                found[row.index][places] = matrix[rollout, start : start + len(places)].float()
-                start += len(places)
-        return found
+            for row in own_rows:
+                sampled = self._sampled[row.index]
+                by_row[row.index] = torch.zeros(len(row.response))
+                by_row[row.index][sampled] = matrix[rollout, start : start + len(sampled)].float()
+                start += len(sampled)
+        return by_row
 
     def rewards(self, batch: TrainBatch) -> torch.Tensor:
-        """The batch's rewards, each on its token. That of a call which was cut away is on the last one before it.
+        """Return the batch's rewards, each on its token.
 
-        In float64: in float32 the mean of equal rewards may differ from them by a rounding error, and their deviation is another,
-        so that the one divided by the other would be an advantage out of nothing.
+        The reward of a truncated call is on the last remaining token before it.
+
+        The dtype is float64: in float32 the mean of equal rewards may differ from them by a rounding error,
+        as may their deviation, and the quotient of the two would be an advantage without a cause.
         """
         rewards = torch.zeros_like(self.mask, dtype=torch.float64)
         last = (self.lengths - 1).clamp(min=0)
         rewards[torch.arange(len(last)), last] = torch.tensor(batch.rewards, dtype=torch.float64)
         for turn in batch.turn_rewards:
-            place = (
+            position = (
                 int(last[turn.rollout])
                 if turn.row is None
-                else self._place(turn.rollout, turn.row, turn.token)
+                else self._position(turn.rollout, turn.row, turn.token)
             )
-            rewards[turn.rollout, place] += turn.value
+            rewards[turn.rollout, position] += turn.value
         return rewards
 
-    def shares(self) -> dict[int, float]:
-        """By index of the row, its share of its rollout's sampled tokens."""
+    def row_fractions(self) -> dict[int, float]:
+        """Return, by row index, the fraction of its rollout's sampled tokens that a row has."""
         lengths = self.lengths.clamp(min=1).tolist()
         return {
             row.index: len(self._sampled[row.index]) / lengths[row.rollout]
-            for of_one in self._rows_of
-            for row in of_one
+            for own_rows in self._rows
+            for row in own_rows
         }
 
-    def _place(self, rollout: int, index: int, token: int) -> int:
-        """Where the last sampled token up to `token` of a row is in its rollout's sequence."""
+    def _position(self, rollout: int, index: int, token: int) -> int:
+        """Return the position in the rollout's sequence of the last sampled token up to `token` of a row."""
         start = 0
-        for row in self._rows_of[rollout]:
+        for row in self._rows[rollout]:
             if row.index == index:
                 return start + int((self._sampled[index] <= token - len(row.prompt)).sum()) - 1
             start += len(self._sampled[row.index])
-        raise AssertionError(f"row {index} is not of rollout {rollout}")
+        raise AssertionError(f"row {index} does not belong to rollout {rollout}")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator says of each row, by its index; one entry per token of its response."""
+    """Result of an estimator by row index, with one entry per response token."""
 
     advantages: dict[int, torch.Tensor]
     returns: dict[int, torch.Tensor]
-    shares: dict[int, float]
-    """Of its rollout's sampled tokens, how many are the row's."""
+    rollout_fractions: dict[int, float]
     metrics: dict[str, float]
 
 
 def add_advantages(
-    batch: TrainBatch, rows: list[TrainRow], mine: list[TrainRow], settings: PolicySettings, kl: KlController
+    batch: TrainBatch,
+    rows: list[TrainRow],
+    own_rows: list[TrainRow],
+    settings: PolicySettings,
+    kl: KlController,
 ) -> dict[str, float]:
-    """Set the rows' `advantages`, `returns` and `share`; returns metrics, the same on all ranks. A collective.
+    """Set the rows' advantages, returns and rollout fractions; return metrics, equal on all ranks. A
+    collective.
 
     Args:
-        rows: all of the batch; they are told what other ranks computed of them, as far as it is needed.
-        mine: this rank's; these have what was computed of them. Some may be copies that train nothing.
+        rows: all rows of the batch; fields computed by other ranks are filled in where the estimator needs
+            them.
+        own_rows: this rank's rows with their computed fields; some may be copies with an empty mask.
     """
-    needed = ["old_logprobs", "ref_logprobs"] if settings.kl_reward_coef else []
-    needed += ["values"] if settings.critic else []
-    if needed:
-        _tell_all(rows, mine, needed)
-    found = estimate(batch, rows, settings, kl)
-    for row in [*rows, *mine]:
-        row.advantages, row.returns = found.advantages[row.index], found.returns[row.index]
-        row.share = found.shares[row.index]
-    return found.metrics
+    fields = ["old_logprobs", "ref_logprobs"] if settings.kl_reward_coef else []
+    fields += ["values"] if settings.critic else []
+    if fields:
+        _all_gather_fields(rows, own_rows, fields)
+    result = estimate(batch, rows, settings, kl)
+    for row in [*rows, *own_rows]:
+        row.advantages, row.returns = result.advantages[row.index], result.returns[row.index]
+        row.rollout_fraction = result.rollout_fractions[row.index]
+    return result.metrics
 
 
 def estimate(batch: TrainBatch, rows: list[TrainRow], settings: PolicySettings, kl: KlController) -> Estimate:
-    """Advantages and returns of all rows, from what they hold.
+    """Compute advantages and returns of all rows from their fields.
 
     Raises:
-        ConfigError: a user's estimator returned something that is not of the rewards' shape.
+        ConfigError: a user's estimator returned something of another shape, or a value that is not finite.
     """
-    sequences = Sequences(rows, len(batch.rewards))
+    sequences = RolloutSequences(rows, len(batch.rewards))
     rewards, metrics = sequences.rewards(batch), {}
     if settings.kl_reward_coef:
-        old: Any = sequences.joined("old_logprobs")
-        reference: Any = sequences.joined("ref_logprobs")
-        divergence: torch.Tensor = verl.kl_penalty(old, reference, settings.kl_reward_type) * sequences.mask
-        rewards = rewards - kl.coef * divergence
-        mean = float((divergence.sum(-1) / sequences.lengths.clamp(min=1)).mean())
+        old: Any = sequences.concatenate("old_logprobs")
+        reference: Any = sequences.concatenate("ref_logprobs")
+        token_kl: torch.Tensor = verl.kl_penalty(old, reference, settings.kl_reward_type) * sequences.mask
+        rewards = rewards - kl.coef * token_kl
+        mean = float((token_kl.sum(-1) / sequences.lengths.clamp(min=1)).mean())
         metrics = {"learner/kl_in_reward": mean, "learner/kl_reward_coef": kl.coef}
         kl.update(mean, len(batch.rewards))
-    advantages, returns = _run(rewards, sequences, batch, settings)
+    advantages, returns = _run_estimator(rewards, sequences, batch, settings)
     metrics["learner/advantage_abs_mean"] = float(
         (advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1)
     )
-    of_rows, shares = sequences.split(advantages), sequences.shares()
-    if settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss_mode in MEANS_OF_ROWS:
-        # the loss adds the means of rows and divides by rollouts: a rollout counts once if its rows weigh as much as they are long
-        of_rows = {index: of_rows[index] * share for index, share in shares.items()}
-    return Estimate(of_rows, sequences.split(returns), shares, metrics)
+    by_row, fractions = sequences.split_by_row(advantages), sequences.row_fractions()
+    if settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss_mode in ROW_MEAN_LOSSES:
+        # the loss adds row means and divides by rollouts; weighting rows by length makes a rollout count once
+        by_row = {index: by_row[index] * fraction for index, fraction in fractions.items()}
+    return Estimate(by_row, sequences.split_by_row(returns), fractions, metrics)
 
 
-def _run(
-    rewards: torch.Tensor, sequences: Sequences, batch: TrainBatch, settings: PolicySettings
+def _run_estimator(
+    rewards: torch.Tensor, sequences: RolloutSequences, batch: TrainBatch, settings: PolicySettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns by the estimator that the settings name, which gets what it has parameters for."""
-    name, own = settings.adv_estimator, settings.user_estimator
-    function = own or verl.get_adv_estimator_fn(EXACT.get(name, name))
-    given: dict[str, Any] = {
-        "token_level_rewards": rewards.float() if own else rewards,
+    """Call the estimator with the arguments it has parameters for; return advantages and returns."""
+    name, user_function = settings.adv_estimator, settings.user_estimator
+    function = user_function or verl.get_adv_estimator_fn(EXACT_EQUIVALENTS.get(name, name))
+    arguments: dict[str, Any] = {
+        "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
         "index": np.array(batch.groups, dtype=object),
         "gamma": settings.gamma,
@@ -210,53 +220,55 @@ def _run(
         ),
     }
     if settings.critic is not None:
-        given["values"] = sequences.joined("values")
+        arguments["values"] = sequences.concatenate("values")
     if batch.baselines is not None:
-        given["reward_baselines"] = torch.tensor(batch.baselines, dtype=torch.float64)
-    single = name in WHITENS and sequences.mask.sum() == 1
-    found = function(**select_arguments(function, _twice(given) if single else given))
-    advantages, returns = found if isinstance(found, tuple) else (found, found)
-    if single:  # it is as good as the mean of two of its kind, which is what it is compared with
+        arguments["reward_baselines"] = torch.tensor(batch.baselines, dtype=torch.float64)
+    # verl cannot whiten a single token; two copies of it have the same mean
+    single_token = name in WHITENING_ESTIMATORS and sequences.mask.sum() == 1
+    result = function(**select_arguments(function, _duplicate(arguments) if single_token else arguments))
+    advantages, returns = result if isinstance(result, tuple) else (result, result)
+    if single_token:
         advantages, returns = advantages[: len(rewards)], returns[: len(rewards)]
-    _check(name, "advantages", advantages, sequences)
-    _check(name, "returns", returns, sequences)
+    _check_result(name, "advantages", advantages, sequences)
+    _check_result(name, "returns", returns, sequences)
     return advantages.float(), returns.float()
 
 
-def _twice(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with every rollout twice."""
+def _duplicate(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with every rollout twice."""
     return {
         name: torch.cat([value, value])
         if isinstance(value, torch.Tensor)
         else np.concatenate([value, value])
         if isinstance(value, np.ndarray)
         else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
 
 
-def _check(name: str, what: str, matrix: Any, sequences: Sequences) -> None:
-    """Raise ConfigError unless an estimator returned a finite number for every sampled token."""
-    wanted = tuple(sequences.mask.shape)
-    if not isinstance(matrix, torch.Tensor) or matrix.shape != wanted:
+def _check_result(name: str, kind: str, matrix: Any, sequences: RolloutSequences) -> None:
+    """Raise ConfigError unless the estimator returned a finite number for every sampled token."""
+    expected = tuple(sequences.mask.shape)
+    if not isinstance(matrix, torch.Tensor) or matrix.shape != expected:
         raise ConfigError(
-            f"advantage estimator {name!r} returned {what} of shape {tuple(getattr(matrix, 'shape', ()))}; "
-            f"they must have the shape of token_level_rewards, {wanted}"
+            f"advantage estimator {name!r} returned {kind} of shape {tuple(getattr(matrix, 'shape', ()))}; "
+            f"return the shape of token_level_rewards, {expected}"
         )
-    wrong = ~matrix[sequences.mask == 1].float().isfinite()
-    if wrong.any():
+    invalid = ~matrix[sequences.mask == 1].float().isfinite()
+    if invalid.any():
         raise ConfigError(
-            f"advantage estimator {name!r} returned {what} that are not finite, for {int(wrong.sum())} of {len(wrong)} sampled "
-            "tokens: a reward is out of range, or the estimator divides by a deviation of 0 (add a small number to it)"
+            f"advantage estimator {name!r} returned {kind} that are not finite for {int(invalid.sum())} of "
+            f"{len(invalid)} sampled tokens: a reward is out of range, or the estimator divides by a "
+            "deviation of 0 (add a small number to it)"
         )
 
 
-def _tell_all(rows: list[TrainRow], mine: list[TrainRow], names: list[str]) -> None:
-    """Set fields of all rows to what their ranks have."""
-    own = {row.index: {name: getattr(row, name).numpy() for name in names} for row in mine}
-    boxes: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(boxes, own)
-    found = {index: values for box in boxes for index, values in box.items()}
+def _all_gather_fields(rows: list[TrainRow], own_rows: list[TrainRow], fields: list[str]) -> None:
+    """Set fields of all rows to the values that their ranks computed. A collective."""
+    own = {row.index: {field: getattr(row, field).numpy() for field in fields} for row in own_rows}
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, own)
+    values = {index: row_values for rank in ranks for index, row_values in rank.items()}
     for row in rows:
-        for name in names:
-            setattr(row, name, torch.from_numpy(found[row.index][name]))
+        for field in fields:
+            setattr(row, field, torch.from_numpy(values[row.index][field]))

@@ -1,4 +1,4 @@
-"""The critic on verl's FSDP2 engine: values, and one update. One object per rank."""
+"""The critic of one rank on verl's FSDP2 engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from raylight.config import LearnerConfig
 from raylight.experience.settings import CriticSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import build_critic, optimizer_config
-from raylight.learner.grad_guard import GradientWatch
+from raylight.learner.faults import GradientGuard
 from raylight.learner.metrics import CRITIC_NAMES, all_reduce_metrics, mean_over_steps, rename_metrics
 from raylight.learner.rows import TrainRow, shard_for_rank, split_minibatches, to_tensordict
 
 
 class Critic:
-    """The value model of one rank; every method is a collective that all ranks call alike.
+    """The value model of one rank.
 
-    With `LearnerConfig.lora` an adapter of the same settings is trained, and the head in full; else the whole model.
+    Every method is a collective that all ranks call with the same arguments. With `LearnerConfig.lora`, an
+    adapter with the same settings and the full head are trained; otherwise the full model.
     """
 
     def __init__(
@@ -28,15 +29,19 @@ class Critic:
         self._config, self._settings = config, settings
         self.engine = build_critic(settings.model or model_path, config, settings, total_steps)
         self._loss = functools.partial(verl.value_loss, critic_config(settings))
-        self._gradients = GradientWatch()
+        self._gradients = GradientGuard()
 
     @property
-    def warms_up(self) -> bool:
-        """Whether the policy rests in this update."""
+    def warming_up(self) -> bool:
+        """True if the next update trains only the critic."""
         return self.engine.lr_scheduler.last_epoch < self._settings.warmup_steps
 
     def add_values(self, rows: list[TrainRow]) -> None:
-        """Set each row's `values`: one for each token of its response, of what was there before it."""
+        """Set each row's `values`: for each response token, the value of the context before it.
+
+        Args:
+            rows: this rank's.
+        """
         data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
         with self.engine.eval_mode():
             output = self.engine.infer_batch(data)["model_output"]["values"]
@@ -46,35 +51,38 @@ class Critic:
             row.values = values.float().cpu()
 
     def update(self, rows: list[TrainRow]) -> dict[str, float]:
-        """Fit the values to the rows' `returns`; `rows` are all of the batch, the same on all ranks. Returns metrics.
+        """Fit the values to the rows' `returns`, and return metrics.
+
+        Args:
+            rows: all rows of the batch, the same on all ranks.
 
         Raises:
             NonFiniteGradientError: the gradient was not finite several times in a row.
         """
-        before = explained_variance(rows)
+        variance_before = explained_variance(rows)
         parts = split_minibatches(rows, self._settings.mini_batches) * self._settings.ppo_epochs
         metrics = mean_over_steps([self._step(part) for part in parts])
         metrics["critic/lr"] = float(self.engine.lr_scheduler_step())
-        return metrics | {"critic/explained_variance": before}
+        return metrics | {"critic/explained_variance": variance_before}
 
     def _step(self, part: list[TrainRow]) -> dict[str, float]:
-        """Gradient and optimizer step over one mini-batch."""
-        mine = shard_for_rank(
+        """Take an optimizer step on one mini-batch."""
+        shard = shard_for_rank(
             part, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
         )
         rollouts = len({row.rollout for row in part})
-        data = to_tensordict(mine, self._config, global_rollouts=rollouts, entropy=False)
+        data = to_tensordict(shard, self._config, global_rollouts=rollouts, entropy=False)
         with self.engine.train_mode():
             output = self.engine.train_batch(data, loss_function=self._loss)
         metrics = all_reduce_metrics(output["metrics"])
-        skipped = self._gradients.seen(metrics["grad_norm"])["learner/skipped_steps"]
+        skipped = self._gradients.check(metrics["grad_norm"])["learner/skipped_steps"]
         return rename_metrics(metrics, CRITIC_NAMES) | {"critic/skipped_steps": skipped}
 
 
 def explained_variance(rows: list[TrainRow]) -> float:
-    """How much of the variance of the sampled tokens' returns the values told: 1 is all of it, 0 as much as their mean would.
+    """Return the fraction of the variance of the sampled tokens' returns that the values explain.
 
-    It is 0 too where the returns are all equal.
+    1 means all of it, 0 no more than a constant. It is 0 if all returns are equal.
     """
     pairs: list[tuple[Any, Any]] = [(row.values, row.returns) for row in rows]
     values, returns = (
@@ -85,7 +93,7 @@ def explained_variance(rows: list[TrainRow]) -> float:
 
 
 def critic_config(settings: CriticSettings) -> Any:
-    """verl's words for the settings of the loss."""
+    """Convert the settings of the critic's loss to verl's."""
     return verl.CriticConfig(
         strategy="fsdp2",
         use_dynamic_bsz=True,

@@ -1,4 +1,4 @@
-"""The engines of a rank: the policy, its frozen reference, and the critic, by our settings."""
+"""Construction of a rank's verl engines: the policy, its frozen reference, and the critic."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, OptimizerSettings, PolicySettings
 from raylight.learner import verl_api as verl
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
-from raylight.learner.rows import probe_row, to_tensordict
+from raylight.learner.rows import TrainRow, make_probe_row, to_tensordict
 
 logger = logging.getLogger(__name__)
 
-MIXED = {"fp32": 1e-4, "bf16": 2e-2}
-"""Mean change of what is computed of a row, relative to the largest, from which another row beside it must be the reason."""
+PACKING_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Mean difference between a row's outputs alone and packed, relative to the largest output, above which
+packing mixes rows."""
 
 
 def build_policy(
     model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int
 ) -> RaylightEngine:
-    """The model that is trained: all of it, or an adapter of it.
+    """Build the trained model: the full model, or an adapter with LoRA.
 
     Raises:
         ConfigError: the settings do not fit the model or the machine.
     """
-    _say_what_does_nothing(config)
+    _warn_about_unused_offload(config)
     return _build(RaylightEngine, model_path, config, settings, total_steps)
 
 
 def build_reference(model_path: str, config: LearnerConfig) -> RaylightEngine:
-    """The model as it was, which is never trained."""
+    """Build the initial model, which is never trained."""
     return _build(RaylightEngine, model_path, config, OptimizerSettings(), 1, forward_only=True)
 
 
 def build_critic(
     model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int
 ) -> ValueEngine:
-    """A model of values, one for each token: trained whole, or with `lora` an adapter of the same settings and its head."""
+    """Build a value model, trained in full, or with `lora` as an adapter and a full head."""
     return _build(ValueEngine, model_path, config, settings, total_steps)
 
 
@@ -61,7 +62,7 @@ def _build(
             path=model_path,
             model_type="value_model" if cls is ValueEngine else "language_model",
             use_remove_padding=config.packed,
-            override_config={"attn_implementation": attention_of(config, on_gpu)},
+            override_config={"attn_implementation": choose_attention(config, on_gpu)},
             enable_gradient_checkpointing=config.gradient_checkpointing and not forward_only,
             lora_rank=lora.rank if lora else 0,
         ),
@@ -89,7 +90,7 @@ def _build(
 
 
 def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
-    """verl's words for the optimizer's settings."""
+    """Convert the optimizer's settings to verl's."""
     return verl.FSDPOptimizerConfig(
         lr=settings.lr,
         lr_scheduler_type=settings.lr_schedule,
@@ -103,53 +104,56 @@ def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
     )
 
 
-def attention_of(config: LearnerConfig, on_gpu: bool) -> str:
-    """The implementation of attention.
+def choose_attention(config: LearnerConfig, on_gpu: bool) -> str:
+    """Return the attention implementation.
 
     Raises:
-        ConfigError: flash attention is asked for, or needed by `ulysses`, where it cannot be had.
+        ConfigError: flash attention is configured, or required by `ulysses`, but not available.
     """
     from transformers.utils import is_flash_attn_2_available
 
     flash = on_gpu and is_flash_attn_2_available()
     if not flash and (config.attention == "flash_attention_2" or config.ulysses > 1):
-        wanted = f"ulysses={config.ulysses}" if config.ulysses > 1 else "attention='flash_attention_2'"
+        setting = f"ulysses={config.ulysses}" if config.ulysses > 1 else "attention='flash_attention_2'"
         raise ConfigError(
-            f"{wanted} needs a GPU and the package flash-attn on every learner; leave it, or install that"
+            f"learner.{setting} needs a GPU and the package flash-attn on every learner; remove the "
+            "setting, or install the package"
         )
     if config.attention != "auto":
         return config.attention
     return "flash_attention_2" if flash else "sdpa"
 
 
-def _say_what_does_nothing(config: LearnerConfig) -> None:
-    """Settings of a GPU's memory, on a CPU."""
-    idle = [name for name in ("param_offload", "optimizer_offload") if getattr(config, name)]
-    if idle and not torch.cuda.is_available() and torch.distributed.get_rank() == 0:
+def _warn_about_unused_offload(config: LearnerConfig) -> None:
+    """Warn if settings of GPU memory are set on a CPU."""
+    unused = [name for name in ("param_offload", "optimizer_offload") if getattr(config, name)]
+    if unused and not torch.cuda.is_available() and torch.distributed.get_rank() == 0:
         logger.warning(
-            "%s: there is no GPU to take it off; all is in the host's memory already", " and ".join(idle)
+            "%s: no effect without a GPU, as everything is in host memory already", " and ".join(unused)
         )
 
 
 def _check_packing(engine: RaylightEngine, config: LearnerConfig) -> None:
-    """Compute two short rows each alone, and packed together. A collective.
+    """Compute two short rows, each alone and both packed together, and compare the outputs. A collective.
 
     Raises:
-        ConfigError: a row changes with the one beside it.
+        ConfigError: the output of a row depends on the other row.
     """
-    rows = [probe_row(range(1, 14)), probe_row(range(3, 13))]
+    rows = [make_probe_row(range(1, 14)), make_probe_row(range(3, 13))]
 
-    def computed(some: list[Any]) -> list[torch.Tensor]:
-        data = to_tensordict(some, config, global_rollouts=len(some), entropy=False)
+    def infer(batch: list[TrainRow]) -> list[torch.Tensor]:
+        data = to_tensordict(batch, config, global_rollouts=len(batch), entropy=False)
         with engine.eval_mode():
             output = engine.infer_batch(data)["model_output"]
-        found = output["values" if isinstance(engine, ValueEngine) else "log_probs"]
-        return [row.float().cpu() for row in verl.response_from_nested(found, data["response_mask"]).unbind()]
+        nested = output["values" if isinstance(engine, ValueEngine) else "log_probs"]
+        return [
+            row.float().cpu() for row in verl.response_from_nested(nested, data["response_mask"]).unbind()
+        ]
 
-    alone, packed = [computed([row])[0] for row in rows], computed(rows)
-    for one, other in zip(alone, packed, strict=True):
-        if not float((one - other).abs().mean()) <= MIXED[config.dtype] * float(one.abs().max()):
+    for alone, packed in zip([infer([row])[0] for row in rows], infer(rows), strict=True):
+        tolerance = PACKING_TOLERANCE[config.dtype] * float(alone.abs().max())
+        if not float((alone - packed).abs().mean()) <= tolerance:
             raise ConfigError(
-                f"with attention {attention_of(config, torch.cuda.is_available())!r} this model mixes packed rows; "
-                "set packed=False, or use flash_attention_2"
+                f"with attention {choose_attention(config, torch.cuda.is_available())!r} this model mixes "
+                "packed rows; set learner.packed=False, or use flash_attention_2"
             )

@@ -1,4 +1,4 @@
-"""A training state as a model in Hugging Face format, for other programs. One process, no Ray."""
+"""Export of a training state as a model in Hugging Face format. It runs in one process, without Ray."""
 
 from __future__ import annotations
 
@@ -18,43 +18,49 @@ from raylight.learner.engines import build_policy
 
 
 def export_state(source: str, output: Path, model: str | None = None) -> None:
-    """Write the policy of a training state to a new folder, with its tokenizer.
+    """Write the policy of a training state and its tokenizer to a new folder.
 
-    With LoRA the adapter is merged into it, and also is in the folder `adapter` of it in peft's format.
+    With LoRA the adapter is merged into the model, and is also written to the subfolder `adapter` in peft's
+    format.
 
     Args:
-        source: a state (`.../state/step-8`, or a URL that fsspec knows), or the folder of states, of which the last is taken.
-        model: folder of the model that training began with; None: where it was then.
+        source: a state (`.../state/step-8`, or a URL that fsspec can open), or a folder of states, of which
+            the last is used.
+        model: folder of the model that training started from; None for its path at that time.
 
     Raises:
-        ConfigError: `output` is there already, or the model is not.
-        CheckpointError: there is no such state, or it is of another model.
+        ConfigError: `output` exists already, or the model does not exist.
+        CheckpointError: the state does not exist, or is of another model.
     """
     if output.exists():
-        raise ConfigError(f"{output} is there already; name a new folder")
-    states, step = _find(source)
+        raise ConfigError(f"the output folder {output} exists already; name a new folder")
+    states, step = _open_states(source)
     config = states.metadata(step)["config"]
     lora = config["learner"]["lora"]
     base = model or config["algorithm"]["model"]
     learner = LearnerConfig(lora=LoraConfig(**lora) if lora else None, dtype="fp32")
-    with tempfile.TemporaryDirectory() as meet:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{meet}/ranks", 1), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{rendezvous}/ranks", 1), rank=0, world_size=1)
         try:
             _write(states, step, base, learner, output)
         finally:
             dist.destroy_process_group()
 
 
-def _find(source: str) -> tuple[TrainingStates, int]:
+def _open_states(source: str) -> tuple[TrainingStates, int]:
     url, step = locate_state(source)
     states = TrainingStates(url)
-    there = states.steps()
-    if not there or (step is not None and step not in there):
+    steps = states.steps()
+    if not steps or (step is not None and step not in steps):
         raise CheckpointError(
-            f"no complete training state at {source}"
-            + (f": there are those of steps {there}" if there else "")
+            f"no complete training state at {source}; "
+            + (
+                f"choose one of the steps {steps}"
+                if steps
+                else "give the path of a state or of a run directory"
+            )
         )
-    return states, there[-1] if step is None else step
+    return states, steps[-1] if step is None else step
 
 
 def _write(states: TrainingStates, step: int, model: str, learner: LearnerConfig, output: Path) -> None:
@@ -62,7 +68,8 @@ def _write(states: TrainingStates, step: int, model: str, learner: LearnerConfig
         engine = build_policy(model, learner, PolicySettings(), 1)
     except OSError as error:
         raise ConfigError(
-            f"the model that training began with is not at {model}; name its folder: {error}"
+            f"cannot load the model that training started from, {model}: {error}; name its folder with "
+            "--model"
         ) from error
     if step:  # step 0 is the model's own files
         with states.open(step) as file:

@@ -1,4 +1,4 @@
-"""verl's FSDP2 engines with what raylight adds: adapters with dropout, compiled layers, micro-batches within the budget."""
+"""verl's FSDP2 engines with LoRA dropout, compiled layers, and micro-batches within the token budget."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class RaylightEngine(verl.FSDPEngineWithLMHead):
-    """The policy, or a reference.
+    """Engine of the policy or of a reference model.
 
     Args:
-        learner: settings that verl has no words for.
-        configs: verl's own, by name.
+        learner: settings that verl does not have.
+        configs: verl's configurations, by name.
     """
 
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
@@ -32,7 +32,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         super().__init__(**configs)
 
     def _build_lora_module(self, module: Any) -> Any:
-        """verl's knows no dropout."""
+        """Wrap the model with peft. verl's version does not support dropout."""
         import peft
 
         lora = self._learner.lora
@@ -47,13 +47,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             module.requires_grad_(False)
         if self._learner.dtype == "bf16":
             for param in module.parameters():
-                if not param.requires_grad:  # it is rounded before it is computed with in any case
+                if not param.requires_grad:  # the forward pass would round it in any case
                     param.data = param.data.to(torch.bfloat16)
         if self._learner.torch_compile:
             for layer in list(module.modules()):
                 if type(layer).__name__ in (module._no_split_modules or ()):
                     layer.compile(dynamic=True)
-        # verl would keep every forward-only model in pinned memory of the host, which a CPU does not have
+        # verl would offload every forward-only model to pinned host memory, which needs a GPU
         self.engine_config.forward_only = forward_only and self.engine_config.param_offload
         try:
             return super()._build_fsdp_module(module)
@@ -62,7 +62,11 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The model as it was before training. The adapter still counts as trained: FSDP2 settles in the first pass what is."""
+        """Context in which the model computes without its adapter.
+
+        The adapter's parameters keep `requires_grad`, because FSDP2 fixes the trained parameters in its first
+        pass.
+        """
         trained = [param for param in self.module.parameters() if param.requires_grad]
         with self.module.disable_adapter():
             for param in trained:
@@ -72,8 +76,12 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False
     ) -> Any:
-        """verl's, but for the choice of micro-batches: verl leaves out what padding costs, and fails where a rank has fewer rows
-        than another has micro-batches. Such a rank computes one of its rows again, of which nothing is kept or learned."""
+        """Run a batch as verl does, but with raylight's micro-batches.
+
+        verl ignores the cost of padding, and fails if a rank has fewer rows than another rank has
+        micro-batches. Such a rank computes one of its rows again with an empty mask, and the result is
+        dropped.
+        """
         tools, group = verl.tensordict_utils, self.get_data_parallel_group()
         tokens = data["loss_mask"].sum().to(verl.get_device_id())
         dist.all_reduce(tokens, group=group)
@@ -84,9 +92,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         lengths = data["input_ids"].offsets().diff().tolist()
         budget = self._learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
         parts = plan_micro_batches(lengths, budget, self._learner.packed)
-        most = torch.tensor(len(parts), device=verl.get_device_id())
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        idle = int(most) - len(parts)  # passes to take part in, with nothing to compute
+        passes = torch.tensor(len(parts), device=verl.get_device_id())
+        dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=group)
+        idle = int(passes) - len(parts)  # collective passes without rows of this rank
         outputs = []
         for i, part in enumerate([parts[-1][-1:]] * idle + parts):
             micro_batch = (
@@ -95,7 +103,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             if i < idle:
                 for name in ("loss_mask", "response_mask"):
                     micro_batch[name] = torch.zeros_like(micro_batch[name])
-            output = self._pass(micro_batch, loss_function, forward_only, last=i == int(most) - 1)
+            output = self._micro_batch_pass(
+                micro_batch, loss_function, forward_only, last=i == int(passes) - 1
+            )
             if i >= idle:
                 outputs.append(output)
         return verl.postprocess_batch_func(output_lst=outputs, indices=parts, data=data)
@@ -103,7 +113,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
-        """verl's computes log-probs of prompts too, and one token at a time where flash attention is not installed."""
+        """Compute the log-probs of responses only; verl computes prompts too, and row by row on a CPU."""
         if self.use_ulysses_sp:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         entropy = verl.tensordict_utils.get_non_tensor_data(
@@ -111,7 +121,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         )
         return response_logprobs(output, micro_batch, packed=self._learner.packed, entropy=entropy)
 
-    def _pass(
+    def _micro_batch_pass(
         self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool, last: bool
     ) -> dict[str, Any]:
         with torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=last):
@@ -120,30 +130,30 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             )
             if not forward_only:
                 loss.backward()
-                output.pop("model_output", None)  # it would be held until the last micro-batch
+                output.pop("model_output", None)  # else it stays in memory until the last micro-batch
         return output
 
 
 class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):
-    """The critic: the policy's architecture with a head of one number per token."""
+    """Engine of the critic: the policy's architecture with a head of one value per token."""
 
     prepare_model_outputs = verl.FSDPEngineWithValueHead.prepare_model_outputs
 
     def _build_module(self) -> Any:
-        """verl's loader of value models insists on flash attention; its loader of language models takes any architecture."""
-        model, architecture = self.model_config, self.model_config.hf_config
-        architecture.num_labels, architecture.classifier_dropout = 1, 0.0
-        architecture.architectures = [
-            name.replace("ForCausalLM", "ForTokenClassification") for name in architecture.architectures
+        """Build a token classifier as a language model, since verl's value models need flash attention."""
+        model_config, hf_config = self.model_config, self.model_config.hf_config
+        hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
+        hf_config.architectures = [
+            name.replace("ForCausalLM", "ForTokenClassification") for name in hf_config.architectures
         ]
-        model.model_type = "language_model"
+        model_config.model_type = "language_model"
         try:
             return super()._build_module()
         finally:
-            model.model_type = "value_model"
+            model_config.model_type = "value_model"
 
     def _build_lora_module(self, module: Any) -> Any:
-        """The head is new, and is trained in full; all else is adapted."""
+        """Add the adapter to the base model. The new head is trained in full."""
         import peft
 
         lora = self._learner.lora
@@ -168,10 +178,10 @@ def _lora_config(lora: LoraConfig, task: str | None) -> Any:
 
 
 def _check_adapter(module: Any, lora: LoraConfig) -> None:
-    """Only what can be merged into the model's weights, exactly and with each of them by itself, is adapted.
+    """Check that every adapted layer can be merged exactly: a linear layer with an untied weight.
 
     Raises:
-        ConfigError: `target_modules` names something else.
+        ConfigError: `target_modules` matches another layer.
     """
     from peft.tuners.lora import Linear, LoraLayer
 
@@ -181,6 +191,7 @@ def _check_adapter(module: Any, lora: LoraConfig) -> None:
             type(layer) is not Linear or (tied and name.endswith("lm_head"))
         ):
             raise ConfigError(
-                f"lora.target_modules={lora.target_modules!r} takes in {name}, which cannot be adapted: only linear layers whose "
-                "weights are theirs alone can be; name others, or add it to lora.exclude_modules"
+                f"lora.target_modules={lora.target_modules!r} matches {name}, which cannot be adapted: only "
+                "linear layers with an untied weight can; name other layers, or add it to "
+                "lora.exclude_modules"
             )

@@ -1,10 +1,10 @@
-"""The learner group as the driver sees it: ranks in a placement group, called together, lost together and started anew together."""
+"""The learner group in the driver: ranks in a placement group that are called, fail and restart together."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -14,31 +14,32 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
-from raylight.learner.actor import WATCH, WATCH_THREADS, LearnerActor
-from raylight.learner.faults import fault_of, is_hearsay
+from raylight.learner.actor import WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
+from raylight.learner.faults import classify_in_driver, reports_lost_peer
 
 logger = logging.getLogger(__name__)
 
-CAUSE_S = 5.0
-"""How long to wait for the death of the rank that another one says it has lost."""
+ROOT_CAUSE_TIMEOUT_S = 5.0
+"""Seconds to wait for the failure of a rank that another rank reports as lost."""
 STACKS_TIMEOUT_S = 5.0
 
 
 def bundles(config: LearnerConfig) -> list[dict[str, float]]:
-    """What each rank asks of the cluster, for a placement group."""
-    one = {"CPU": config.num_cpus, "GPU": config.num_gpus}
-    return [{name: amount for name, amount in one.items() if amount} for _ in range(config.n)]
+    """Return the resources of each rank, as bundles of a placement group."""
+    resources = {"CPU": config.num_cpus, "GPU": config.num_gpus}
+    return [{name: amount for name, amount in resources.items() if amount} for _ in range(config.n)]
 
 
 class LearnerGroup:
     """Starts, calls, restarts and stops the ranks.
 
-    Every call has a deadline, and the first failure of a rank ends it for all, because the others may wait for the failed one
-    forever. After a LearnerError the ranks are out of step, and only `restart` makes them answer again.
+    Laws: every call has a deadline; the first failure of a rank ends the call for all ranks, because the
+    others may wait for the failed one forever. After a LearnerError the ranks are out of step, and every call
+    raises until `restart`.
 
     Args:
         placement: a placed group with one bundle per rank.
-        actor: what a rank is.
+        actor: class of a rank.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class LearnerGroup:
         self._namespace = namespace
         self._config = config
         self._placement = placement
-        remote: Any = ray.remote  # whose types know no concurrency groups
-        self._class = remote(concurrency_groups={WATCH: WATCH_THREADS})(actor)
-        self._setup: tuple[Any, ...] = ()
+        remote: Any = ray.remote  # its type stubs lack concurrency groups
+        self._class = remote(concurrency_groups={WATCHDOG_GROUP: WATCHDOG_THREADS})(actor)
+        self._setup_args: tuple[Any, ...] = ()
         self._broken = ""
+        """The failure that made the ranks unusable; empty if there is none."""
         self._actors = self._start()
 
     def _start(self) -> list[Any]:
@@ -69,146 +71,156 @@ class LearnerGroup:
         ]
 
     async def setup(self, *args: Any) -> None:
-        """Bring all ranks up in parallel.
+        """Set up all ranks in parallel.
 
         Args:
-            args: those of `LearnerActor.setup` after the first; `restart` gives them again.
+            args: arguments of `LearnerActor.setup` after the address; `restart` uses them again.
 
         Raises:
-            LearnerLostError: they were not up within `start_timeout_s`, or one died.
+            LearnerLostError: the ranks were not ready within `start_timeout_s`, or one died.
         """
-        self._setup = args
+        self._setup_args = args
         limit, clock = self._config.start_timeout_s, asyncio.get_running_loop().time
         end = clock() + limit
-        (address,) = await self._call([0], "open_rendezvous", setting="start_timeout_s", limit=limit)
-        await self._call(self._ranks, "setup", address, *args, setting="start_timeout_s", limit=end - clock())
+        (address,) = await self._call(
+            "open_rendezvous", ranks=[0], timeout_setting="start_timeout_s", limit=limit
+        )
+        await self._call("setup", address, *args, timeout_setting="start_timeout_s", limit=end - clock())
 
     async def restart(self) -> None:
-        """Kill all ranks and start them anew where they were, set up as they were at first: with the model's first weights.
+        """Kill all ranks, and start and set them up again in the same bundles, with the initial weights.
 
         Raises:
-            LearnerLostError: they did not end, or were not up again, within `start_timeout_s`.
+            LearnerLostError: the ranks did not end, or were not ready again, within `start_timeout_s`.
         """
-        ends = [asyncio.ensure_future(actor.linger.remote()) for actor in self._actors]
+        ends = [asyncio.ensure_future(actor.wait_forever.remote()) for actor in self._actors]
         self.stop()
         _, alive = await asyncio.wait(ends, timeout=self._config.start_timeout_s)
-        await _let_go(ends)
+        await _cancel(ends)
         if alive:
             raise LearnerLostError(
-                f"{len(alive)} learner(s) did not end within {self._config.start_timeout_s:g} s of being killed"
+                f"{len(alive)} learners did not end within {self._config.start_timeout_s:g} s of being "
+                "killed; end their processes on their nodes, or raise start_timeout_s"
             )
         self._actors = self._start()
         self._broken = ""
-        await self.setup(*self._setup)
+        await self.setup(*self._setup_args)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One update of the policy; returns metrics."""
-        return (await self._all("update", ray.put(batch)))[0]
+        """Update the policy with a batch, and return metrics."""
+        return (await self._call("update", ray.put(batch)))[0]
 
     async def logprobs(self, ids: list[int]) -> list[float]:
-        """The policy's log-probs at temperature 1 of `ids[1:]`, to be compared with the engines'."""
-        return (await self._all("logprobs", ids))[0]
+        """Return the policy's log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""
+        return (await self._call("logprobs", ids))[0]
 
     async def export(self) -> tuple[int, list[Any]]:
-        """The current version and a box with the object reference of its weights."""
-        return (await self._all("export"))[0]
+        """Return the current version and a list with the object reference of its weights."""
+        return (await self._call("export"))[0]
 
     async def save(self, folder: str) -> None:
         """Write the model in Hugging Face format to a folder that the ranks can reach."""
-        await self._all("save", folder)
+        await self._call("save", folder)
 
-    async def save_state(self, url: str, step: int, about: dict[str, Any], keep: int) -> None:
-        """Have the training state of a step written in the background; see `checkpoints.TrainingStates`.
+    async def save_state(self, url: str, step: int, metadata: dict[str, Any], keep: int) -> None:
+        """Gather the training state of a step, and write it in the background.
 
         Args:
-            about: JSON, kept with it.
-            keep: how many states remain.
+            metadata: JSON values that are stored with the state.
+            keep: number of states to keep.
         """
-        await self._all("save_state", url, step, about, keep)
+        await self._call("save_state", url, step, metadata, keep)
 
     async def finish_saving(self) -> None:
-        """Wait until the last state is written."""
-        await self._all("finish_saving")
+        """Wait until the last training state is written."""
+        await self._call("finish_saving")
 
     async def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue from the state of a step, whose weights are called `version` from now on."""
-        await self._all("load_state", url, step, version)
+        """Continue from the training state of a step, and number its weights `version`."""
+        await self._call("load_state", url, step, version)
 
     def stop(self) -> None:
+        """Kill all ranks."""
         for actor in self._actors:
             ray.kill(actor)
 
-    @property
-    def _ranks(self) -> range:
-        return range(self._config.n)
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every rank; see `_call`."""
-        limit = self._config.collective_timeout_s
-        return await self._call(self._ranks, method, *args, setting="collective_timeout_s", limit=limit)
-
     async def _call(
-        self, ranks: Sequence[int], method: str, *args: Any, setting: str, limit: float
+        self,
+        method: str,
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout_setting: str = "collective_timeout_s",
+        limit: float | None = None,
     ) -> list[Any]:
-        """Call a method on these ranks; returns what each of them returned.
+        """Call a method of `LearnerActor` on ranks, and return the result of each.
 
         Args:
-            setting: where the deadline comes from, of which `limit` seconds are left.
+            ranks: None for all ranks.
+            timeout_setting: the setting that defines the deadline.
+            limit: seconds that are left of it; None for all.
 
         Raises:
-            LearnerLostError: a rank died, or they were not done within `limit` seconds.
+            LearnerLostError: a rank died, or the ranks exceeded the deadline.
             LearnerMemoryError: a rank ran out of memory.
-            LearnerError: a rank failed otherwise.
-            RaylightError: what a rank raised on purpose.
+            LearnerError: a rank raised an ordinary exception.
+            RaylightError: a rank raised a typed error.
         """
         if self._broken:
-            raise LearnerLostError(f"the learners have not been started anew since: {self._broken}")
+            raise LearnerLostError(f"the learners have failed and were not restarted: {self._broken}")
+        limit = getattr(self._config, timeout_setting) if limit is None else limit
         calls: dict[asyncio.Future[Any], int] = {
             asyncio.ensure_future(
                 self._actors[rank].call.options(name=f"LearnerActor.{method}").remote(method, limit, *args)
             ): rank
-            for rank in ranks
+            for rank in (range(self._config.n) if ranks is None else ranks)
         }
         try:
             done, late = await asyncio.wait(calls, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
             if any(call.exception() for call in done):
-                rank, error = await self._first_cause(calls)
-                raise self._noted(fault_of(error, rank, self._config, self._log_of(rank)), error) from None
+                rank, error = await self._root_cause(calls)
+                typed_error = classify_in_driver(error, rank, self._config, self._log_command(rank))
+                raise self._mark_broken(typed_error, error) from None
             if late:
-                raise self._noted(await self._hang(method, setting, [calls[call] for call in late]))
+                hang = await self._hang_error(method, timeout_setting, [calls[call] for call in late])
+                raise self._mark_broken(hang)
             return [call.result() for call in calls]
         finally:
-            await _let_go(calls)
+            await _cancel(calls)
 
-    async def _first_cause(self, calls: dict[asyncio.Future[Any], int]) -> tuple[int, BaseException]:
-        """The rank that failed, and how: one that only lost another hears of it sooner than the driver does."""
+    async def _root_cause(self, calls: dict[asyncio.Future[Any], int]) -> tuple[int, BaseException]:
+        """Return the rank that failed first and its error.
+
+        A rank that only lost a peer often fails before the driver receives the peer's error, so that is
+        awaited for a while.
+        """
         clock = asyncio.get_running_loop().time
-        end = clock() + CAUSE_S
+        end = clock() + ROOT_CAUSE_TIMEOUT_S
         while True:
             errors = [
                 (rank, error) for call, rank in calls.items() if call.done() and (error := call.exception())
             ]
-            telling = [(rank, error) for rank, error in errors if not is_hearsay(error)]
-            waiting, left = [call for call in calls if not call.done()], end - clock()
-            if telling or not waiting or left <= 0:
-                return (telling or errors)[0]
-            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            causes = [(rank, error) for rank, error in errors if not reports_lost_peer(error)]
+            pending, left = [call for call in calls if not call.done()], end - clock()
+            if causes or not pending or left <= 0:
+                return (causes or errors)[0]
+            await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _hang(self, method: str, setting: str, late: list[int]) -> LearnerLostError:
-        """Put the stacks of all ranks into the log; returns an error that tells where they are."""
-        asked = {
-            asyncio.ensure_future(actor.stacks.remote()): rank for rank, actor in enumerate(self._actors)
+    async def _hang_error(self, method: str, timeout_setting: str, late: list[int]) -> LearnerLostError:
+        """Log the stacks of all ranks, and return an error with their summaries."""
+        requests = {
+            asyncio.ensure_future(actor.dump_stacks.remote()): rank for rank, actor in enumerate(self._actors)
         }
-        await asyncio.wait(asked, timeout=STACKS_TIMEOUT_S)
-        places = []
-        limit = getattr(self._config, setting)
-        for task, rank in asked.items():
-            if not task.done() or task.exception():
-                places.append(
-                    f"{rank} says nothing (it has not started, is dead or is stuck; see `{self._log_of(rank)}`)"
+        await asyncio.wait(requests, timeout=STACKS_TIMEOUT_S)
+        positions = []
+        limit = getattr(self._config, timeout_setting)
+        for request, rank in requests.items():
+            if not request.done() or request.exception():
+                positions.append(
+                    f"{rank} does not respond (it has not started, is dead or is stuck; see "
+                    f"`{self._log_command(rank)}`)"
                 )
                 continue
-            stacks = task.result()
+            stacks = request.result()
             logger.error(
                 "learner %d after %g s of %s; its threads, innermost call last:\n%s",
                 rank,
@@ -216,32 +228,34 @@ class LearnerGroup:
                 method,
                 stacks.text,
             )
-            places.append(
+            positions.append(
                 f"{rank} is at {stacks.summary}"
                 if stacks.summary
                 else f"{rank} is {'idle' if rank in late else 'done'}"
             )
-        await _let_go(asked)
+        await _cancel(requests)
         return LearnerLostError(
-            f"{len(late)} of {self._config.n} learners were not done with {method} within {limit:g} s ({setting}): learner "
-            f"{'; learner '.join(places)}. The stacks of all threads are in the driver's log; raise {setting} if the work takes "
-            "so long"
+            f"{len(late)} of {self._config.n} learners did not finish {method} within {limit:g} s "
+            f"({timeout_setting}): learner {'; learner '.join(positions)}. The stacks of all threads are in "
+            f"the driver's log; raise {timeout_setting} if the work takes that long"
         )
 
-    def _noted(self, fault: BaseException, error: BaseException | None = None) -> BaseException:
-        """The same fault; what made the ranks useless is kept in mind, and Ray's whole account of it is in the log."""
-        if isinstance(fault, LearnerError):
-            self._broken = str(fault)
-            if error is not None:
-                logger.error("%s", error)
-        return fault
+    def _mark_broken(
+        self, typed_error: BaseException, original: BaseException | None = None
+    ) -> BaseException:
+        """Return the typed error. If it is a LearnerError, mark the group as broken and log the original."""
+        if isinstance(typed_error, LearnerError):
+            self._broken = str(typed_error)
+            if original is not None:
+                logger.error("%s", original)
+        return typed_error
 
-    def _log_of(self, rank: int) -> str:
+    def _log_command(self, rank: int) -> str:
         return f"ray logs actor --id {self._actors[rank]._actor_id.hex()} --err"
 
 
-async def _let_go(tasks: Any) -> None:
-    """Wait no longer for what is under way."""
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

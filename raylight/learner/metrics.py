@@ -1,4 +1,4 @@
-"""Metrics of all ranks together, under raylight's names."""
+"""Metrics of all ranks, under raylight's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from raylight.learner import verl_api as verl
 
-NAMES = {
+POLICY_NAMES = {
     "grad_norm": "learner/grad_norm",
     "actor/pg_loss": "learner/pg_loss",
     "actor/entropy_loss": "learner/entropy",
@@ -26,17 +26,17 @@ CRITIC_NAMES = {
     "critic/vpred_mean": "critic/vpred_mean",
 }
 
-COUNTED = ("learner/skipped_steps", "critic/skipped_steps")
-"""Metrics that are counts of steps."""
+STEP_COUNTS = ("learner/skipped_steps", "critic/skipped_steps")
+"""Metrics that count steps, and are summed over steps rather than averaged."""
 
 
-def rename_metrics(metrics: Mapping[str, float], names: Mapping[str, str] = NAMES) -> dict[str, float]:
-    """verl's metrics under our names; the others are not shown."""
+def rename_metrics(metrics: Mapping[str, float], names: Mapping[str, str] = POLICY_NAMES) -> dict[str, float]:
+    """Return verl's metrics under raylight's names; metrics without a name here are dropped."""
     return {ours: metrics[theirs] for theirs, ours in names.items() if theirs in metrics}
 
 
 def all_reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """verl's metrics as numbers: what a Metric says of itself, the mean of a list, averaged over ranks."""
+    """Reduce verl's metrics to numbers: aggregates of `Metric`, means of lists, averaged over ranks."""
     local = {}
     for name, value in metrics.items():
         if isinstance(value, verl.Metric):
@@ -51,12 +51,14 @@ def all_reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def mean_over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
-    """What several optimizer steps come to: the mean of each metric over those that have it, and the sum of what is counted. The
-    gradient of a step that was skipped counts in no mean, unless all were."""
-    names = {name for step in steps for name in step}
-    found = {}
-    for name in sorted(names):
+    """Average each metric over the optimizer steps that have it, and sum `STEP_COUNTS`.
+
+    Non-finite values, such as the gradient norm of a skipped step, are left out of a mean unless all are
+    non-finite.
+    """
+    means = {}
+    for name in sorted({name for step in steps for name in step}):
         values = [step[name] for step in steps if name in step]
         finite = [value for value in values if math.isfinite(value)]
-        found[name] = math.fsum(values) if name in COUNTED else float(np.mean(finite or values))
-    return found
+        means[name] = math.fsum(values) if name in STEP_COUNTS else float(np.mean(finite or values))
+    return means

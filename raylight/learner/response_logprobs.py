@@ -1,4 +1,4 @@
-"""What a model's output says of the tokens of responses. Nothing is computed of prompts, of which no log-prob is asked."""
+"""Log-probs and entropies of response tokens. Those of prompts are not computed, as nothing reads them."""
 
 from __future__ import annotations
 
@@ -8,42 +8,48 @@ import torch
 
 
 def response_logprobs(output: Any, data: Any, *, packed: bool, entropy: bool) -> dict[str, torch.Tensor]:
-    """Log-probs of the tokens of responses, and with `entropy` the policy's there, as verl nests them: entry i of a row is of its
-    token i + 1; 0 in the prompt. Computed in float32, whatever the logits are.
+    """Compute the log-probs of response tokens, and with `entropy` the policy's entropies at these tokens.
+
+    Both are computed in float32, whatever the dtype of the logits.
 
     Args:
-        output: of a model of the transformers library, over the micro-batch `data`, padded or `packed`.
+        output: output of a transformers model for the micro-batch `data`.
+        packed: the rows of the micro-batch are concatenated rather than padded.
+
+    Returns:
+        Nested tensors `log_probs` and `entropy` of shape (rows, tokens of the row), in verl's layout: entry i
+            belongs to token i + 1, and entries of the prompt are 0.
     """
-    logits, places = _logits_of_responses(output.logits, data, packed)
-    counts = data["responses"].offsets().diff()
+    logits, selected = _response_logits(output.logits, data, packed)
+    lengths = data["responses"].offsets().diff()
     temperature = data["temperature"].to(torch.float32)
     if not bool((temperature == 1).all()):
-        logits = logits / temperature.repeat_interleave(counts)[:, None]
+        logits = logits / temperature.repeat_interleave(lengths)[:, None]
     logprobs = logits.float().log_softmax(-1)
-    found = {"log_probs": logprobs.gather(-1, data["responses"].values()[:, None])[:, 0]}
+    results = {"log_probs": logprobs.gather(-1, data["responses"].values()[:, None])[:, 0]}
     if entropy:
-        found["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
-    whole, offsets = logprobs.new_zeros(places.shape), data["input_ids"].offsets()
+        results["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
+    zeros, offsets = logprobs.new_zeros(selected.shape), data["input_ids"].offsets()
     return {
-        name: torch.nested.nested_tensor_from_jagged(whole.masked_scatter(places, values), offsets)
-        for name, values in found.items()
+        name: torch.nested.nested_tensor_from_jagged(zeros.masked_scatter(selected, values), offsets)
+        for name, values in results.items()
     }
 
 
 def select_response_tokens(nested: torch.Tensor, data: Any) -> torch.Tensor:
-    """The entries of what is nested as above that are of responses, one row after the other."""
-    return nested.values()[_places(data)[0]]
+    """Return the response entries of a tensor in the layout of `response_logprobs`, row after row."""
+    return nested.values()[_response_masks(data)[0]]
 
 
-def _logits_of_responses(logits: torch.Tensor, data: Any, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits that the tokens of responses were drawn from, one row after the other, and where these are among all tokens."""
-    places, before = _places(data)
-    return (logits[0][: len(places)][places] if packed else logits[:, : before.shape[1]][before]), places
+def _response_logits(logits: torch.Tensor, data: Any, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits that predict response tokens, row after row, and their mask over all tokens."""
+    flat, padded = _response_masks(data)
+    return (logits[0][: len(flat)][flat] if packed else logits[:, : padded.shape[1]][padded]), flat
 
 
-def _places(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the tokens before those of responses are: among all tokens of the rows, and by row, padded to the longest."""
+def _response_masks(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return masks of the tokens before response tokens: flat over all tokens, and padded by row."""
     lengths, prompts = (data[name].offsets().diff()[:, None] for name in ("input_ids", "prompts"))
-    at = torch.arange(int(lengths.max()), device=lengths.device)[None]
-    before = (at >= prompts - 1) & (at < lengths - 1)
-    return before[at < lengths], before
+    position = torch.arange(int(lengths.max()), device=lengths.device)[None]
+    padded = (position >= prompts - 1) & (position < lengths - 1)
+    return padded[position < lengths], padded

@@ -1,4 +1,4 @@
-"""Rows of a batch as tensors: dealt to mini-batches by rollouts, to ranks by tokens."""
+"""Rows of a batch as tensors, split into mini-batches by rollout and sharded across ranks by token count."""
 
 from __future__ import annotations
 
@@ -14,53 +14,47 @@ from raylight.experience.batch import TrainBatch
 from raylight.learner import verl_api as verl
 
 
-def _nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Many times as fast as torch's own way from a list."""
-    lengths = [len(tensor) for tensor in tensors]
-    return torch.nested.nested_tensor_from_jagged(
-        torch.cat(list(tensors)),
-        torch.tensor([0, *itertools.accumulate(lengths)]),
-        min_seqlen=min(lengths),
-        max_seqlen=max(lengths),
-    )
-
-
 @dataclass(eq=False)
 class TrainRow:
-    """One trajectory as tensors, split where its first trained token is.
+    """One trajectory as tensors, split before its first trained token.
 
-    All tensors but `prompt` have one entry per token of `response`, which also holds observations (mask 0).
+    All tensors except `prompt` have one entry per token of `response`, which also contains observations (mask
+    0).
     """
 
     index: int
-    """Its place in the batch."""
+    """Index in the batch."""
     rollout: int
-    """The rollout that it is of."""
+    """Index of the rollout that the row belongs to."""
     prompt: torch.Tensor
     response: torch.Tensor
     mask: torch.Tensor
     engine_logprobs: torch.Tensor
     versions: torch.Tensor
+    """Weight version that sampled each token; -1 for observations."""
     temperature: float
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    """What the critic learns to tell."""
+    """Targets of the critic."""
     old_logprobs: torch.Tensor | None = None
-    seen_logprobs: torch.Tensor | None = None
-    """What the pass that trained on it first computed, where nothing was computed before."""
+    """Log-probs of the old policy: the learner's, or the engine's in bypass mode."""
+    learner_logprobs: torch.Tensor | None = None
+    """The learner's log-probs before the update, if `old_logprobs` are not. Without a pass before the update
+    they are those of the first training pass."""
     ref_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     """Importance weights."""
-    share: float = 1.0
-    """Of its rollout's sampled tokens, how many are its own."""
+    rollout_fraction: float = 1.0
+    """Fraction of the rollout's sampled tokens that are in this row."""
 
     @property
     def tokens(self) -> int:
+        """Length of prompt and response."""
         return len(self.prompt) + len(self.response)
 
 
-TENSORS = {
+VERL_NAMES = {
     "old_logprobs": "old_log_probs",
     "ref_logprobs": "ref_log_prob",
     "advantages": "advantages",
@@ -69,39 +63,42 @@ TENSORS = {
     "weights": "rollout_is_weights",
     "engine_logprobs": "rollout_log_probs",
 }
-"""Fields of a row -> verl's names for them. verl is given those that all rows have."""
+"""Optional field of a row -> verl's name for it. verl receives the fields that all rows have."""
 
 
-def rows_of(batch: TrainBatch) -> list[TrainRow]:
-    """Tensors of every trajectory of the batch."""
+def build_rows(batch: TrainBatch) -> list[TrainRow]:
+    """Convert the trajectories of a batch to tensors."""
     rows = []
     for index, (trajectory, owner) in enumerate(zip(batch.rows, batch.owners, strict=True)):
-        cut = trajectory.prompt_length
+        start = trajectory.prompt_length
         tokens = torch.tensor(trajectory.token_ids)
         rows.append(
             TrainRow(
                 index=index,
                 rollout=owner,
-                prompt=tokens[:cut],
-                response=tokens[cut:],
-                mask=torch.tensor(trajectory.mask[cut:]),
-                engine_logprobs=torch.tensor(trajectory.logprobs[cut:]),
-                versions=torch.tensor(trajectory.weight_versions[cut:]),
+                prompt=tokens[:start],
+                response=tokens[start:],
+                mask=torch.tensor(trajectory.mask[start:]),
+                engine_logprobs=torch.tensor(trajectory.logprobs[start:]),
+                versions=torch.tensor(trajectory.weight_versions[start:]),
                 temperature=trajectory.temperature,
             )
         )
     return rows
 
 
-def probe_row(ids: Sequence[int]) -> TrainRow:
-    """A row whose response is all but the first token, at temperature 1."""
+def make_probe_row(ids: Sequence[int]) -> TrainRow:
+    """Make a row at temperature 1 whose response is all tokens but the first."""
     tokens, length = torch.tensor(ids), len(ids) - 1
     ones, zeros = torch.ones(length, dtype=torch.long), torch.zeros(length)
     return TrainRow(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
 
 
 def split_minibatches(rows: list[TrainRow], parts: int) -> list[list[TrainRow]]:
-    """Mini-batches of nearly equally many rollouts, all rows of a rollout in the same; fewer when there are fewer rollouts."""
+    """Split rows into mini-batches of nearly equally many rollouts.
+
+    The rows of a rollout stay together. With fewer rollouts than `parts`, there are fewer mini-batches.
+    """
     rollouts = sorted({row.rollout for row in rows})
     parts = min(parts, len(rollouts))
     part_of = {rollout: i % parts for i, rollout in enumerate(rollouts)}
@@ -109,37 +106,41 @@ def split_minibatches(rows: list[TrainRow], parts: int) -> list[list[TrainRow]]:
 
 
 def shard_for_rank(rows: list[TrainRow], rank: int, ranks: int) -> list[TrainRow]:
-    """This rank's rows, balanced by tokens. With fewer rows than ranks the missing ones are copies that train nothing."""
+    """Return this rank's rows, balanced by token count.
+
+    With fewer rows than ranks, the remaining ranks get copies with an empty mask, which do not affect the
+    loss.
+    """
     padding = [replace(rows[0], mask=torch.zeros_like(rows[0].mask)) for _ in range(ranks - len(rows))]
     rows = rows + padding
     if ranks == 1:
         return rows
-    chosen = verl.get_seqlen_balanced_partitions([row.tokens for row in rows], ranks, equal_size=False)[rank]
-    return [rows[i] for i in chosen]
+    shard = verl.get_seqlen_balanced_partitions([row.tokens for row in rows], ranks, equal_size=False)[rank]
+    return [rows[i] for i in shard]
 
 
 def to_tensordict(rows: list[TrainRow], config: LearnerConfig, *, global_rollouts: int, entropy: bool) -> Any:
-    """verl's input for `infer_batch` and `train_batch`; nested tensors of shape (rows, tokens of the row).
+    """Build verl's input of `infer_batch` and `train_batch`, with nested tensors of shape (rows, tokens).
 
     Args:
-        global_rollouts: rollouts of the mini-batch on all ranks together, over which means of sequences are taken.
-        entropy: whether to compute the policy's entropy too.
+        global_rollouts: rollouts of the mini-batch on all ranks, the divisor of means over sequences.
+        entropy: compute the entropy of the policy too.
     """
     tensors: dict[str, Any] = {
-        "input_ids": _nested([torch.cat([row.prompt, row.response]) for row in rows]),
-        "position_ids": _nested([torch.arange(row.tokens) for row in rows]),
-        "prompts": _nested([row.prompt for row in rows]),
-        "responses": _nested([row.response for row in rows]),
-        "response_mask": _nested([row.mask for row in rows]),
-        "loss_mask": _nested([torch.cat([torch.zeros_like(row.prompt), row.mask]) for row in rows]),
+        "input_ids": _to_nested([torch.cat([row.prompt, row.response]) for row in rows]),
+        "position_ids": _to_nested([torch.arange(row.tokens) for row in rows]),
+        "prompts": _to_nested([row.prompt for row in rows]),
+        "responses": _to_nested([row.response for row in rows]),
+        "response_mask": _to_nested([row.mask for row in rows]),
+        "loss_mask": _to_nested([torch.cat([torch.zeros_like(row.prompt), row.mask]) for row in rows]),
         "temperature": torch.tensor([row.temperature for row in rows]),
         "row": torch.arange(len(rows)),
-        "share": torch.tensor([row.share for row in rows]),
+        "rollout_fraction": torch.tensor([row.rollout_fraction for row in rows]),
     }
-    for name, key in TENSORS.items():
+    for name, verl_name in VERL_NAMES.items():
         if all(getattr(row, name) is not None for row in rows):
-            tensors[key] = _nested([getattr(row, name) for row in rows])
-    plain = {
+            tensors[verl_name] = _to_nested([getattr(row, name) for row in rows])
+    options = {
         "use_remove_padding": config.packed,
         "use_dynamic_bsz": True,
         "max_token_len_per_gpu": config.max_tokens_per_micro_batch,
@@ -147,4 +148,15 @@ def to_tensordict(rows: list[TrainRow], config: LearnerConfig, *, global_rollout
         "calculate_entropy": entropy,
         "pad_token_id": 0,
     }
-    return verl.tensordict_utils.get_tensordict(tensors, non_tensor_dict=plain)
+    return verl.tensordict_utils.get_tensordict(tensors, non_tensor_dict=options)
+
+
+def _to_nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Build a jagged nested tensor, much faster than `torch.nested.nested_tensor(list)`."""
+    lengths = [len(tensor) for tensor in tensors]
+    return torch.nested.nested_tensor_from_jagged(
+        torch.cat(list(tensors)),
+        torch.tensor([0, *itertools.accumulate(lengths)]),
+        min_seqlen=min(lengths),
+        max_seqlen=max(lengths),
+    )

@@ -1,4 +1,4 @@
-"""What the threads of a process are at, for whoever waits for it in vain."""
+"""Stack dump of a process's threads, for diagnosing a hung rank."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import threading
 import traceback
 from dataclasses import dataclass
 
-OURS = "raylight"
-SHOWN = 3
+PACKAGE = "raylight"
+SUMMARY_FRAMES = 3
 """Frames of raylight in a summary."""
 
 
 @dataclass(frozen=True)
-class Stacks:
-    """The stacks of a process at one moment."""
+class StackDump:
+    """Stacks of the threads of a process at one moment."""
 
     text: str
-    """Of all threads, each with its innermost call last."""
+    """Stacks of all threads, each with its innermost call last."""
     summary: str
-    """Innermost frames of the thread that was asked about; empty if there is none."""
+    """Innermost frames of the requested thread; empty if it does not exist."""
 
 
-def take_stacks(thread: int | None) -> Stacks:
-    """The stacks of this process.
+def dump_stacks(thread: int | None) -> StackDump:
+    """Dump the stacks of this process.
 
     Args:
-        thread: ident of the thread that the summary is of.
+        thread: identifier of the thread to summarize; None for no summary.
     """
     frames = sys._current_frames()
     names = {known.ident: known.name for known in threading.enumerate()}
@@ -34,19 +34,21 @@ def take_stacks(thread: int | None) -> Stacks:
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in frames.items()
     ]
-    found = frames.get(thread) if thread is not None else None
-    return Stacks("\n".join(parts), _summary(traceback.extract_stack(found)) if found is not None else "")
+    frame = frames.get(thread) if thread is not None else None
+    return StackDump(
+        "\n".join(parts), _summarize(traceback.extract_stack(frame)) if frame is not None else ""
+    )
 
 
-def _summary(stack: traceback.StackSummary) -> str:
-    """The last frames of raylight, and the one that they have led to."""
-    ours = [frame for frame in stack if f"/{OURS}/" in frame.filename and frame.name[0] != "<"][
-        -SHOWN:
-    ]  # no comprehensions
-    return " > ".join(_place(frame) for frame in ours + ([] if stack[-1] in ours else [stack[-1]]))
+def _summarize(stack: traceback.StackSummary) -> str:
+    """Return the last frames of raylight (without comprehensions) and the innermost frame."""
+    own = [frame for frame in stack if f"/{PACKAGE}/" in frame.filename and frame.name[0] != "<"]
+    shown = own[-SUMMARY_FRAMES:]
+    return " > ".join(_format(frame) for frame in shown + ([] if stack[-1] in shown else [stack[-1]]))
 
 
-def _place(frame: traceback.FrameSummary) -> str:
-    home = next((top for top in (OURS, "site-packages") if f"/{top}/" in frame.filename), "")
-    name = frame.filename.rpartition(f"/{home}/")[2] if home else frame.filename
-    return f"{name}:{frame.lineno} ({frame.name})"
+def _format(frame: traceback.FrameSummary) -> str:
+    """Format a frame with its path relative to the package or site-packages."""
+    root = next((top for top in (PACKAGE, "site-packages") if f"/{top}/" in frame.filename), "")
+    path = frame.filename.rpartition(f"/{root}/")[2] if root else frame.filename
+    return f"{path}:{frame.lineno} ({frame.name})"

@@ -1,208 +1,222 @@
-"""The training state of all ranks: gathered whole on rank 0, and put into a policy of any number of ranks.
+"""Training state of all ranks: gathered in full on rank 0, and loaded into any number of ranks.
 
-It holds what training changes: trained parameters (all of them, or the adapter's), the optimizer's moments, the place in the
-learning-rate schedule, the critic's likewise, the adaptive KL coefficient, the count of gradients that were not finite, and the
-random numbers of every rank. What settings say (learning rate, schedule, weight decay) is not part of it.
+It contains what training changes: the trained parameters (all, or the adapter's), the optimizer's moments,
+the position in the learning-rate schedule, the same of the critic, the adaptive KL coefficient, the count of
+non-finite gradients, and the random number generators of every rank.
+
+Law: settings (learning rate, schedule, weight decay) are not part of it, so that a resumed run may change
+them.
+
+`torch.distributed.checkpoint.state_dict` gathers and scatters the tensors. Three things remain to be done
+here, because it would change a run: it initialises the moments of an optimizer that has taken no step (with a
+step count of 1), so such an optimizer is neither gathered nor loaded; it restores the optimizer's param
+groups, so only their parameter names are passed to it; and on a CPU it returns the live tensors, so these are
+copied before training goes on.
 """
 
 from __future__ import annotations
 
 import random
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
 from raylight.errors import CheckpointError
 from raylight.learner.policy import Policy
 
 FORMAT = 1
+GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+"""Not strict: frozen parameters, and parameters that never had a gradient, are missing from a state."""
+
+T = TypeVar("T")
 
 
 def gather(policy: Policy) -> dict[str, Any] | None:
-    """The training state in the host's memory on rank 0; None elsewhere. A collective."""
-    engines = {"policy": _gather_engine(policy.engine)}
-    if policy.critic is not None:
-        engines["critic"] = _gather_engine(policy.critic.engine)
-    numbers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(numbers, _random_numbers())
+    """Return the training state in host memory on rank 0, None on other ranks. A collective."""
+    engines = {name: _gather_engine(engine) for name, engine in policy.engines.items()}
+    generators: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(generators, _random_state())
     if dist.get_rank():
         return None
-    return {
-        "format": FORMAT,
-        "engines": engines,
-        "random": numbers,
-        "plain": {
-            "version": policy.version,
-            "kl_coef": policy._kl.steered,
-            "non_finite": policy._gradients.in_a_row,
-        },
-    }
+    return {"format": FORMAT, "engines": engines, "random": generators, "plain": policy.progress()}
 
 
 def load(policy: Policy, file: IO[bytes] | None) -> None:
-    """Continue from a state; `file` is it on rank 0, and is not looked at elsewhere. A collective.
+    """Load a training state into the policy. A collective.
 
-    Random numbers go on where they were if there are as many ranks as before; else each rank draws others.
+    The random number generators continue if the state has as many ranks as there are now; otherwise each rank
+    gets a new seed.
+
+    Args:
+        file: the state on rank 0; ignored on other ranks.
 
     Raises:
-        CheckpointError: the state is of another model, or another version of raylight wrote it.
+        CheckpointError: the state is of another model, or was written by another version of raylight.
     """
-    state = (
-        torch.load(file, map_location="cpu", weights_only=True)
-        if file is not None and dist.get_rank() == 0
-        else None
-    )
-    box = [_outline(state)] if state is not None else [None]
-    dist.broadcast_object_list(box)
-    outline: Any = box[0]
-    if outline["format"] != FORMAT:
+    state: dict[str, Any] = {}
+    if file is not None and dist.get_rank() == 0:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    small = _broadcast({name: value for name, value in state.items() if name != "engines"})
+    if small["format"] != FORMAT:
         raise CheckpointError(
-            f"the training state has format {outline['format']}, and this version of raylight reads {FORMAT}"
+            f"the training state has format {small['format']}, but this version of raylight reads format "
+            f"{FORMAT}; resume with the version that wrote it"
         )
-    engines = {"policy": policy.engine} | (
-        {"critic": policy.critic.engine} if policy.critic is not None else {}
-    )
-    if engines.keys() != outline["engines"].keys():
+    saved = _broadcast(sorted(state.get("engines", {})))
+    if saved != sorted(policy.engines):
         raise CheckpointError(
-            f"the training state is of {sorted(outline['engines'])}, and what is trained is {sorted(engines)}"
+            f"the training state contains {saved}, but this algorithm trains {sorted(policy.engines)}; "
+            f"resume with an algorithm that {'has a' if 'critic' in saved else 'has no'} critic"
         )
-    for name, engine in engines.items():
-        _load_engine(engine, state["engines"][name] if state else outline["engines"][name])
-    plain = outline["plain"]
-    policy.version, policy._gradients.in_a_row = plain["version"], plain["non_finite"]
-    policy._kl.go_on(plain["kl_coef"])
-    _set_random_numbers(outline["random"], policy.version)
+    for name, engine in policy.engines.items():
+        _load_engine(engine, state["engines"][name] if state else {})
+    policy.restore_progress(small["plain"])
+    _set_random_state(small["random"], policy.version)
 
 
-def _outline(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with shapes in place of its large tensors."""
+@torch.no_grad()
+def load_weights(engine: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Load the trained parameters. A collective.
 
-    def shape(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: shape(part) for name, part in value.items()}
-        return value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value
+    Args:
+        weights: full tensors by name, on rank 0; ignored on other ranks.
 
-    return state | {"engines": shape(state["engines"])}
+    Raises:
+        CheckpointError: they are of another model or another adapter.
+    """
+    shapes = {name: tuple(param.shape) for name, param in _trained(engine).items()}
+    saved = _broadcast({name: tuple(value.shape) for name, value in weights.items()})
+    if shapes != saved:
+        differing = sorted(
+            name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)
+        )
+        first = differing[0]
+        raise CheckpointError(
+            f"the training state is of another model or another adapter: {len(differing)} parameters "
+            f"differ, such as {first} (state: {saved.get(first, 'missing')}, model: "
+            f"{shapes.get(first, 'missing')}); resume with the same model and lora"
+        )
+    set_model_state_dict(engine.module, dict(weights), options=SCATTER)
 
 
 def _gather_engine(engine: Any) -> dict[str, Any]:
-    moments = engine.optimizer.state
-    trained = _trained(engine)
+    """Return the trained parameters, moments and schedule position of an engine; tensors on rank 0 only."""
+    module, optimizer = engine.module, engine.optimizer
+    model = get_model_state_dict(module, options=GATHER)
+    optimizer_state: Any = {}
+    if optimizer.state:
+        optimizer_state = get_optimizer_state_dict(module, optimizer, options=GATHER).get("state", {})
+    live = _live_storages(engine)
+    names = _trained(engine)  # a tied weight has several names in `model`, and one here
     return {
-        "model": {name: _whole(param) for name, param in trained.items()},
+        "model": {name: _detached(model.pop(name), live) for name in names if name in model},
         "optimizer": {
-            name: {key: _whole(value) for key, value in moments[param].items()}
-            for name, param in trained.items()
-            if param in moments
+            name: {key: _detached(value, live) for key, value in optimizer_state.pop(name).items()}
+            for name in names
+            if name in optimizer_state
         },
         "updates": engine.lr_scheduler.last_epoch,
     }
+
+
+def _load_engine(engine: Any, state: dict[str, Any]) -> None:
+    """Load the state of an engine; `state` is empty on ranks other than 0."""
+    load_weights(engine, state.get("model", {}))
+    _load_optimizer(engine, state.get("optimizer", {}))
+    _seek_schedule(engine, _broadcast(state.get("updates", 0)))
+
+
+def _load_optimizer(engine: Any, moments: dict[str, dict[str, Any]]) -> None:
+    """Load the moments of the parameters, and keep the optimizer's own settings."""
+    module, optimizer = engine.module, engine.optimizer
+    saved = set(_broadcast(list(moments)))
+    if saved:
+        names = {param: name for name, param in module.named_parameters()}
+        groups = [{"params": [names[param] for param in group["params"]]} for group in optimizer.param_groups]
+        state: Any = {"state": moments, "param_groups": groups} if dist.get_rank() == 0 else {}
+        set_optimizer_state_dict(module, optimizer, state, options=SCATTER)
+    for name, param in _trained(engine).items():
+        if name not in saved:
+            optimizer.state.pop(param, None)
+
+
+def _seek_schedule(engine: Any, updates: int) -> None:
+    """Set the learning-rate schedule of the settings to its position after `updates` updates."""
+    scheduler = engine.lr_scheduler
+    rates = [
+        base * shape(updates) for base, shape in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    position = {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
+    scheduler.load_state_dict(scheduler.state_dict() | position)
 
 
 def _trained(engine: Any) -> dict[str, torch.nn.Parameter]:
     return {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
 
 
-def _whole(value: Any) -> Any:
-    """All of a tensor on rank 0, in memory of its own."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+def _live_storages(engine: Any) -> set[int]:
+    """Return the addresses of the memory that the parameters and moments of this rank use."""
+    moments = [value for state in engine.optimizer.state.values() for value in state.values()]
+    tensors = [t for t in [*engine.module.parameters(), *moments] if isinstance(t, torch.Tensor)]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return {t.untyped_storage().data_ptr() for t in local}
+
+
+def _detached(value: Any, live: set[int]) -> Any:
+    """Return a tensor that training does not change, and whose storage contains nothing else."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().to("cpu", copy=True) if dist.get_rank() == 0 else None
+    value, storage = value.detach(), value.untyped_storage()
+    return value.clone() if storage.data_ptr() in live or storage.nbytes() > value.nbytes else value
 
 
-@torch.no_grad()
-def load_weights(engine: Any, model: dict[str, torch.Tensor]) -> None:
-    """Take over trained parameters; they are whole on rank 0, and shapes elsewhere. A collective.
-
-    Raises:
-        CheckpointError: they are of another model or another adapter.
-    """
-    trained = _trained(engine)
-    ours = {name: tuple(param.shape) for name, param in trained.items()}
-    theirs = {name: tuple(value.shape) for name, value in model.items()}
-    if ours != theirs:
-        wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        raise CheckpointError(
-            f"the training state is of another model or another adapter: {len(wrong)} parameters differ, such as {wrong[0]} "
-            f"({theirs.get(wrong[0], 'not there')} there, {ours.get(wrong[0], 'not there')} here)"
-        )
-    for name, param in trained.items():
-        _local(param).copy_(_local(_share(model[name], param)))
+def _broadcast(value: T) -> T:
+    """Return rank 0's value on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
-def _load_engine(engine: Any, state: dict[str, Any]) -> None:
-    load_weights(engine, state["model"])
-    _load_optimizer(engine.optimizer, _trained(engine), state["optimizer"])
-    scheduler, updates = engine.lr_scheduler, state["updates"]
-    rates = [
-        base * shape(updates) for base, shape in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    at = {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
-    scheduler.load_state_dict(scheduler.state_dict() | at)
-
-
-def _load_optimizer(
-    optimizer: Any, trained: dict[str, torch.nn.Parameter], moments: dict[str, dict[str, Any]]
-) -> None:
-    """Moments of the parameters; the optimizer's own settings stay."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    place = {id(param): index for index, param in enumerate(params)}
+def _random_state() -> dict[str, Any]:
+    """Return the state of this rank's generators, in types that `torch.load` reads with `weights_only`."""
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
     state = {
-        place[id(trained[name])]: {
-            key: _share(value, trained[name]) if isinstance(value, torch.Tensor) and value.dim() else value
-            for key, value in values.items()
-        }
-        for name, values in moments.items()
-    }
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
-def _share(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """This rank's share of what rank 0 has whole, laid out as the parameter is."""
-    if not isinstance(param, DTensor):
-        return whole
-    if whole.is_meta:
-        whole = torch.empty_like(whole, device="cpu")
-    return distribute_tensor(whole, param.device_mesh, param.placements)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _random_numbers() -> dict[str, Any]:
-    """This rank's generators; of types that torch.load takes without running code."""
-    state: Any = np.random.get_state()
-    kind, keys, *rest = state
-    numbers = {
         "torch": torch.get_rng_state(),
         "numpy": (kind, keys.tolist(), *rest),
         "python": random.getstate(),
     }
     if torch.cuda.is_available():
-        numbers["cuda"] = torch.cuda.get_rng_state()
-    return numbers
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
-def _set_random_numbers(of_ranks: list[dict[str, Any]], version: int) -> None:
+def _set_random_state(states: list[dict[str, Any]], version: int) -> None:
+    """Restore this rank's generators, or seed them if the number of ranks changed."""
     rank = dist.get_rank()
-    if len(of_ranks) != dist.get_world_size():
+    if len(states) != dist.get_world_size():
         seed = version * dist.get_world_size() + rank
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
         return
-    numbers = of_ranks[rank]
-    torch.set_rng_state(numbers["torch"])
-    kind, keys, *rest = numbers["numpy"]
+    state = states[rank]
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    random.setstate(numbers["python"])
-    if torch.cuda.is_available() and "cuda" in numbers:
-        torch.cuda.set_rng_state(numbers["cuda"])
+    random.setstate(state["python"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,6 +1,7 @@
-"""Everything that raylight uses of verl 0.9, in one place. Import it only in a process that trains: it takes seconds.
+"""The parts of verl 0.9 that raylight uses; no other module imports verl, apart from `verl_cpu`.
 
-A contract test holds what is relied on here.
+Import this only in a process that trains, since it takes seconds. A contract test checks the properties
+relied on here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from unittest import mock
 
 import torch
 
-# importing verl puts a handler on the root logger, which would double every line of the process
+# importing verl adds a handler to the root logger, which would print every log line twice
 _handlers = list(logging.getLogger().handlers)
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -56,8 +57,9 @@ with warnings.catch_warnings():
     from verl.workers.utils.losses import ppo_loss, value_loss
     from verl.workers.utils.padding import response_from_nested
 
+# verl caches the answer: with TRL installed, it would import a class that newer versions of TRL lack
 with mock.patch.dict(sys.modules, {"trl": None}):
-    is_trl_available()  # verl remembers the answer; where TRL is installed, it would look there for a class that newer ones lack
+    is_trl_available()
 
 logging.getLogger().handlers[:] = _handlers
 

@@ -1,4 +1,4 @@
-"""verl on a CPU, through verl's own plugin point for platforms. Imported by verl_api only."""
+"""CPU platform for verl, registered through verl's plugin point. Imported by `verl_api` only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
 
-ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-NOTHING = (
+ZERO_FUNCTIONS = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+NO_OPS = (
     "empty_cache",
     "ipc_collect",
     "reset_peak_memory_stats",
@@ -21,7 +21,7 @@ NOTHING = (
 
 
 class _CpuModule(types.ModuleType):
-    """torch.cpu, with those names of torch.cuda that verl calls."""
+    """`torch.cpu` with the functions of `torch.cuda` that verl calls."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -31,9 +31,9 @@ class _CpuModule(types.ModuleType):
 
 def _cpu_module() -> types.ModuleType:
     module = _CpuModule("cpu_device")
-    for name in ZERO:
+    for name in ZERO_FUNCTIONS:
         setattr(module, name, lambda *args, **kwargs: 0)
-    for name in NOTHING:
+    for name in NO_OPS:
         setattr(module, name, lambda *args, **kwargs: None)
     values: dict[str, Any] = {
         "get_device_name": lambda *args, **kwargs: "cpu",
@@ -49,7 +49,7 @@ def _cpu_module() -> types.ModuleType:
 
 
 def install_platform() -> None:
-    """Make the CPU verl's platform; must run before `verl.workers.engine` is imported."""
+    """Make the CPU verl's platform. This must run before `verl.workers.engine` is imported."""
     if PlatformRegistry.get("cpu") is None:
         PlatformRegistry.register(platform="cpu")(_platform_class())
     platform: Any = PlatformRegistry.get("cpu")
@@ -58,7 +58,7 @@ def install_platform() -> None:
 
 def _platform_class() -> type:
     module = _cpu_module()
-    answers: dict[str, Any] = {
+    constants: dict[str, Any] = {
         "is_available": True,
         "current_device": torch.device("cpu"),
         "device_count": 1,
@@ -77,7 +77,7 @@ def _platform_class() -> type:
         "is_ipc_supported": False,
         "cudart": None,
     }
-    body: dict[str, Any] = {name: _constant(value) for name, value in answers.items()}
+    body: dict[str, Any] = {name: _constant(value) for name, value in constants.items()}
     body.update(
         device_name="cpu",
         vendor_name="cpu",

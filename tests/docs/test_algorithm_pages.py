@@ -106,7 +106,7 @@ def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[floa
     """Of the two groups of four rollouts, each of one row, whose tokens must all have the same."""
     from raylight.experience.batch import TrainBatch
     from raylight.learner.advantages import KlController, estimate
-    from raylight.learner.rows import rows_of
+    from raylight.learner.rows import build_rows
     from raylight.types import Trajectory
 
     rollouts = [
@@ -114,7 +114,7 @@ def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[floa
     ]
     settings = policy_settings(name)
     baselines = [0.0] * 4 + [1.0] * 4 if name == "ReMax" else None
-    rows = rows_of(TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines))
+    rows = build_rows(TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines))
     found = estimate(
         TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines),
         rows,

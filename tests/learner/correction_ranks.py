@@ -74,7 +74,7 @@ def measured(rows):
 def main(rank: int, ranks: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.correction import any_left
+    from raylight.learner.correction import has_tokens
 
     found = {"measured": measured(make_rows()[rank::ranks])}
     for name, settings in CASES.items():
@@ -84,7 +84,7 @@ def main(rank: int, ranks: int, file: str) -> None:
             row.index: row.weights.tolist() for row in mine if row.weights is not None
         }
         found[f"{name} masks"] = {row.index: row.mask.tolist() for row in mine}
-        found[f"{name} left"] = any_left(mine)
+        found[f"{name} left"] = has_tokens(mine)
     copy = make_rows()[0]  # a rank without rows of its own holds a copy that trains nothing
     if rank:
         copy.mask = torch.zeros_like(copy.mask)

@@ -18,7 +18,7 @@ from raylight.experience.registry import (
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.learner.advantages import KlController, estimate
-from raylight.learner.rows import rows_of
+from raylight.learner.rows import build_rows
 from raylight.types import Trajectory
 
 LENGTHS = [3, 1, 4, 2]
@@ -53,7 +53,7 @@ def advantages_of(batch: TrainBatch, name: str, fields=None, **given) -> list[li
         fields: by rollout, more fields of rows: what each sampled token has of them.
     """
     config = policy_settings(name, **given)
-    rows = rows_of(batch)
+    rows = build_rows(batch)
     for field, of_rollouts in (fields or {}).items():
         rest = [list(values) for values in of_rollouts]
         for row in rows:
@@ -138,7 +138,7 @@ def test_a_batch_of_one_token_is_no_better_than_its_mean(name):
     assert advantages_of(plain([1], rewards=[3.0], groups=["a"]), name, fields) == [[0.0]]
     if name == "gae":
         batch, config = plain([1], rewards=[3.0], groups=["a"]), policy_settings(name)
-        rows = rows_of(batch)
+        rows = build_rows(batch)
         rows[0].values = torch.tensor([0.25])
         assert estimate(batch, rows, config, KlController(config)).returns[0].tolist() == [3.0]
 
@@ -177,7 +177,7 @@ def test_rewards_of_turns_are_on_the_last_token_of_their_call():
     )
     assert batch.rows[0].mask == [0, 0, 1, 0, 1, 1]
     config = PolicySettings(adv_estimator="reinforce_plus_plus", gamma=0.5)
-    found = estimate(batch, rows_of(batch), config, KlController(config))
+    found = estimate(batch, build_rows(batch), config, KlController(config))
     later = 3.0 * 0.5**3  # the final one and that of a call that was left out, on the last token
     assert found.returns[0].tolist() == pytest.approx(
         [0.5 + 0.5 * (0.5 * 0.25) + later / 4, 0.0, 0.5 * 0.25 + later / 2 + 0.0, 0.25 + later], abs=1e-6
@@ -197,7 +197,7 @@ def test_the_weight_of_the_divergence_is_steered_towards_its_target():
     config = PolicySettings(kl_reward_coef=0.1, kl_target=0.1, kl_horizon=100)
     controller = KlController(config)
     batch = plain(REWARDS and [1, 1, 1, 1])
-    rows = rows_of(batch)
+    rows = build_rows(batch)
     for row in rows:
         row.old_logprobs, row.ref_logprobs = torch.tensor([-1.0]), torch.tensor([-2.0])
     metrics = estimate(batch, rows, config, controller).metrics

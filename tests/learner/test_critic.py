@@ -28,9 +28,9 @@ def make_critic(config=None, **settings):
 
 
 def make_rows():
-    from raylight.learner.rows import rows_of
+    from raylight.learner.rows import build_rows
 
-    return rows_of(make_batch([[0.0] * len(answer) for answer in ANSWERS]))
+    return build_rows(make_batch([[0.0] * len(answer) for answer in ANSWERS]))
 
 
 def add_returns(rows):

@@ -90,8 +90,10 @@ def test_without_its_adapter_the_policy_is_as_it_began_and_goes_on_learning(adap
 def test_a_saved_adapter_is_a_model_and_an_adapter(adapted, tmp_path: Path):
     from peft import PeftModel
 
+    from raylight.learner.weights import save_model
+
     folder = tmp_path / "saved"
-    adapted.save(str(folder))
+    save_model(adapted.engine, str(folder))
     said = adapted.logprobs(PROBE)
     merged = AutoModelForCausalLM.from_pretrained(folder)
     assert plain_probe(merged) == pytest.approx(said, abs=1e-5)

@@ -54,9 +54,9 @@ def test_an_exported_state_says_what_the_policy_said(kind: str, tmp_path: Path):
 
     other = str(tmp_path / "other")
     for error, message, arguments in [
-        (ConfigError, "is there already", [f"{states}/step-2", str(tmp_path / "model")]),
-        (CheckpointError, r"there are those of steps \[2\]", [f"{states}/step-7", other]),
-        (ConfigError, "is not at", [str(states), other, "--model", str(tmp_path / "nowhere")]),
+        (ConfigError, "exists already", [f"{states}/step-2", str(tmp_path / "model")]),
+        (CheckpointError, r"choose one of the steps \[2\]", [f"{states}/step-7", other]),
+        (ConfigError, "cannot load the model", [str(states), other, "--model", str(tmp_path / "nowhere")]),
     ]:
         raised = export(*arguments)
         assert isinstance(raised, error)

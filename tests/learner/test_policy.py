@@ -68,10 +68,10 @@ def test_the_verl_that_is_installed_has_what_we_rely_on():
 
 def test_advantages_are_those_of_rollouts_and_a_rollout_of_many_rows_counts_once(exact):
     from raylight.learner.advantages import KlController, add_advantages
-    from raylight.learner.rows import rows_of
+    from raylight.learner.rows import build_rows
 
     def advantages_of(batch):
-        rows, settings = rows_of(batch), PolicySettings()
+        rows, settings = build_rows(batch), PolicySettings()
         add_advantages(batch, rows, rows, settings, KlController(settings))
         return [float(row.advantages[row.mask == 1].mean()) for row in rows]
 
@@ -289,9 +289,11 @@ def test_a_state_has_the_weight_of_the_divergence_where_it_is_steered_and_else_t
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):
+    from raylight.learner.weights import save_model
+
     policy = make_policy()
     folder = tmp_path / "checkpoint"
     for _ in range(2):  # the second replaces the first
-        policy.save(str(folder))
+        save_model(policy.engine, str(folder))
         assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == 252_512
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]

@@ -1,4 +1,4 @@
-"""What failures of learners mean, by the exceptions that Ray and torch really raise; and steps whose gradient is not finite."""
+"""Classification of learner failures from the exceptions of Ray and torch, stack dumps, and non-finite gradients."""
 
 import math
 import pickle
@@ -26,10 +26,16 @@ from raylight.errors import (
     NonFiniteGradientError,
     RaylightError,
 )
-from raylight.learner.actor import interface_of
-from raylight.learner.faults import fault_in_rank, fault_of, is_hearsay, memory_advice
-from raylight.learner.grad_guard import MAX_NON_FINITE, GradientWatch
-from raylight.learner.stack_dump import take_stacks
+from raylight.learner.actor import find_interface
+from raylight.learner.faults import (
+    MAX_NON_FINITE,
+    GradientGuard,
+    classify_in_driver,
+    classify_in_rank,
+    memory_advice,
+    reports_lost_peer,
+)
+from raylight.learner.stack_dump import dump_stacks
 
 CONFIG = LearnerConfig(n=2, max_tokens_per_micro_batch=512)
 LOG = "ray logs actor --id abc --err"
@@ -39,7 +45,7 @@ Cuda = type("OutOfMemoryError", (RuntimeError,), {})
 
 
 @pytest.mark.parametrize(
-    ("error", "meaning"),
+    ("error", "expected"),
     [
         (
             Cuda("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"),
@@ -81,28 +87,28 @@ Cuda = type("OutOfMemoryError", (RuntimeError,), {})
         (MismatchError("the engine differs"), None),
     ],
 )
-def test_what_an_exception_in_a_rank_is(error: Exception, meaning: type | None) -> None:
-    fault = fault_in_rank(error, 1, CONFIG)
-    assert type(fault) is (meaning or type(None))
+def test_exceptions_in_a_rank_are_classified(error: Exception, expected: type | None) -> None:
+    fault = classify_in_rank(error, 1, CONFIG)
+    assert type(fault) is (expected or type(None))
     if fault is not None:
         assert str(fault).startswith("learner 1 ")
         assert str(error).partition("\n")[0].rstrip(".") in str(fault)
         assert "\n" not in str(fault)
 
 
-def test_the_types_of_torch_are_known_by_the_names_they_have() -> None:
+def test_torch_exceptions_are_recognized_by_name() -> None:
     import torch
     import torch.distributed as dist
 
-    assert type(fault_in_rank(torch.cuda.OutOfMemoryError("no more"), 0, CONFIG)) is LearnerMemoryError
+    assert type(classify_in_rank(torch.cuda.OutOfMemoryError("no more"), 0, CONFIG)) is LearnerMemoryError
     for lost in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
-        assert type(fault_in_rank(lost("gone"), 0, CONFIG)) is LearnerLostError
+        assert type(classify_in_rank(lost("gone"), 0, CONFIG)) is LearnerLostError
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**15)
-    assert type(fault_in_rank(caught.value, 0, CONFIG)) is LearnerMemoryError
+    assert type(classify_in_rank(caught.value, 0, CONFIG)) is LearnerMemoryError
 
 
-def test_the_advice_names_three_settings_and_what_they_are() -> None:
+def test_the_memory_advice_names_settings_with_their_values() -> None:
     on_cpu, on_gpu = (
         memory_advice(CONFIG),
         memory_advice(LearnerConfig(num_gpus=1, gradient_checkpointing=True, lora=LoraConfig())),
@@ -126,7 +132,7 @@ def test_the_advice_names_three_settings_and_what_they_are() -> None:
 
 
 def died(text: str) -> ActorDiedError:
-    """As Ray makes it of a process that ended."""
+    """Make the error that Ray raises for a dead process."""
     from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
     context = ActorDiedErrorContext(
@@ -150,7 +156,7 @@ def raised(cause: Exception) -> RayTaskError:
 
 
 @pytest.mark.parametrize(
-    ("error", "meaning", "told"),
+    ("error", "expected", "text"),
     [
         (
             died(KILLED),
@@ -180,30 +186,30 @@ def raised(cause: Exception) -> RayTaskError:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_what_the_driver_makes_of_it(error: Exception, meaning: type, told: str) -> None:
-    fault = fault_of(error, 1, CONFIG, LOG)
-    assert type(fault) is meaning
-    assert told in str(fault)
+def test_exceptions_in_the_driver_are_classified(error: Exception, expected: type, text: str) -> None:
+    fault = classify_in_driver(error, 1, CONFIG, LOG)
+    assert type(fault) is expected
+    assert text in str(fault)
     if isinstance(fault, RaylightError):
-        assert type(pickle.loads(pickle.dumps(fault))) is meaning
+        assert type(pickle.loads(pickle.dumps(fault))) is expected
 
 
-def test_only_a_lost_gang_is_started_anew() -> None:
+def test_only_lost_learners_are_restarted() -> None:
     assert issubclass(LearnerLostError, LearnerError)
     for hopeless in (LearnerMemoryError, NonFiniteGradientError, MismatchError):
         assert not issubclass(hopeless, LearnerLostError)
 
 
-def test_a_rank_that_lost_another_tells_less_than_that_one_s_death() -> None:
-    assert is_hearsay(raised(LearnerLostError("learner 0 lost the other learners")))
-    assert not is_hearsay(raised(LearnerMemoryError("learner 0 ran out")))
-    assert not is_hearsay(died(KILLED))
+def test_a_report_of_a_lost_peer_is_not_a_root_cause() -> None:
+    assert reports_lost_peer(raised(LearnerLostError("learner 0 lost the other learners")))
+    assert not reports_lost_peer(raised(LearnerMemoryError("learner 0 ran out")))
+    assert not reports_lost_peer(died(KILLED))
 
 
 @pytest.mark.parametrize(
     ("n", "gpus", "fits"), [(2, 1, True), (1, 0.5, True), (2, 0, True), (2, 0.5, False), (1, 2, False)]
 )
-def test_a_rank_has_one_gpu_which_is_its_own(n: int, gpus: float, fits: bool) -> None:
+def test_several_ranks_need_one_gpu_each(n: int, gpus: float, fits: bool) -> None:
     if fits:
         assert LearnerConfig(n=n, num_gpus=gpus).num_gpus == gpus
         return
@@ -211,48 +217,48 @@ def test_a_rank_has_one_gpu_which_is_its_own(n: int, gpus: float, fits: bool) ->
         LearnerConfig(n=n, num_gpus=gpus)
 
 
-def test_ranks_meet_on_the_interface_of_their_node_s_address() -> None:
-    assert interface_of("127.0.0.1").startswith("lo")
-    with pytest.raises(LearnerError, match=r"has its address 203.0.113.7 .* GLOO_SOCKET_IFNAME "):
-        interface_of("203.0.113.7")
+def test_the_interface_is_found_by_the_address_of_the_node() -> None:
+    assert find_interface("127.0.0.1").startswith("lo")
+    with pytest.raises(LearnerError, match=r"has its cluster address 203.0.113.7 .* GLOO_SOCKET_IFNAME to "):
+        find_interface("203.0.113.7")
 
 
-def test_stacks_are_of_all_threads_and_summed_up_for_one() -> None:
+def test_a_dump_has_all_threads_and_summarizes_one() -> None:
     started, end = threading.Event(), threading.Event()
     box: list[Any] = []
 
-    def wait_in_vain() -> None:
+    def wait_for_end() -> None:
         box.append(threading.get_ident())
         started.set()
-        GradientWatch().seen(Waiting())
+        GradientGuard().check(Waiting())
 
     class Waiting:
         def __float__(self) -> float:
             assert end.wait(30)
             return 0.0
 
-    thread = threading.Thread(target=wait_in_vain, name="the one that hangs")
+    thread = threading.Thread(target=wait_for_end, name="hanging thread")
     thread.start()
     try:
         assert started.wait(30)
-        while "threading.py" not in (stacks := take_stacks(box[0])).summary:
+        while "threading.py" not in (stacks := dump_stacks(box[0])).summary:
             pass
-        for told in ("thread the one that hangs:", "thread MainThread:", "end.wait(30)", "take_stacks"):
-            assert told in stacks.text
+        for text in ("thread hanging thread:", "thread MainThread:", "end.wait(30)", "dump_stacks"):
+            assert text in stacks.text
         assert re.fullmatch(
-            r"learner/grad_guard\.py:\d+ \(seen\) > \S+threading\.py:\d+ \(wait\)", stacks.summary
+            r"learner/faults\.py:\d+ \(check\) > \S+threading\.py:\d+ \(wait\)", stacks.summary
         )
     finally:
         end.set()
         thread.join()
-    assert take_stacks(None).summary == take_stacks(box[0]).summary == ""
+    assert dump_stacks(None).summary == dump_stacks(box[0]).summary == ""
 
 
-def test_steps_without_a_finite_gradient_are_counted_and_too_many_in_a_row_are_an_error() -> None:
-    watch = GradientWatch()
+def test_non_finite_gradients_are_counted_and_too_many_in_a_row_raise() -> None:
+    guard = GradientGuard()
     for norm, skipped in ((1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0), (2.0, 0.0)):
-        assert watch.seen(norm) == {"learner/skipped_steps": skipped}
+        assert guard.check(norm) == {"learner/skipped_steps": skipped}
     for _ in range(MAX_NON_FINITE - 1):
-        watch.seen(math.nan)
+        guard.check(math.nan)
     with pytest.raises(NonFiniteGradientError, match="3 times in a row"):
-        watch.seen(math.nan)
+        guard.check(math.nan)

@@ -1,4 +1,4 @@
-"""Freed memory is there for the next tensor, without the kernel's help."""
+"""Memory of a CPU rank: freed blocks are reused without new page faults."""
 
 import platform
 import subprocess
@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-TWICE = """
+PROGRAM = """
 import ctypes, resource
-from raylight.learner.malloc import keep_freed_memory
+from raylight.learner.actor import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,9 +27,9 @@ print(usual, faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_a_block_that_was_freed_is_used_again():
+def test_freed_blocks_are_reused():
     done = subprocess.run(
-        [sys.executable, "-c", TWICE], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60
     )
     usual, kept = map(int, done.stdout.split())
     assert usual > 10_000
