@@ -112,8 +112,8 @@ def test_a_class_names_the_combination(names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("title", "given"),
-    [("an estimator may ask for", ESTIMATOR_ARGUMENTS), ("a loss may ask for", LOSS_ARGUMENTS)],
+    [("estimator parameter", ESTIMATOR_ARGUMENTS), ("loss parameter", LOSS_ARGUMENTS)],
 )
-def test_what_a_function_may_ask_for_is_shown(title: str, given: tuple[str, ...]) -> None:
+def test_all_parameters_are_documented(title: str, given: tuple[str, ...]) -> None:
     (table,) = (table for table in tables(PAGE) if table.header[0] == title)
     assert {code(word) for row in table.rows for word in row[0].split(", ")} == {*given}

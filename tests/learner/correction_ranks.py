@@ -1,5 +1,5 @@
-"""Rows whose learner and engine differ by known amounts; and one rank that correction_enabled its share of them:
-python correction_ranks.py RANK RANKS RENDEZVOUS_FILE prints the metrics of all cases, and the rows' weights and masks, as JSON.
+"""Rows with known log ratios of learner to engine, and one rank that corrects its shard of them:
+python correction_ranks.py RANK RANKS RENDEZVOUS_FILE prints metrics, weights and masks of all cases as JSON.
 """
 
 import json
@@ -13,7 +13,7 @@ from raylight.errors import MismatchError
 from raylight.experience.correction_settings import CorrectionSettings
 
 APART = [
-    [0.0, math.log(2), 9.0],  # learner less engine, of each token; the third is an observation
+    [0.0, math.log(2), 9.0],  # log ratio of each token; the third token is an observation
     [math.log(3), -math.log(4)],
     [math.log(1.1), -math.log(1.2), 0.0, math.log(1.5)],
     [-1.5],
@@ -56,7 +56,7 @@ def make_rows():
 
 
 def run_case(rows, settings):
-    """The metrics, or the first words of the error."""
+    """Return the metrics, or the start of the error."""
     from raylight.learner.correction import correct
 
     try:

@@ -1,4 +1,5 @@
-"""One rank that updates under several settings: python engine_ranks.py RANK RANKS RENDEZVOUS_FILE; prints the metrics as JSON."""
+"""One rank that updates with several settings: python engine_ranks.py RANK RANKS RENDEZVOUS_FILE prints
+metrics."""
 
 import json
 import sys
@@ -22,7 +23,7 @@ SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
 
 
 def update(config: dict, batch, **settings) -> dict[str, float]:
-    """Metrics of an update of a new policy, and its log-probs after it."""
+    """Update a new policy; return the metrics and the log-probs after it."""
     from raylight.learner.policy import Policy
 
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""One rank of a learner: python family_ranks.py RANK RANKS RENDEZVOUS_FILE; one update by each of several algorithms, whose metrics
-are printed as JSON."""
+"""One learner rank: python family_ranks.py RANK RANKS RENDEZVOUS_FILE updates with several algorithms and
+prints the metrics as JSON."""
 
 import json
 import sys
@@ -32,12 +32,12 @@ def main(rank: int, ranks: int, file: str) -> None:
         settings = PolicySettings(
             **{field: getattr(algorithm, field) for field in PolicySettings.model_fields}
         )
-        torch.manual_seed(0)  # of the critic's head
+        torch.manual_seed(0)  # for the critic's head
         policy = Policy(
             STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2
         )
         first = policy.update(make_batch(exact))
-        moved = policy.update(make_batch(exact, version=1))  # which is not the reference any more
+        moved = policy.update(make_batch(exact, version=1))  # the policy now differs from the reference
         found[name] = [first, moved]
     if rank == 0:
         print(json.dumps(found))

@@ -1,4 +1,5 @@
-"""One rank of a learner: python ranks.py RANK RANKS RENDEZVOUS_FILE; updates twice and prints what it measured as JSON."""
+"""One learner rank: python ranks.py RANK RANKS RENDEZVOUS_FILE makes two updates and prints the metrics as
+JSON."""
 
 import json
 import sys

@@ -1,6 +1,8 @@
-"""One rank that continues from a state: python state_ranks.py RANK RANKS RENDEZVOUS FOLDER KIND LOAD UPDATES
+"""One rank that continues from a training state: python state_ranks.py RANK RANKS RENDEZVOUS FOLDER KIND LOAD
+UPDATES
 
-Loads the state of step LOAD in FOLDER (0: begins anew), updates as often, saves the state, and prints the metrics as JSON.
+It loads the state of step LOAD in FOLDER (0: the initial model), makes UPDATES updates, saves a state, and
+prints the metrics as JSON.
 """
 
 import json
@@ -31,7 +33,7 @@ def make_policy(kind: str, ranks: int):
 
     torch.manual_seed(0)
     lora = LoraConfig(rank=4) if kind == "lora" else None
-    of_kind = {
+    settings_of = {
         "full": {"mini_batches": 2},
         "lora": {},
         "ppo": {
@@ -43,7 +45,7 @@ def make_policy(kind: str, ranks: int):
         },
     }
     settings = PolicySettings(
-        lr=2e-3, lr_warmup_steps=4, kl_coef=1e-2, max_logprob_mismatch=100.0, **of_kind[kind]
+        lr=2e-3, lr_warmup_steps=4, kl_coef=1e-2, max_logprob_mismatch=100.0, **settings_of[kind]
     )
     return Policy(
         STARTER_MODEL,
@@ -54,7 +56,7 @@ def make_policy(kind: str, ranks: int):
 
 
 def config_of(kind: str) -> dict:
-    """As much of a run's configuration as an export reads."""
+    """Return the part of a run's configuration that an export reads."""
     return {
         "algorithm": {"model": str(STARTER_MODEL)},
         "learner": {"lora": {"rank": 4} if kind == "lora" else None},
@@ -62,7 +64,7 @@ def config_of(kind: str) -> dict:
 
 
 def update(policy) -> dict[str, float]:
-    """One update with the same tokens each time; the engine's log-probs are only compared."""
+    """Update with the same tokens each time; the engine's log-probs are only compared."""
     batch = make_batch([[-1.0] * 6 for _ in range(8)], version=policy.version)
     for row in batch.rows:
         row.logprobs[:] = row.logprobs[: len(row.token_ids)]

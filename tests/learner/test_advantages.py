@@ -1,4 +1,4 @@
-"""Advantages of rollouts: statistics against references written by hand, and a rollout of many rows as one of a single row."""
+"""Advantages of rollouts: reference values, and independence of the number of rows per rollout."""
 
 import numpy as np
 import pytest
@@ -27,13 +27,13 @@ GROUPS = ["a", "a", "b", "b"]
 
 
 def trajectory(responses: list[int]) -> Trajectory:
-    """A prompt of two tokens, then responses of these lengths with an observation of one token between each two."""
+    """A prompt of two tokens, then responses of these lengths, separated by observations of one token."""
     mask = [0, 0] + [m for i, n in enumerate(responses) for m in [0] * (i > 0) + [1] * n]
     return Trajectory("r", list(range(len(mask))), mask, [-0.5 * m for m in mask], [m - 1 for m in mask])
 
 
 def batch_of(rollouts: list[list[list[int]]], rewards=None, groups=None, **more) -> TrainBatch:
-    """Rollouts of rows of responses of these lengths."""
+    """A batch from the response lengths of each row of each rollout."""
     rows = [trajectory(row) for rollout in rollouts for row in rollout]
     owners = [owner for owner, rollout in enumerate(rollouts) for _ in rollout]
     return TrainBatch(
@@ -47,51 +47,53 @@ def policy_settings(adv_estimator: str, **given) -> PolicySettings:
 
 
 def advantages_of(batch: TrainBatch, name: str, fields=None, **given) -> list[list[float]]:
-    """By rollout, the advantages of its sampled tokens one after the other.
+    """Return the advantages of each rollout's sampled tokens.
 
     Args:
-        fields: by rollout, more fields of rows: what each sampled token has of them.
+        fields: further fields of the rows: a list of values per rollout, one per sampled token.
     """
     config = policy_settings(name, **given)
     rows = build_rows(batch)
-    for field, of_rollouts in (fields or {}).items():
-        rest = [list(values) for values in of_rollouts]
+    for field, by_rollout in (fields or {}).items():
+        rest = [list(values) for values in by_rollout]
         for row in rows:
-            values = torch.full((len(row.response),), 9.0)  # which nobody may look at
+            values = torch.full(
+                (len(row.response),), 9.0
+            )  # the value of observations, which must not be read
             count = int(row.mask.sum())
             values[row.mask == 1] = torch.tensor(rest[row.rollout][:count])
             rest[row.rollout] = rest[row.rollout][count:]
             setattr(row, field, values)
-    found = estimate(batch, rows, config, KlController(config))
-    told = [[] for _ in batch.rewards]
+    result = estimate(batch, rows, config, KlController(config))
+    advantages = [[] for _ in batch.rewards]
     for row in rows:
-        assert found.advantages[row.index][row.mask == 0].abs().sum() == 0
-        told[row.rollout] += found.advantages[row.index][row.mask == 1].tolist()
-    return told
+        assert result.advantages[row.index][row.mask == 0].abs().sum() == 0
+        advantages[row.rollout] += result.advantages[row.index][row.mask == 1].tolist()
+    return advantages
 
 
 def plain(lengths=LENGTHS, **more) -> TrainBatch:
     return batch_of([[[n]] for n in lengths], **more)
 
 
-def of_rollouts(values: list[float]) -> list[list[float]]:
+def per_token(values: list[float]) -> list[list[float]]:
     return [[pytest.approx(value, abs=1e-5)] * n for value, n in zip(values, LENGTHS, strict=True)]
 
 
 def whitened(values: list[float]) -> list[float]:
-    """Of rollouts, over all their tokens."""
+    """Whiten values of rollouts over all their tokens."""
     tokens = np.repeat(values, LENGTHS)
     return [(value - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for value in values]
 
 
-def test_the_names_that_we_know_are_those_of_verl():
+def test_the_registry_has_verls_names():
     from raylight.learner import verl_api
 
-    def of_verl(registered: dict) -> set[str]:  # other tests may have added theirs
+    def verl_names(registered: dict) -> set[str]:  # other tests may have added theirs
         return {name for name, function in registered.items() if function.__module__.startswith("verl.")}
 
-    assert {*ESTIMATORS, *UNSUPPORTED_ESTIMATORS} == of_verl(verl_api.ADV_ESTIMATOR_REGISTRY)
-    assert {*LOSSES, *UNSUPPORTED_LOSSES} == of_verl(verl_api.POLICY_LOSS_REGISTRY)
+    assert {*ESTIMATORS, *UNSUPPORTED_ESTIMATORS} == verl_names(verl_api.ADV_ESTIMATOR_REGISTRY)
+    assert {*LOSSES, *UNSUPPORTED_LOSSES} == verl_names(verl_api.POLICY_LOSS_REGISTRY)
 
 
 STD = 0.5**0.5  # of 0 and 1, with Bessel's correction
@@ -111,20 +113,20 @@ STD = 0.5**0.5  # of 0 and 1, with Bessel's correction
         ("reinforce_plus_plus_baseline", whitened([0.5, -0.5, -0.75, 0.75])),
     ],
 )
-def test_statistics_are_those_of_the_papers(name, expected):
-    assert advantages_of(plain(), name) == of_rollouts(expected)
+def test_estimators_match_their_papers(name, expected):
+    assert advantages_of(plain(), name) == per_token(expected)
 
 
-def test_without_the_standard_deviation_grpo_is_dr_grpo():
-    assert advantages_of(plain(), "grpo", norm_adv_by_std=False) == of_rollouts([0.5, -0.5, -0.75, 0.75])
+def test_grpo_without_standard_deviation_is_dr_grpo():
+    assert advantages_of(plain(), "grpo", norm_adv_by_std=False) == per_token([0.5, -0.5, -0.75, 0.75])
 
 
-# one that normalises over the batch is not among them: an advantage of 0 may be more or less than its mean
+# without estimators that whiten over the batch, where an advantage of 0 may differ from the mean
 @pytest.mark.parametrize(
     "name", ["gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "rloo", "rloo_vectorized"]
 )
 @pytest.mark.parametrize("reward", [0.1, 0.7, 100.1, -12345.6])
-def test_equal_rewards_make_no_advantage_out_of_rounding_errors(name, reward):
+def test_equal_rewards_give_no_advantage_from_rounding(name, reward):
     for size in (3, 5, 6, 7):
         rewards, groups = [reward] * size + [0.0, 1.0], ["a"] * size + ["b", "b"]
         told = advantages_of(plain([2] * len(rewards), rewards=rewards, groups=groups), name)
@@ -133,7 +135,7 @@ def test_equal_rewards_make_no_advantage_out_of_rounding_errors(name, reward):
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_a_batch_of_one_token_is_no_better_than_its_mean(name):
+def test_a_single_token_has_the_whitened_advantage_zero(name):
     fields = {"values": [[0.25]]} if name == "gae" else None
     assert advantages_of(plain([1], rewards=[3.0], groups=["a"]), name, fields) == [[0.0]]
     if name == "gae":
@@ -143,14 +145,14 @@ def test_a_batch_of_one_token_is_no_better_than_its_mean(name):
         assert estimate(batch, rows, config, KlController(config)).returns[0].tolist() == [3.0]
 
 
-def test_remax_compares_with_the_baselines():
-    assert advantages_of(plain(baselines=[0.25, 0.25, 1.0, 1.0]), "remax") == of_rollouts(
+def test_remax_subtracts_the_baselines():
+    assert advantages_of(plain(baselines=[0.25, 0.25, 1.0, 1.0]), "remax") == per_token(
         [0.75, -0.25, -0.5, 1.0]
     )
 
 
 def gae(rewards, values, gamma, lam):
-    """By hand: the sum of discounted temporal differences."""
+    """Reference: the sum of discounted temporal differences."""
     after = [*values[1:], 0.0]
     errors = [r + gamma * v1 - v for r, v, v1 in zip(rewards, values, after, strict=True)]
     return [
@@ -158,7 +160,7 @@ def gae(rewards, values, gamma, lam):
     ]
 
 
-def test_gae_skips_observations_and_is_normalised_over_the_batch():
+def test_gae_skips_observations_and_is_whitened_over_the_batch():
     values = [[0.1, 0.2, 0.3], [0.4], [0.0, 0.5, 0.1, 0.2], [0.3, 0.6]]
     raw = [gae([0.0] * (n - 1) + [r], v, 0.9, 0.8) for n, r, v in zip(LENGTHS, REWARDS, values, strict=True)]
     tokens = np.concatenate(raw)
@@ -170,7 +172,7 @@ def test_gae_skips_observations_and_is_normalised_over_the_batch():
         assert advantages_of(batch, "gae", {"values": values}, gamma=0.9, lam=0.8) == expected
 
 
-def test_rewards_of_turns_are_on_the_last_token_of_their_call():
+def test_turn_rewards_are_on_the_last_token_of_their_call():
     batch = batch_of([[[1, 2], [3]], [[1]]], [1.0, 0.0], ["a", "a"])
     batch.turn_rewards.extend(
         [TurnReward(0.5, 0, 0, 2), TurnReward(0.25, 0, 0, 5), TurnReward(2.0, 0, None, 7)]
@@ -178,14 +180,14 @@ def test_rewards_of_turns_are_on_the_last_token_of_their_call():
     assert batch.rows[0].mask == [0, 0, 1, 0, 1, 1]
     config = PolicySettings(adv_estimator="reinforce_plus_plus", gamma=0.5)
     found = estimate(batch, build_rows(batch), config, KlController(config))
-    later = 3.0 * 0.5**3  # the final one and that of a call that was left out, on the last token
+    later = 3.0 * 0.5**3  # the final reward and that of a truncated call, on the last token
     assert found.returns[0].tolist() == pytest.approx(
         [0.5 + 0.5 * (0.5 * 0.25) + later / 4, 0.0, 0.5 * 0.25 + later / 2 + 0.0, 0.25 + later], abs=1e-6
     )
     assert found.returns[1].tolist() == pytest.approx([0.75, 1.5, 3.0])
 
 
-def test_the_divergence_is_taken_off_the_reward_of_each_token():
+def test_the_kl_penalty_is_subtracted_from_token_rewards():
     old, ref = [[-1.0, -2.0], [-0.5]], [[-1.5, -1.0], [-0.75]]
     batch = batch_of([[[1], [1]], [[1]]], [1.0, 0.0], ["a", "a"])
     found = advantages_of(batch, "rloo", {"old_logprobs": old, "ref_logprobs": ref}, kl_reward_coef=0.1)
@@ -193,7 +195,7 @@ def test_the_divergence_is_taken_off_the_reward_of_each_token():
     assert found == [[pytest.approx(first - second)] * 2, [pytest.approx(second - first)]]
 
 
-def test_the_weight_of_the_divergence_is_steered_towards_its_target():
+def test_the_kl_coefficient_adapts_to_its_target():
     config = PolicySettings(kl_reward_coef=0.1, kl_target=0.1, kl_horizon=100)
     controller = KlController(config)
     batch = plain(REWARDS and [1, 1, 1, 1])
@@ -213,7 +215,7 @@ responses = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 
 @given(st.lists(responses, min_size=4, max_size=4), st.data(), st.sampled_from(sorted(ESTIMATORS)))
 @settings(max_examples=60, deadline=None)
-def test_a_rollout_of_several_rows_is_the_same_as_one_of_a_single_row(rollouts, data, name):
+def test_advantages_do_not_depend_on_the_rows_of_a_rollout(rollouts, data, name):
     numbers = st.floats(-1, 1, width=32)
     totals = [sum(turns) for turns in rollouts]
     fields = {
@@ -223,13 +225,13 @@ def test_a_rollout_of_several_rows_is_the_same_as_one_of_a_single_row(rollouts, 
     more = {"baselines": [0.5, 0.25, 0.0, 1.0]} if name == "remax" else {}
     one_row = batch_of([[turns] for turns in rollouts], **more)
     split = batch_of([[[n] for n in turns] for turns in rollouts], **more)
-    given_ = {"gamma": 0.9, "lam": 0.8, "kl_reward_coef": 0.1}
-    expected = advantages_of(one_row, name, fields, **given_)
-    for one, other in zip(advantages_of(split, name, fields, **given_), expected, strict=True):
+    options = {"gamma": 0.9, "lam": 0.8, "kl_reward_coef": 0.1}
+    expected = advantages_of(one_row, name, fields, **options)
+    for one, other in zip(advantages_of(split, name, fields, **options), expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
 
-def test_a_rollout_without_rows_still_is_one_of_its_group():
+def test_a_rollout_without_rows_counts_in_its_group():
     batch = plain([1, 1, 1])
     left = TrainBatch(batch.rewards, ["a", "a", "a"], batch.rows[:2], batch.owners[:2])
     assert advantages_of(left, "grpo", norm_adv_by_std=False) == [
@@ -242,23 +244,23 @@ def test_a_rollout_without_rows_still_is_one_of_its_group():
 @pytest.mark.parametrize(
     "given_", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}]
 )
-def test_where_the_loss_takes_means_of_rows_they_weigh_as_much_as_they_are_long(given_):
+def test_rows_are_weighted_by_length_if_the_loss_averages_rows(options):
     batch = batch_of([[[3], [1]], [[2]]], [1.0, 0.0], ["a", "a"])
-    assert advantages_of(batch, "rloo", **given_) == [
+    assert advantages_of(batch, "rloo", **options) == [
         pytest.approx([0.75] * 3 + [0.25]),
         pytest.approx([-1.0] * 2),
     ]
 
 
-def test_a_users_estimator_gets_what_it_asks_for():
+def test_a_users_estimator_receives_its_parameters():
     @advantage_estimator("own_halves")
     def halves(token_level_rewards, response_mask, gamma):
         return gamma * token_level_rewards.sum(-1, keepdim=True) * response_mask
 
-    assert advantages_of(plain(), "own_halves", gamma=0.5) == of_rollouts([0.5, 0.0, 0.25, 1.0])
+    assert advantages_of(plain(), "own_halves", gamma=0.5) == per_token([0.5, 0.0, 0.25, 1.0])
 
 
-def test_a_users_estimator_that_returns_another_shape_is_an_error():
+def test_a_result_of_another_shape_raises():
     @advantage_estimator("own_wrong")
     def wrong(token_level_rewards):
         return token_level_rewards.sum(-1)
@@ -267,7 +269,7 @@ def test_a_users_estimator_that_returns_another_shape_is_an_error():
         advantages_of(plain(), "own_wrong")
 
 
-def test_advantages_that_are_not_finite_are_an_error_that_says_why():
+def test_non_finite_advantages_raise():
     @advantage_estimator("own_by_deviation")
     def by_deviation(token_level_rewards, response_mask):
         scores = token_level_rewards.sum(-1, keepdim=True)
@@ -275,7 +277,7 @@ def test_advantages_that_are_not_finite_are_an_error_that_says_why():
 
     assert advantages_of(plain(), "own_by_deviation")
     with pytest.raises(
-        ConfigError, match=r"own_by_deviation.*not finite, for 10 of 10 sampled tokens.*deviation of 0"
+        ConfigError, match=r"own_by_deviation.*not finite for 10 of 10 sampled tokens.*deviation of 0"
     ):
         advantages_of(plain(rewards=[1.0] * 4), "own_by_deviation")
     with pytest.raises(ConfigError, match=r"'rloo'.*a reward is out of range"):

@@ -1,4 +1,4 @@
-"""Rollout correction and the measures of mismatch, against what was computed by hand, on one rank and on two."""
+"""Rollout correction and mismatch metrics against reference values, on one and two ranks."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def close(rows):
     return [pytest.approx(row, rel=1e-5) for row in rows]
 
 
-def test_weights_of_tokens_are_their_ratios_up_to_the_threshold():
+def test_token_weights_are_truncated_ratios():
     rows, metrics = corrected("token")
     expected = [
         [min(math.exp(a), 1.3) * kept for a, kept in zip(apart, mask, strict=True)]
@@ -74,7 +74,7 @@ def test_weights_of_tokens_are_their_ratios_up_to_the_threshold():
     )
 
 
-def test_weights_of_rows_are_the_products_of_their_ratios():
+def test_row_weights_are_products_of_ratios():
     rows, metrics = corrected("sequence")
     assert weights_of(rows) == close(
         [[2, 2, 0], [0.75] * 2, [1.1 / 1.2 * 1.5] * 4, [math.exp(-1.5)], [2.0] * 2]
@@ -84,14 +84,14 @@ def test_weights_of_rows_are_the_products_of_their_ratios():
     )  # the first row's product is the threshold itself
 
 
-def test_icepop_zeroes_what_is_outside_its_bounds():
+def test_icepop_zeroes_weights_outside_its_bounds():
     rows, metrics = corrected("icepop")
     assert weights_of(rows) == close([[1, 2, 0], [0, 0], [1.1, 1 / 1.2, 1, 1.5], [0], [0, 0]])
     assert metrics["mismatch/truncated"] == pytest.approx(5 / 11)
     assert metrics["mismatch/weight_min"] == 0
 
 
-def test_normalised_weights_have_mean_one():
+def test_normalized_weights_have_mean_one():
     rows, metrics = corrected("normalised")
     flat = torch.cat([row.weights[row.mask == 1] for row in rows])
     assert float(flat.mean()) == pytest.approx(1, abs=1e-5)
@@ -100,7 +100,7 @@ def test_normalised_weights_have_mean_one():
     assert sum(float(row.weights[0]) for row in rows) / len(rows) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_geometric_mask_leaves_out_whole_rows_and_keeps_the_mask_of_observations():
+def test_a_geometric_criterion_rejects_rows_and_keeps_observations_masked():
     rows, metrics = corrected("geometric")
     means = [
         2**0.5,
@@ -116,7 +116,7 @@ def test_a_geometric_mask_leaves_out_whole_rows_and_keeps_the_mask_of_observatio
     assert metrics == pytest.approx({"mismatch/rejected_tokens": 3 / 11, "mismatch/rejected_rows": 2 / 5})
 
 
-def test_what_several_masks_leave_is_weighed():
+def test_accepted_tokens_of_several_criteria_are_weighted():
     rows, metrics = corrected("both")
     assert [row.mask.tolist() for row in rows] == [[1, 1, 0], [0, 0], [1, 1, 1, 1], [0], [0, 0]]
     assert rows[0].weights.tolist() == pytest.approx([1, 2, 0])
@@ -125,7 +125,7 @@ def test_what_several_masks_leave_is_weighed():
 
 @pytest.mark.parametrize("threshold", [1.3, "0.2_5.0"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_are_those_of_verl(level, threshold):
+def test_weights_equal_verls(level, threshold):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     torch.manual_seed(0)
@@ -144,13 +144,13 @@ def test_weights_are_those_of_verl(level, threshold):
     assert weights_of(rows) == [row[:n].tolist() for row, n in zip(theirs, map(len, APART), strict=True)]
 
 
-def test_nothing_left_is_an_error_and_not_a_nan():
+def test_rejecting_all_tokens_raises():
     for settings in (CASES["nothing"], {"rollout_is": "token", "rollout_is_threshold": "0.4_0.45"}):
         rows = make_rows()
         assert run_case(rows, settings) == "rollout correction leaves no token to train on"
 
 
-def test_every_name_of_a_mask_is_one_of_verl():
+def test_every_criterion_exists_in_verl():
     for name in sorted(REJECTION_CRITERIA):
         rows = make_rows()
         assert "mismatch/rejected_tokens" in run_case(
@@ -158,7 +158,7 @@ def test_every_name_of_a_mask_is_one_of_verl():
         ), name
 
 
-def test_the_measures_of_mismatch():
+def test_mismatch_metrics():
     n = len(RATIOS)
     fresh = [abs(a) for row in range(3) for a, kept in zip(APART[row], MASKS[row], strict=True) if kept]
     k1 = -sum(math.log(r) for r in RATIOS) / n
@@ -176,7 +176,7 @@ def test_the_measures_of_mismatch():
     )
 
 
-def test_a_difference_is_a_warning_then_an_error():
+def test_a_mismatch_warns_then_raises():
     from raylight.learner.correction import measure
 
     def known(**settings):
@@ -187,12 +187,12 @@ def test_a_difference_is_a_warning_then_an_error():
     with pytest.raises(MismatchError, match=r"differ by up to 1\.4 for weight version 3"):
         known(max_logprob_mismatch=1.0)
     rows = make_rows()
-    rows[4].old_logprobs[1] = math.nan  # of an older version, but it would spoil the step
+    rows[4].old_logprobs[1] = math.nan  # of an older version, but still a fault
     with pytest.raises(MismatchError, match="nan"):
         measure(rows, 3, CorrectionSettings(max_logprob_mismatch=20.0))
 
 
-def test_two_ranks_correct_as_one(tmp_path: Path):
+def test_two_ranks_equal_one(tmp_path: Path):
     script = Path(__file__).parent / "correction_ranks.py"
 
     def run(ranks: int) -> list[dict]:
@@ -217,7 +217,7 @@ def test_two_ranks_correct_as_one(tmp_path: Path):
             assert two[0][name] == (
                 one[name] if isinstance(one[name], str | bool) else pytest.approx(one[name])
             ), name
-    assert not any(map(any, two[1]["one row masks"].values()))  # the second rank is left with nothing
+    assert not any(map(any, two[1]["one row masks"].values()))  # all rows of the second rank are rejected
     assert two[0]["one row left"]
 
 
@@ -234,7 +234,7 @@ def plain():
 
 
 SHIFT = [0.3 * (i % 4) - 0.5 for i in range(8)]
-"""Learner less engine, for all tokens of each row."""
+"""Log ratio of learner to engine for all tokens of each row."""
 
 
 def shifted(plain):
@@ -244,7 +244,8 @@ def shifted(plain):
 
 
 def plain_norm(plain, batch, weights):
-    """Norm of the gradient of the policy's loss at the first step, by hand, with a weight for each row; None leaves one out."""
+    """Reference gradient norm of the policy loss at the first step, with a weight per row; None rejects the
+    row."""
     from test_policy import expected_advantages
 
     plain.zero_grad()
@@ -286,7 +287,7 @@ def _token_mean(batch, values):
     return sum(n * value for n, value in zip(sizes, values, strict=True)) / sum(sizes)
 
 
-def test_a_mini_batch_that_is_left_out_takes_no_step(plain):
+def test_a_rejected_mini_batch_takes_no_step(plain):
     batch = shifted(plain)
     odd = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_1.0"}
     kept = [shift >= 0 for shift in SHIFT]
@@ -299,7 +300,7 @@ def test_a_mini_batch_that_is_left_out_takes_no_step(plain):
     assert math.isfinite(metrics["learner/pg_loss"])
 
 
-def test_bypass_takes_the_engines_logprobs_and_still_fails_where_they_are_not_the_policys(plain):
+def test_bypass_mode_uses_the_engines_logprobs_and_still_checks_them(plain):
     batch = shifted(plain)
     metrics = make_policy(bypass_mode=True).update(batch)
     assert metrics["mismatch/logprob_abs_max"] == pytest.approx(0.5, abs=1e-3)

@@ -1,4 +1,4 @@
-"""The critic on a real engine: values learned, aligned with what was there before each token."""
+"""The critic on a real engine: it fits returns, and values are aligned with the context before each token."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def make_rows():
 
 
 def add_returns(rows):
-    """1 where the token before is odd, so that a value of another place cannot tell it."""
+    """Set returns to 1 after odd tokens, so that the value of another position cannot fit them."""
     for row in rows:
         before = torch.cat([row.prompt[-1:], row.response[:-1]])
         row.returns = (before % 2).float()
@@ -45,7 +45,7 @@ def add_returns(rows):
     [({}, 3e-3), ({"lora": {"rank": 8, "alpha": 16}}, 1e-2), ({"packed": True}, 3e-3)],
     ids=["full", "lora", "packed"],
 )
-def test_it_learns_a_known_function(config, lr):
+def test_the_critic_fits_a_known_function(config, lr):
     critic, rows = make_critic(config, lr=lr), make_rows()
     add_returns(rows)
     seen = []
@@ -61,7 +61,7 @@ def test_it_learns_a_known_function(config, lr):
     )
 
 
-def test_values_are_of_the_state_before_each_token():
+def test_values_depend_on_the_context_before_each_token():
     critic, rows = make_critic(), make_rows()
     critic.add_values(rows)
     assert [len(row.values) for row in rows] == [len(answer) for answer in ANSWERS]
@@ -74,7 +74,7 @@ def test_values_are_of_the_state_before_each_token():
     assert len(PROMPTS[0]) > 1
 
 
-def test_loss_and_steps_are_by_its_own_settings():
+def test_loss_and_steps_follow_the_critics_settings():
     from raylight.learner.critic import explained_variance
 
     critic, rows = make_critic(mini_batches=2, ppo_epochs=3, cliprange_value=0.5), make_rows()

@@ -1,4 +1,4 @@
-"""What the settings of a learner do to a real engine: adapters, packing, memory, schedules, ranks."""
+"""Learner settings on a real engine: adapters, packing, memory, schedules, ranks."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 ADAPTER_PARAMETERS = 14_592
-"""Of rank 4 on the seven projections of the starter model's two layers."""
+"""Parameters of an adapter of rank 4 on the seven projections of the starter model's two layers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,42 +70,44 @@ def test_an_update_changes_the_adapter_only(batch):
     assert all("lora_" in name for name in changed)
 
 
-def test_the_merged_model_says_what_the_adapted_one_says(adapted, plain):
+def test_the_merged_model_has_the_logprobs_of_the_adapted_one(adapted, plain):
     merged = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     weights = adapted.export()
     assert weights.keys() == plain.state_dict().keys()
     merged.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    said = adapted.logprobs(PROBE)
-    assert said == pytest.approx(plain_probe(merged), abs=1e-5)
-    assert max(abs(a - b) for a, b in zip(said, plain_probe(plain), strict=True)) > 1e-3
+    expected = adapted.logprobs(PROBE)
+    assert expected == pytest.approx(plain_probe(merged), abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(expected, plain_probe(plain), strict=True)) > 1e-3
 
 
-def test_without_its_adapter_the_policy_is_as_it_began_and_goes_on_learning(adapted, plain, batch):
+def test_the_policy_without_adapter_is_the_initial_model_and_stays_trainable(adapted, plain, batch):
     with adapted.engine.disable_adapter():
         assert adapted.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
     params = adapted.engine.module.parameters()
     assert sum(param.numel() for param in params if param.requires_grad) == ADAPTER_PARAMETERS
 
 
-def test_a_saved_adapter_is_a_model_and_an_adapter(adapted, tmp_path: Path):
+def test_a_saved_policy_is_a_merged_model_and_an_adapter(adapted, tmp_path: Path):
     from peft import PeftModel
 
     from raylight.learner.weights import save_model
 
     folder = tmp_path / "saved"
     save_model(adapted.engine, str(folder))
-    said = adapted.logprobs(PROBE)
+    expected = adapted.logprobs(PROBE)
     merged = AutoModelForCausalLM.from_pretrained(folder)
-    assert plain_probe(merged) == pytest.approx(said, abs=1e-5)
+    assert plain_probe(merged) == pytest.approx(expected, abs=1e-5)
     base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
-    assert plain_probe(PeftModel.from_pretrained(base, folder / "adapter")) == pytest.approx(said, abs=1e-5)
+    assert plain_probe(PeftModel.from_pretrained(base, folder / "adapter")) == pytest.approx(
+        expected, abs=1e-5
+    )
     config, arrays = adapted.export_adapter()
     assert json.loads(json.dumps(config))["r"] == 4
     assert sum(array.size for array in arrays.values()) == ADAPTER_PARAMETERS
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-def test_dropout_acts_in_training_only(batch, plain):
+def test_dropout_is_active_in_training_only(batch, plain):
     dropping = {"lora": {"rank": 4, "alpha": 8, "dropout": 0.5}}
     policy, same = make_policy(dropping), make_policy(LORA)
     assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
@@ -122,7 +124,7 @@ def test_dropout_acts_in_training_only(batch, plain):
         ({"target_modules": ["lm_head"]}, "lm_head, which cannot"),
     ],
 )
-def test_what_cannot_be_merged_is_not_adapted(lora, message):
+def test_layers_that_cannot_be_merged_raise(lora, message):
     with pytest.raises(ConfigError, match=message):
         make_policy({"lora": lora})
 
@@ -161,14 +163,14 @@ def test_modules_are_targeted_and_excluded():
     ],
     ids=["packed", "packed-eager", "split", "packed-split", "checkpointing", "offload"],
 )
-def test_ways_to_compute_come_to_the_same(config, batch):
+def test_packing_and_memory_settings_do_not_change_the_update(config, batch):
     plain, other = make_policy(), make_policy(config)
     assert other.update(batch) == pytest.approx(plain.update(batch), rel=1e-4, abs=1e-5)
     assert other.logprobs(PROBE) == pytest.approx(plain.logprobs(PROBE), abs=1e-3)
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
-def test_bf16_comes_to_nearly_the_same(lora, batch):
+def test_bf16_is_close_to_fp32(lora, batch):
     exact, rough = make_policy(lora), make_policy({"dtype": "bf16", **lora}, max_logprob_mismatch=0.5)
     metrics = rough.update(batch)
     assert metrics["learner/grad_norm"] == pytest.approx(exact.update(batch)["learner/grad_norm"], rel=0.1)
@@ -176,20 +178,20 @@ def test_bf16_comes_to_nearly_the_same(lora, batch):
     assert trained == {torch.float32}
 
 
-def test_what_does_nothing_on_a_cpu_is_said(caplog):
+def test_offload_on_a_cpu_is_logged(caplog):
     make_policy({"optimizer_offload": True})
-    assert "optimizer_offload: there is no GPU" in caplog.text
+    assert "optimizer_offload: no effect without a GPU" in caplog.text
 
 
 @pytest.mark.parametrize(
     "config", [{"attention": "flash_attention_2"}, {"packed": True, "ulysses": 2, "n": 2, "num_gpus": 1}]
 )
-def test_flash_attention_where_there_is_none_is_an_error(config):
+def test_missing_flash_attention_raises(config):
     with pytest.raises(ConfigError, match="needs a GPU and the package flash-attn"):
         make_policy(config)
 
 
-def test_a_cosine_rises_and_falls_to_its_end(batch):
+def test_the_cosine_schedule_warms_up_and_decays(batch):
     policy = make_policy(
         lr_schedule="cosine", lr_warmup_steps=1, min_lr_ratio=0.1, betas=(0.8, 0.9), weight_decay=0.3
     )
@@ -203,12 +205,12 @@ def test_a_cosine_rises_and_falls_to_its_end(batch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_layers_compute_the_same(batch):
+def test_compiled_layers_do_not_change_the_update(batch):
     compiled, plain = make_policy({"torch_compile": True}), make_policy()
     assert compiled.update(batch) == pytest.approx(plain.update(batch), rel=1e-3, abs=1e-4)
 
 
-def test_one_rank_two_ranks_packed_and_padded_come_to_the_same(tmp_path: Path):
+def test_ranks_and_packing_do_not_change_the_update(tmp_path: Path):
     command = [sys.executable, str(Path(__file__).parent / "engine_ranks.py")]
     started = [
         subprocess.Popen(
@@ -242,7 +244,7 @@ def test_one_rank_two_ranks_packed_and_padded_come_to_the_same(tmp_path: Path):
 
 
 @pytest.mark.parametrize("bypass_mode", [False, True])
-def test_while_the_critic_warms_up_the_policy_rests_and_is_compared_still(bypass_mode, batch, plain):
+def test_critic_warm_up_keeps_the_policy_and_still_measures_the_mismatch(bypass_mode, batch, plain):
     critic = {"lr": 1e-3, "warmup_steps": 1}
     policy = make_policy(adv_estimator="gae", critic=critic, bypass_mode=bypass_mode)
     metrics = policy.update(batch)
@@ -252,7 +254,7 @@ def test_while_the_critic_warms_up_the_policy_rests_and_is_compared_still(bypass
     assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
 
 
-def test_the_policys_schedule_begins_when_its_critic_is_warm():
+def test_the_policys_schedule_starts_after_critic_warm_up():
     policy = make_policy(
         adv_estimator="gae",
         critic={"warmup_steps": 2},
@@ -261,7 +263,7 @@ def test_the_policys_schedule_begins_when_its_critic_is_warm():
         lr_schedule="cosine",
         max_logprob_mismatch=50.0,
     )
-    policy.version = 5  # a resumed run may have left out some
+    policy.version = 5  # versions of a resumed run may have gaps
     seen = [
         policy.update(make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=5 + i))
         for i in range(3)

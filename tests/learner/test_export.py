@@ -1,4 +1,4 @@
-"""Training states as models: what transformers loads says the same as the policy that was saved."""
+"""Exported training states: transformers computes the same log-probs as the saved policy."""
 
 import json
 import re
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parent / "state_ranks.py"
 
 
 def export(*arguments: str) -> BaseException | None:
-    """`raylight export`; returns what it raised."""
+    """Run `raylight export`; return what it raised."""
     return CliRunner().invoke(app, ["export", *arguments]).exception
 
 
@@ -31,17 +31,17 @@ def logprobs(model, ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_an_exported_state_says_what_the_policy_said(kind: str, tmp_path: Path):
+def test_an_exported_state_has_the_logprobs_of_the_policy(kind: str, tmp_path: Path):
     states = tmp_path / "state"
     command = [sys.executable, str(SCRIPT), "0", "1", str(tmp_path / "meet"), str(states), kind, "0", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    said = json.loads(done.stdout.strip().splitlines()[-1])["probe"]
+    expected = json.loads(done.stdout.strip().splitlines()[-1])["probe"]
 
     assert export(str(states), str(tmp_path / "model")) is None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    assert logprobs(model, PROBE) == pytest.approx(said, abs=1e-4)
+    assert logprobs(model, PROBE) == pytest.approx(expected, abs=1e-4)
     starter = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
-    assert logprobs(starter, PROBE) != pytest.approx(said, abs=1e-3)
+    assert logprobs(starter, PROBE) != pytest.approx(expected, abs=1e-3)
     assert (
         AutoTokenizer.from_pretrained(tmp_path / "model").vocab_size
         == AutoTokenizer.from_pretrained(STARTER_MODEL).vocab_size
@@ -50,7 +50,7 @@ def test_an_exported_state_says_what_the_policy_said(kind: str, tmp_path: Path):
         from peft import PeftModel
 
         adapted = PeftModel.from_pretrained(starter, tmp_path / "model" / "adapter")
-        assert logprobs(adapted, PROBE) == pytest.approx(said, abs=1e-4)
+        assert logprobs(adapted, PROBE) == pytest.approx(expected, abs=1e-4)
 
     other = str(tmp_path / "other")
     for error, message, arguments in [

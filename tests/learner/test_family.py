@@ -1,4 +1,4 @@
-"""Every algorithm on verl's engine: gradients against references written by hand, and steps towards what was rewarded."""
+"""Algorithms on verl's engine: gradients against references, and updates in the direction of the reward."""
 
 import json
 import subprocess
@@ -71,7 +71,7 @@ def update(settings: PolicySettings, batch: TrainBatch, **learner):
 
 
 def gradients_of(engine) -> dict[str, torch.Tensor]:
-    """By name, those of its next steps."""
+    """Return a dict that receives the gradients of the next steps by name."""
     gradients = {}
     step = engine.optimizer_step
 
@@ -85,7 +85,8 @@ def gradients_of(engine) -> dict[str, torch.Tensor]:
 
 
 def batch_of(exact, noise: float = 0.0) -> TrainBatch:
-    """Eight rollouts in two groups, the first of which has two rows; the engine's log-probs are off by up to `noise`."""
+    """Eight rollouts in two groups, the first with two rows, and engine log-probs with noise up to
+    `noise`."""
     generator = torch.Generator().manual_seed(0)
     shifted = [
         [x + noise * (2 * float(torch.rand((), generator=generator)) - 1) for x in row] for row in exact
@@ -96,7 +97,7 @@ def batch_of(exact, noise: float = 0.0) -> TrainBatch:
     return TrainBatch([1.0, 0.0, 1.0, 0.5, 0.0, 1.0, 0.0], list("aaaabbb"), batch.rows, owners)
 
 
-def by_hand(plain, batch: TrainBatch, advantages: list[float], term, divisor: float):
+def reference(plain, batch: TrainBatch, advantages: list[float], term, divisor: float):
     """Loss and gradients of a sum of terms over tokens of all rows."""
     plain.zero_grad()
     total = 0.0
@@ -124,14 +125,14 @@ def same(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]):
 
 
 def clipped(now, then, advantage):
-    """PPO's objective with room of 0.2, and its bound at 3 for negative advantages."""
+    """PPO's objective with clip ratio 0.2 and dual clip 3."""
     ratio = (now - then).exp()
     lost = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     return torch.minimum(lost, -3.0 * advantage) if advantage < 0 else lost
 
 
 @pytest.mark.parametrize("micro_batch", [16384, 48])
-def test_grpo_is_what_its_paper_says(plain, exact, micro_batch):
+def test_grpo_matches_its_paper(plain, exact, micro_batch):
     batch = batch_of(exact, noise=0.6)
     rewards = torch.tensor(batch.rewards)
     a, b = rewards[:4], rewards[4:]
@@ -139,11 +140,11 @@ def test_grpo_is_what_its_paper_says(plain, exact, micro_batch):
     tokens = sum(row.trained_tokens for row in batch.rows)
     found = update(settings_of("GRPO", bypass_mode=True), batch, max_tokens_per_micro_batch=micro_batch)
     assert found[0]["learner/clip_fraction"] > 0.1
-    check(found, by_hand(plain, batch, advantages, clipped, tokens))
+    check(found, reference(plain, batch, advantages, clipped, tokens))
 
 
 @pytest.mark.parametrize("micro_batch", [16384, 48])
-def test_rloo_is_what_its_paper_says(plain, exact, micro_batch):
+def test_rloo_matches_its_paper(plain, exact, micro_batch):
     batch = batch_of(exact)
     advantages = []
     for i, (reward, group) in enumerate(zip(batch.rewards, batch.groups, strict=True)):
@@ -157,14 +158,14 @@ def test_rloo_is_what_its_paper_says(plain, exact, micro_batch):
     # the ratio to the policy itself, whose gradient is that of the log-prob
     check(
         found,
-        by_hand(
+        reference(
             plain, batch, advantages, lambda now, _, a: -a * (now - now.detach()).exp(), len(batch.rewards)
         ),
     )
 
 
 @pytest.mark.parametrize("micro_batch", [16384, 48])
-def test_ppo_is_what_its_papers_say(plain, exact, micro_batch):
+def test_ppo_matches_its_papers(plain, exact, micro_batch):
     from raylight.learner.policy import Policy
 
     batch, gamma, lam = batch_of(exact, noise=0.6), 0.9, 0.8
@@ -177,7 +178,7 @@ def test_ppo_is_what_its_papers_say(plain, exact, micro_batch):
     valuer.load_state_dict(
         {name: weight.full_tensor() for name, weight in policy.critic.engine.module.state_dict().items()}
     )
-    valued = [  # of what was there before each token that was sampled
+    valued = [  # values of the context before each sampled token
         valuer(torch.tensor([row.token_ids])).logits[0, row.prompt_length - 1 : -1, 0] for row in batch.rows
     ]
     pg, vf = gradients_of(policy.engine), gradients_of(policy.critic.engine)
@@ -234,7 +235,7 @@ def test_losses_of_whole_rows_do_not_depend_on_micro_batches(exact, name):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_every_algorithm_moves_the_policy_towards_what_was_rewarded(plain, exact, name):
+def test_every_algorithm_moves_the_policy_towards_rewarded_answers(plain, exact, name):
     batch = make_batch(exact)  # answers that begin with token 20 are rewarded
     if name == "ReMax":
         batch = TrainBatch(batch.rewards, batch.groups, batch.rows, batch.owners, baselines=[0.5] * 8)
@@ -249,7 +250,7 @@ def test_every_algorithm_moves_the_policy_towards_what_was_rewarded(plain, exact
     assert sum(good) / len(good) > sum(bad) / len(bad) + 1e-3
 
 
-def test_a_users_estimator_and_loss_take_the_place_of_verls(exact):
+def test_a_users_estimator_and_loss_replace_verls(exact):
     @advantage_estimator("own_centred")
     def centred(token_level_rewards, response_mask, index):
         rewards = token_level_rewards.sum(-1)
@@ -267,7 +268,7 @@ def test_a_users_estimator_and_loss_take_the_place_of_verls(exact):
     assert all(torch.allclose(found[key], expected[key], atol=1e-6) for key in expected)
 
 
-def test_a_users_loss_that_is_no_loss_of_tokens_is_an_error(exact):
+def test_a_users_loss_of_another_shape_raises(exact):
     @policy_loss("own_mean")
     def mean(log_prob):
         return log_prob.mean()
@@ -276,7 +277,7 @@ def test_a_users_loss_that_is_no_loss_of_tokens_is_an_error(exact):
         update(PolicySettings(loss_mode="own_mean", **OPTIONS), batch_of(exact))
 
 
-def test_two_ranks_take_the_steps_that_one_takes(tmp_path: Path):
+def test_two_ranks_take_the_same_steps_as_one(tmp_path: Path):
     def run(ranks: int) -> dict[str, list[dict[str, float]]]:
         command = [sys.executable, str(Path(__file__).parent / "family_ranks.py")]
         tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
@@ -297,4 +298,4 @@ def test_two_ranks_take_the_steps_that_one_takes(tmp_path: Path):
                 [alone[key] for key in told], rel=2e-3, abs=1e-4
             ), name
     assert abs(one["PPO"][1]["learner/kl_in_reward"]) > 1e-4
-    assert one["PPO"][1]["learner/kl_reward_coef"] < 0.1  # it is far below its target
+    assert one["PPO"][1]["learner/kl_reward_coef"] < 0.1  # the KL is far below its target

@@ -1,4 +1,4 @@
-"""verl's engine under our batches: log-probs, loss, gradients and ranks against references written by hand."""
+"""The policy on verl's engine: log-probs, loss, gradients and ranks against references."""
 
 import copy
 import io
@@ -50,7 +50,7 @@ def exact(plain):
 
 
 def expected_advantages(batch):
-    """GRPO by hand: the distance to the group's mean in units of its standard deviation."""
+    """Reference of GRPO: the distance from the group's mean in units of its standard deviation."""
     rewards, groups = np.array(batch.rewards), np.array(batch.groups)
     return [
         (reward - rewards[groups == group].mean()) / (rewards[groups == group].std(ddof=1) + 1e-6)
@@ -58,7 +58,7 @@ def expected_advantages(batch):
     ]
 
 
-def test_the_verl_that_is_installed_has_what_we_rely_on():
+def test_the_installed_verl_has_all_names_of_the_api():
     from raylight.learner import verl_api
 
     for name in verl_api.__all__:
@@ -66,7 +66,7 @@ def test_the_verl_that_is_installed_has_what_we_rely_on():
     assert callable(verl_api.get_adv_estimator_fn("grpo"))
 
 
-def test_advantages_are_those_of_rollouts_and_a_rollout_of_many_rows_counts_once(exact):
+def test_advantages_are_per_rollout_and_a_rollout_of_many_rows_counts_once(exact):
     from raylight.learner.advantages import KlController, add_advantages
     from raylight.learner.rows import build_rows
 
@@ -101,7 +101,7 @@ def test_logprobs_loss_and_gradient_equal_a_plain_model(plain, exact):
 
 @pytest.mark.parametrize("micro_batch", [16384, 48])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_where_rows_are_averaged_divergence_and_entropy_are_of_rollouts(plain, exact, rows, micro_batch):
+def test_kl_and_entropy_are_per_rollout_if_rows_are_averaged(plain, exact, rows, micro_batch):
     one_row = make_batch(exact)
     batch = TrainBatch(
         one_row.rewards,
@@ -142,12 +142,12 @@ def test_where_rows_are_averaged_divergence_and_entropy_are_of_rollouts(plain, e
     pg, k, h = (torch.stack(terms).mean() for terms in (loss, kl, entropy))
     (pg + 0.5 * k - 0.25 * h).backward()
     norm = torch.stack([p.grad.norm() for p in moved.parameters() if p.grad is not None]).norm()
-    told = [metrics[f"learner/{name}"] for name in ("pg_loss", "kl", "entropy")]
-    assert told == pytest.approx([float(pg), float(k), float(h)], rel=1e-3)
+    measured = [metrics[f"learner/{name}"] for name in ("pg_loss", "kl", "entropy")]
+    assert measured == pytest.approx([float(pg), float(k), float(h)], rel=1e-3)
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
-def test_two_ranks_measure_what_one_measures(tmp_path: Path):
+def test_two_ranks_have_the_metrics_of_one(tmp_path: Path):
     script = Path(__file__).parent / "ranks.py"
 
     def run(ranks: int) -> list[dict[str, float]]:
@@ -173,7 +173,7 @@ def test_two_ranks_measure_what_one_measures(tmp_path: Path):
     assert one[1]["learner/kl"] > 1e-4
 
 
-def test_a_probe_tells_the_plain_models_logprobs_and_changes_nothing(plain, exact):
+def test_logprobs_equal_a_plain_model_and_change_nothing(plain, exact):
     policy = make_policy()
     assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
     assert len(policy.logprobs(PROBE)) == len(PROBE) - 1
@@ -187,13 +187,13 @@ def test_a_probe_tells_the_plain_models_logprobs_and_changes_nothing(plain, exac
     assert max(abs(a - b) for a, b in zip(after, plain_probe(plain), strict=True)) > 1e-3
 
 
-def test_what_is_exported_has_the_tied_output_layer_too(plain):
+def test_an_export_contains_the_tied_output_layer(plain):
     assert plain.config.tie_word_embeddings
     weights = make_policy().export()
     assert (weights["lm_head.weight"] == weights["model.embed_tokens.weight"]).all()
 
 
-def test_the_policy_moves_towards_what_was_rewarded(exact):
+def test_the_policy_moves_towards_rewarded_answers(exact):
     policy = make_policy()
     batch = make_batch(exact)
     policy.update(batch)
@@ -208,7 +208,7 @@ def test_the_policy_moves_towards_what_was_rewarded(exact):
     assert sum(gains) > 0
 
 
-def test_all_mini_batches_are_compared_with_the_same_old_policy(exact):
+def test_all_mini_batches_have_the_same_old_policy(exact):
     once, twice = (
         make_policy().update(make_batch(exact)),
         make_policy(mini_batches=2).update(make_batch(exact)),
@@ -218,7 +218,7 @@ def test_all_mini_batches_are_compared_with_the_same_old_policy(exact):
 
 
 def broken_gradients(policy, steps):
-    """Have the gradients of these steps, counted from 0, be no numbers."""
+    """Make the gradients of these steps, counted from 0, NaN."""
     step, count = policy.engine.optimizer_step, itertools.count()
 
     def broken():
@@ -231,7 +231,7 @@ def broken_gradients(policy, steps):
     policy.engine.optimizer_step = broken
 
 
-def test_a_step_whose_gradient_is_not_finite_is_left_out_and_counted(exact):
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(exact):
     policy = make_policy(mini_batches=4)
     broken_gradients(policy, {1, 3})
     metrics = policy.update(make_batch(exact))
@@ -240,7 +240,7 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_counted(exact):
     assert all(np.isfinite(array).all() for array in policy.export().values())
 
 
-def test_three_gradients_in_a_row_that_are_not_finite_are_an_error_and_change_nothing(exact):
+def test_three_non_finite_gradients_in_a_row_raise_and_change_nothing(exact):
     policy = make_policy()
     before = policy.export()
     broken_gradients(policy, range(9))
@@ -260,14 +260,14 @@ def test_three_gradients_in_a_row_that_are_not_finite_are_an_error_and_change_no
         (lambda x: x, 7, "no token of the batch was sampled from weight version 0"),
     ],
 )
-def test_an_engine_that_is_not_this_policy_is_an_error(exact, change, version, message):
+def test_an_engine_with_other_weights_raises(exact, change, version, message):
     wrong = [[change(x) for x in row] for row in exact]
     with pytest.raises(MismatchError, match=message):
         make_policy().update(make_batch(wrong, version=version))
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "goes_on_at"),
+    ("then", "now", "expected"),
     [
         ({"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.01}, 0.01),
         ({"kl_reward_coef": 0.1, "kl_target": 1.0}, {"kl_reward_coef": 0.01}, 0.01),
@@ -275,9 +275,7 @@ def test_an_engine_that_is_not_this_policy_is_an_error(exact, change, version, m
         ({"kl_reward_coef": 0.1, "kl_target": 1.0}, {"kl_reward_coef": 0.1, "kl_target": 1.0}, 0.1 * 1.2),
     ],
 )
-def test_a_state_has_the_weight_of_the_divergence_where_it_is_steered_and_else_the_settings(
-    then, now, goes_on_at
-):
+def test_a_state_restores_an_adaptive_kl_coefficient_only(then, now, expected):
     from raylight.learner import state
 
     before, after, file = make_policy(**then), make_policy(**now), io.BytesIO()
@@ -285,7 +283,7 @@ def test_a_state_has_the_weight_of_the_divergence_where_it_is_steered_and_else_t
     torch.save(state.gather(before), file)
     file.seek(0)
     state.load(after, file)
-    assert after._kl.coef == pytest.approx(goes_on_at)
+    assert after._kl.coef == pytest.approx(expected)
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Training states: what comes after one is what would have come without it, at any number of ranks."""
+"""Training states: a run that resumes from one continues as if uninterrupted, with any number of ranks."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ STEPS = 4
 
 
 def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
-    """Ranks that load the state of a step, update, and save."""
+    """Run ranks that load the state of a step, update, and save."""
     tail = [
         str(ranks),
         str(folder / f"meet-{ranks}-{load}-{updates}"),
@@ -40,7 +40,9 @@ def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
         ),
     ],
 )
-def test_other_ranks_go_on_as_if_nothing_had_happened(kind: str, before: int, after: int, tmp_path: Path):
+def test_a_resumed_run_continues_with_another_number_of_ranks(
+    kind: str, before: int, after: int, tmp_path: Path
+):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = run(before, tmp_path / "whole", kind, 0, STEPS)

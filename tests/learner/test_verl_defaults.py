@@ -1,4 +1,4 @@
-"""What VERL(config) relies on of verl: its file of defaults, and the keys in it."""
+"""Contract of VERL(config) with verl: the file of defaults and its keys."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_verl_has_the_key(key: str) -> None:
         node = node[name]
 
 
-def test_the_others_are_not_verls() -> None:
+def test_other_keys_do_not_exist_in_verl() -> None:
     assert not [
         key for key in AGENT_LIGHTNING if OmegaConf.select(verl_defaults(), key, default=ABSENT) is not ABSENT
     ]
 
 
-def test_the_file_says_what_verls_dataclasses_say() -> None:
-    """The file is generated, and this would tell that it is stale."""
+def test_the_file_matches_verls_dataclasses() -> None:
+    """The file is generated; a difference means that it is stale."""
     classes = {
         "actor_rollout_ref.actor": verl_api.ActorConfig,
         "actor_rollout_ref.actor.policy_loss": verl_api.PolicyLossConfig,
@@ -65,10 +65,10 @@ DIFFER = {
     ("actor_rollout_ref.actor.fsdp_config", "dtype"),
     ("algorithm", "adv_estimator"),
 }
-"""Where the file has a default of its own."""
+"""Keys whose default in the file differs from the dataclass."""
 
 
-def test_names_that_are_known_here_are_verls() -> None:
+def test_known_names_exist_in_verl() -> None:
     for name in ESTIMATORS:
         assert verl_api.get_adv_estimator_fn(name)
     assert set(get_args(LossAggregation)) == {
@@ -80,7 +80,7 @@ def test_names_that_are_known_here_are_verls() -> None:
     }
 
 
-def test_kl_names_mean_what_verl_means() -> None:
+def test_kl_names_have_verls_meaning() -> None:
     import torch
     from verl.trainer.ppo.core_algos import kl_penalty_forward
 

@@ -1,8 +1,9 @@
 """A task of two turns in which the model must use a tool's answer, and a model that can do it now and then.
 
-The user asks for a sum; the model's answer is the number of an item, which a tool looks up. The tool answers with the item's
-price and its shipping, and the model must say what these come to. Prices are made up for every task, so that nothing but the tool's
-answer tells the price, and a wrong number gets the price of another item. Both answers have to be right for the reward.
+The user asks for a sum; the model's answer is the number of an item, which a tool looks up. The tool answers
+with the item's price and its shipping, and the model must say what these come to. Prices are made up for
+every task, so that nothing but the tool's answer tells the price, and a wrong number gets the price of
+another item. Both answers have to be right for the reward.
 """
 
 import functools
@@ -77,7 +78,8 @@ async def buyer(task: dict[str, int], llm: rl.LLM) -> float:
 def teach_buyer(folder: Path) -> None:
     """Write the quickstart's model to a folder, after showing it second turns for half a minute.
 
-    It only ever saw first ones. As in `scripts/build_quickstart_model.py` a careless teacher leaves it right some of the time only.
+    It only ever saw first ones. As in `scripts/build_quickstart_model.py` a careless teacher leaves it right
+    some of the time only.
     """
     import torch
     from build_quickstart_model import log_probs

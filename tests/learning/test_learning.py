@@ -1,4 +1,5 @@
-"""Models learn: the real Trainer with Ray, Serve, the transformers engine and verl's learners, seeded, on a CPU.
+"""Models learn: the real Trainer with Ray, Serve, the transformers engine and verl's learners, seeded, on a
+CPU.
 
 Every bound on a gain is about half of the least gain of three seeds, as told beside it.
 """

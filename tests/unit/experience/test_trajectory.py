@@ -1,4 +1,5 @@
-"""Law 1: what is trained is exactly what was sampled, each response once. Checked on random trees of conversations."""
+"""Law 1: what is trained is exactly what was sampled, each response once. Checked on random trees of
+conversations."""
 
 from __future__ import annotations
 
@@ -210,7 +211,8 @@ def test_calls_that_share_no_token_restart(calls: list[Generation]) -> None:
 
 @given(conversations())
 def test_the_common_prefixes_are_those_that_a_plain_comparison_finds(calls: list[Generation]) -> None:
-    """A call that shares all tokens of an earlier one is never said to have left it, and the other way round."""
+    """A call that shares all tokens of an earlier one is never said to have left it, and the other way
+    round."""
     sampled = [call for call in calls if call.output_ids]
     for place, relation in enumerate(build_trajectories(calls).relations):
         prompt = sampled[place].prompt_ids
@@ -338,7 +340,8 @@ def test_a_response_of_which_nothing_is_rendered_is_no_mere_ending(output: list[
 
 @pytest.mark.parametrize("rendered", [[30, 31, 32, 9, 50], [32, 9, 50], [30, 31, 32, 50]])
 def test_a_header_that_is_only_rendered_before_new_responses_is_drift(rendered: list[int]) -> None:
-    """Such as an empty thought of a model that is asked not to think; where it thinks, the reasoning is left out as well."""
+    """Such as an empty thought of a model that is asked not to think; where it thinks, the reasoning is left
+    out as well."""
     think = [70, 71, 72]
     assert relations(([1, 2, *think], [30, 31, 32, 9]), ([1, 2, *rendered, *think], [60, 9])) == [
         "start",

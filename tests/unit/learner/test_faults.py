@@ -1,4 +1,5 @@
-"""Classification of learner failures from the exceptions of Ray and torch, stack dumps, and non-finite gradients."""
+"""Classification of learner failures from the exceptions of Ray and torch, stack dumps, and non-finite
+gradients."""
 
 import math
 import pickle
@@ -61,7 +62,8 @@ Cuda = type("OutOfMemoryError", (RuntimeError,), {})
         ),
         (
             RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                "you tried to"
             ),
             LearnerMemoryError,
         ),
@@ -142,9 +144,10 @@ def died(text: str) -> ActorDiedError:
 
 
 KILLED = (
-    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly "
-    "exits with a connection error code 2. End of file. There are some potential root causes. (1) The process is killed by SIGKILL "
-    "by OOM killer due to high memory usage. (2) ray stop --force is called."
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
+    "detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some "
+    "potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory usage. "
+    "(2) ray stop --force is called."
 )
 IN_INIT = ActorDiedError(
     RayTaskError("__init__", "Traceback\nValueError: no such rank", ValueError("no such rank"))
