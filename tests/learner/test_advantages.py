@@ -242,7 +242,7 @@ def test_a_rollout_without_rows_counts_in_its_group():
 
 
 @pytest.mark.parametrize(
-    "given_", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}]
+    "options", [{"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "sapo"}, {"loss_mode": "geo_mean"}]
 )
 def test_rows_are_weighted_by_length_if_the_loss_averages_rows(options):
     batch = batch_of([[[3], [1]], [[2]]], [1.0, 0.0], ["a", "a"])

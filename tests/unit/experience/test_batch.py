@@ -1,4 +1,4 @@
-"""Finished rollouts become a batch: what is left out is counted, and an empty one is an error."""
+"""Batches from finished rollouts: excluded rollouts are counted, and an empty batch raises."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_failed_rollout_is_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["agent", "reward", "timeout"])
-def test_a_failure_of_the_agent_gets_the_failure_reward_if_there_is_one(kind: str) -> None:
+def test_a_failed_agent_gets_the_failure_reward(kind: str) -> None:
     batch, report = build([make_finished(1.0), make_finished(failure=Failure(kind=kind, error="E: e"))], -1.0)
     assert batch.rewards == [1.0, -1.0]
     assert report.trained == 2
 
 
 @pytest.mark.parametrize("failure_reward", [None, 0.0, -1.0])
-def test_a_failure_of_the_infrastructure_is_never_trained(failure_reward: float | None) -> None:
+def test_an_infrastructure_failure_is_never_trained(failure_reward: float | None) -> None:
     batch, report = build([make_finished(1.0), make_finished(failure=LOST)], failure_reward)
     assert batch.rewards == [1.0]
     assert report.failed == 1
@@ -66,12 +66,12 @@ def test_a_rollout_that_called_no_model_is_counted() -> None:
     assert report.empty == 1
 
 
-def test_a_batch_in_which_none_called_the_model_is_an_error_that_says_what_to_do() -> None:
+def test_a_batch_without_calls_raises_with_advice() -> None:
     with pytest.raises(EmptyTraceError, match=r"2 rollouts.*llm\.endpoint"):
         build([make_finished(1.0, calls=0), make_finished(0.0, calls=0), make_finished(failure=LOST)], None)
 
 
-def test_a_batch_of_failures_only_is_empty_without_error() -> None:
+def test_a_batch_of_failures_is_empty() -> None:
     batch, report = build([make_finished(failure=LOST)], None)
     assert (batch.rows, report.failed, report.has_signal) == ([], 1, False)
 
@@ -102,7 +102,7 @@ def test_rows_belong_to_the_right_rollout_when_some_are_left_out() -> None:
     ]
 
 
-def test_a_group_in_which_all_are_equal_gives_no_signal() -> None:
+def test_equal_rewards_give_no_signal() -> None:
     same = [make_finished(1.0, group="a"), make_finished(1.0, group="a")]
     different = [make_finished(1.0, group="b"), make_finished(0.0, group="b")]
     _, report = build(same + different, None)
@@ -134,7 +134,7 @@ def test_every_rollout_is_counted_exactly_once(kinds: list[str], failure_reward:
     assert report.trained == len(batch.rewards) == len(batch.groups) == len(set(batch.owners))
 
 
-def test_a_rollout_left_alone_in_its_group_is_not_compared_with_nothing() -> None:
+def test_a_single_rollout_of_a_group_is_left_out() -> None:
     alone = [make_finished(1.0, group="a"), make_finished(failure=AGENT, group="a")]
     together = [make_finished(1.0, group="b"), make_finished(0.0, group="b")]
     batch, report = build(alone + together, None, min_group=2)
@@ -156,7 +156,7 @@ def of_agent(agent: str | None, prompt: list[int], output: list[int]) -> Generat
     return dataclasses.replace(make_generation(prompt, output), agent=agent)
 
 
-def test_how_the_calls_relate_is_counted() -> None:
+def test_relations_of_calls_are_counted() -> None:
     first = finished_with(
         make_generation([1, 2], [3, 9]),
         make_generation([1, 2, 3, 9, 4], [5, 9]),  # extension
@@ -174,7 +174,7 @@ def test_how_the_calls_relate_is_counted() -> None:
     assert len(batch.rows) == report.calls - report.extensions
 
 
-def test_calls_of_rollouts_that_are_left_out_are_not_counted() -> None:
+def test_calls_of_excluded_rollouts_are_not_counted() -> None:
     _, report = build([make_finished(1.0), make_finished(failure=LOST), make_finished(None)], None)
     assert report.calls == 1
 
@@ -189,41 +189,41 @@ def test_only_the_calls_of_trained_agents_are_trained() -> None:
     assert build([item], None)[1].calls == 3
 
 
-def cut_off(prompt: list[int], output: list[int]) -> Generation:
+def aborted(prompt: list[int], output: list[int]) -> Generation:
     return dataclasses.replace(make_generation(prompt, output), finish_reason="aborted")
 
 
-def test_calls_that_were_cut_off_are_counted_and_not_trained() -> None:
+def test_aborted_calls_are_counted_and_not_trained() -> None:
     item = finished_with(
-        make_generation([1], [2]), cut_off([1], [2]), cut_off([1, 2], []), make_generation([1, 2], [3])
+        make_generation([1], [2]), aborted([1], [2]), aborted([1, 2], []), make_generation([1, 2], [3])
     )
     batch, report = build([item], None)
     assert [row.token_ids for row in batch.rows] == [[1, 2, 3]]
     assert (report.calls, report.extensions, report.forks, report.aborted) == (2, 1, 0, 2)
 
 
-def test_a_rollout_whose_calls_were_all_cut_off_is_empty_and_a_batch_of_them_says_so() -> None:
-    _, report = build([make_finished(1.0), finished_with(cut_off([1], [2]))], None)
+def test_a_rollout_of_aborted_calls_is_empty_and_a_batch_of_them_raises() -> None:
+    _, report = build([make_finished(1.0), finished_with(aborted([1], [2]))], None)
     assert (report.trained, report.empty, report.aborted) == (1, 1, 1)
     with pytest.raises(EmptyTraceError, match=r"1 rollouts were scored, but all 2 calls .* were cut off"):
-        build([finished_with(cut_off([1], [2]), cut_off([3], [4]))], None)
+        build([finished_with(aborted([1], [2]), aborted([3], [4]))], None)
 
 
-def test_an_agent_that_the_rollout_marked_is_trained() -> None:
+def test_an_agent_marked_by_the_rollout_is_trained() -> None:
     item = finished_with(of_agent("writer", [1], [2]), of_agent("critic", [3], [4]), marked=("critic",))
     batch, report = build([item], None)
     assert [row.token_ids for row in batch.rows] == [[3, 4]]
     assert report.other_agents == 1
 
 
-def test_a_rollout_in_which_no_trained_agent_called_counts_as_empty() -> None:
+def test_a_rollout_without_trained_agents_is_empty() -> None:
     items = [finished_with(of_agent("writer", [1], [2])), finished_with(of_agent("critic", [1], [2]))]
     batch, report = build(items, None, trained_agents="writer")
     assert (report.trained, report.empty, report.other_agents) == (1, 1, 1)
     assert len(batch.rows) == 1
 
 
-def test_a_batch_without_any_call_of_a_trained_agent_says_so() -> None:
+def test_a_batch_without_trained_agents_raises_with_advice() -> None:
     with pytest.raises(
         EmptyTraceError, match=r"all their 2 calls.*trained_agents \('coder'\).*mark_agent_as_trainable"
     ):
@@ -234,7 +234,7 @@ def test_a_batch_without_any_call_of_a_trained_agent_says_so() -> None:
         )
 
 
-def test_the_agent_of_a_call_may_be_told_by_the_spans() -> None:
+def test_the_agent_of_a_call_is_read_from_spans() -> None:
     call = make_generation([1], [2], key=make_key(call_id="c7"))
     attributes = {"gen_ai.response.id": "chatcmpl-c7", "gen_ai.agent.name": "writer"}
     spans = [Span(trace_id="t", span_id="s", name="openai.chat", attributes=attributes)]

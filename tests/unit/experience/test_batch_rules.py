@@ -1,4 +1,4 @@
-"""What a batch leaves out, cuts off and adds: equal groups, long rows, rewards of turns, baselines."""
+"""Rules of a batch: zero-variance groups, long rows, turn rewards, baselines."""
 
 from __future__ import annotations
 
@@ -50,28 +50,34 @@ def with_calls(
     return dataclasses.replace(item, generations=generations, spans=spans)
 
 
-# groups whose rewards are all equal
+# zero-variance groups
 
 
-def test_groups_without_a_difference_are_kept_or_dropped_and_counted() -> None:
+def test_zero_variance_groups_are_kept_or_dropped_and_counted() -> None:
     finished = rewards(1.0, 1.0, group="a") + rewards(1.0, 0.0, group="b")
-    kept, told = build(finished)
-    assert (kept.rewards, told.groups_without_signal, told.zero_variance) == ([1.0, 1.0, 1.0, 0.0], 1, 0)
-    dropped, told = build(finished, zero_variance_groups="drop")
+    kept, report = build(finished)
+    assert (kept.rewards, report.groups_without_signal, report.zero_variance) == ([1.0, 1.0, 1.0, 0.0], 1, 0)
+    dropped, report = build(finished, zero_variance_groups="drop")
     assert (dropped.rewards, dropped.groups, dropped.owners) == ([1.0, 0.0], ["b", "b"], [0, 1])
-    assert (told.groups, told.groups_without_signal, told.zero_variance, told.trained, told.calls) == (
+    assert (
+        report.groups,
+        report.groups_without_signal,
+        report.zero_variance,
+        report.trained,
+        report.calls,
+    ) == (
         2,
         1,
         2,
         2,
         2,
     )
-    assert describe(finished, told, 1.0)["train/equal"] == 2
+    assert describe(finished, report, 1.0)["train/equal"] == 2
     assert build(rewards(1.0, 1.0), zero_variance_groups="drop")[1].has_signal is False
 
 
 @pytest.mark.parametrize(
-    ("compared", "values", "expected"),
+    ("baseline_kind", "values", "expected"),
     [
         ("group", (1.0, 1.0), False),
         ("group", (1.0, 0.0), True),
@@ -81,19 +87,19 @@ def test_groups_without_a_difference_are_kept_or_dropped_and_counted() -> None:
         ("none", (), False),
     ],
 )
-def test_there_is_a_signal_where_a_rollout_differs_from_what_it_is_compared_with(
-    compared: Any, values: tuple[float, ...], expected: bool
+def test_a_batch_has_signal_if_a_reward_differs_from_its_baseline(
+    baseline_kind: Any, values: tuple[float, ...], expected: bool
 ) -> None:
-    assert build(rewards(*values), baseline_kind=compared)[1].has_signal is expected
+    assert build(rewards(*values), baseline_kind=baseline_kind)[1].has_signal is expected
 
 
-def test_rollouts_of_different_tasks_are_compared_where_the_batch_is() -> None:
+def test_a_batch_baseline_compares_rollouts_of_different_tasks() -> None:
     finished = rewards(1.0, group="a") + rewards(0.0, group="b")
     assert build(finished, baseline_kind="batch")[1].has_signal
     assert not build(finished, baseline_kind="group")[1].has_signal
 
 
-# rows that are too long
+# long rows
 
 
 def long_and_short() -> list[FinishedRollout]:
@@ -102,46 +108,46 @@ def long_and_short() -> list[FinishedRollout]:
     return [long, with_calls(0.0, [([1, 2], [3], 0.0)])]
 
 
-def test_a_row_that_is_too_long_is_an_error_that_names_the_settings() -> None:
+def test_a_long_row_raises_and_names_the_settings() -> None:
     with pytest.raises(RowTooLongError, match=r"6 tokens.*takes 5.*max_row_tokens.*max_model_len.*long_rows"):
         build(long_and_short(), row_limit=5)
     assert len(build(long_and_short(), row_limit=6)[0].rows) == 3
 
 
-def test_a_row_that_is_too_long_is_dropped_but_its_rollout_still_counts() -> None:
-    batch, told = build(long_and_short(), row_limit=5, long_rows="drop")
+def test_a_long_row_is_dropped_but_its_rollout_counts() -> None:
+    batch, report = build(long_and_short(), row_limit=5, long_rows="drop")
     assert ([len(row.token_ids) for row in batch.rows], batch.owners, batch.rewards) == (
         [3, 3],
         [0, 1],
         [1.0, 0.0],
     )
-    assert (told.rows_dropped, told.rows_truncated, told.trained) == (1, 0, 2)
-    metrics = describe(long_and_short(), told, 1.0)
+    assert (report.rows_dropped, report.rows_truncated, report.trained) == (1, 0, 2)
+    metrics = describe(long_and_short(), report, 1.0)
     assert (metrics["trace/rows_dropped"], metrics["trace/rows_truncated"]) == (1, 0)
     assert not build(long_and_short(), row_limit=2, long_rows="drop")[1].has_signal  # nothing is left
 
 
-def test_a_row_that_is_too_long_is_cut_off() -> None:
-    batch, told = build(long_and_short(), row_limit=4, long_rows="truncate")
+def test_a_long_row_is_truncated() -> None:
+    batch, report = build(long_and_short(), row_limit=4, long_rows="truncate")
     row = batch.rows[0]
     assert (row.token_ids, row.mask, row.weight_versions) == ([1, 2, 3, 4], [0, 0, 1, 1], [-1, -1, 0, 0])
     assert len(row.logprobs) == 4
-    assert (told.rows_dropped, told.rows_truncated) == (0, 1)
+    assert (report.rows_dropped, report.rows_truncated) == (0, 1)
     assert (
         build(long_and_short(), row_limit=2, long_rows="truncate")[1].rows_dropped == 3
     )  # only prompts are left
 
 
-# rewards of turns
+# turn rewards
 
 
 def conversation(*emitted: tuple[float, float], reward: float = 9.0, **more: Any) -> FinishedRollout:
-    """Calls that end at 1, 4 and 7: the second goes on with the first, the third does not."""
+    """A rollout with calls that end at 1, 4 and 7; the second extends the first, the third does not."""
     calls = [([1, 2], [3], 0.0), ([1, 2, 3, 4], [5, 6], 3.0), ([7], [8], 6.0)]
     return with_calls(reward, calls, list(emitted), **more)
 
 
-def test_a_reward_is_for_the_last_call_that_ended_before_it() -> None:
+def test_a_turn_reward_belongs_to_the_last_call_before_it() -> None:
     finished = [conversation((0.5, 0.0), (1.0, 1.0), (2.0, 5.0), (3.0, 7.5), (9.0, 8.0))]
     assert build(finished)[0].turn_rewards == []
     batch, _ = build([*rewards(0.0), *finished], turn_rewards=True)
@@ -155,12 +161,12 @@ def test_a_reward_is_for_the_last_call_that_ended_before_it() -> None:
     assert [batch.rows[turn.row].mask[turn.token] for turn in batch.turn_rewards] == [1, 1, 1, 1]
 
 
-def test_the_reward_of_a_call_that_was_left_out_goes_to_no_row() -> None:
+def test_the_turn_reward_of_a_dropped_row_has_no_row() -> None:
     batch, _ = build([conversation((2.0, 5.0), (9.0, 8.0))], turn_rewards=True, row_limit=3, long_rows="drop")
     assert batch.turn_rewards == [TurnReward(2.0, 0, None, 5)]
 
 
-def test_of_a_failed_rollout_all_rewards_are_before_the_final_one() -> None:
+def test_all_rewards_of_a_failed_rollout_are_turn_rewards() -> None:
     failure = Failure(kind="agent", error="E: e")
     item = conversation((2.0, 5.0), failure=failure)
     assert [turn.value for turn in build([item], failure_reward=-1.0, turn_rewards=True)[0].turn_rewards] == [
@@ -168,7 +174,7 @@ def test_of_a_failed_rollout_all_rewards_are_before_the_final_one() -> None:
     ]
 
 
-def test_groups_differ_by_the_rewards_of_their_turns_too() -> None:
+def test_turn_rewards_count_in_the_variance_of_a_group() -> None:
     same = [conversation((1.0, 2.0), (9.0, 8.0)), conversation((1.0, 5.0), (9.0, 8.0))]
     other = [conversation((2.0, 2.0), (9.0, 8.0)), conversation((1.0, 5.0), (9.0, 8.0))]
     assert not build(same, turn_rewards=True)[1].has_signal
@@ -176,7 +182,7 @@ def test_groups_differ_by_the_rewards_of_their_turns_too() -> None:
     assert not build(other)[1].has_signal
 
 
-def test_groups_differ_by_the_rewards_of_their_turns_where_these_are_trained() -> None:
+def test_turn_rewards_count_in_dynamic_sampling_if_trained() -> None:
     def emitted(*values: float) -> FinishedRollout:
         return with_calls(
             values[-1], [([1], [2], 0.0)], [(value, float(i)) for i, value in enumerate(values)], group="g"
@@ -203,20 +209,20 @@ def greedy(reward: float | None, group: str, temperature: float = 0.0) -> Finish
     )
 
 
-def test_rollouts_are_compared_with_the_greedy_one_of_their_group() -> None:
+def test_the_greedy_rollout_is_the_baseline_of_its_group() -> None:
     finished = [*rewards(1.0, group="a"), greedy(0.25, "a"), greedy(0.5, "b"), greedy(None, "c")]
     assert greedy_baselines(finished, lambda item: item.reward, False) == {"a": 0.25, "b": 0.5}
 
 
-def test_a_rollout_that_should_have_been_greedy_and_was_not_is_an_error() -> None:
+def test_a_sampled_greedy_rollout_raises() -> None:
     with pytest.raises(GreedyError, match=r"temperature 0.7.*llm\.sampling_parameters"):
         greedy_baselines([greedy(1.0, "a", temperature=0.7)], lambda item: item.reward, False)
 
 
-def test_a_group_without_its_baseline_is_left_out() -> None:
+def test_a_group_without_baseline_is_left_out() -> None:
     finished = rewards(1.0, group="a") + rewards(0.0, group="b")
-    batch, told = build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 1.0})
-    assert (batch.rewards, batch.baselines, told.without_baseline, told.has_signal) == (
+    batch, report = build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 1.0})
+    assert (batch.rewards, batch.baselines, report.without_baseline, report.has_signal) == (
         [1.0],
         [1.0],
         1,
