@@ -211,7 +211,7 @@ async def test_an_error_of_code_is_no_reason_to_start_anew(connected: None) -> N
 @pytest.mark.parametrize(
     ("learners", "cpus", "strategy", "message"),
     [
-        (2, 0.5, "STRICT_SPREAD", r"2 x 0.5 CPU \(STRICT_SPREAD\).*each on a node of its own.*1 node"),
+        (2, 0.5, "STRICT_SPREAD", r"2 x 0.5 CPU \(STRICT_SPREAD\).*each on its own node.*1 node"),
         pytest.param(
             3, 1, "STRICT_PACK", r"3 x 1 CPU \(STRICT_PACK\).*all on one node.*2 CPU", marks=pytest.mark.slow
         ),

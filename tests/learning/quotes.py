@@ -1,9 +1,9 @@
-"""A task of two turns in which the model must use a tool's answer, and a model that can do it now and then.
+"""A task of two turns that needs a tool's answer, and a model that solves it now and then.
 
-The user asks for a sum; the model's answer is the number of an item, which a tool looks up. The tool answers
-with the item's price and its shipping, and the model must say what these come to. Prices are made up for
-every task, so that nothing but the tool's answer tells the price, and a wrong number gets the price of
-another item. Both answers have to be right for the reward.
+The user asks for a sum; the model's answer is the number of an item, which a tool looks up. The tool returns
+the item's price and its shipping, and the model must answer with the sum of these. Prices are random for
+every task, so only the tool's answer contains the price, and a wrong number returns the price of another
+item. The reward needs both answers to be right.
 """
 
 import functools
@@ -16,34 +16,34 @@ import raylight as rl
 
 TEACHING_STEPS, TEACHING_BATCH, TEACHING_RATE = 240, 64, 2e-3
 CARELESS_FROM = 185
-"""The step from which the teacher's second answers are careless, as its first ones always are."""
+"""First step at which the teacher's second answers are careless; its first answers always are."""
 REMINDERS = 16
-"""Of a batch, so many first turns are shown too: they are known already, and are not to be forgotten."""
+"""First turns in each batch, so that the model does not forget them."""
 NEVER_CARELESS = 0.4
-"""Share of answers about which even a careless teacher (`build_quickstart_model.demonstrate`) is right."""
+"""Fraction of answers that even a careless teacher (`build_quickstart_model.demonstrate`) gets right."""
 
 
 def quotes(seed: int, count: int) -> list[dict[str, int]]:
-    """Tasks; all numbers have two digits, and so has every item's."""
-    made = random.Random(seed)
+    """Return tasks; all numbers, those of items included, have two digits."""
+    generator = random.Random(seed)
     return [
         {
-            "a": made.randint(10, 49),
-            "b": made.randint(10, 49),
-            "shipping": made.randint(10, 99),
-            "catalogue": made.getrandbits(32),
+            "a": generator.randint(10, 49),
+            "b": generator.randint(10, 49),
+            "shipping": generator.randint(10, 99),
+            "catalogue": generator.getrandbits(32),
         }
         for _ in range(count)
     ]
 
 
 def price(task: dict[str, int], item: str) -> int:
-    """What the tool finds under an item's number; any text is the number of some item."""
+    """Return the price of an item; any text is the number of some item."""
     return random.Random(f"{task['catalogue']} {item}").randint(10, 99)
 
 
 def conversation(task: dict[str, int], item: str | None = None) -> list[dict[str, str]]:
-    """The messages up to the model's first answer, or with that answer up to its second."""
+    """Return the messages before the model's first answer, or, with that answer, before its second."""
     messages = [{"role": "user", "content": f"{task['a']}+{task['b']}="}]
     if item is not None:
         quote = {
@@ -56,7 +56,7 @@ def conversation(task: dict[str, int], item: str | None = None) -> list[dict[str
 
 
 def score(task: dict[str, int], total: str) -> float:
-    """1 for the price of the right item with shipping."""
+    """Return 1 for the price of the right item with shipping, else 0."""
     return float(total == str(price(task, str(task["a"] + task["b"])) + task["shipping"]))
 
 
@@ -76,10 +76,10 @@ async def buyer(task: dict[str, int], llm: rl.LLM) -> float:
 
 
 def teach_buyer(folder: Path) -> None:
-    """Write the quickstart's model to a folder, after showing it second turns for half a minute.
+    """Train the quickstart's model on second turns for half a minute, and write it to a folder.
 
-    It only ever saw first ones. As in `scripts/build_quickstart_model.py` a careless teacher leaves it right
-    some of the time only.
+    The original model was trained on first turns only. As in `scripts/build_quickstart_model.py`, a careless
+    teacher leaves it right only some of the time.
     """
     import torch
     from build_quickstart_model import log_probs

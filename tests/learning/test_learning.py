@@ -1,7 +1,6 @@
-"""Models learn: the real Trainer with Ray, Serve, the transformers engine and verl's learners, seeded, on a
-CPU.
+"""Models learn: the real Trainer with Ray, Serve, the transformers engine and verl, seeded, on a CPU.
 
-Every bound on a gain is about half of the least gain of three seeds, as told beside it.
+Every bound on a gain is about half of the smallest gain of three seeds.
 """
 
 import json
@@ -26,15 +25,15 @@ COMMON: dict[str, Any] = {"n_steps": STEPS, "lr": 2e-4, "mini_batches": 2, "val_
 def fit(
     algorithm: rl.PolicyAlgorithm, folder: Path, agent: Any = adder, data: Any = (TRAIN, VAL), **settings: Any
 ) -> list[dict]:
-    """Train, check what holds for every run, and return its metrics by step."""
+    """Train, check invariants of every run, and return its metrics by step."""
     trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, **settings)
     summary = trainer.fit(agent, data[0], val_dataset=data[1])
     assert summary["steps"] == algorithm.n_steps
     assert summary["rollouts_lost"] == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    learned = [row for row in rows if "learner/grad_norm" in row]
-    assert len(learned) == algorithm.n_steps
-    for row in learned:
+    updates = [row for row in rows if "learner/grad_norm" in row]
+    assert len(updates) == algorithm.n_steps
+    for row in updates:
         assert row["mismatch/logprob_abs_max"] < 1e-3
         assert row["mismatch/probe_abs_mean"] < 1e-3
         assert row["train/failed"] == row["train/aborted"] == row["trace/drifts_response"] == 0
@@ -42,7 +41,7 @@ def fit(
 
 
 def gain(rows: list[dict]) -> float:
-    """Of the reward on tasks that are never trained on."""
+    """Return the gain of the validation reward."""
     return rows[-1]["val/reward"] - rows[0]["val/reward"]
 
 
@@ -63,7 +62,7 @@ def test_ppo_with_a_critic(tmp_path: Path) -> None:
     rows = fit(rl.PPO(model=STARTER_MODEL, tasks_per_step=128, critic={"lr": 1e-3}, **COMMON), tmp_path)
     assert gain(rows) >= 0.2
     assert rows[-1]["critic/vf_loss"] < 0.5 * rows[1]["critic/vf_loss"]
-    assert abs(rows[-1]["critic/vpred_mean"] - rows[-1]["train/reward"]) < 0.25  # it began at 0
+    assert abs(rows[-1]["critic/vpred_mean"] - rows[-1]["train/reward"]) < 0.25  # it starts at 0
 
 
 @pytest.mark.slow
@@ -81,15 +80,13 @@ def buyer_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 def test_using_the_answer_of_a_tool(buyer_model: str, tmp_path: Path) -> None:
-    """The second turn begins at about 0.6 right, the first at 0.35; both have to be for the reward."""
+    """The initial accuracy of the first turn is about 0.35, of the second 0.6; the reward needs both."""
     algorithm = rl.GRPO(model=buyer_model, **COMMON | {"lr": 3e-4})
     rows = fit(algorithm, tmp_path, buyer, (quotes(10_000, 1024), quotes(10_001, 128)))
     assert gain(rows) >= 0.3
     for row in rows[1:]:
         assert row["trace/calls"] == 2 * row["train/trained"] == 2 * 128
-        assert (
-            row["trace/extensions"] == row["train/trained"]
-        )  # each second call goes on in the tokens of the first
+        assert row["trace/extensions"] == row["train/trained"]  # each second call extends the first
         assert row["trace/forks"] == row["trace/restarts"] == 0
     last = rl.read_rollouts(tmp_path, last=64)
     assert len(last) == 64
@@ -104,7 +101,7 @@ def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
     assert second.prompt["token_ids"][: len(begun)] == begun
     (row,) = build_trajectories(item.generations).rows
     assert row.token_ids == second.prompt["token_ids"] + last
-    between = len(second.prompt["token_ids"]) - len(begun)  # what the tool said
+    between = len(second.prompt["token_ids"]) - len(begun)  # the answer of the tool
     assert row.mask == [0] * len(first.prompt["token_ids"]) + [1] * len(sampled) + [0] * between + [1] * len(
         last
     )

@@ -1,5 +1,4 @@
-"""Law 1: what is trained is exactly what was sampled, each response once. Checked on random trees of
-conversations."""
+"""Law 1: exactly the sampled tokens are trained, each response once; checked on random conversations."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from raylight.experience.trajectory import MAX_HEADER_TOKENS, Relation, Trajecto
 from raylight.types import Generation, Trajectory
 
 TOKENS = st.integers(0, 3)
-"""Few different tokens, so that prefixes coincide by chance as well."""
+"""Few different tokens, so that prefixes also coincide by chance."""
 
 
 def relations(*calls: tuple[list[int], list[int]]) -> list[Relation]:
@@ -24,7 +23,7 @@ def relations(*calls: tuple[list[int], list[int]]) -> list[Relation]:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Generation]:
-    """Calls that each start afresh, repeat a context, continue an earlier call, or fork from it."""
+    """Draw calls that start a conversation, repeat a context, continue an earlier call, or fork from it."""
     calls: list[Generation] = []
     for number in range(draw(st.integers(0, 10))):
         kind = (
@@ -34,7 +33,7 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
         )
         if kind == "fresh":
             prompt = draw(st.lists(TOKENS, min_size=1, max_size=4))
-        elif kind == "drift":  # an earlier conversation, but one token of it is another
+        elif kind == "drift":  # an earlier conversation with one changed token
             earlier = draw(st.sampled_from(calls))
             prompt = earlier.prompt_ids + earlier.output_ids
             prompt[draw(st.integers(0, len(prompt) - 1))] = draw(TOKENS)
@@ -44,7 +43,7 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
             earlier = draw(st.sampled_from(calls))
             prompt = earlier.prompt_ids + earlier.output_ids + draw(st.lists(TOKENS, max_size=3))
         output = draw(st.lists(TOKENS, max_size=4))
-        # values that tell which token of which call they belong to
+        # values that identify the token and the call
         logprobs = [-(number + place / 100) - 0.001 for place in range(len(output))]
         versions = [100 * number + place for place in range(len(output))]
         temperature = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
@@ -55,8 +54,8 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
 
 
 @given(conversations(), st.data())
-def test_calls_that_were_cut_off_change_nothing(calls: list[Generation], data: st.DataObject) -> None:
-    """The others become what they would have become without them."""
+def test_aborted_calls_change_nothing(calls: list[Generation], data: st.DataObject) -> None:
+    """The trajectories are the same as without the aborted calls."""
     cut = [data.draw(st.booleans()) for _ in calls]
     with_cut = [
         replace(call, finish_reason="aborted") if c else call for call, c in zip(calls, cut, strict=True)
@@ -100,7 +99,7 @@ def test_the_tokens_are_those_of_the_last_call(calls: list[Generation]) -> None:
 
 
 @given(conversations())
-def test_each_response_lies_where_it_was_sampled_and_in_one_piece(calls: list[Generation]) -> None:
+def test_each_response_is_contiguous_and_follows_its_prompt(calls: list[Generation]) -> None:
     for trajectory in build_trajectories(calls).rows:
         for call in calls:
             if call.output_ids and call.weight_versions[0] in trajectory.weight_versions:
@@ -112,7 +111,7 @@ def test_each_response_lies_where_it_was_sampled_and_in_one_piece(calls: list[Ge
 
 
 @given(conversations())
-def test_what_was_not_sampled_has_no_mask_no_logprob_no_version(calls: list[Generation]) -> None:
+def test_observations_have_no_mask_no_logprob_no_version(calls: list[Generation]) -> None:
     for trajectory in build_trajectories(calls).rows:
         assert trajectory.mask[0] == 0
         assert set(trajectory.mask) == {0, 1}
@@ -138,7 +137,7 @@ def test_a_trajectory_has_one_temperature(calls: list[Generation]) -> None:
 
 @given(conversations())
 @settings(max_examples=30)
-def test_building_leaves_the_generations_alone(calls: list[Generation]) -> None:
+def test_building_does_not_modify_the_generations(calls: list[Generation]) -> None:
     before = [
         (list(c.prompt_ids), list(c.output_ids), list(c.logprobs), list(c.weight_versions)) for c in calls
     ]
@@ -157,24 +156,24 @@ def test_a_conversation_of_many_turns_is_one_row() -> None:
     assert row.mask == [0, 1, 0, 1, 1, 1]
 
 
-def test_of_two_calls_that_continue_the_same_turn_the_second_has_the_past_as_context() -> None:
+def test_a_second_call_after_the_same_turn_has_the_history_as_context() -> None:
     calls = [make_generation([1], [2]), make_generation([1, 2, 7], [3]), make_generation([1, 2, 8], [4])]
     rows = build_trajectories(calls).rows
     assert [row.mask for row in rows] == [[0, 1, 0, 1], [0, 0, 0, 1]]
 
 
-def test_parallel_calls_are_rows_of_their_own() -> None:
+def test_parallel_calls_are_separate_rows() -> None:
     calls = [make_generation([1, 2], [3]), make_generation([1, 2], [3]), make_generation([1, 2], [4])]
     rows = build_trajectories(calls).rows
     assert [row.token_ids for row in rows] == [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
 
 
-def test_a_call_continues_the_longest_conversation_that_fits() -> None:
+def test_a_call_extends_the_longest_matching_conversation() -> None:
     calls = [make_generation([1], [2]), make_generation([1], [2, 3]), make_generation([1, 2, 3, 9], [4])]
     assert [row.token_ids for row in build_trajectories(calls).rows] == [[1, 2], [1, 2, 3, 9, 4]]
 
 
-def test_another_temperature_begins_a_row_of_its_own() -> None:
+def test_another_temperature_starts_a_row() -> None:
     rows = build_trajectories(
         [make_generation([1], [2]), make_generation([1, 2, 9], [3], temperature=0.5)]
     ).rows
@@ -187,7 +186,7 @@ def test_calls_that_sampled_nothing_are_left_out() -> None:
 
 
 @given(conversations())
-def test_every_call_has_a_relation_and_those_that_extend_make_no_row(calls: list[Generation]) -> None:
+def test_every_call_has_a_relation_and_extensions_start_no_row(calls: list[Generation]) -> None:
     made = build_trajectories(calls)
     assert len(made.relations) == sum(bool(call.output_ids) for call in calls)
     assert len(made.rows) == len(made.relations) - made.relations.count("extension")
@@ -203,16 +202,13 @@ def test_calls_that_share_no_token_restart(calls: list[Generation]) -> None:
     for place, (call, relation) in enumerate(zip(sampled, made.relations, strict=True)):
         earlier = [(other.prompt_ids + other.output_ids)[0] for other in sampled[:place]]
         if earlier and call.prompt_ids[0] not in earlier:
-            assert relation in (
-                "restart",
-                "drift_header",
-            )  # the first tokens of so short a prompt may pass for a header
+            # the first tokens of such a short prompt may count as a header
+            assert relation in ("restart", "drift_header")
 
 
 @given(conversations())
-def test_the_common_prefixes_are_those_that_a_plain_comparison_finds(calls: list[Generation]) -> None:
-    """A call that shares all tokens of an earlier one is never said to have left it, and the other way
-    round."""
+def test_relations_match_a_plain_comparison_of_prefixes(calls: list[Generation]) -> None:
+    """An extension contains all tokens of an earlier call; a restart never does."""
     sampled = [call for call in calls if call.output_ids]
     for place, relation in enumerate(build_trajectories(calls).relations):
         prompt = sampled[place].prompt_ids
@@ -284,11 +280,11 @@ def known_trees(draw: st.DrawFn) -> Known:
 
 @given(known_trees())
 @settings(max_examples=300)
-def test_the_relations_of_a_known_tree_are_found(tree: Known) -> None:
+def test_the_relations_of_a_known_tree(tree: Known) -> None:
     assert build_trajectories(tree.calls).relations == tree.relations
 
 
-def test_of_parallel_samples_all_but_the_first_are_forks() -> None:
+def test_parallel_samples_after_the_first_are_forks() -> None:
     assert relations(([1, 2], [3, 9]), ([1, 2], [3, 9]), ([1, 2], [4, 9])) == ["start", "fork", "fork"]
 
 
@@ -296,13 +292,11 @@ def test_a_retry_of_an_earlier_turn_is_a_fork() -> None:
     assert relations(([1], [2, 9]), ([1, 2, 9, 3], [4, 9]), ([1], [5, 9])) == ["start", "extension", "fork"]
 
 
-def test_a_response_that_was_cut_off_and_asked_for_again_is_a_fork() -> None:
+def test_a_retried_partial_response_is_a_fork() -> None:
     assert relations(([1], [2, 3, 4, 9]), ([1, 2, 3], [5, 9])) == ["start", "fork"]
 
 
-def test_another_question_after_the_same_turn_is_a_fork_though_its_first_tokens_are_those_of_the_other() -> (
-    None
-):
+def test_another_question_after_the_same_turn_is_a_fork_even_with_a_shared_prefix() -> None:
     assert relations(([1], [2, 9]), ([1, 2, 9, 50, 51], [4, 9]), ([1, 2, 9, 50, 52], [5, 9])) == [
         "start",
         "extension",
@@ -324,24 +318,25 @@ def test_the_same_prompt_at_another_temperature_is_a_fork() -> None:
         ),  # the end token belongs to the response, as most templates have it
         ([30, 31, 32, 50], "drift_ending"),  # the end token is not rendered
         ([30, 31, 32, 8, 50], "drift_ending"),  # another end token
-        ([30, 33, 9, 50], "drift_response"),  # tokenised otherwise
+        ([30, 33, 9, 50], "drift_response"),  # another tokenization
         ([31, 32, 9, 50], "drift_response"),  # without its beginning, such as its reasoning
         ([50], "drift_response"),  # not rendered at all
     ],
 )
-def test_how_a_response_is_rendered_in_the_next_prompt(rendered: list[int], relation: Relation) -> None:
+def test_the_rendering_of_a_response_in_the_next_prompt_decides_the_drift(
+    rendered: list[int], relation: Relation
+) -> None:
     assert relations(([1, 2], [30, 31, 32, 9]), ([1, 2, *rendered], [60, 9])) == ["start", relation]
 
 
 @pytest.mark.parametrize("output", [[30, 9], [30]])
-def test_a_response_of_which_nothing_is_rendered_is_no_mere_ending(output: list[int]) -> None:
+def test_a_response_that_is_not_rendered_is_response_drift(output: list[int]) -> None:
     assert relations(([1, 2], output), ([1, 2, 40, 9, 50], [60, 9])) == ["start", "drift_response"]
 
 
 @pytest.mark.parametrize("rendered", [[30, 31, 32, 9, 50], [32, 9, 50], [30, 31, 32, 50]])
-def test_a_header_that_is_only_rendered_before_new_responses_is_drift(rendered: list[int]) -> None:
-    """Such as an empty thought of a model that is asked not to think; where it thinks, the reasoning is left
-    out as well."""
+def test_a_header_rendered_before_new_responses_only_is_drift(rendered: list[int]) -> None:
+    """An example is the empty thought of a model asked not to think; the last case omits reasoning too."""
     think = [70, 71, 72]
     assert relations(([1, 2, *think], [30, 31, 32, 9]), ([1, 2, *rendered, *think], [60, 9])) == [
         "start",
@@ -349,18 +344,18 @@ def test_a_header_that_is_only_rendered_before_new_responses_is_drift(rendered: 
     ]
 
 
-def test_another_message_of_the_user_is_no_drift_of_the_header_even_if_it_is_what_was_answered() -> None:
-    """The end token of the message lies between, so that it was not a header that the prompt left."""
+def test_a_user_message_equal_to_the_response_is_no_header_drift() -> None:
+    """The end token of the message lies between, so the prompt did not diverge in a header."""
     header = [9, 70]
     assert relations(([1, 2, *header], [30, 9]), ([1, 30, *header], [31, 9])) == ["start", "restart"]
 
 
-def test_a_summarised_history_restarts_even_in_the_middle() -> None:
+def test_a_summarized_history_restarts() -> None:
     calls = [([1, 2], [3, 9]), ([1, 2, 3, 9, 4], [5, 9]), ([1, 6], [7, 9]), ([1, 6, 7, 9, 8], [5, 9])]
     assert relations(*calls) == ["start", "extension", "restart", "extension"]
 
 
-def test_a_drift_is_context_in_a_row_of_its_own() -> None:
+def test_drift_starts_a_row_with_context() -> None:
     made = build_trajectories([make_generation([1], [2, 9]), make_generation([1, 2, 50], [4, 9])])
     assert [(row.token_ids, row.mask) for row in made.rows] == [
         ([1, 2, 9], [0, 1, 1]),
@@ -369,13 +364,13 @@ def test_a_drift_is_context_in_a_row_of_its_own() -> None:
 
 
 def test_a_second_question_after_a_drift_is_drift_again() -> None:
-    """It shares most with the first question after it, but its past is rendered differently just as well."""
+    """It shares the most tokens with the first question, but its history is rendered differently too."""
     calls = [([1, 2], [30, 31, 32, 9]), ([1, 2, 32, 9, 50], [60, 9]), ([1, 2, 32, 9, 51], [61, 9])]
     assert relations(*calls) == ["start", "drift_response", "drift_response"]
 
 
 def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
-    """Rows by comparing lists: a call extends the longest conversation that its prompt begins with."""
+    """Reference: a call extends the longest conversation that its prompt begins with, by comparing lists."""
     rows: list[list[Generation]] = []
     for call in (call for call in calls if call.output_ids):
         lengths = {}
@@ -392,14 +387,14 @@ def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
 
 @given(conversations())
 @settings(max_examples=300)
-def test_rows_are_those_that_a_plain_comparison_finds(calls: list[Generation]) -> None:
+def test_rows_match_a_plain_comparison(calls: list[Generation]) -> None:
     expected = [row[-1].prompt_ids + row[-1].output_ids for row in plain_rows(calls)]
     made = build_trajectories(calls).rows
     assert sorted(row.token_ids for row in made) == sorted(expected)
 
 
 def test_a_conversation_of_many_long_calls_is_one_row() -> None:
-    """Longer than the steps in which tokens are compared."""
+    """The calls are longer than the chunks in which tokens are compared."""
     calls, context = [], list(range(1, 700))
     for turn in range(20):
         output = [10_000 * turn + token for token in range(1000, 1300)]
