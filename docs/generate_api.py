@@ -1,6 +1,6 @@
-"""Write docs/api/ from the docstrings of everything that `import raylight` offers: python docs/generate_api.py
+"""Write docs/api/ from the docstrings of all public names: python docs/generate_api.py
 
-The source is read by griffe and never run, so that the pages are the same on every machine.
+The source is parsed by griffe, not imported, so the pages are the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,69 +29,72 @@ PAGES = {
     "store": ("Store", ("store",)),
     "errors": ("Errors and logging", ("errors", "log")),
 }
-"""By file, a title and the rooms of the package whose public names are there."""
-FOUNDATIONS = ("raylight.config.Config", "raylight.types.rollouts.StrictModel")
-"""Classes that others are built on, whose members say nothing of these."""
+"""Title of each page, and the subpackages and modules whose public names it describes, by file name."""
+BASE_CLASSES = (
+    "raylight.config.Config",
+    "raylight.types.rollouts.StrictModel",
+    "raylight.types.spans.ExtensibleModel",
+)
+"""General base classes, whose members are not repeated in their subclasses."""
 CONSTRAINTS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 Documented = griffe.Class | griffe.Function | griffe.Attribute
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    written = pages()
+    texts = pages()
     for path in FOLDER.glob("*.md"):
-        if path.name not in written:
+        if path.name not in texts:
             path.unlink()
-    for name, text in written.items():
+    for name, text in texts.items():
         (FOLDER / name).write_text(text)
-    print(f"{len(raylight.__all__)} names on {len(written)} pages in {FOLDER.relative_to(ROOT)}")
+    print(f"{len(raylight.__all__)} names on {len(texts)} pages in {FOLDER.relative_to(ROOT)}")
 
 
 def pages() -> dict[str, str]:
-    """The text of each page, by file name."""
-    logging.getLogger("griffe").setLevel(
-        logging.ERROR
-    )  # it would rather have each argument explained on its own
+    """Return the text of each page, by file name."""
+    # griffe would warn about each docstring section that groups arguments
+    logging.getLogger("griffe").setLevel(logging.ERROR)
     package = griffe.load("raylight", search_paths=[ROOT], docstring_parser="google")
     assert isinstance(package, griffe.Module)
-    found: dict[str, list[Documented]] = {page: [] for page in PAGES}
+    items_of_page: dict[str, list[Documented]] = {page: [] for page in PAGES}
     for name in raylight.__all__:
         module = raylight._MODULE_OF[name].removeprefix("raylight.")
         page = page_of(name)
         item = package[f"{module}.{name}"]
         target = item.final_target if isinstance(item, griffe.Alias) else item
         assert isinstance(target, griffe.Class | griffe.Function | griffe.Attribute), (
-            f"{name} is neither class, function nor value"
+            f"{name} is neither a class, a function nor an attribute"
         )
-        found[page].append(target)
-    for items in found.values():
+        items_of_page[page].append(target)
+    for items in items_of_page.values():
         items.sort(key=lambda item: (str(item.module.path), item.lineno or 0))
-    written = {f"{page}.md": page_text(PAGES[page][0], items) for page, items in found.items()}
-    return {"README.md": index_text(found), **written}
+    texts = {f"{page}.md": page_text(PAGES[page][0], items) for page, items in items_of_page.items()}
+    return {"README.md": index_text(items_of_page), **texts}
 
 
 def page_of(name: str) -> str:
-    """The page of a public name.
+    """Return the page of a public name.
 
     Raises:
-        LookupError: its room is on no page; add it to PAGES.
+        LookupError: no page covers its module.
     """
-    room = raylight._MODULE_OF[name].split(".")[1]
-    for page, (_, rooms) in PAGES.items():
-        if room in rooms:
+    part = raylight._MODULE_OF[name].split(".")[1]
+    for page, (_, parts) in PAGES.items():
+        if part in parts:
             return page
-    raise LookupError(f"raylight.{room} (of {name}) is on no page; add it to PAGES in {__file__}")
+    raise LookupError(f"raylight.{part} (of {name}) is on no page; add its module to PAGES in {__file__}")
 
 
-def index_text(found: dict[str, list[Documented]]) -> str:
+def index_text(items_of_page: dict[str, list[Documented]]) -> str:
     lines = [
         NOTICE,
         "# API reference",
         "",
-        "Everything that `import raylight as rl` offers, from its docstrings.",
+        "All public names of `import raylight as rl`, generated from their docstrings.",
         "",
     ]
-    for page, items in found.items():
+    for page, items in items_of_page.items():
         lines += [f"## [{PAGES[page][0]}]({page}.md)", "", "| | |", "|---|---|"]
         lines += [
             f"| [`{item.name}`]({page}.md#{item.name.lower()}) | {cell(summary(item))} |" for item in items
@@ -103,12 +106,12 @@ def index_text(found: dict[str, list[Documented]]) -> str:
 def page_text(title: str, items: list[Documented]) -> str:
     lines = [NOTICE, f"# {title}", ""]
     for item in items:
-        lines += [f"## `{item.name}`", "", *described(item)]
+        lines += [f"## `{item.name}`", "", *item_lines(item)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def described(item: Documented) -> Iterator[str]:
-    """The lines of a public name."""
+def item_lines(item: Documented) -> Iterator[str]:
+    """Yield the lines of a public name."""
     if isinstance(item, griffe.Class):
         yield from class_lines(item)
     elif isinstance(item, griffe.Function):
@@ -138,7 +141,7 @@ def class_lines(item: griffe.Class) -> Iterator[str]:
     yield from prose(item)
     if public := [base for base in parents(item) if base.name in raylight.__all__]:
         links = ", ".join(f"[`{base.name}`]({page_of(base.name)}.md#{base.name.lower()})" for base in public)
-        yield from (f"Extends {links}{', whose settings it has too' if fields else ''}.", "")
+        yield from (f"Extends {links}{' and has its settings' if fields else ''}.", "")
     members = list(own_members(item))
     attributes = [
         m
@@ -159,10 +162,10 @@ def class_lines(item: griffe.Class) -> Iterator[str]:
 
 
 def own_members(item: griffe.Class) -> Iterator[griffe.Attribute | griffe.Function]:
-    """Public members of a class and of those of its parents that have no place of their own in these pages, parents first."""
-    found: dict[str, griffe.Attribute | griffe.Function] = {}
+    """Return the public members of a class and of its undocumented parents, parents first."""
+    members: dict[str, griffe.Attribute | griffe.Function] = {}
     homes = [
-        base for base in parents(item) if base.name not in raylight.__all__ and base.path not in FOUNDATIONS
+        base for base in parents(item) if base.name not in raylight.__all__ and base.path not in BASE_CLASSES
     ]
     covered = {
         base.path
@@ -175,24 +178,24 @@ def own_members(item: griffe.Class) -> Iterator[griffe.Attribute | griffe.Functi
             if name.startswith("_") or name in ("model_config", "model_post_init"):
                 continue
             if isinstance(member, griffe.Function | griffe.Attribute) and (
-                member.docstring or name not in found
+                member.docstring or name not in members
             ):
-                found[name] = member
-    return iter(found.values())
+                members[name] = member
+    return iter(members.values())
 
 
 def parents(item: griffe.Class) -> list[griffe.Class]:
-    """Classes of this package that it inherits from, the nearest first."""
+    """Return the parents of a class within this package, the nearest first."""
     return [base for base in item.mro() if base.path.startswith("raylight.") and base is not item]
 
 
 def is_model(item: griffe.Class) -> bool:
-    """Whether it is a pydantic model, whose fields are its arguments."""
+    """Return True for pydantic models, whose fields are their arguments."""
     return any(str(base) == "BaseModel" for one in (item, *parents(item)) for base in one.bases)
 
 
 def method_lines(member: griffe.Attribute | griffe.Function) -> Iterator[str]:
-    if not member.docstring:  # what it overrides is described where it is first
+    if not member.docstring:  # an override is described with the method that it overrides
         return
     if isinstance(member, griffe.Function):
         yield f"**`{'async ' if 'async' in member.labels else ''}{one_line(member.name, member, keep_first=is_static(member))}`**"
@@ -215,34 +218,34 @@ def attribute_row(member: griffe.Attribute) -> str:
 
 
 def default_of(member: griffe.Attribute) -> tuple[str, str]:
-    """The default of a field as it is written, and its limits; both empty where there are none."""
+    """Return the default of a field as source, and its limits; each is empty if there is none."""
     if member.value is None:
         return "", ""
-    written = ast.parse(str(member.value), mode="eval").body
-    if not (isinstance(written, ast.Call) and ast.unparse(written.func) in ("Field", "field", "PrivateAttr")):
-        return ast.unparse(written), ""
-    given = {word.arg: word.value for word in written.keywords}
+    source = ast.parse(str(member.value), mode="eval").body
+    if not (isinstance(source, ast.Call) and ast.unparse(source.func) in ("Field", "field", "PrivateAttr")):
+        return ast.unparse(source), ""
+    keywords = {word.arg: word.value for word in source.keywords}
     limits = ", ".join(
-        f"{sign} {ast.unparse(given[name])}" for name, sign in CONSTRAINTS.items() if name in given
+        f"{sign} {ast.unparse(keywords[name])}" for name, sign in CONSTRAINTS.items() if name in keywords
     )
-    factory = given.get("default_factory")
+    factory = keywords.get("default_factory")
     if isinstance(factory, ast.Lambda):
         default = ast.unparse(factory.body)
     elif factory is not None:
         default = f"{ast.unparse(factory)}()"
     else:
-        default = ast.unparse(given["default"]) if "default" in given else ""
+        default = ast.unparse(keywords["default"]) if "default" in keywords else ""
     return default, f" ({limits})".replace("( ", "(") if limits else ""
 
 
 def signature(name: str, function: griffe.Function, keep_first: bool) -> str:
-    """A call as one writes it, on one line or with a line for each parameter."""
+    """Return a signature as source, on one line, or with one line per parameter."""
     short = one_line(name, function, keep_first)
     if len(short) <= WIDTH:
         return short
     returned = f" -> {function.returns}" if function.returns and name != "__init__" else ""
     return "\n".join(
-        [f"{name}(", *(f"    {written}," for written in arguments(function, keep_first)), f"){returned}"]
+        [f"{name}(", *(f"    {texts}," for texts in arguments(function, keep_first)), f"){returned}"]
     )
 
 
@@ -252,12 +255,12 @@ def one_line(name: str, function: griffe.Function, keep_first: bool) -> str:
 
 
 def arguments(function: griffe.Function, keep_first: bool) -> list[str]:
-    """Its parameters as they are written, without `self` unless `keep_first`."""
+    """Return the parameters of a function as source, without the first one unless `keep_first`."""
     given = list(function.parameters) if keep_first else list(function.parameters)[1:]
-    written, starred = [], False
+    texts, starred = [], False
     for p in given:
         if p.kind is griffe.ParameterKind.keyword_only and not starred:
-            written.append("*")
+            texts.append("*")
         starred = starred or p.kind in (
             griffe.ParameterKind.keyword_only,
             griffe.ParameterKind.var_positional,
@@ -271,16 +274,16 @@ def arguments(function: griffe.Function, keep_first: bool) -> list[str]:
         )
         typed = f": {p.annotation}" if p.annotation else ""
         has_default = p.default is not None and not stars
-        written.append(
+        texts.append(
             f"{stars}{p.name}{typed}{' = ' if typed else '='}{p.default}"
             if has_default
             else f"{stars}{p.name}{typed}"
         )
-    return written
+    return texts
 
 
 def prose(item: Documented) -> Iterator[str]:
-    """The lines of its docstring."""
+    """Yield the lines of a docstring."""
     for section in item.docstring.parsed if item.docstring else []:
         if section.kind is griffe.DocstringSectionKind.text:
             yield from (section.value, "")
@@ -302,21 +305,21 @@ def prose(item: Documented) -> Iterator[str]:
             yield from (f"{section.title}:", "", *code(section.value.description))
         else:
             raise LookupError(
-                f"{item.path} has a section {section.kind.value!r}, which these pages do not know"
+                f"{item.path} has a section {section.kind.value!r}, which this script does not support"
             )
 
 
 def summary(item: Documented) -> str:
-    """The first sentence of its docstring."""
+    """Return the first sentence of a docstring."""
     if item.docstring is None:
-        return f"The same as `{item.value}`." if isinstance(item, griffe.Attribute) else ""
+        return f"Alias of `{item.value}`." if isinstance(item, griffe.Attribute) else ""
     paragraph = " ".join(item.docstring.value.split("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z])|(?<=.{25}): ", paragraph)[0].rstrip(".") + "."
 
 
-def names(written: str) -> str:
-    """`a, b` of a docstring as code, each of them."""
-    return ", ".join(f"`{name.strip()}`" for name in written.split(","))
+def names(listed: str) -> str:
+    """Format comma-separated names, `a, b`, each as code."""
+    return ", ".join(f"`{name.strip()}`" for name in listed.split(","))
 
 
 def joined(text: str) -> str:
