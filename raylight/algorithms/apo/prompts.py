@@ -24,7 +24,7 @@ CRITIQUES = (
     "the difference best, each with the words of the prompt or of an attempt that show it.",
     "Take the attempt with the lowest reward. Explain step by step how this prompt led to that answer, and "
     "what the prompt "
-    "should have said instead. Then explain which of this applies to the other attempts.",
+    "should have stated instead. Then explain which of this applies to the other attempts.",
     "Read the prompt as somebody who does not know its purpose. List what it leaves open: the form of the "
     "answer, how to work "
     "towards it, what to do in doubt, words that are unnecessary or misleading. Keep only what the attempts "

@@ -20,16 +20,15 @@ class ConfigReader(Protocol):
 
 
 class UnsupportedValueError(Exception):
-    """Value that raylight does not support; the text follows `key=value` and says why, or what is
-    supported."""
+    """Value that raylight does not support; the text follows `key=value` and has the reason or the remedy."""
 
 
-class _Unset:
+class _KeepDefault:
     def __repr__(self) -> str:
         return "UNSET"
 
 
-UNSET: Final = _Unset()
+UNSET: Final = _KeepDefault()
 """Return value of a converter that leaves its setting at raylight's default."""
 Converter = Callable[[Any, ConfigReader], Any]
 """Function from a key's value and the configuration to a raylight setting, or UNSET."""

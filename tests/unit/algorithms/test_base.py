@@ -1,4 +1,4 @@
-"""Algorithms, and functions that become one."""
+"""Algorithm classes and @algo functions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Names(TraceAdapter[list[str]]):
 
 
 class Trainer:
-    """Something that can be referred to weakly."""
+    """Stand-in for a trainer, which supports weak references."""
 
 
 class Silent(FastAlgorithm):
-    """Does not call `Algorithm.__init__`, nor need it."""
+    """Algorithm that does not call `Algorithm.__init__`."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -45,7 +45,7 @@ class Waiting(Algorithm):
         pass
 
 
-async def test_what_is_set_is_what_is_got() -> None:
+async def test_getters_return_what_was_set() -> None:
     algorithm, trainer, store, adapter = Silent(), Trainer(), StoreClient(StoreService()), Names()
     algorithm.set_trainer(trainer)
     algorithm.set_store(store)
@@ -60,17 +60,17 @@ async def test_what_is_set_is_what_is_got() -> None:
 
 
 @pytest.mark.parametrize("what", ["trainer", "store", "adapter"])
-def test_what_is_missing_is_named_with_what_to_do(what: str) -> None:
+def test_a_missing_part_is_an_error_with_a_remedy(what: str) -> None:
     with pytest.raises(ConfigError, match=rf"Silent has no {what}; .*Trainer.* set_{what}\("):
         getattr(Silent(), f"get_{what}")()
 
 
-def test_neither_a_proxy_nor_resources_need_be_there() -> None:
+def test_a_proxy_and_resources_are_optional() -> None:
     assert Silent().get_llm_proxy() is None
     assert Silent().get_initial_resources() is None
 
 
-def test_an_adapter_is_kept_but_a_trainer_is_not() -> None:
+def test_an_adapter_is_kept_alive_but_a_trainer_is_not() -> None:
     algorithm = Silent()
     algorithm.set_adapter(Names())
     algorithm.set_trainer(Trainer())
@@ -93,12 +93,12 @@ def test_is_async_is_what_run_is() -> None:
     assert not Silent().is_async()
 
 
-def test_an_algorithm_without_run_says_so() -> None:
+def test_an_algorithm_without_run_is_an_error() -> None:
     with pytest.raises(NotImplementedError, match="Empty must define run"):
         type("Empty", (Algorithm,), {})().run()
 
 
-def test_an_algorithm_travels_without_its_trainer() -> None:
+def test_an_algorithm_is_pickled_without_its_trainer() -> None:
     algorithm, trainer = Silent(), Trainer()
     algorithm.set_trainer(trainer)
     algorithm.set_initial_resources({"llm": 1})
@@ -156,14 +156,14 @@ async def test_an_asynchronous_function_is_awaited() -> None:
     assert got == [([1], 3)]
 
 
-async def test_a_function_that_hands_on_what_is_to_be_awaited() -> None:
+async def test_an_awaitable_of_a_plain_function_is_returned() -> None:
     got = []
 
     async def search(train_dataset: Any) -> None:
         got.append(train_dataset)
 
     work = ready(lambda train_dataset: search(train_dataset)).run([1])
-    assert inspect.isawaitable(work), "else nothing would run, and nobody would know"
+    assert inspect.isawaitable(work), "otherwise the search would silently not run"
     await work
     assert got == [[1]]
 
@@ -175,7 +175,7 @@ def test_a_function_that_asks_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
-def test_a_dataset_that_is_not_taken_is_refused(name: str) -> None:
+def test_a_dataset_without_a_parameter_is_an_error(name: str) -> None:
     def needs_no_data(*, store):  # type: ignore[no-untyped-def]
         raise AssertionError
 
@@ -185,7 +185,7 @@ def test_a_dataset_that_is_not_taken_is_refused(name: str) -> None:
         ready(needs_no_data).run(**{name: [1]})
 
 
-def test_what_is_not_there_is_none_or_the_default() -> None:
+def test_a_missing_value_is_none_or_the_default() -> None:
     got = []
 
     def required(llm_proxy, initial_resources, train_dataset, val_dataset):  # type: ignore[no-untyped-def]
@@ -202,7 +202,7 @@ def test_what_is_not_there_is_none_or_the_default() -> None:
 
 
 @pytest.mark.parametrize("name", ["store", "adapter"])
-def test_a_function_that_needs_what_is_not_there(name: str) -> None:
+def test_a_function_without_its_required_part_is_an_error(name: str) -> None:
     algorithm = algo(lambda store, adapter: None)
     others = {
         "store": lambda: algorithm.set_adapter(Names()),
@@ -238,7 +238,7 @@ def asks(text: str) -> Any:
         ("store, /", "has the parameter store, but parameters are passed by name"),
     ],
 )
-def test_parameters_that_cannot_be_filled_are_refused_at_decoration(parameters: str, message: str) -> None:
+def test_unknown_parameters_are_an_error_at_decoration(parameters: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         algo(asks(parameters))
 
@@ -278,7 +278,7 @@ async def test_a_partial_function_and_a_method_and_a_callable_object() -> None:
     assert got == [7, [1], [2]]
 
 
-async def test_a_function_that_cannot_be_imported_travels_by_value() -> None:
+async def test_a_local_function_is_pickled_by_value() -> None:
     factor = 3
 
     @algo
@@ -297,18 +297,20 @@ async def test_a_function_that_cannot_be_imported_travels_by_value() -> None:
 
 @algo
 async def of_this_module(train_dataset: int) -> int:
-    """Names itself, which must not send pickle round and round."""
+    """Algorithm that refers to itself, which must not make pickle recurse."""
     assert isinstance(of_this_module, FunctionalAlgorithm)
     return train_dataset + 1
 
 
-async def test_a_decorated_function_of_a_module_travels_too() -> None:
-    cloudpickle.register_pickle_by_value(inspect.getmodule(test_a_decorated_function_of_a_module_travels_too))
+async def test_a_decorated_function_of_a_module_is_pickled_by_value() -> None:
+    cloudpickle.register_pickle_by_value(
+        inspect.getmodule(test_a_decorated_function_of_a_module_is_pickled_by_value)
+    )
     try:
         there = pickle.loads(cloudpickle.dumps(of_this_module))
     finally:
         cloudpickle.unregister_pickle_by_value(
-            inspect.getmodule(test_a_decorated_function_of_a_module_travels_too)
+            inspect.getmodule(test_a_decorated_function_of_a_module_is_pickled_by_value)
         )
     assert await there.run(1) == 2
     assert await pickle.loads(cloudpickle.dumps(of_this_module)).run(2) == 3

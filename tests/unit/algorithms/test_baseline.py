@@ -1,4 +1,4 @@
-"""The baseline, with a store in this process and a runner of a few lines."""
+"""Baseline with a store in this process and a minimal runner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Agent = Callable[[Rollout], float | Failure | None]
 
 
 async def run_rollouts(store: StoreClient, agent: Agent, seen: list[Rollout]) -> None:
-    """A runner: takes rollouts one by one, leaves a span and a reward."""
+    """Run rollouts one by one, each with a span and a reward."""
     while True:
         rollout = await store.dequeue_rollout("runner-1", timeout=60.0)
         assert rollout is not None
@@ -104,7 +104,7 @@ async def test_each_epoch_runs_every_sample() -> None:
     assert [rollout.input for rollout in seen] == [1, 2] * 3
 
 
-async def test_a_second_run_starts_counting_anew() -> None:
+async def test_a_second_run_counts_from_zero() -> None:
     baseline, store = ready()
     async with runner(store, lambda rollout: 1.0):
         await baseline.run([1, 2])
@@ -141,7 +141,7 @@ def test_the_split_of_samples(n_train: int, n_val: int, split: float, modes: str
         (([1], iter([1])), "val_dataset is a list_iterator; pass a list"),
     ],
 )
-async def test_datasets_that_cannot_be_run(datasets: tuple[Any, Any], message: str) -> None:
+async def test_invalid_datasets_are_an_error(datasets: tuple[Any, Any], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         await ready()[0].run(*datasets)
 
@@ -292,7 +292,7 @@ async def test_initial_resources_go_with_the_rollouts() -> None:
 
 
 class Trains:
-    """As much of a Trainer as a Baseline looks at."""
+    """Stand-in for a Trainer, with the attributes that Baseline reads."""
 
     def __init__(self, progress: bool = True) -> None:
         self.progress = progress
@@ -355,8 +355,8 @@ async def test_it_tells_that_nobody_takes_the_rollouts(capsys: pytest.CaptureFix
             await asyncio.sleep(0.01)
             printed += capsys.readouterr().out
         assert (
-            "0/2 finished; 0 running, 2 waiting for a runner (no rollout is running; check that runners are alive)"
-            in printed
+            "0/2 finished; 0 running, 2 waiting for a runner "
+            "(no rollout is running; check that runners are alive)" in printed
         )
         async with runner(store, lambda rollout: 1.0):
             await work

@@ -1,4 +1,4 @@
-"""What the algorithms of the family are: their settings, their rewards, and the rollouts that a step gathers."""
+"""Policy-gradient algorithms: their settings, rewards and batches, and the rollouts that a step gathers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILY = sorted(
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_every_algorithm_is_offered_with_its_paper_and_needs_a_model_only(name: str) -> None:
+def test_every_algorithm_names_its_paper_and_requires_only_a_model(name: str) -> None:
     cls = getattr(rl, name)
     assert cls is getattr(algorithms, name)
     assert "https://arxiv.org/abs/" in cls.__doc__
@@ -121,7 +121,7 @@ def test_an_algorithm_has_the_settings_of_its_paper(name: str, settings: dict[st
         ("GRPO", {"loss_scale_factor": 8}, "loss_scale_factor"),
     ],
 )
-def test_a_setting_that_nothing_reads_is_refused(name: str, settings: dict[str, Any], unread: str) -> None:
+def test_a_setting_without_effect_is_an_error(name: str, settings: dict[str, Any], unread: str) -> None:
     with pytest.raises(ConfigError, match=rf"nothing reads {unread} \(read with "):
         getattr(algorithms, name)(model="m", **settings)
 
@@ -136,7 +136,7 @@ def test_a_setting_that_nothing_reads_is_refused(name: str, settings: dict[str, 
         ("GRPO", {"kl_coef": 0.1, "kl_type": "k1"}),
     ],
 )
-def test_a_setting_that_is_read_is_taken(name: str, settings: dict[str, Any]) -> None:
+def test_a_setting_with_effect_is_accepted(name: str, settings: dict[str, Any]) -> None:
     algorithm = getattr(algorithms, name)(model="m", **settings)
     assert {key: getattr(algorithm, key) for key in settings} == settings
 
@@ -162,7 +162,7 @@ def test_ppo_has_a_critic() -> None:
         rl.PPO(model="m", critic=None)
 
 
-# the length of DAPO's rollouts
+# DAPO's length penalty
 
 
 def long_rollout(tokens: int) -> FinishedRollout:
@@ -188,7 +188,7 @@ def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float
         ({"max_response_tokens": 100}, "overlong_buffer=4096"),
     ],
 )
-def test_settings_of_length_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
+def test_conflicting_length_settings_are_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rl.DAPO(model="m", **given)
 
@@ -196,12 +196,12 @@ def test_settings_of_length_that_do_not_fit_are_refused(given: dict[str, Any], m
 # batches
 
 
-def test_an_algorithm_without_groups_learns_from_single_rollouts() -> None:
+def test_an_algorithm_without_groups_trains_on_single_rollouts() -> None:
     single = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
     assert not rl.GRPO(model="m").build_train_batch(single, LearnerConfig())[1].has_signal
     for algorithm in (rl.PPO(model="m"), rl.ReinforcePlusPlus(model="m")):
-        batch, told = algorithm.build_train_batch(single, LearnerConfig())
-        assert (batch.rewards, told.has_signal) == ([1.0, 0.0], True)
+        batch, report = algorithm.build_train_batch(single, LearnerConfig())
+        assert (batch.rewards, report.has_signal) == ([1.0, 0.0], True)
 
 
 def test_a_batch_follows_the_learners_limit() -> None:
@@ -223,22 +223,27 @@ def greedy(reward: float, group: str) -> FinishedRollout:
     )
 
 
-def test_the_greedy_rollouts_of_remax_are_compared_with_and_not_trained() -> None:
+def test_the_greedy_rollouts_of_remax_are_baselines_and_not_trained() -> None:
     finished = [
         make_finished(1.0, group="a"),
         make_finished(0.0, group="b"),
         greedy(0.5, "a"),
         greedy(0.25, "b"),
     ]
-    batch, told = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
-    assert (batch.rewards, batch.baselines, len(batch.rows), told.trained) == ([1.0, 0.0], [0.5, 0.25], 2, 2)
+    batch, report = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
+    assert (batch.rewards, batch.baselines, len(batch.rows), report.trained) == (
+        [1.0, 0.0],
+        [0.5, 0.25],
+        2,
+        2,
+    )
 
 
 # gathering
 
 
 class Session:
-    """Rolls out tasks that are lists of rewards."""
+    """Session whose tasks are lists of rewards, which it records and returns as rollouts."""
 
     def __init__(self) -> None:
         self.rolled: list[tuple[Any, ...]] = []
@@ -274,42 +279,47 @@ class Silent:
 
 
 def gathered(algorithm: Any, *batches: list[Any]) -> tuple[list[FinishedRollout], list[tuple[Any, ...]], int]:
-    """What was gathered, how, and how many batches of tasks were left."""
+    """Return the gathered rollouts, the recorded calls, and the number of task batches left."""
     session, tasks = Session(), iter(batches)
     finished = asyncio.run(gather(session, algorithm, tasks, 3, Silent()))  # type: ignore[arg-type]
     return finished, session.rolled, len(list(tasks))
 
 
-SAME, OTHER = [1, 1], [0, 1]
+EQUAL, MIXED = [1, 1], [0, 1]
 
 
 def test_a_step_rolls_out_one_batch_of_tasks() -> None:
-    finished, rolled, left = gathered(rl.GRPO(model="m", group_size=2), [SAME, SAME], [OTHER])
+    finished, rolled, left = gathered(rl.GRPO(model="m", group_size=2), [EQUAL, EQUAL], [MIXED])
     assert (len(finished), rolled, left) == (4, [("sampled", "train", 2, 3, 0)], 1)
 
 
-def test_groups_without_a_difference_are_made_up_for_by_new_tasks() -> None:
+def test_groups_without_reward_variance_are_replaced_by_new_tasks() -> None:
     dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2)
-    finished, rolled, left = gathered(dapo, [SAME, OTHER], [SAME, SAME], [OTHER, OTHER], [OTHER, OTHER])
+    finished, rolled, left = gathered(dapo, [EQUAL, MIXED], [EQUAL, EQUAL], [MIXED, MIXED], [MIXED, MIXED])
     assert [part for *_, part in rolled] == [0, 1, 2]
     assert (len(finished), left, count_informative_groups(finished, dapo)) == (12, 1, 3)
-    batch, told = dapo.build_train_batch(finished, LearnerConfig())
-    assert (len(batch.rewards), told.groups, told.groups_without_signal, told.zero_variance) == (6, 6, 3, 6)
+    batch, report = dapo.build_train_batch(finished, LearnerConfig())
+    assert (len(batch.rewards), report.groups, report.groups_without_signal, report.zero_variance) == (
+        6,
+        6,
+        3,
+        6,
+    )
 
 
-def test_new_tasks_are_taken_a_limited_number_of_times() -> None:
+def test_the_rounds_of_new_tasks_are_limited() -> None:
     dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2, max_rounds=2)
-    finished, _, left = gathered(dapo, [SAME, SAME], [SAME, SAME], [OTHER, OTHER])
+    finished, _, left = gathered(dapo, [EQUAL, EQUAL], [EQUAL, EQUAL], [MIXED, MIXED])
     assert (len(finished), left, count_informative_groups(finished, dapo)) == (8, 1, 0)
 
 
-def test_an_agent_that_always_fails_is_not_given_more_tasks() -> None:
+def test_an_agent_that_always_fails_ends_the_step() -> None:
     with pytest.raises(RolloutsFailedError, match="E: e"):
-        gathered(rl.DAPO(model="m", group_size=2), [[None, None]], [OTHER])
+        gathered(rl.DAPO(model="m", group_size=2), [[None, None]], [MIXED])
 
 
 def test_remax_rolls_each_task_out_once_more() -> None:
     finished, rolled, _ = gathered(rl.ReMax(model="m"), [[1], [0]])
     assert sorted(rolled) == [("greedy", 2, 3, 0), ("sampled", "train", 1, 3, 0)]
-    batch, told = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
-    assert (batch.rewards, batch.baselines, told.without_baseline) == ([1.0, 0.0], [0.5, 0.5], 0)
+    batch, report = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
+    assert (batch.rewards, batch.baselines, report.without_baseline) == ([1.0, 0.0], [0.5, 0.5], 0)

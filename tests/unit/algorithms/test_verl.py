@@ -120,7 +120,7 @@ SHARED = {
     ],
     ids=["math", "tau2"],
 )
-def test_the_examples_are_taken_unchanged(config: dict[str, Any], own: dict[str, Any]) -> None:
+def test_the_examples_resolve_unchanged(config: dict[str, Any], own: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         settings = settings_of(config)
@@ -141,7 +141,7 @@ def test_an_unsupported_logger_is_noted() -> None:
     )
 
 
-def test_verls_own_defaults_fill_what_is_not_given() -> None:
+def test_verls_defaults_fill_unset_keys() -> None:
     algorithm = VERL(
         {
             "actor_rollout_ref": {"model": {"path": "m"}, "rollout": {"name": "vllm"}},
@@ -165,7 +165,7 @@ def test_verls_own_defaults_fill_what_is_not_given() -> None:
     assert (combined.engine.max_model_len, combined.learner.max_tokens_per_micro_batch) == (1024, 16384)
 
 
-def test_dotted_keys_and_an_omegaconf_say_the_same_as_nested_ones() -> None:
+def test_dotted_keys_and_an_omegaconf_equal_nested_dicts() -> None:
     dotted = {
         "algorithm.adv_estimator": "grpo",
         "data": {"train_batch_size": 8},
@@ -183,11 +183,11 @@ def test_dotted_keys_and_an_omegaconf_say_the_same_as_nested_ones() -> None:
     assert settings_of(other) == settings_of(changed(MATH, {"trainer.save_freq": 32}))
 
 
-def test_a_whole_configuration_of_verl_is_taken_too() -> None:
-    """As hydra composes it: every key of verl's, those that raylight does not honour at their defaults."""
+def test_a_complete_configuration_of_verl_is_accepted() -> None:
+    """Hydra composes every key of verl; those that raylight does not support have their defaults."""
     from raylight.algorithms.verl_config.merged_config import verl_defaults
 
-    # what would be an adapter of Megatron, or a parser chosen without a look, is given by such a configuration
+    # it even sets Megatron's adapter and a tool parser that does not depend on the model
     whole = OmegaConf.merge(verl_defaults(), changed(MATH, {}))
     settings, plain = settings_of(whole), settings_of(MATH)
     same = {name for name in plain if settings.get(name) == plain[name]}
@@ -219,7 +219,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, near: str) 
         VERL(BASE | {key: 1})
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_problems_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as error:
         VERL(BASE | {"trainer.no_such": 1, "data.shuffle": False, f"{ROLLOUT}.name": "sglang"})
     for part in (
@@ -230,7 +230,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         assert part in str(error.value)
 
 
-def test_without_strict_each_is_one_warning_and_left_out() -> None:
+def test_without_strict_each_problem_is_a_warning_and_ignored() -> None:
     config = BASE | {"trainer.no_such": 1, "data.shuffle": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -303,19 +303,19 @@ def test_without_strict_each_is_one_warning_and_left_out() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_an_error_that_names_the_key(dotted: dict[str, Any], message: str) -> None:
+def test_an_invalid_value_is_an_error_that_names_the_key(dotted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VERL(BASE | dotted)
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", f"{ROLLOUT}.name"])
-def test_what_verl_asks_for_is_asked_for_here(key: str) -> None:
+def test_required_keys_of_verl_are_required(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         VERL({name: value for name, value in BASE.items() if name != key})
 
 
 @pytest.mark.parametrize("config", [None, "grpo", ["algorithm"], {1: 2}, {"algorithm": {"gamma": object()}}])
-def test_what_is_no_configuration(config: Any) -> None:
+def test_an_invalid_configuration_is_an_error(config: Any) -> None:
     with pytest.raises(ConfigError):
         VERL(config if not isinstance(config, dict) else BASE | config)
 
@@ -334,10 +334,10 @@ def test_remax_has_its_greedy_rollouts() -> None:
     assert not VERL(BASE).needs_greedy_rollouts
 
 
-# beside the Trainer's own arguments
+# combined with the Trainer's arguments
 
 
-def test_it_is_an_algorithm_like_any_other() -> None:
+def test_it_is_a_policy_algorithm() -> None:
     assert raylight.VERL is VERL
     trainer = Trainer(algorithm=VERL(TAU2), n_runners=3)
     assert isinstance(trainer.algorithm, PolicyAlgorithm)
@@ -351,7 +351,7 @@ def test_it_is_an_algorithm_like_any_other() -> None:
     assert described.algorithm == trainer.algorithm
 
 
-def test_what_the_trainer_says_is_combined() -> None:
+def test_the_trainers_arguments_are_combined() -> None:
     trainer = Trainer(
         algorithm=VERL(MATH),
         learner={"num_cpus": 2, "n": 1},
@@ -365,7 +365,7 @@ def test_what_the_trainer_says_is_combined() -> None:
     assert (trainer.seed, trainer.output_dir) == (5, "here")
 
 
-def test_the_trainer_counts_where_the_configuration_says_nothing() -> None:
+def test_the_trainer_overrides_verls_defaults() -> None:
     trainer = Trainer(
         algorithm=VERL(MATH), learner={"dtype": "fp32", "num_gpus": 0}, engine={"dtype": "float32"}
     )
@@ -400,7 +400,7 @@ def test_a_contradiction_is_an_error(arguments: dict[str, Any], message: str) ->
         Trainer(algorithm=VERL(MATH), **arguments)
 
 
-def test_seed_and_folder_may_contradict_too() -> None:
+def test_contradicting_seed_and_folder_are_an_error() -> None:
     config = BASE | {"data.seed": 3, "trainer.default_local_dir": "there"}
     assert Trainer(algorithm=VERL(config)).seed == 3
     assert Trainer(algorithm=VERL(config)).output_dir == "there"
@@ -473,7 +473,7 @@ def test_a_run_settles_on_what_the_cluster_has(
     assert run.resolved()["algorithm"]["name"] == "VERL"
 
 
-def test_what_the_trainer_says_of_gpus_holds_on_either() -> None:
+def test_the_trainers_gpus_hold_with_and_without_gpus() -> None:
     given = OPEN.__class__(OPEN.engine, LearnerConfig(num_gpus=1), OPEN.checkpoint)
     combined = VERL(BASE).adjust_run_settings(given)
     assert combined.cpu_fallback is not None
