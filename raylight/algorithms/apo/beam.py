@@ -146,8 +146,8 @@ class BeamSearch:
         if len(unanswered) == len(results):
             raise CriticError(
                 f"none of the {len(results)} branches of round {number} got an answer from the models; the "
-                f"last error: "
-                f"{unanswered[-1]}. Check the client's endpoint; fit(resume='auto') continues with this round"
+                f"last error: {unanswered[-1]}. Check the client's endpoint; fit(resume='auto') continues "
+                "with this round"
             )
         for parent, result in zip(parents, results, strict=True):
             self._record(parent, number, result)

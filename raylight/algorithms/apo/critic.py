@@ -78,9 +78,8 @@ class PromptCritic:
             reply = await self._client.chat.completions.create(model=model, messages=messages, **extra)  # type: ignore[arg-type]
         except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
             raise CriticError(
-                f"requests to {model!r} at {self._client.base_url} are rejected: {error}. Check the "
-                f"client's base_url "
-                "and api_key, and the names given as gradient_model and apply_edit_model"
+                f"requests to {model!r} at {self._client.base_url} are rejected: {error}. Check the client's "
+                "base_url and api_key, and the names given as gradient_model and apply_edit_model"
             ) from error
         except openai.OpenAIError as error:
             raise RejectedEdit(

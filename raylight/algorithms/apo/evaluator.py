@@ -108,15 +108,13 @@ class PromptEvaluator:
         errors = Counter(trial.error for trial in evaluation.trials if trial.outcome == "failed")
         if not errors:
             raise RolloutsFailedError(
-                f"none of the {len(evaluation.trials)} rollouts has a reward: the agent returns None; "
-                f"return a float, or a "
-                "dict of floats"
+                f"none of the {len(evaluation.trials)} rollouts has a reward: the agent returns None; return "
+                "a float, or a dict of floats"
             )
         error, count = errors.most_common(1)[0]
         raise RolloutsFailedError(
             f"{errors.total()} of the {len(evaluation.trials)} rollouts of the first batch failed and none "
-            f"has a reward, "
-            f"{count} of them with {error}; run Trainer.dev() to see the traceback"
+            f"has a reward, {count} of them with {error}; run Trainer.dev() to see the traceback"
         )
 
     def _trial(self, item: FinishedRollout) -> Trial:
@@ -149,9 +147,8 @@ def _check_not_all_lost(evaluation: Evaluation) -> None:
     if all(trial.outcome == "lost" for trial in evaluation.trials):
         raise RolloutsFailedError(
             f"all {len(evaluation.trials)} rollouts of a batch were lost to infrastructure failures, the "
-            f"first with: "
-            f"{evaluation.trials[0].error or 'no error recorded'}. fit(resume='auto') continues with this "
-            f"round"
+            f"first with: {evaluation.trials[0].error or 'no error recorded'}. fit(resume='auto') continues "
+            "with this round"
         )
 
 

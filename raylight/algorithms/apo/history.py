@@ -155,8 +155,7 @@ class History(HistoryModel):
             field = ".".join(map(str, first["loc"]))
             raise CheckpointError(
                 f"{file} is not a result of APO ({field}: {first['msg']}); remove it, or start a new search "
-                f"with "
-                "resume=False"
+                "with resume=False"
             ) from None
 
     def check_same_search(self, seed: PromptTemplate, resource: str, tasks: str, file: Path) -> None:
@@ -169,6 +168,5 @@ class History(HistoryModel):
             if saved != current:
                 raise CheckpointError(
                     f"{file} is of a search with another {name}, so its scores are not comparable; use the "
-                    f"same {name}, "
-                    "choose another output_dir, or start a new search with resume=False"
+                    f"same {name}, choose another output_dir, or start a new search with resume=False"
                 )

@@ -11,41 +11,33 @@ from raylight.algorithms.apo.edits import written_placeholders
 
 CRITIC = (
     "You find out why a prompt for a language model gets low rewards. You are given the prompt, a template "
-    "whose "
-    "placeholders are filled in for each task, and some attempts made with it: the task, the conversation, "
-    "and the reward, "
-    "which is higher for better results. Judge the prompt and not the model: say which of its wording, its "
-    "format or its "
-    "omissions led to the result. Do not write a new prompt."
+    "whose placeholders are filled in for each task, and some attempts made with it: the task, the "
+    "conversation, and the reward, which is higher for better results. Judge the prompt and not the model: "
+    "say which of its wording, its format or its omissions led to the result. Do not write a new prompt."
 )
 CRITIQUES = (
     "Compare the attempts with low rewards to those with high ones. Name the two or three faults of the "
-    "prompt that explain "
-    "the difference best, each with the words of the prompt or of an attempt that show it.",
+    "prompt that explain the difference best, each with the words of the prompt or of an attempt that show "
+    "it.",
     "Take the attempt with the lowest reward. Explain step by step how this prompt led to that answer, and "
-    "what the prompt "
-    "should have stated instead. Then explain which of this applies to the other attempts.",
+    "what the prompt should have stated instead. Then explain which of this applies to the other attempts.",
     "Read the prompt as somebody who does not know its purpose. List what it leaves open: the form of the "
-    "answer, how to work "
-    "towards it, what to do in doubt, words that are unnecessary or misleading. Keep only what the attempts "
-    "show to matter.",
+    "answer, how to work towards it, what to do in doubt, words that are unnecessary or misleading. Keep "
+    "only what the attempts show to matter.",
 )
 """Variants of the request for a critique (a textual gradient)."""
 
 EDITOR = (
     "You rewrite prompts for a language model. You are given a prompt, a template, and a critique of it. "
-    "Answer with the "
-    "complete new template between <prompt> and </prompt>, and nothing after it."
+    "Answer with the complete new template between <prompt> and </prompt>, and nothing after it."
 )
 EDITS = (
     "Fix every fault that the critique names, with as few changes as possible. Do not change what it does "
     "not mention.",
     "Write a new prompt from scratch for the same purpose, so that the critique no longer applies. Be "
-    "short: every sentence "
-    "must change what the model does.",
+    "short: every sentence must change what the model does.",
     "Choose the one remark of the critique that matters most, and act on it boldly: another form, another "
-    "order, an example, "
-    "or plainer words. Leave out what is then no longer needed.",
+    "order, an example, or plainer words. Leave out what is then no longer needed.",
 )
 """Variants of the request for a rewrite."""
 

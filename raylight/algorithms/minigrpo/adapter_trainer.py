@@ -71,8 +71,9 @@ def trained_logprobs(module: Any, tokens: TokenBatch) -> torch.Tensor:
 
 
 class AdapterTrainer:
-    """Trainer of an adapter in the module that an engine samples from. It must be called in the engine's
-    thread.
+    """Trainer of an adapter in the module that an engine samples from.
+
+    Only the engine's thread may call it.
 
     Args:
         module: causal language model, to which the adapter is added in place.
@@ -124,8 +125,8 @@ class AdapterTrainer:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"the update of {len(rows)} rows ran out of memory ({error}); lower "
-                f"max_tokens_per_micro_batch, max_model_len or "
-                "max_concurrent (the key-value cache), or set gradient_checkpointing=True"
+                "max_tokens_per_micro_batch, max_model_len or max_concurrent (the key-value cache), or set "
+                "gradient_checkpointing=True"
             ) from None
         finally:
             self._optimizer.zero_grad(set_to_none=True)
@@ -198,10 +199,8 @@ class AdapterTrainer:
         if not largest <= self._max_mismatch:
             raise MismatchError(
                 f"log-probs of sampling and training differ by up to {largest:.3g} (allowed: "
-                f"{self._max_mismatch:g}); remove top_p, "
-                "top_k and penalties from the agent's requests, or, in half precision, raise "
-                "max_logprob_mismatch or set "
-                "dtype='fp32'"
+                f"{self._max_mismatch:g}); remove top_p, top_k and penalties from the agent's requests, or, "
+                "in half precision, raise max_logprob_mismatch or set dtype='fp32'"
             )
         return {"mismatch/logprob_abs_mean": float(difference.mean()), "mismatch/logprob_abs_max": largest}
 

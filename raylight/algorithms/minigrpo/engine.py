@@ -20,7 +20,7 @@ class TrainableEngine(TransformersEngine):
     copied.
 
     Args:
-        max_new_tokens: limit of tokens per response, over the limit of a request.
+        max_new_tokens: limit of tokens of a response; a request can only lower it.
     """
 
     def __init__(self, path: str, model: str, *, max_new_tokens: int, **settings: Any) -> None:

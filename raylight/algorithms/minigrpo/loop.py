@@ -92,8 +92,8 @@ class TrainingLoop:
             if stop:
                 context.note(
                     f"no group had different rewards for {without_signal} steps in a row, so training stops "
-                    f"early: either the task "
-                    "is learned, or the reward does not distinguish good rollouts from bad ones"
+                    "early: either the task is learned, or the reward does not distinguish good rollouts "
+                    "from bad ones"
                 )
                 break
         await self._engine.run_between_steps(functools.partial(self._trainer.save, context.checkpoint))

@@ -53,7 +53,7 @@ class MiniGRPOSettings(Config):
     max_model_len: int = Field(default=1024, ge=8)
     """Limit of tokens of prompt plus response, and of a trained row."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Limit of tokens of a response, over the limit of a request."""
+    """Limit of tokens of a response; a request can only lower it."""
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=8)
     """Limit of tokens, padding included, of one forward and backward pass; None: `max_model_len`."""
     max_concurrent: int = Field(default=16, ge=1)
@@ -96,8 +96,7 @@ class MiniGRPOSettings(Config):
         if self.backend == "trl" and missing:
             raise ValueError(
                 f"backend='trl' calls no agent and needs {' and '.join(missing)}; set them: prompt_of(task) "
-                f"-> prompt, "
-                "reward_of(task, text) -> float"
+                "-> prompt, reward_of(task, text) -> float"
             )
         if self.backend == "raylight" and len(missing) < len(hooks):
             raise ValueError(

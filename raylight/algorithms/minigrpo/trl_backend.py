@@ -135,8 +135,8 @@ class TrlRun:
 
         settings = self._settings
         rollouts = settings.group_size * settings.tasks_per_step
-        most = max(1, settings.row_budget // settings.max_model_len)
-        rows = max(size for size in range(1, min(most, rollouts) + 1) if rollouts % size == 0)
+        max_rows = max(1, settings.row_budget // settings.max_model_len)
+        rows = max(size for size in range(1, min(max_rows, rollouts) + 1) if rollouts % size == 0)
         return GRPOConfig(
             output_dir=str(self._context.checkpoint),
             per_device_train_batch_size=rows,
@@ -168,7 +168,7 @@ class TrlRun:
             eval_strategy="steps" if validates and settings.val_every else "no",
             eval_steps=settings.val_every or None,
             num_generations_eval=settings.val_samples,
-            per_device_eval_batch_size=settings.val_samples * most,
+            per_device_eval_batch_size=settings.val_samples * max_rows,
         )
 
     def _dataset(self, tasks: list[Any], first: int) -> Any:

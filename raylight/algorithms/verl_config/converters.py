@@ -154,8 +154,7 @@ def _warmup(steps: int | None, read: ConfigReader, ratio_key: str) -> int:
     if total is None:
         raise UnsupportedValueError(
             f"leaves the steps to {ratio_key}, a share of trainer.total_training_steps, which is not set; "
-            f"set "
-            "lr_warmup_steps or trainer.total_training_steps"
+            "set lr_warmup_steps or trainer.total_training_steps"
         )
     return int(ratio * total)
 
@@ -204,8 +203,7 @@ def replicas(value: int, read: ConfigReader) -> int:
     if gpus % per_engine:
         raise UnsupportedValueError(
             f"gives {gpus} GPUs (trainer.nnodes x trainer.n_gpus_per_node), which cannot be divided into "
-            f"engines of "
-            f"{ROLLOUT}.tensor_model_parallel_size={per_engine}"
+            f"engines of {ROLLOUT}.tensor_model_parallel_size={per_engine}"
         )
     return gpus // per_engine
 

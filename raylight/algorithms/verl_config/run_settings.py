@@ -34,8 +34,7 @@ def combine_settings(resolution: Resolution, trainer: RunSettings, strict: bool)
     learner = resolution.section("learner") | {"num_gpus": LEARNER_GPU_SHARE}
     gpu_note = (
         f"learners and engines share GPUs, as in verl: {LEARNER_GPU_SHARE} of a GPU per learner, "
-        f"{ENGINE_GPU_SHARE} per "
-        "engine worker"
+        f"{ENGINE_GPU_SHARE} per engine worker"
     )
     common = replace(
         trainer,
@@ -76,9 +75,8 @@ def _engine_settings(resolution: Resolution, strict: bool) -> tuple[dict[str, An
         return engine, []
     if strict:
         raise ConfigError(
-            f"{ROLLOUT}.name is vllm, which is not installed: pip install 'raylight[vllm]' on a machine "
-            f"with a GPU, "
-            "or follow docs/serving.md on a CPU; or set it to hf, raylight's transformers engine"
+            f"{ROLLOUT}.name is vllm, which is not installed: pip install 'raylight[vllm]' on a machine with "
+            "a GPU, or follow docs/serving.md on a CPU; or set it to hf, raylight's transformers engine"
         )
     engine = {name: value for name, value in engine.items() if name != "args"} | {
         "kind": "auto",
@@ -86,8 +84,7 @@ def _engine_settings(resolution: Resolution, strict: bool) -> tuple[dict[str, An
     }
     return engine, [
         f"vLLM is not installed: the transformers engine serves the model, and other keys of {ROLLOUT} for "
-        f"vLLM are "
-        "ignored"
+        "vLLM are ignored"
     ]
 
 
@@ -99,8 +96,7 @@ def _cpu_settings(
     cpu = {"num_gpus": 0, "replicas": 1, "sleep_while_learning": False}
     note = (
         f"no GPU: trainer.n_gpus_per_node x trainer.nnodes = {learner['n']} learner ranks run on CPUs, with "
-        f"one "
-        f"engine; ignored: {', '.join(GPU_ONLY_ARGS)}, ulysses"
+        f"one engine; ignored: {', '.join(GPU_ONLY_ARGS)}, ulysses"
     )
     return engine | cpu | {"args": args}, learner | {"num_gpus": 0, "ulysses": 1}, note
 
@@ -149,8 +145,7 @@ def _check_not_set(
     if setting is not None and setting.from_user:
         raise ConfigError(
             f"the Trainer has {argument or target}={trainer_value!r}, and the configuration has "
-            f"{setting.key}={value!r}; "
-            "remove one"
+            f"{setting.key}={value!r}; remove one"
         )
 
 
@@ -160,6 +155,5 @@ def _logger_notes(resolution: Resolution) -> list[str]:
         return []
     return [
         f"trainer.logger: {', '.join(names)} is not supported and receives no metrics; they are in "
-        f"metrics.jsonl of the "
-        "run directory"
+        "metrics.jsonl of the run directory"
     ]
