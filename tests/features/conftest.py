@@ -1,4 +1,4 @@
-"""Every engine behind the whole gateway, and the table of what works where, made of the outcomes of these tests.
+"""Sites of all engines, and the table of features, made from the outcomes of the tests.
 
 Without vLLM its tests are skipped; with RAYLIGHT_REQUIRE_VLLM=1 in the environment that is an error.
 """
@@ -84,8 +84,8 @@ def feature_table(stats: dict[str, list[Any]]) -> str:
     for report in stats.get("", []):  # each test's teardown
         for name, (feature, dialect, engine, refused) in report.user_properties:
             if name == CELL:
-                said = "FAILS" if report.nodeid in failed else "400" if refused else "yes"
-                cells.setdefault((dialect, feature), {})[engine] = said
+                outcome = "FAILS" if report.nodeid in failed else "400" if refused else "yes"
+                cells.setdefault((dialect, feature), {})[engine] = outcome
     lines = ["| dialect | feature | " + " | ".join(ENGINES) + " |", "|---" * (len(ENGINES) + 2) + "|"]
     for dialect in DIALECTS:
         for (spoken, feature), by_engine in cells.items():

@@ -1,4 +1,4 @@
-"""An engine behind the whole gateway, served on a port of its own by a thread, with a store in this process."""
+"""An engine behind the whole gateway, served on a port by a thread, with a store in this process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    '<tool_call>\n{"name": {{ c.function.name | tojson }}, '
+    '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def build_tiny(folder: Path) -> str:
-    """A Qwen3 of two layers that says every character of ASCII about as often, and a template that knows tools."""
+    """Build a Qwen3 of two layers that samples ASCII characters about equally often.
+
+    Its chat template supports tools.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -1,4 +1,4 @@
-"""The dialects, each through its SDK: what a test asks for in a dialect's words, and what came back in one shape."""
+"""Clients of the dialects, each through its SDK, with requests and answers in one shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = "policy"
 
 @dataclass(frozen=True)
 class Call:
-    """Of a tool; `arguments` is JSON text, or what the SDK made of it."""
+    """A tool call. `arguments` is JSON text, or the object that the SDK decoded."""
 
     id: str
     name: str
@@ -21,21 +21,21 @@ class Call:
 
 
 @dataclass
-class Said:
+class DialectAnswer:
     """An answer."""
 
     texts: list[str]
-    """Of each choice."""
+    """Text of each choice."""
     prompt_tokens: int
     tokens: int
     end: str | None
-    """Why it ended, in the dialect's own word."""
+    """Finish reason, in the word of the dialect."""
     calls: list[Call] = field(default_factory=list)
     turn: list[Any] = field(default_factory=list)
     """The answer, as it is sent back with the next request."""
     logprobs: list[float] | None = None
     pieces: int = 0
-    """How many events of a stream told something."""
+    """Number of events of a stream with content."""
     id: str = ""
 
     @property
@@ -44,8 +44,10 @@ class Said:
 
 
 class Dialect:
-    """What the dialects of OpenAI share. Names of settings in `ask`: max_tokens, temperature, seed, stop, n, logprobs, tools,
-    tool_choice ("required" or a tool's name), parallel, schema, system, image, previous.
+    """Client of a dialect; this class holds what OpenAI's dialects share.
+
+    Settings of `ask`: max_tokens, temperature, seed, stop, n, logprobs, tools, tool_choice ("required" or a
+    tool's name), parallel, schema, system, image, previous.
     """
 
     name: str
@@ -64,23 +66,25 @@ class Dialect:
         """The SDK's arguments."""
         raise NotImplementedError
 
-    def read(self, answer: Any) -> Said:
+    def read(self, answer: Any) -> DialectAnswer:
         raise NotImplementedError
 
-    def read_stream(self, events: list[Any]) -> Said:
+    def read_stream(self, events: list[Any]) -> DialectAnswer:
         raise NotImplementedError
 
     def results(self, *results: tuple[Call, str]) -> list[Any]:
         """The turns that give a model its tools' results."""
         raise NotImplementedError
 
-    def ask(self, client: Any, turns: list[Any], stream: bool = False, **asked: Any) -> Said:
+    def ask(self, client: Any, turns: list[Any], stream: bool = False, **asked: Any) -> DialectAnswer:
         request = {"model": MODEL} | self.request(turns, **asked)
         if stream:
             return self.read_stream(list(self.method(client)(**request, **self.streaming)))
         return self.read(self.method(client)(**request))
 
-    async def ask_async(self, client: Any, turns: list[Any], stream: bool = False, **asked: Any) -> Said:
+    async def ask_async(
+        self, client: Any, turns: list[Any], stream: bool = False, **asked: Any
+    ) -> DialectAnswer:
         request = {"model": MODEL} | self.request(turns, **asked)
         if stream:
             return self.read_stream(
@@ -117,7 +121,7 @@ class Chat(Dialect):
             asked |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
         return {"messages": turns, **renamed(asked, parallel="parallel_tool_calls")}
 
-    def read(self, answer: Any) -> Said:
+    def read(self, answer: Any) -> DialectAnswer:
         messages = [choice.message for choice in answer.choices]
         calls = [
             Call(c.id, c.function.name, c.function.arguments) for m in messages for c in m.tool_calls or []
@@ -125,7 +129,7 @@ class Chat(Dialect):
         first, usage = answer.choices[0], answer.usage
         logprobs = [token.logprob for token in first.logprobs.content] if first.logprobs else None
         texts = [message.content or "" for message in messages]
-        return Said(
+        return DialectAnswer(
             texts,
             usage.prompt_tokens,
             usage.completion_tokens,
@@ -135,7 +139,7 @@ class Chat(Dialect):
             logprobs,
         )
 
-    def read_stream(self, events: list[Any]) -> Said:
+    def read_stream(self, events: list[Any]) -> DialectAnswer:
         text, pieces, end, calls = "", 0, None, {}
         for choice in (choice for event in events for choice in event.choices):
             text += choice.delta.content or ""
@@ -147,7 +151,7 @@ class Chat(Dialect):
                     known.id, known.name, known.arguments + (piece.function.arguments or "")
                 )
         usage = events[-1].usage
-        return Said(
+        return DialectAnswer(
             [text], usage.prompt_tokens, usage.completion_tokens, end, [*calls.values()], pieces=pieces
         )
 
@@ -164,19 +168,19 @@ class Completions(Dialect):
     def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
         return {"prompt": turns[0]["content"], **asked}
 
-    def read(self, answer: Any) -> Said:
+    def read(self, answer: Any) -> DialectAnswer:
         first, usage = answer.choices[0], answer.usage
         logprobs = first.logprobs.token_logprobs if first.logprobs else None
         texts = [choice.text for choice in answer.choices]
-        return Said(
+        return DialectAnswer(
             texts, usage.prompt_tokens, usage.completion_tokens, first.finish_reason, logprobs=logprobs
         )
 
-    def read_stream(self, events: list[Any]) -> Said:
+    def read_stream(self, events: list[Any]) -> DialectAnswer:
         choices = [choice for event in events for choice in event.choices]
         text, usage = "".join(choice.text for choice in choices), events[-1].usage
         end, pieces = choices[-1].finish_reason, sum(bool(choice.text) for choice in choices)
-        return Said([text], usage.prompt_tokens, usage.completion_tokens, end, pieces=pieces)
+        return DialectAnswer([text], usage.prompt_tokens, usage.completion_tokens, end, pieces=pieces)
 
 
 class Responses(Dialect):
@@ -207,7 +211,7 @@ class Responses(Dialect):
         }
         return {"input": turns, **renamed(asked, **names, previous="previous_response_id")}
 
-    def read(self, answer: Any) -> Said:
+    def read(self, answer: Any) -> DialectAnswer:
         calls = [
             Call(item.call_id, item.name, item.arguments)
             for item in answer.output
@@ -215,21 +219,23 @@ class Responses(Dialect):
         ]
         end = answer.incomplete_details.reason if answer.status == "incomplete" else answer.status
         texts, usage = [answer.output_text], answer.usage
-        return Said(texts, usage.input_tokens, usage.output_tokens, end, calls, answer.output, id=answer.id)
+        return DialectAnswer(
+            texts, usage.input_tokens, usage.output_tokens, end, calls, answer.output, id=answer.id
+        )
 
-    def read_stream(self, events: list[Any]) -> Said:
+    def read_stream(self, events: list[Any]) -> DialectAnswer:
         assert [event.sequence_number for event in events] == list(range(len(events)))
         texts = [event.delta for event in events if event.type == "response.output_text.delta"]
         arguments = [
             event.delta for event in events if event.type == "response.function_call_arguments.delta"
         ]
-        said = self.read(events[-1].response)
-        assert (said.text, "".join(call.arguments for call in said.calls)) == (
+        answer = self.read(events[-1].response)
+        assert (answer.text, "".join(call.arguments for call in answer.calls)) == (
             "".join(texts),
             "".join(arguments),
         )
-        said.pieces = len(texts) + len(arguments)
-        return said
+        answer.pieces = len(texts) + len(arguments)
+        return answer
 
     def results(self, *results: tuple[Call, str]) -> list[Any]:
         return [
@@ -267,17 +273,17 @@ class Messages(Dialect):
             asked["extra_body"] = {"temperature": asked.pop("temperature")}
         return {"messages": turns, "max_tokens": 16, **renamed(asked, stop="stop_sequences")}
 
-    def read(self, answer: Any) -> Said:
+    def read(self, answer: Any) -> DialectAnswer:
         calls = [
             Call(block.id, block.name, block.input) for block in answer.content if block.type == "tool_use"
         ]
         text = "".join(block.text for block in answer.content if block.type == "text")
         turn = [{"role": "assistant", "content": answer.content}]
-        return Said(
+        return DialectAnswer(
             [text], answer.usage.input_tokens, answer.usage.output_tokens, answer.stop_reason, calls, turn
         )
 
-    def read_stream(self, events: list[Any]) -> Said:
+    def read_stream(self, events: list[Any]) -> DialectAnswer:
         text, arguments, blocks, pieces = "", {}, {}, 0
         for event in events:
             if event.type == "content_block_start" and event.content_block.type == "tool_use":
@@ -292,7 +298,7 @@ class Messages(Dialect):
         (end,) = [event for event in events if event.type == "message_delta"]
         calls = [Call(block.id, block.name, arguments[index]) for index, block in blocks.items()]
         prompt_tokens = end.usage.input_tokens or start.usage.input_tokens
-        return Said(
+        return DialectAnswer(
             [text], prompt_tokens, end.usage.output_tokens, end.delta.stop_reason, calls, pieces=pieces
         )
 

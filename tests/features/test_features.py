@@ -1,6 +1,6 @@
-"""What works in which dialect on which engine, through the SDKs; `--feature-table PATH` writes it down.
+"""Features of every dialect on every engine, through the SDKs; `--feature-table PATH` writes a table.
 
-The model is random and says anything: what an answer must look like is asserted only where the engine holds the model to it.
+The model is random, so that an answer's form is asserted only where the engine enforces it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ CHAT_LIKE = ("chat", "responses", "messages")
 EVERY = ("chat", "completions", "responses", "messages")
 OPENAI = ("chat", "completions")
 TOOL_FEATURES = ("tool call", "tool call, streamed", "named tool", "parallel tool calls", "tool results")
-PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PIXEL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 HI = user("hi")
 LONG = 800
-"""Tokens; room for whatever white space the model puts into its JSON."""
+"""Token limit with room for the white space that the model puts into its JSON."""
 
 REFUSED = {(engine, dialect, "images") for engine in ENGINES for dialect in CHAT_LIKE}
-"""Engine, dialect and feature: what is answered with 400. Whatever is not here works."""
+"""Combinations of engine, dialect and feature that are answered with 400; all others work."""
 if importlib.util.find_spec("xgrammar") is None:
     constrained = (*TOOL_FEATURES, "JSON schema")
     REFUSED |= {(e, dialect, name) for e in ENGINES[:2] for dialect in CHAT_LIKE for name in constrained}
@@ -52,7 +55,7 @@ SCHEMAS = {"set_lamp": SCHEMA, "move": PLACE}
 
 
 def feature(name: str, *dialects: str) -> Callable[[Callable[[Talk], None]], Any]:
-    """A test of a feature in some dialects, on every engine; where it is refused, the refusal is what is tested."""
+    """Mark a test of a feature in some dialects, on every engine. Where it is rejected, it tests that."""
 
     def mark(test: Callable[[Talk], None]) -> Any:
         @functools.wraps(test)
@@ -76,12 +79,12 @@ def check_call(call: Call) -> None:
 
 @feature("answer", *EVERY)
 def test_answer(talk: Talk) -> None:
-    said = talk.ask(HI, max_tokens=16, temperature=1.0)
-    assert 1 <= said.tokens <= 16
+    answer = talk.ask(HI, max_tokens=16, temperature=1.0)
+    assert 1 <= answer.tokens <= 16
     (generation,) = talk.recorded().generations or [None]
     if generation is not None:
-        assert said.text == talk.site.tokenizer.decode(generation.output_ids, skip_special_tokens=True)
-        assert said.prompt_tokens == len(generation.prompt_ids)
+        assert answer.text == talk.site.tokenizer.decode(generation.output_ids, skip_special_tokens=True)
+        assert answer.prompt_tokens == len(generation.prompt_ids)
 
 
 @feature("streaming", *EVERY)
@@ -96,10 +99,10 @@ def test_streaming(talk: Talk) -> None:
 
 @feature("async client", *EVERY)
 def test_async_client(talk: Talk) -> None:
-    said = talk.ask_together(["one", "two", "three"], max_tokens=8, temperature=1.0)
-    said = talk.ask_together(["four", "five"], max_tokens=8, stream=True)
-    assert all(1 <= one.tokens <= 8 for one in said)
-    assert len(said) == 5
+    answer = talk.ask_together(["one", "two", "three"], max_tokens=8, temperature=1.0)
+    answer = talk.ask_together(["four", "five"], max_tokens=8, stream=True)
+    assert all(1 <= one.tokens <= 8 for one in answer)
+    assert len(answer) == 5
     talk.recorded()
 
 
@@ -119,8 +122,8 @@ def test_seed(talk: Talk) -> None:
 
 @feature("max tokens", *EVERY)
 def test_max_tokens(talk: Talk) -> None:
-    said = talk.ask(HI, max_tokens=3, temperature=0)
-    assert (said.tokens, said.end) == (3, talk.dialect.truncated)
+    answer = talk.ask(HI, max_tokens=3, temperature=0)
+    assert (answer.tokens, answer.end) == (3, talk.dialect.truncated)
     talk.recorded()
 
 
@@ -138,25 +141,25 @@ def test_stop(talk: Talk) -> None:
 
 @feature("several choices", *OPENAI)
 def test_several_choices(talk: Talk) -> None:
-    said = talk.ask(HI, max_tokens=12, temperature=1.0, n=3)
-    assert len(set(said.texts)) == 3
+    answer = talk.ask(HI, max_tokens=12, temperature=1.0, n=3)
+    assert len(set(answer.texts)) == 3
     generations = talk.recorded().generations
     if generations:
         decode = talk.site.tokenizer.decode
-        assert sorted(said.texts) == sorted(
+        assert sorted(answer.texts) == sorted(
             decode(g.output_ids, skip_special_tokens=True) for g in generations
         )
 
 
 @feature("log-probs", *OPENAI)
 def test_logprobs(talk: Talk) -> None:
-    said = talk.ask(HI, max_tokens=8, temperature=0.7, logprobs=2)
-    assert said.logprobs is not None
-    assert all(value <= 0 for value in said.logprobs)
+    answer = talk.ask(HI, max_tokens=8, temperature=0.7, logprobs=2)
+    assert answer.logprobs is not None
+    assert all(value <= 0 for value in answer.logprobs)
     (generation,) = talk.recorded().generations or [None]
     if generation is not None:
-        assert said.logprobs == pytest.approx(generation.logprobs[: len(said.logprobs)], abs=1e-4)
-    assert said.tokens - len(said.logprobs) in (0, 1)  # the end of text may go untold
+        assert answer.logprobs == pytest.approx(generation.logprobs[: len(answer.logprobs)], abs=1e-4)
+    assert answer.tokens - len(answer.logprobs) in (0, 1)  # the end of text may be missing
 
 
 @feature("system prompt", *CHAT_LIKE)
@@ -171,18 +174,18 @@ def test_system_prompt(talk: Talk) -> None:
 
 @feature("tool call", *CHAT_LIKE)
 def test_tool_call(talk: Talk) -> None:
-    said = talk.ask(HI, max_tokens=LONG, tools=[LAMP, MOVE], tool_choice="required", parallel=False)
-    (call,) = said.calls
+    answer = talk.ask(HI, max_tokens=LONG, tools=[LAMP, MOVE], tool_choice="required", parallel=False)
+    (call,) = answer.calls
     check_call(call)
     talk.recorded()
 
 
 @feature("tool call, streamed", *CHAT_LIKE)
 def test_streamed_tool_call(talk: Talk) -> None:
-    said = talk.ask(
+    answer = talk.ask(
         HI, max_tokens=LONG, tools=[LAMP, MOVE], tool_choice="required", parallel=False, stream=True
     )
-    (call,) = said.calls
+    (call,) = answer.calls
     check_call(call)
     assert call.id
     talk.recorded()
@@ -199,13 +202,13 @@ def test_named_tool(talk: Talk) -> None:
 @feature("parallel tool calls", *CHAT_LIKE)
 def test_parallel_tool_calls(talk: Talk) -> None:
     for _ in range(20):
-        said = talk.ask(HI, max_tokens=LONG, tools=[MOVE], tool_choice="required", parallel=True)
-        assert said.calls
-        if len(said.calls) > 1:
+        answer = talk.ask(HI, max_tokens=LONG, tools=[MOVE], tool_choice="required", parallel=True)
+        assert answer.calls
+        if len(answer.calls) > 1:
             break
-    for call in said.calls[:-1] if said.end == talk.dialect.truncated else said.calls:
+    for call in answer.calls[:-1] if answer.end == talk.dialect.truncated else answer.calls:
         check_call(call)
-    assert len({call.id for call in said.calls}) == len(said.calls) > 1
+    assert len({call.id for call in answer.calls}) == len(answer.calls) > 1
     talk.recorded()
 
 
@@ -232,8 +235,8 @@ def check_spliced(talk: Talk) -> None:
 
 @feature("JSON schema", *CHAT_LIKE)
 def test_json_schema(talk: Talk) -> None:
-    said = talk.ask(HI, max_tokens=LONG, schema=SCHEMA)
-    jsonschema.validate(json.loads(said.text), SCHEMA)
+    answer = talk.ask(HI, max_tokens=LONG, schema=SCHEMA)
+    jsonschema.validate(json.loads(answer.text), SCHEMA)
     talk.recorded()
 
 

@@ -140,7 +140,7 @@ class CaptureMiddleware:
         return CaptureContext(attempt, scope.get(DIALECT_KEY) or native.name, body, self._clock(), keys)
 
     async def _prompt(self, context: CaptureContext, headers: dict[bytes, bytes]) -> list[int] | None:
-        """Return the prompt in tokens of a request that continues a conversation, or None for a render.
+        """Return the prompt of a continued conversation in tokens; None has the engine render messages.
 
         The source of the prompt is recorded in `context.prompt`.
 

@@ -1,4 +1,4 @@
-"""Stand-ins around the capture: a store's end that tells and fails, an engine's application, and a client driven by hand."""
+"""Fakes around capture: a sink, an engine's application, and a client that is driven step by step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ ASKED = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
 class Sink:
-    """What the store was told; `gate` makes it slow, `error` makes it fail, `over` are attempts that it refuses."""
+    """A sink that records what it receives.
+
+    `gate` delays it, `error` makes it fail, and attempts in `over` are rejected.
+    """
 
     def __init__(self) -> None:
         self.opened: list[OpenedCall] = []
         self.closed: list[ClosedCall] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.told = asyncio.Condition()
+        self.received = asyncio.Condition()
         self.error: Exception | None = None
         self.over: set[str] = set()
         self.at_once = self.most_at_once = self.tries = 0
@@ -42,32 +45,32 @@ class Sink:
             await self.gate.wait()
             if self.error:
                 raise self.error
-            async with self.told:
+            async with self.received:
                 self.opened += opened
                 self.closed += closed
-                self.told.notify_all()
+                self.received.notify_all()
             return [key for key, _ in opened if key.attempt_id in self.over]
         finally:
             self.at_once -= 1
 
     async def has(self, opened: int, closed: int) -> None:
-        async with within(), self.told:
-            await self.told.wait_for(lambda: len(self.opened) >= opened and len(self.closed) >= closed)
+        async with within(), self.received:
+            await self.received.wait_for(lambda: len(self.opened) >= opened and len(self.closed) >= closed)
 
 
 async def settle() -> None:
-    """Let everything run that can."""
+    """Run all tasks that are ready."""
     for _ in range(30):
         await asyncio.sleep(0)
 
 
 class FakeApp:
-    """An engine's application: each choice is sampled letter by letter; `gate` holds it back after the first letter.
+    """An engine's application that samples each choice letter by letter; `gate` stops it after the first.
 
     Attributes:
-        listens: whether it ends by itself when its client leaves, as vLLM's does.
-        breaks_at: raises after so many letters.
-        status: of its answers; from 400 on it samples nothing.
+        listens: True if it stops by itself when its client disconnects, as vLLM's does.
+        breaks_at: number of letters after which it raises.
+        status: status of its answers; from 400 on it samples nothing.
     """
 
     def __init__(self, answer: str = "hello") -> None:
@@ -82,7 +85,7 @@ class FakeApp:
         self.breaks_at: int | None = None
         self.status = 200
         self.samples = True
-        self.cancelled = self.told_of_leaving = 0
+        self.cancelled = self.disconnects = 0
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"])
@@ -98,7 +101,7 @@ class FakeApp:
                 await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if not answering.done():
                     assert leaving.result() == {"type": "http.disconnect"}
-                    self.told_of_leaving += 1
+                    self.disconnects += 1
                     answering.cancel()
                     await asyncio.wait([answering])
                     await send_json(send, None)  # as FastAPI does for a handler that returns nothing
@@ -184,7 +187,9 @@ async def send_event(send: Send, data: Any) -> None:
 
 
 class Call:
-    """One request, driven by hand: the client may leave, and what it got can be looked at while it comes."""
+    """One request, driven step by step: its client may disconnect, and its answer can be read while it
+    arrives.
+    """
 
     def __init__(
         self,
@@ -239,7 +244,7 @@ class Call:
             self.over.set()
 
     async def answered(self) -> Call:
-        """Wait for the end."""
+        """Wait for the end of the answer."""
         async with within():
             await self.task
         return self

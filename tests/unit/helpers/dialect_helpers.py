@@ -1,4 +1,4 @@
-"""A stand-in for an engine's chat application that says what it is told to, and clients of the real SDKs in front of it."""
+"""A scripted chat application, and clients of the real SDKs in front of it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Say:
     reasoning: str | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
-    """By default what fits."""
+    """By default the one that fits the answer."""
     stop_word: str | None = None
     status: int = 200
     error: Any = None
-    """Of an answer with another status its body; of a stream an event in its middle."""
+    """Body of an answer with another status; in a stream, an event in its middle."""
     named: str = "reasoning"
-    """The engine's word for reasoning."""
+    """The engine's field for reasoning."""
     usage: dict[str, Any] = field(
         default_factory=lambda: {
             "prompt_tokens": 11,
@@ -68,7 +68,7 @@ class Say:
         return _head(number, "chat.completion") | {"choices": [choice], "usage": self.usage}
 
     def chunks(self, number: int) -> Iterator[dict[str, Any]]:
-        """Texts come letter by letter, arguments in threes."""
+        """Return the chunks of a stream: texts letter by letter, arguments in threes."""
         yield _chunk(number, {"role": "assistant", "content": ""})
         for letter in self.reasoning or "":
             yield _chunk(number, {self.named: letter})
@@ -103,7 +103,7 @@ def _chunk(
 
 
 class FakeChat:
-    """Answers with what is next in `says`; `asked` has the requests, `scopes` how they came."""
+    """Scripted chat application: it sends the answers of `says` in turn, and records requests and scopes."""
 
     def __init__(self, *says: Say) -> None:
         self.says = list(says)
@@ -167,7 +167,7 @@ def translated(*says: Say) -> tuple[FakeChat, ASGIApp]:
 
 @contextmanager
 def listening(app: ASGIApp) -> Iterator[str]:
-    """Serve an application on a free port; gives its address."""
+    """Serve an application on a free port; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -1,4 +1,4 @@
-"""A gateway around stand-ins, and clients of it."""
+"""A gateway around fakes, and clients of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raylight.traces.otlp import traces_route
 from raylight.types import Span
 
 DEADLINE_S = 10.0
-"""No wait of a unit test is longer; a correct one is over in milliseconds."""
+"""Longest wait of a unit test, in seconds; correct ones take milliseconds."""
 SECRET = "run-secret"
 CHAT = "/v1/chat/completions"
 MINE = attempt_path("ro-1", "at-1")
@@ -54,7 +54,7 @@ def within(seconds: float = DEADLINE_S) -> Any:
 
 
 class StubEngine:
-    """An engine that only is, and that can fall ill."""
+    """A fake engine that may be unhealthy."""
 
     kind = "stub"
     model = "policy"
@@ -68,11 +68,11 @@ class StubEngine:
 
 
 class Inner:
-    """What lies within the gateway: notes what comes, and answers with `answer`, or as `app` does."""
+    """Inner application of a gateway: records requests, and answers with `answer`, or with `app`."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
-        """Of each request: its path, the attempt, the body, and the headers."""
+        """Path, attempt, body and headers of each request."""
         self.answer: Any = ANSWER
         self.app: ASGIApp | None = None
 
@@ -91,7 +91,7 @@ class Inner:
 
 
 class Site:
-    """A gateway that is called in this process."""
+    """A gateway in this process, and a client of it."""
 
     def __init__(
         self, secret: str | None = SECRET, sink: Callable[..., Any] | None = None, **settings: Any
@@ -114,7 +114,7 @@ class Site:
         return (scope.rollout_id, scope.attempt_id) if scope else None
 
     async def post(self, path: str = MINE + CHAT, key: str | None = None, **how: Any) -> httpx.Response:
-        """Call with the attempt's key, or with another one."""
+        """Call with the attempt's key or another one."""
         if not {"json", "content", "data"} & set(how):
             how["json"] = BODY
         headers = {"authorization": f"Bearer {KEY if key is None else key}"} | how.pop("headers", {})
@@ -135,7 +135,7 @@ class Site:
 
 
 def asgi_scope(path: str, method: str = "POST", key: str = SECRET, **changes: Any) -> dict[str, Any]:
-    """A request as a server hands it over."""
+    """Return the ASGI scope of a request."""
     headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
     return {
         "type": "http",
@@ -153,7 +153,7 @@ def asgi_scope(path: str, method: str = "POST", key: str = SECRET, **changes: An
 
 
 def is_refusal(answer: httpx.Response, path: str) -> bool:
-    """Whether an answer is an error in the shape of the dialect that is spoken at a path."""
+    """Return True if an answer is an error in the shape of the dialect of a path."""
     body = json.loads(answer.content)
     error = body["error"]
     if path.rpartition("/v1/")[2].startswith("messages"):

@@ -1,4 +1,4 @@
-"""Bodies at the door: within the limit, sound JSON, and refused otherwise before any inner layer sees them."""
+"""Checks of request bodies: size, sound JSON, and rejection before any inner layer."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_a_long_prompt_in_tokens_is_taken() -> None:
     ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json"],
 )
 async def test_another_type_of_content_is_refused(kind: str) -> None:
-    """A web page may send these to a server on loopback without being asked."""
+    """A web page can send these types to a server on loopback without its consent."""
     site = Site()
     answer = await site.post(content=json.dumps(BODY).encode(), headers={"content-type": kind})
     assert (answer.status_code, is_refusal(answer, CHAT)) == (415, True)

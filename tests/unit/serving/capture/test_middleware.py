@@ -1,4 +1,7 @@
-"""The tap: what the engine samples for an attempt reaches the store token for token, and nobody samples for nobody."""
+"""Capture: the store receives what is sampled for an attempt, token for token.
+
+Nothing is sampled for a client that has disconnected.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 class Known:
-    """Conversations that note what they are asked, and splice what they are told to."""
+    """Fake conversations: they record their calls, and splice the given tokens."""
 
     def __init__(self, spliced: list[int] | None = None) -> None:
         self.spliced = spliced
@@ -61,7 +64,7 @@ class Known:
         return SplicedPrompt(self.spliced, self.whole) if self.spliced else None
 
     def unknown_answer(self, scope: AttemptScope, body: Any) -> bytes | None:
-        """Answers are told apart by their text alone."""
+        """Answers are identified by their text alone."""
         answers = [m["content"] for m in body["messages"] if m["role"] == "assistant"]
         return (
             answers[-1].encode()
@@ -194,7 +197,7 @@ async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
     assert (span.name, span.attributes[DIALECT]) == (name, dialect)
     assert span.attributes[RESPONSE_ID] == prefix + span.attributes[CALL_ID]
     assert json.loads(span.attributes[TOOL_DEFINITIONS]) == TOOLS
-    assert read_call(span.attributes).told == (True, True)
+    assert read_call(span.attributes).completeness == (True, True)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -309,7 +312,7 @@ async def test_the_key_of_a_decided_attempt_opens_nothing_any_more(listens: bool
     call = await bench.call().answered()
     assert (call.status, call.json["error"]["type"]) == (401, "authentication_error")
     assert "its API key has been revoked" in call.json["error"]["message"]
-    assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0)), (
+    assert (bench.app.cancelled, bench.app.disconnects) == ((0, 1) if listens else (1, 0)), (
         "nobody samples on"
     )
     await bench.sink.has(1, 1)
@@ -376,7 +379,7 @@ async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_record
         call.left.set()
         await call.answered()
         await bench.sink.has(1, 1)
-    assert (bench.app.cancelled, bench.app.told_of_leaving) == ((0, 1) if listens else (1, 0))
+    assert (bench.app.cancelled, bench.app.disconnects) == ((0, 1) if listens else (1, 0))
     _, generation, span = bench.sink.closed[0]
     assert (generation.finish_reason, generation.output_ids, generation.logprobs) == (
         "aborted",
@@ -417,7 +420,9 @@ async def test_a_server_that_gives_the_request_up_ends_it_too(bench: Bench) -> N
 
 
 async def test_a_client_that_leaves_after_the_end_changes_nothing(bench: Bench) -> None:
-    """Servers tell of the client's leaving as soon as the answer is out; the application may have something to do still."""
+    """Servers tell of the client's leaving as soon as the answer is out; the application may have something
+    to do still.
+    """
     done = []
 
     async def tidy(scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -666,7 +671,7 @@ class Replicas:
         return await self.store.chat_history(rollout_id, attempt_id)
 
     async def talk(self, inside: AttemptScope, *order: int, edit: str = "") -> None:
-        """Each answer is told to the store before the agent goes on; what an app samples is the letters' numbers."""
+        """The store has each answer before the agent goes on; the fake engine samples codes of letters."""
         for turn, replica in enumerate(order):
             self.apps[replica].answer = f"answer {len(self.messages)}"
             recorder = Recorder(self.store.capture)
@@ -711,10 +716,10 @@ async def test_a_conversation_that_changes_replicas_stays_exact(order: tuple[int
 async def test_an_answer_that_the_agent_edited_is_rendered_after_what_is_exact() -> None:
     replicas = Replicas(2)
     inside = await started(replicas)
-    await replicas.talk(inside, 0, 1, edit="what it never said")
+    await replicas.talk(inside, 0, 1, edit="an answer that it never sent")
     await replicas.talk(inside, 1, 1)
     assert await replicas.sources() == ["rendered", "spliced", "partly", "spliced"]
-    assert replicas.asked == 2, "for what the other one said, and in vain for the edited answer"
+    assert replicas.asked == 2, "for the other one's answer, and without success for the edited one"
     assert await replicas.trajectories() == 2
 
 

@@ -1,4 +1,4 @@
-"""The recorder: nothing lost, nothing doubled, in order, one message of a kind at a time; bounded, and pushing back."""
+"""The recorder: nothing is lost or sent twice, order holds, and capacity is bounded."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ async def test_what_could_not_be_sent_is_kept_and_sent_when_the_store_is_back(
         await sink.has(3, 3)
     assert (sink.opened, sink.closed) == ([(key, 1.0) for key in keys], records)
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 2, "an outage is told of once, and its end"
+    assert len(warnings) == 2, "an outage is logged once, and its end"
 
 
 async def test_who_waits_too_long_for_the_store_is_turned_away_but_his_record_is_kept() -> None:

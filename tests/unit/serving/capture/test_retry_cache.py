@@ -26,7 +26,7 @@ STREAMED = ASKED | {"stream": True}
 
 
 class Bench:
-    """Replays around a tap around a fake engine."""
+    """A retry cache and capture around a fake engine."""
 
     def __init__(self, **limits: Any) -> None:
         self.sink, self.app, self.now = Sink(), FakeApp(), 0.0
@@ -123,7 +123,7 @@ async def test_a_retry_joins_what_is_still_being_sampled(bench: Bench, body: Any
     await bench.app.sampling.wait()
     again = bench.call(body, tries=1)
     await settle()
-    first.left.set()  # now it comes out, but somebody else waits for the answer
+    first.left.set()  # the loss is noticed only now, but another request waits for the answer
     await settle()
     bench.app.gate.set()
     await again.answered()
@@ -220,7 +220,7 @@ async def test_errors_are_not_given_again(bench: Bench, status: int) -> None:
 
 
 async def test_the_retry_after_an_error_does_not_take_the_answer_of_an_equal_request(bench: Bench) -> None:
-    """Of eight equal requests that an agent sends at once some may be turned away; those want samples of their own."""
+    """Some of eight equal concurrent requests may be rejected; their retries are sampled afresh."""
     whole = await bench.call().answered()
     bench.app.status = 503
     await bench.call().answered()

@@ -1,4 +1,4 @@
-"""Answers on the wire, with what carries them: server-sent events and errors (`raylight/http`), turns and blocks."""
+"""Answers as bytes, with their events and errors (`raylight/http`), turns and blocks."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_errors_in_both_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (b'{"error": {"message": "no", "type": "odd"}}', ("no", "odd")),
         (b'{"detail": [{"loc": ["x"]}]}', ('[{"loc": ["x"]}]', "invalid_request_error")),
@@ -270,6 +270,6 @@ def test_errors_in_both_shapes() -> None:
         (b'{"a": 1}', ('{"a": 1}', "invalid_request_error")),
     ],
 )
-def test_reading_errors(body: bytes, told: tuple[str, str]) -> None:
+def test_reading_errors(body: bytes, expected: tuple[str, str]) -> None:
     error = read_error(400, body)
-    assert (str(error), error.kind, error.status) == (*told, 400)
+    assert (str(error), error.kind, error.status) == (*expected, 400)

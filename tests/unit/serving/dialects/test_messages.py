@@ -1,4 +1,4 @@
-"""Anthropic's messages through the real SDK, in front of an application that knows chat only."""
+"""Anthropic's messages dialect through the real SDK, in front of a chat application."""
 
 from __future__ import annotations
 
@@ -216,9 +216,9 @@ def _plain(message: anthropic.types.Message) -> dict[str, Any]:
 async def test_the_events_of_a_stream_in_their_order() -> None:
     fake, app = translated(Say("ab", reasoning="c", calls=[call("t1", "{}"), call("t2", '{"city": 1}')]))
     events = [event async for event in await anthropic_client(app).messages.create(**ASK, stream=True)]
-    told = [(event.type, getattr(event, "index", None)) for event in events]
+    message = [(event.type, getattr(event, "index", None)) for event in events]
     start, delta, stop = "content_block_start", "content_block_delta", "content_block_stop"
-    assert told == [
+    assert message == [
         ("message_start", None),
         (start, 0),
         (delta, 0),
@@ -292,7 +292,7 @@ async def test_counting_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"no_such_field": 1}, "no_such_field: this field is not supported"),
         ({"max_tokens": "9"}, "max_tokens: "),
@@ -326,13 +326,13 @@ async def test_counting_tokens() -> None:
         ),
     ],
 )
-async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     fake, app = translated()
     with pytest.raises(anthropic.BadRequestError) as refused:
         await anthropic_client(app).messages.create(**{**ASK, "extra_body": fields})
     assert refused.value.body["type"] == "error"
     assert refused.value.body["error"]["type"] == "invalid_request_error"
-    assert told in refused.value.body["error"]["message"]
+    assert message in refused.value.body["error"]["message"]
     assert fake.asked == []
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses through the real SDK, in front of an application that knows chat only."""
+"""OpenAI's responses dialect through the real SDK, in front of a chat application."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ async def test_a_stream_ends_as_the_same_response_as_an_answer_in_one_piece(name
 
 
 def _plain(response: Response) -> dict[str, Any]:
-    """Without what the SDK parsed, and without what tells two answers apart."""
+    """Remove what the SDK parsed, and the ids that differ between two answers."""
     text = json.dumps(
         response.model_dump(
             exclude={"id": True, "output": {"__all__": {"id", "parsed_arguments"}}}, exclude_none=True
@@ -375,7 +375,7 @@ def test_a_response_remembered_twice_counts_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"no_such_field": 1}, "no_such_field: this field is not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: "),
@@ -404,12 +404,12 @@ def test_a_response_remembered_twice_counts_once() -> None:
         ),
     ],
 )
-async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     fake, app = translated()
     with pytest.raises(openai.BadRequestError) as refused:
         await openai_client(app).responses.create(**{**ASK, "extra_body": fields})
     assert refused.value.type == "invalid_request_error"
-    assert told in refused.value.message
+    assert message in refused.value.message
     assert fake.asked == []
 
 

@@ -53,7 +53,7 @@ async def test_a_call_is_answered_captured_and_counted(replica: Replica) -> None
     answer = await replica.post(QUESTION)
     await replica.sink.has(1, 1)
     ((key, generation, span),) = replica.sink.closed
-    assert answer.json() == {"id": f"toy-{key.call_id}", "said": "hello"}
+    assert answer.json() == {"id": f"toy-{key.call_id}", "text": "hello"}
     assert replica.engine_app.requests[0]["messages"] == [{"role": "user", "content": "hi"}]
     assert generation is not None
     assert generation.output_ids == list(map(ord, "hello"))

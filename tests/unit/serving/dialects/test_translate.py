@@ -1,4 +1,4 @@
-"""The layer that translates, driven by hand."""
+"""The translation middleware, called directly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ASK = json.dumps(
 
 
 async def talk(app: ASGIApp, scope: Scope, *received: Message) -> list[Message]:
-    """What an application sends when it receives this."""
+    """Return what an application sends after it receives some messages."""
     incoming, sent = list(received), []
 
     async def receive() -> Message:
@@ -156,7 +156,9 @@ async def test_a_client_that_leaves_while_it_asks_reaches_no_engine() -> None:
 
 
 async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrives() -> None:
-    """An application that sends the next piece only when the client had the last; the client leaves in the middle."""
+    """An application that sends the next piece only when the client had the last; the client leaves in the
+    middle.
+    """
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     outbox: asyncio.Queue[Message] = asyncio.Queue()
     left = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A dialect in one file: `POST /v1/toy` with a model and a question answers `{"id": ..., "said": ...}`."""
+"""A dialect in one file: `POST /v1/toy` with a model and a question answers with an id and a text."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class ToyStream(AnswerStream):
 class ToyTranslation(Translation):
     def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         turn = read_turn(answer)
-        return {"id": f"toy-{turn.id}", "said": turn.message()["content"]}
+        return {"id": f"toy-{turn.id}", "text": turn.message()["content"]}
 
     def start_stream(self) -> ToyStream:
         return ToyStream()

@@ -1,4 +1,4 @@
-"""Errors of inner layers leave in the dialect's own shape, whatever they look like inside."""
+"""Errors of inner layers are sent in the shape of the dialect, whatever their own."""
 
 from __future__ import annotations
 

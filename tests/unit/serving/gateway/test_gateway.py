@@ -1,4 +1,4 @@
-"""The gateway's doors: keys, the list of routes, and what the inner layers are shown."""
+"""Gateway: keys, routes, and the requests that inner layers receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Nonsense on every route of a whole replica with a real engine: a fault of the client, in its dialect's words, and in time."""
+"""Invalid requests on every route of a replica with a real engine.
+
+Each is answered in time, as an error of the client, in the shape of its dialect.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,15 @@ from raylight.types import CallKey
 
 MODEL = Path(raylight.__file__).parent / "quickstart" / "model"
 DEADLINE_S = 30.0
-"""Of one request; 64 tokens of this model take well under a second."""
+"""Longest time of one request, in seconds; 64 tokens of this model take well under a second."""
 HIDDEN_FAILURES = ('"server_error"', '"api_error"', '"code": 500')
-"""What an event of a stream would say if the server had failed in its midst."""
+"""Text of a stream's event if the server failed while streaming."""
 
 
 class Site:
-    """A replica with the transformers engine, whose store takes everything. All requests are answered in one event loop."""
+    """A replica with the transformers engine, whose store takes everything. All requests are answered in one
+    event loop.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -211,16 +216,18 @@ DEEP: Any = []
 for _ in range(180):
     DEEP = [DEEP]
 SMALL = st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=6)
+NUMBERS: Any = [-1, 0, 1, 10**9, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1e308, -1e308, 1e-300]
+TEXTS: Any = ["", "\x00", "\ud800", "x" * 20_000, "😀" * 100, "auto", "policy", "{{", "["]
+NESTED: Any = [float("nan"), float("inf"), DEEP, {"a": DEEP}, [[]], {}, [{}], [None], [HI], [10**9], [-1]]
 JUNK = st.one_of(
     SMALL,
-    st.sampled_from([
-        -1, 0, 1, 10**9, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1e308, -1e308, 1e-300, float("nan"), float("inf"), "",
-        "\x00", "\ud800", "x" * 20_000, "😀" * 100, DEEP, {"a": DEEP}, [[]], {}, [{}], [None], "auto", "policy", [HI], [10**9],
-        [-1], "{{", "[",
-    ]),
-    st.recursive(SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-                 max_leaves=5),
-).map(copy.deepcopy)  # fmt: skip  # what is drawn may be spoiled further
+    st.sampled_from(NUMBERS) | st.sampled_from(TEXTS) | st.sampled_from(NESTED),
+    st.recursive(
+        SMALL,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+        max_leaves=5,
+    ),
+).map(copy.deepcopy)  # tests change a drawn value further
 NAMES = sorted(
     {name for bodies in BODIES.values() for body in bodies for name in body}
     | {"kv_transfer_params", "", "\ud800"}
@@ -269,7 +276,7 @@ FUZZ = settings(
 
 @pytest.mark.parametrize("path", POSTED)
 def test_the_bodies_that_are_spoiled_are_sound(site: Site, path: str) -> None:
-    """Else the rest would test only the first check. What the engine says it cannot do is allowed."""
+    """The other requests must get past the first check. The engine may reject what it cannot do."""
     assert 200 in {site.check(path, body).status_code for body in BODIES[path]}
 
 

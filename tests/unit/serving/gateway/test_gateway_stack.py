@@ -1,4 +1,4 @@
-"""All layers together, called by the real SDKs: dialects are answered, calls are recorded once, upstream models are traced."""
+"""All layers together, called by the real SDKs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 class Stack:
-    """A replica's whole application around a fake engine, and what its store was told."""
+    """A replica's whole application around a fake engine, with the records that its store received."""
 
     def __init__(
         self, engine: Any = ENGINE, engine_app: Any = None, secret: str | None = SECRET, records: bool = True
@@ -168,7 +168,7 @@ async def test_a_server_of_its_own_needs_no_store() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_an_upstream_model_is_traced_and_has_no_tokens(streams: bool) -> None:
-    """Not even where it tells them, as vLLM does for `return_token_ids`."""
+    """Tokens in the upstream's answer, as vLLM sends for `return_token_ids`, are ignored."""
     seen: list[httpx2.Request] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:

@@ -1,4 +1,4 @@
-"""Spans from other processes: sent to an attempt's own address with its key, or to the run's with the run's secret."""
+"""Spans from other processes, sent to an attempt's address with its key, or with the run's secret."""
 
 from __future__ import annotations
 

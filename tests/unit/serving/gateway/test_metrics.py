@@ -1,4 +1,4 @@
-"""What a replica counts."""
+"""Metrics of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attempt in an address: any id and any agent's name, and a key that opens no other attempt, whatever the characters are."""
+"""Attempts in paths: any id and any agent name works, and a key is valid for its attempt alone."""
 
 from __future__ import annotations
 
