@@ -198,7 +198,8 @@ def method_lines(member: griffe.Attribute | griffe.Function) -> Iterator[str]:
     if not member.docstring:  # an override is described with the method that it overrides
         return
     if isinstance(member, griffe.Function):
-        yield f"**`{'async ' if 'async' in member.labels else ''}{one_line(member.name, member, keep_first=is_static(member))}`**"
+        prefix = "async " if "async" in member.labels else ""
+        yield f"**`{prefix}{one_line(member.name, member, keep_first=is_static(member))}`**"
     else:
         yield f"**`{member.name}`**: `{member.annotation}`"
     yield ""

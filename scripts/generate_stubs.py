@@ -1,6 +1,7 @@
-"""Write the stubs of raylight's public names, from the table in raylight/__init__.py: python scripts/generate_stubs.py
+"""Write the stubs of raylight's public names: python scripts/generate_stubs.py
 
-The packages load their names lazily, which type checkers and editors cannot follow; they read the stubs instead.
+The names come from the table in raylight/__init__.py. The packages load them lazily, which type checkers and
+editors cannot follow; these read the stubs instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decorated functions: declared resources, parameters found by kind, what is refused when, and how agents travel."""
+"""Decorated functions: declared resources, parameters filled by type, rejected signatures, and pickling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emitters add to the attempt that runs here and to no other; outside of any they only return; what they write can be read."""
+"""Emitters: spans go to the running attempt only, and their values can be read back."""
 
 from __future__ import annotations
 
@@ -358,7 +358,8 @@ def test_emitters_are_light() -> None:
         "import sys, raylight as a; a.emit_reward(1.0)\n"
         "from raylight.traces.context import AttemptTrace, tracing\n"
         "with tracing(AttemptTrace('r', 'a')), a.operation(name='x'): a.emit_message('m')\n"
-        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'verl', 'jinja2', 'opentelemetry', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'verl', 'jinja2', 'opentelemetry', 'numpy'} & "
+        "set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

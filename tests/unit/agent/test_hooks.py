@@ -1,4 +1,4 @@
-"""Hooks get what they ask for, in order; one that fails is logged by name, and fails the rollout only if it is strict."""
+"""Hooks: arguments, order, and errors, which fail the rollout only if the hook is strict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Seen:
 
 
 class Subsets(Seen):
-    """No subclass of Hook, synchronous and asynchronous methods, every kind of signature."""
+    """A hook that is not a subclass of Hook, with all kinds of methods and signatures."""
 
     def on_rollout_start(self) -> None:
         self.seen.append(())
@@ -60,7 +60,7 @@ async def test_a_method_gets_the_arguments_that_it_names() -> None:
 
 
 class Lightning(Hook, Seen):
-    """The signatures of agent-lightning 0.3."""
+    """A hook with the signatures of agent-lightning 0.3."""
 
     def __init__(self) -> None:
         Seen.__init__(self)
@@ -180,7 +180,7 @@ class Unprintable(Exception):
     "error", [asyncio.CancelledError(), KeyboardInterrupt(), Odd(), Unprintable()], ids=repr
 )
 async def test_whatever_a_hook_raises_is_its_own_failure(error: BaseException) -> None:
-    """Also a cancellation that nobody but the hook asked for: it may have awaited a task of its own."""
+    """A CancelledError that the hook caused itself, by a task of its own, counts as its error."""
     log: list[str] = []
     await HookDispatcher([failing(False, log, "Lax", error)]).call("on_trace_end", **AVAILABLE, spans=[])
     with pytest.raises(HookError, match=f"Strict.on_trace_end: {type(error).__name__}"):
@@ -202,17 +202,17 @@ async def test_what_the_runner_does_not_give_is_the_runners_error() -> None:
 
 class Unfillable(Hook):
     async def on_rollout_start(self, *, rollout: Any, spans: Any) -> None:  # type: ignore[override]
-        """There are no spans yet."""
+        """Take spans, which this event lacks."""
 
 
 class Positional(Hook):
     def on_rollout_start(self, rollout: Any, /) -> None:  # type: ignore[override]
-        """Hooks are called by keyword."""
+        """Take an argument by position only."""
 
 
 class Misspelled(Hook):
     def on_rollout_ended(self, *, rollout: Any) -> None:
-        """Never called."""
+        """A misspelt event."""
 
 
 class Nothing:

@@ -1,4 +1,4 @@
-"""Agent classes: which method runs in which mode, and what is said before the run."""
+"""Agent classes: the method for each mode, and the checks before a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents are filled by parameter name, say early what they lack, and travel to other processes; keys open one attempt."""
+"""Resources of agents: matched by name, checked before a run, pickled; keys of attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations: functions and blocks as spans, with what went in and came out, nested, and without changing what they wrap."""
+"""Operations: functions and blocks as nested spans with input and output."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ IN, OUT, NAME = (f"agentlightning.operation.{key}" for key in ("input", "output"
 
 @pytest.fixture(autouse=True)
 def _no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test begins as a process without a tracer provider."""
+    """Start every test without a global tracer provider."""
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
 
 
 @pytest.fixture(params=["plain", "otel"])
 def trace(request: pytest.FixtureRequest) -> Iterator[AttemptTrace]:
-    """The trace of an attempt, without a tracer and with OpenTelemetry's: an operation is recorded alike."""
+    """The trace of an attempt, with and without OpenTelemetry: both record operations in the same way."""
     tracer = OtelTracer() if request.param == "otel" else None
     if tracer:
         tracer.setup()

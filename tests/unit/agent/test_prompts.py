@@ -1,4 +1,4 @@
-"""Prompt templates: two engines, harmless whatever the template says, and errors that name what is missing."""
+"""Prompt templates: two engines, safe for any template, and errors that name the missing values."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def test_a_placeholder_may_be_called_self() -> None:
 
 def test_jinja_renders_loops_and_conditions() -> None:
     template = jinja(
-        "{% for m in shots %}{{ m.q }}={{ m['a'] }};{% endfor %}{% if hint is defined %}{{ hint }}{% endif %}\n"
+        "{% for m in shots %}{{ m.q }}={{ m['a'] }};{% endfor %}"
+        "{% if hint is defined %}{{ hint }}{% endif %}\n"
     )
     assert template.format(shots=[{"q": 1, "a": 2}]) == "1=2;\n"
     assert template.placeholders() == {"shots", "hint"}

@@ -1,4 +1,4 @@
-"""Models as resources: names, the URL of an attempt and of an agent in it, and a proxy's routing."""
+"""Models as resources: names, the URLs of attempts and agents, and the routing of a proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makers of small records and stand-ins for engines, shared by the unit tests."""
+"""Factories of records and runners, shared by the unit tests."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from raylight.types import (
 )
 
 DEADLINE_S = 10.0
-"""No wait of a unit test is longer; a correct one is over in milliseconds."""
+"""Limit of every wait in a unit test, in seconds; a passing test waits for milliseconds."""
 
 _numbers = itertools.count()
 
 
 class ReachedRay(Exception):
-    """A Trainer has made all its checks (see the fixture `planned_runs`)."""
+    """Raised when a Trainer has passed all its checks (see the fixture `planned_runs`)."""
 
 
 def within(seconds: float = DEADLINE_S) -> Any:
@@ -44,7 +44,7 @@ def within(seconds: float = DEADLINE_S) -> Any:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait for what no event tells of, such as the end of a thread."""
+    """Wait for a condition without an event, such as the end of a thread."""
     async with within():
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -97,7 +97,7 @@ def make_finished(
     rollout_id: str | None = None,
     status: str | None = None,
 ) -> FinishedRollout:
-    """A decided rollout with `calls` calls that do not continue one another, so that each is a row."""
+    """Return a finished rollout with `calls` independent calls, each of which becomes a row."""
     rollout_id = rollout_id or f"ro-{next(_numbers)}"
     rollout = make_rollout(
         rollout_id, group_id=group, status=status or ("failed" if failure else "succeeded")
@@ -120,7 +120,7 @@ def as_agent(agent: LitAgent | Callable[..., Any]) -> LitAgent:
 def make_context(
     agent: Any, *, hooks: Iterable[Any] = (), threads: AgentThreads | None = None, runner: Any = None
 ) -> RolloutContext:
-    """A workbench whose clock stands at 7."""
+    """Return a rollout context whose clock stands at 7."""
     return RolloutContext(
         as_agent(agent),
         DummyTracer(),
@@ -141,7 +141,7 @@ async def run_attempt(
     timeout: float | None = 5.0,
     **resources: Any,
 ) -> tuple[Outcome, list[Span]]:
-    """Execute one attempt, without runner and store; returns its outcome and its spans."""
+    """Execute one attempt without runner and store. Return its outcome and its spans."""
     context = make_context(agent, hooks=hooks, threads=threads, runner="the runner")
     given = rollout or make_rollout(task=3, timeout=timeout)
     with context.tracer.attempt(given) as trace:
@@ -150,7 +150,7 @@ async def run_attempt(
 
 
 async def enqueue(store: StoreClient, tasks: Iterable[Any], **config: Any) -> list[str]:
-    """Queue a rollout for each task; returns their ids."""
+    """Enqueue a rollout for each task. Return their ids."""
     requests = [
         EnqueueRolloutRequest(input=task, mode="train", config=RolloutConfig(**config)) for task in tasks
     ]
@@ -184,7 +184,7 @@ def make_runner(
 async def serving(
     store: StoreClient, agent: Any, max_concurrent: int = 4, **how: Any
 ) -> AsyncIterator[asyncio.Task[Any]]:
-    """A runner at work, which is stopped at the end of the block; the task ends when the runner does."""
+    """Run a runner, as a task, until the end of the block."""
     task = asyncio.create_task(make_runner(store, agent, max_concurrent, **how).serve())
     try:
         async with within():
@@ -197,7 +197,7 @@ async def serving(
 async def run_all(
     store: StoreClient, tasks: Iterable[Any], agent: Any, how: dict[str, Any] | None = None, **config: Any
 ) -> list[Rollout]:
-    """Have an agent do each task; returns the rollouts once they are decided, in the order of the tasks."""
+    """Run an agent on each task. Return the finished rollouts in the order of the tasks."""
     ids = await enqueue(store, tasks, **config)
     async with serving(store, agent, **(how or {})) as task:
         deciding = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))

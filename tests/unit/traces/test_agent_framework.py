@@ -1,4 +1,4 @@
-"""agent-framework's own agents and workflows, through the whole capture: whose each call is, and what its spans tell."""
+"""Agents and workflows of agent-framework in the whole capture: the agent of each call, and its spans."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add(a: Annotated[int, "one number"], b: Annotated[int, "another"]) -> int:
 
 
 class Sampling:
-    """An engine that says what it is told to, one token each; with `barrier`, requests are answered when so many wait."""
+    """An engine with scripted answers of one token; with `barrier`, it answers once so many requests wait."""
 
     def __init__(self, *says: Say) -> None:
         self.says = list(says)
@@ -79,7 +79,7 @@ class Sampling:
 
 
 class Traced:
-    """A rollout of agents in front of a model that answers by script."""
+    """A rollout of agents with a model that answers by a script."""
 
     def __init__(self, *says: Say) -> None:
         self.model = Sampling(*says)
@@ -108,12 +108,12 @@ class Traced:
 
     @property
     def spans(self) -> list[Span]:
-        """agent-framework's, then those that were captured."""
+        """Return agent-framework's spans, then the captured ones."""
         return self.own + [span for _, _, span in self.stack.sink.closed if span is not None]
 
     @property
     def agents(self) -> list[str | None]:
-        """Whose each call is, in the order of the calls, by generations and by triplets."""
+        """Return the agent of each call in order, by generations and by triplets."""
         records = [
             (generation, span) for _, generation, span in self.stack.sink.closed if generation and span
         ]
@@ -160,7 +160,7 @@ async def test_an_agent_with_a_tool(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", CLIENTS)
 async def test_executors_of_a_workflow_name_the_calls_of_their_agents(kind: type[Any]) -> None:
-    """The second agent has no name: agent-framework gives it a random one, which no filter could ask for."""
+    """The second agent has no name: agent-framework gives it a random one, which no filter can match."""
     traced = Traced(Say("a draft"), Say(calls=[ADD]), Say("fine"))
     client = traced.client(kind)
     writer = AgentExecutor(Agent(client=client, name="Author", instructions="Write."), id="writer")
@@ -185,7 +185,7 @@ class ResumePoint(Executor):
 
 
 async def test_calls_at_the_same_time_keep_their_executors() -> None:
-    """Their times say nothing, so that only the response's id tells them apart."""
+    """Their times are equal, so only the response ids distinguish them."""
     traced = Traced(Say("one"), Say("two"))
     traced.model.barrier = asyncio.Barrier(2)
     client, start = traced.client(), ResumePoint(id="start")

@@ -1,4 +1,4 @@
-"""The trace of an attempt: takes spans from any thread, gives each away once, and counts what it does not take."""
+"""The trace of an attempt: spans from any thread, each taken once, with a count of the dropped ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_threads_lose_nothing_and_nothing_comes_twice() -> None:
 
 @pytest.mark.timeout(10)
 def test_a_span_that_ends_while_another_is_added_does_not_lock_up() -> None:
-    """Garbage is collected anywhere, and what is collected may end a span."""
+    """Garbage collection may happen at any point, and may end a span."""
     trace = AttemptTrace("ro-1", "at-1")
 
     class Collecting(Span):

@@ -1,4 +1,4 @@
-"""Calls become conversations to fine-tune on, in whatever convention their spans were written."""
+"""Conversion of calls to conversations for fine-tuning, from spans of every supported convention."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def span(
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:
-    """Flattened as AgentOps and OpenLLMetry do."""
+    """Flatten messages as AgentOps and OpenLLMetry do."""
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         return {key: leaf for name, inner in entries for key, leaf in flat(f"{prefix}.{name}", inner).items()}
@@ -63,7 +63,7 @@ CAPTURED = {
     "gen_ai.output.messages": json.dumps([ANSWER]),
     "gen_ai.tool.definitions": json.dumps([TOOL]),
 }
-"""As raylight captures a call."""
+"""Attributes of a call that raylight captured."""
 OPENLLMETRY = (
     {"gen_ai.system": "OpenAI", "gen_ai.response.id": "chatcmpl-1", "llm.request.functions.0.name": "rooms"}
     | {
@@ -75,7 +75,7 @@ OPENLLMETRY = (
     | flat("gen_ai.prompt.3", CONVERSATION[3])
     | flat("gen_ai.completion.0", ANSWER | {"finish_reason": "stop"})
 )
-"""opentelemetry-instrumentation-openai, which AgentOps resembles."""
+"""Attributes of opentelemetry-instrumentation-openai; AgentOps has similar ones."""
 OTEL = {
     "gen_ai.operation.name": "chat",
     "gen_ai.response.id": "chatcmpl-1",
@@ -107,7 +107,7 @@ OTEL = {
     ),
     "gen_ai.tool.definitions": json.dumps([{"type": "function", **TOOL["function"]}]),
 }
-"""OpenTelemetry's current convention, as agent-framework follows it."""
+"""Attributes of OpenTelemetry's current convention, which agent-framework follows."""
 PROXY = {
     "llm.hosted_vllm.id": "chatcmpl-1",
     "llm.hosted_vllm.model": "policy",
@@ -117,7 +117,7 @@ PROXY = {
         [{"index": 0, "message": ANSWER | {"tool_calls": []}, "finish_reason": "stop"}]
     ),
 }
-"""agent-lightning's LLM proxy: LiteLLM writes Python's notation."""
+"""Attributes of agent-lightning's LLM proxy, with LiteLLM's Python notation."""
 WEAVE = flat("agentlightning.operation.input", {"messages": CONVERSATION, "tools": [TOOL]}) | flat(
     "agentlightning.operation.output", {"id": "chatcmpl-1", "choices": [{"message": ANSWER}]}
 )
@@ -301,7 +301,7 @@ def test_tools_that_are_no_functions_stay() -> None:
     assert read_call({"gen_ai.tool.definitions": json.dumps([search])}).tools == [search]
 
 
-# -- reading attributes --------------------------------------------------------------------------------------------------------
+# reading attributes
 
 
 def test_flattened_entries_come_in_the_order_of_their_numbers_with_gaps_closed() -> None:

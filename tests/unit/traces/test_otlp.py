@@ -1,4 +1,4 @@
-"""The OTLP/HTTP endpoint: what it reads, what it refuses, and that a real exporter gets on with it."""
+"""The OTLP/HTTP endpoint: accepted and rejected bodies, and a real exporter."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def as_protobuf(*spans: dict[str, Any], resource: list[dict[str, Any]] | None = 
 
 
 def decode(*arguments: Any, **settings: Any) -> list[Span]:
-    """Decode a body in which every span is good."""
+    """Decode a body in which every span is valid."""
     spans, reasons = decode_all(*arguments, **settings)
     assert reasons == []
     return spans
@@ -372,7 +372,7 @@ def test_deep_nesting_is_refused() -> None:
 
 
 class Store:
-    """A sink that knows some attempts."""
+    """A sink that accepts some attempts."""
 
     def __init__(self, known: tuple[tuple[str, str], ...] = (("r", "a"), ("r2", "a2"))) -> None:
         self.known = known
@@ -783,7 +783,7 @@ def test_the_real_exporter_is_told_that_it_sends_too_much(
 def test_the_tracers_export_reaches_the_endpoint(
     server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two attempts of one process, exported by `OtelTracer(export_endpoint=...)`, arrive keyed."""
+    """Spans of two attempts of one process arrive with their ids (`OtelTracer(export_endpoint=...)`)."""
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
     tracer = OtelTracer(export_endpoint=server.url)

@@ -1,4 +1,4 @@
-"""Rewards are checked when given, and read from spans of every known format; a malformed one is no reward."""
+"""Rewards: checks of values, and reading from spans of every known format; malformed ones are ignored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def span(attributes: dict[str, Any], name: str = ANNOTATION) -> Span:
 
 
 def ended(attributes: dict[str, Any] | None, name: str = ANNOTATION) -> Any:
-    """The same as a ReadableSpan of the SDK."""
+    """Return the same span as a ReadableSpan of the SDK."""
     made = TracerProvider().get_tracer("t").start_span(name, attributes=attributes)
     made.end()
     return made

@@ -1,4 +1,4 @@
-"""Tracers: spans reach the trace of their attempt and no other, and the agent never pays for it."""
+"""Tracers: spans reach the trace of their own attempt, and tracing never fails or delays the agent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from raylight.types import Attempt, Rollout, Span
 
 @pytest.fixture(autouse=True)
 def _no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test begins as a process without a tracer provider."""
+    """Start every test without a global tracer provider."""
     monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
     tracer_module._LAST.set(None)
@@ -200,7 +200,7 @@ def test_a_child_of_a_span_that_has_ended_keeps_the_attempt(tracer: OtelTracer) 
 
 
 def test_a_parent_known_by_its_ids_alone_is_found(tracer: OtelTracer) -> None:
-    """As when the agent calls a server of its own process, and the parent comes by a header."""
+    """The agent calls a server in its own process, which receives the parent by a header."""
     with tracer.attempt(rollout()) as trace, sdk().start_as_current_span("client") as client:
         remote = otel.set_span_in_context(NonRecordingSpan(client.get_span_context()), otel_context.Context())
         in_thread(lambda: sdk().start_span("server", context=remote).end())
@@ -208,7 +208,7 @@ def test_a_parent_known_by_its_ids_alone_is_found(tracer: OtelTracer) -> None:
 
 
 def test_the_attempt_goes_before_the_parent(tracer: OtelTracer) -> None:
-    """An agent may start another attempt's code within its own span."""
+    """An agent may run another attempt's code within its own span."""
     with (
         tracer.attempt(rollout(1)) as one,
         sdk().start_as_current_span("one"),
@@ -289,7 +289,7 @@ def test_spans_that_never_end_leave_nothing_behind(tracer: OtelTracer) -> None:
 
 
 def test_long_conversations_are_not_cut(tracer: OtelTracer) -> None:
-    """The SDK keeps 128 attributes of a span and throws the oldest away."""
+    """The SDK keeps 128 attributes of a span and drops the oldest."""
     prompts = {f"gen_ai.prompt.{i}.content": "hello" for i in range(1000)}
     with tracer.attempt(rollout()) as trace:
         sdk().start_span("chat", attributes=prompts).end()
@@ -519,7 +519,7 @@ def test_it_is_light_until_setup() -> None:
 
 
 class Held(SpanExporter):
-    """Keeps what it is given; waits for `open` first."""
+    """Exporter that stores spans, after waiting for `open`."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []

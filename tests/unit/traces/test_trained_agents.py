@@ -1,4 +1,4 @@
-"""One filter decides which agents are trained: a pattern, and what the rollout marks."""
+"""Selection of the agents to train on, by a pattern and by the rollout's marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a rollout, and how a run's store is read."""
+"""Transcripts of rollouts, and reading of a run's store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans become triplets: whatever traced the calls, each is one triplet, with its agent and its reward."""
+"""Conversion of spans to triplets: one per call with its agent and reward, from every tracing library."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def span(
 def captured(
     response: str, prompt: list[int], output: list[int], times: tuple[float, float], parent: str | None = None
 ) -> Span:
-    """A span as raylight captures a call at the engine."""
+    """Return the span of a call that raylight captured at the engine."""
     return span(
         "openai.chat.completion",
         f"call-{response}",
@@ -130,7 +130,7 @@ def test_log_probs_that_do_not_fit_the_tokens_are_left_out_and_logged(
     assert "2 tokens but 1 logprobs" in caplog.text
 
 
-# -- spans as other libraries write them ---------------------------------------------------------------------------------------
+# spans as other libraries write them
 
 
 def agentops_call(span_id: str, parent: str, times: tuple[float, float], response: str) -> Span:
@@ -192,7 +192,7 @@ def test_agentops_spans() -> None:
 
 
 def test_agent_framework_names_the_agent_of_a_call_that_the_engine_captured() -> None:
-    """Its own span has the response id; that of the engine has the tokens, no parent, and a clock of its own."""
+    """The client's span has the response id; the engine's has the tokens, no parent, and another clock."""
     spans = [
         span("workflow.run", "w", None, (0, 10)),
         span("executor.process writer", "e", "w", (1, 4), executor__id="writer"),
@@ -218,7 +218,7 @@ def test_agent_framework_names_the_agent_of_a_call_that_the_engine_captured() ->
 
 
 def test_openllmetry_and_capture_tell_of_one_call() -> None:
-    """opentelemetry-instrumentation-openai knows agent and messages, the engine knows tokens."""
+    """The span of opentelemetry-instrumentation-openai has agent and messages, the engine's has tokens."""
     spans = [
         span("writer.agent", "a", None, (0, 9), gen_ai__agent__name="writer"),
         span(
@@ -256,7 +256,7 @@ def test_a_span_without_response_id_around_a_call_is_the_same_call() -> None:
 def proxy_call(
     response: str, prompt: list[int], output: list[int], sequence: int, newer: bool = False
 ) -> Span:
-    """A span of agent-lightning's LLM proxy: the raw response, in Python's notation."""
+    """Return a span of agent-lightning's LLM proxy, with the raw response in Python's notation."""
     choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": None, "tool_calls": []}}
     attributes: dict[str, Any] = {
         "llm.hosted_vllm.messages": str([{"role": "user", "content": "it's 2+2?"}]),
@@ -303,7 +303,7 @@ def test_weave_spans() -> None:
     assert triplet.metadata["request"] == {"model": "policy"}
 
 
-# -- agents --------------------------------------------------------------------------------------------------------------------
+# agents
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_repair_gives_a_floating_call_its_agent() -> None:
     assert TracerTraceToTriplet(agent_match="planner", repair_hierarchy=False).adapt(spans) == []
 
 
-# -- rewards -------------------------------------------------------------------------------------------------------------------
+# rewards
 
 
 def test_a_reward_goes_to_the_last_call_that_had_ended() -> None:
@@ -420,7 +420,7 @@ def test_agent_lightnings_enum_names_a_reward_matching() -> None:
 
 @pytest.mark.parametrize("judge_parent", ["grade", None])
 def test_the_calls_of_a_judge_are_left_out(judge_parent: str | None) -> None:
-    """Also if only the judge's own client knew that it worked for a reward, and the engine's clock is off."""
+    """The same holds if only the judge's client span is within the reward, and the engine's clock is off."""
     spans = [
         captured("a", [1], [2], (0, 1)),
         span(
@@ -470,7 +470,7 @@ def test_wrong_arguments_are_errors_at_once(arguments: dict[str, str]) -> None:
         TracerTraceToTriplet(**arguments)  # type: ignore[arg-type]
 
 
-# -- by sequence ---------------------------------------------------------------------------------------------------------------
+# by sequence
 
 
 def numbered(made: Span, sequence: int) -> Span:
@@ -526,7 +526,7 @@ def test_a_reward_goes_to_at_most_one_call_that_had_ended_and_none_is_wasted(
             assert all(end > time for _, end in free)
 
 
-# -- the tree ------------------------------------------------------------------------------------------------------------------
+# the tree
 
 IDS = st.sampled_from(["a", "b", "c", "d", "e"])
 SPANS = st.lists(
@@ -537,7 +537,7 @@ SPANS = st.lists(
 @given(SPANS)
 @settings(max_examples=300)
 def test_any_spans_make_a_tree_that_holds_each_id_once(drawn: list[tuple[str, str | None, int, int]]) -> None:
-    """Also with missing parents, several roots, double ids and circles; and repairing neither loses nor doubles a span."""
+    """Missing parents, several roots, doubled ids and circles are allowed; repairing keeps each span once."""
     spans = [
         span("openai.chat.completion", i, parent, (start, start + length))
         for i, parent, start, length in drawn
@@ -603,11 +603,11 @@ def test_the_tree_as_text() -> None:
     )
 
 
-# -- several choices -----------------------------------------------------------------------------------------------------------
+# several choices
 
 
 def choices_of_one_response() -> list[Span]:
-    """Three choices as raylight captures them: calls of their own; the client has one span, with the response id."""
+    """raylight captures three choices as three calls; the client has one span, with the response id."""
     spans = [
         span(
             "openai.chat",
