@@ -1,7 +1,8 @@
-"""The command line: `raylight quickstart`, `train`, `eval`, `serve`, `runner`, `trace`, `export` and `doctor`.
+"""The command line: `raylight quickstart`, `train`, `eval`, `serve`, `runner`, `trace`, `export` and
+`doctor`.
 
-A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME is the dotted
-name of a setting, VALUE is read as YAML.
+A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
+is the dotted name of a setting, VALUE is read as YAML.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ ModelName = Annotated[
 Engine = Annotated[
     str,
     typer.Option(
-        help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted name of an "
-        "engine class, package.module:Engine."
+        help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted "
+        "name of an engine class, package.module:Engine."
     ),
 ]
 Runners = Annotated[int, typer.Option(min=1, help="Number of runner actors, which execute the agent.")]
@@ -108,7 +109,8 @@ def train(
 ) -> None:
     """Train an agent with the settings of a file. The config.yaml of a run starts the same run again.
 
-    --set takes the dotted name of any setting of the file, such as algorithm.lr=1e-5 or output_dir=outputs/again.
+    --set takes the dotted name of any setting of the file, such as algorithm.lr=1e-5 or
+    output_dir=outputs/again.
     """
     import yaml
 

@@ -308,7 +308,8 @@ def size(amount: float | None) -> str:
 
 
 def examine() -> None:
-    """Examine machine and cluster, print the result, and exit with code 1 if something required is missing, else 0."""
+    """Examine machine and cluster, print the result, and exit with code 1 if something required is missing,
+    else 0."""
     console = Console(markup=False, highlight=False)
     machine, cluster = gather_machine(), gather_cluster() if installed("ray") else None
     required = importlib.metadata.requires("raylight") if installed("raylight") else []

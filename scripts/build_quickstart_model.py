@@ -1,17 +1,17 @@
 """Build the quickstart's starter model: python scripts/build_quickstart_model.py OUT
 
-The quickstart needs a model that RL visibly improves within minutes on a laptop's CPU. A random model never earns a
-reward and a perfect one has nothing left to learn. The starter is therefore a tiny Qwen3 that can add but does so
-unreliably: sampled at temperature 1 about half of its answers are right, so that each group of rollouts has both
-successes and failures.
+The quickstart needs a model that RL visibly improves within minutes on a laptop's CPU. A random model never
+earns a reward and a perfect one has nothing left to learn. The starter is therefore a tiny Qwen3 that can add
+but does so unreliably: sampled at temperature 1 about half of its answers are right, so that each group of
+rollouts has both successes and failures.
 
-It is trained by imitation of a teacher. For most of the training the teacher is always right, because the skill is slow
-to learn from noisy labels. At the end the teacher is careless: it often replaces one of the last two digits with a
-random one. The errors are spread so that the right digit stays the most probable one, and the learning rate is close to
-zero by then, so that the answers become noisy while the skill remains.
+It is trained by imitation of a teacher. For most of the training the teacher is always right, because the
+skill is slow to learn from noisy labels. At the end the teacher is careless: it often replaces one of the
+last two digits with a random one. The errors are spread so that the right digit stays the most probable one,
+and the learning rate is close to zero by then, so that the answers become noisy while the skill remains.
 
-The model sees training pairs only, so its validation accuracy measures the skill and not memory. One thread and fixed
-seeds make the weights reproducible byte for byte on the same machine.
+The model sees training pairs only, so its validation accuracy measures the skill and not memory. One thread
+and fixed seeds make the weights reproducible byte for byte on the same machine.
 """
 
 import argparse
@@ -36,7 +36,8 @@ IGNORED = -100
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte: nothing to download or train, and each digit is one token."""
+    """Return a tokenizer with one token per byte: nothing to download or train, and each digit is one
+    token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -94,7 +95,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, tasks: list[dict]) -> torch.Tenso
 def log_probs(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor, answers: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs of the answers' tokens, shape (answers, ANSWER_TOKENS) with zeros as padding, and the token count."""
+    """Return log-probs of the answers' tokens, shape (answers, ANSWER_TOKENS) with zeros as padding, and the
+    token count."""
     rows = [tokenizer.encode(f"{answer}<|im_end|>") for answer in answers]
     targets = torch.tensor([row + [IGNORED] * (ANSWER_TOKENS - len(row)) for row in rows])
     inputs = torch.cat([prompts, targets[:, :-1].clamp(min=0)], dim=1)
@@ -109,7 +111,8 @@ def rate(step: int) -> float:
 
 
 def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Train the model on the teacher's answers to the training pairs, drawn again each time that a pair is used."""
+    """Train the model on the teacher's answers to the training pairs, drawn again each time that a pair is
+    used."""
     train, val = additions(seed=0)
     prompts, val_prompts = encode(tokenizer, train), encode(tokenizer, val)
     totals, val_totals = ([task["a"] + task["b"] for task in tasks] for tasks in (train, val))

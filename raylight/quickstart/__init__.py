@@ -1,4 +1,5 @@
-"""The quickstart: a small model learns to add in about a minute on a CPU, with all components of a real run."""
+"""The quickstart: a small model learns to add in about a minute on a CPU, with all components of a real
+run."""
 
 from __future__ import annotations
 

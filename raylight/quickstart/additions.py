@@ -1,7 +1,7 @@
 """The quickstart's task: add two two-digit numbers.
 
-A model of a quarter of a million parameters learns it within minutes on one core. Validation pairs are never trained on,
-so a right answer to one of them is computed and not memorised.
+A model of a quarter of a million parameters learns it within minutes on one core. Validation pairs are never
+trained on, so a right answer to one of them is computed and not memorised.
 """
 
 import random

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up, then raise."""
+    """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up,
+    then raise."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = (
         concurrent.futures.Future()

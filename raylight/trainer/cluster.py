@@ -41,7 +41,8 @@ def is_reachable(address: str) -> bool:
 
 
 def running_cluster() -> str | None:
-    """Return the address of the cluster that `ray start` started on this machine; None if it is not reachable.
+    """Return the address of the cluster that `ray start` started on this machine; None if it is not
+    reachable.
 
     Ray keeps the address of a cluster that has crashed, and would wait for it for minutes.
     """
@@ -55,8 +56,9 @@ def running_cluster() -> str | None:
 def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection]:
     """Connect to Ray.
 
-    An existing connection is reused. Otherwise the cluster at `address`, at `RAY_ADDRESS` or on this machine is joined; if there is
-    none, or the address is "local", a local cluster is started. Only a cluster that was started here is shut down.
+    An existing connection is reused. Otherwise the cluster at `address`, at `RAY_ADDRESS` or on this machine
+    is joined; if there is none, or the address is "local", a local cluster is started. Only a cluster that
+    was started here is shut down.
 
     Raises:
         ConfigError: no cluster is reachable at the given address.
@@ -72,7 +74,8 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
     found = is_reachable(wanted) if named and wanted else running_cluster() is not None
     if wanted not in (None, "local") and not found:
         raise ConfigError(
-            f"no Ray cluster is reachable at {wanted!r}; start one with `ray start --head`, or give its host:port"
+            f"no Ray cluster is reachable at {wanted!r}; start one with `ray start --head`, or give its "
+            "host:port"
         )
     local = wanted == "local" or not found
     if not local:
@@ -81,7 +84,8 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
             context = ray.init(address=wanted if named else None, **options)
         except (ConnectionError, RuntimeError) as error:
             raise ConfigError(
-                f"the Ray cluster {wanted or 'on this machine'} cannot be joined: {error}. If it requires a token, set "
+                f"the Ray cluster {wanted or 'on this machine'} cannot be joined: {error}. If it requires a "
+                "token, set "
                 "RAY_AUTH_MODE=token; if it has crashed, run `ray stop`"
             ) from None
     if local:
@@ -98,7 +102,8 @@ async def reserve(
     """Reserve bundles of resources before anything starts.
 
     Raises:
-        PlacementError: the cluster could not place them within `timeout` seconds; the message lists request and resources.
+        PlacementError: the cluster could not place them within `timeout` seconds; the message lists request
+            and resources.
     """
     group = placement_group(bundles, strategy=strategy, name=name)
     try:
@@ -112,7 +117,8 @@ async def reserve(
     asked = f"{len(bundles)} x {_amounts(bundles[0])}"
     has, free = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
     raise PlacementError(
-        f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s{_demand(strategy)}; it has {has}, free now {free}. "
+        f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s{_demand(strategy)}; it has "
+        f"{has}, free now {free}. "
         "Reduce learner.n or the resources of each learner, or add nodes"
     )
 

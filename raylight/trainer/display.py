@@ -146,7 +146,8 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     lost = f" ({summary['rollouts_lost']} because of the infrastructure)" if summary["rollouts_lost"] else ""
     failed = summary["rollouts_failed"]
     console.print(
-        f"{summary['steps']} steps, {summary['rollouts']} rollouts{f', {failed} failed' if failed else ''}{lost}, "
+        f"{summary['steps']} steps, {summary['rollouts']} "
+        f"rollouts{f', {failed} failed' if failed else ''}{lost}, "
         f"{summary['seconds']:.0f} s",
         highlight=False,
     )
@@ -198,8 +199,10 @@ def print_scores(figures: dict[str, Any], folder: str) -> None:
     lost = f" ({figures['lost']} because of the infrastructure)" if figures["lost"] else ""
     unscored = f", {figures['unscored']} without a reward" if figures["unscored"] else ""
     console.print(
-        f"{figures['tasks']} tasks, {figures['rollouts']} rollouts, {figures['failed']} failed{lost}{unscored}; {figures['calls']} "
-        f"calls, {figures['tokens_per_rollout']:.1f} tokens per rollout; {figures['seconds']:.1f} s, {figures['tokens_per_s']:.0f} "
+        f"{figures['tasks']} tasks, {figures['rollouts']} rollouts, {figures['failed']} "
+        f"failed{lost}{unscored}; {figures['calls']} "
+        f"calls, {figures['tokens_per_rollout']:.1f} tokens per rollout; {figures['seconds']:.1f} s, "
+        f"{figures['tokens_per_s']:.0f} "
         "tokens/s",
         highlight=False,
         soft_wrap=True,

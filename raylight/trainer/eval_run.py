@@ -40,8 +40,9 @@ COLLECT_CHUNK = 256
 class EvalRun:
     """Rolls every task out `samples` times and scores the rollouts.
 
-    Writes `eval.json` (all scores, and the configuration), `eval.jsonl` (a line per rollout), `eval.png` (the rewards) and
-    `eval.db` (the store) to `folder`. Other files there are unchanged, so the folder may be a training run's directory.
+    Writes `eval.json` (all scores, and the configuration), `eval.jsonl` (a line per rollout), `eval.png` (the
+    rewards) and `eval.db` (the store) to `folder`. Other files there are unchanged, so the folder may be a
+    training run's directory.
 
     Raises:
         RaylightError: the agent, the model or the adapter does not exist or cannot be used.
@@ -171,13 +172,15 @@ class EvalRun:
 
 
 def _engine(config: EngineConfig, settings: EvalSettings) -> tuple[str, EngineConfig]:
-    """Return the model's folder, empty for an upstream model, and the engine's settings with its resolved kind."""
+    """Return the model's folder, empty for an upstream model, and the engine's settings with its resolved
+    kind."""
     kind = choose_engine(config)
     update: dict[str, Any] = {"kind": kind}
     if kind == "upstream":
         if settings.lora_adapter is not None:
             raise ConfigError(
-                "lora_adapter: an upstream model takes no adapter from raylight; leave it out, or serve the model with raylight"
+                "lora_adapter: an upstream model takes no adapter from raylight; leave it out, or serve the "
+                "model with raylight"
             )
         return "", config.model_copy(
             update=update | {"upstream_model": config.upstream_model or settings.model}
@@ -214,7 +217,8 @@ def eval_line(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
 
 
 def _text(messages: str) -> str | None:
-    """Return the text of the last recorded message; None if it has none, such as a message with only tool calls."""
+    """Return the text of the last recorded message; None if it has none, such as a message with only tool
+    calls."""
     content = json.loads(messages)[-1].get("content")
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
@@ -222,7 +226,8 @@ def _text(messages: str) -> str | None:
 
 
 def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]) -> str | None:
-    """Return a note about sampling parameters that the agent did not pass on, by the recorded calls; None if it did."""
+    """Return a note about sampling parameters that the agent did not pass on, by the recorded calls; None if
+    it did."""
     calls = [call.sampling for item in finished for call in item.generations]
     defaults = {"temperature": 1.0, "top_p": 1.0}
     parts = []
@@ -232,7 +237,8 @@ def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]
         ]
         if others:
             parts.append(
-                f"{len(others)} of {len(calls)} calls were sampled at {name} {others[0]:g}, not {wanted[name]:g}"
+                f"{len(others)} of {len(calls)} calls were sampled at {name} {others[0]:g}, not "
+                f"{wanted[name]:g}"
             )
     if not parts:
         return None

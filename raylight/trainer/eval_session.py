@@ -33,9 +33,11 @@ class EvalSettings(Config):
     samples: int = Field(default=1, ge=1)
     """Rollouts per task."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their client themselves."""
+    """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their
+    client themselves."""
     failure_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """Reward of a rollout whose agent failed; None leaves it out. Infrastructure failures are always left out."""
+    """Reward of a rollout whose agent failed; None leaves it out. Infrastructure failures are always left
+    out."""
     pass_reward: float = Field(default=1.0, allow_inf_nan=False)
     """Lowest reward with which a rollout passes, for pass@k."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))

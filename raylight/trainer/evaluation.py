@@ -1,4 +1,5 @@
-"""Evaluation of the policy on tasks that it is never trained on: metrics, the best model, and early stopping."""
+"""Evaluation of the policy on tasks that it is never trained on: metrics, the best model, and early
+stopping."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ class EvaluationSession(Protocol):
 class Evaluator:
     """Evaluates the policy on validation tasks before, during and after training.
 
-    When the metric `algorithm.best` improves, the model is saved to `best/` in the run directory, together with `best.json`.
-    With `algorithm.patience`, `stop_reason` is set after so many evaluations without an improvement.
+    When the metric `algorithm.best` improves, the model is saved to `best/` in the run directory, together
+    with `best.json`. With `algorithm.patience`, `stop_reason` is set after so many evaluations without an
+    improvement.
 
     Args:
         tasks: validation tasks; without any, nothing is evaluated.
@@ -85,7 +87,8 @@ class Evaluator:
             return None
         assert self._best is not None
         return (
-            f"training ends early: {algorithm.best} did not improve by {algorithm.min_delta:g} in the last {self._stale} evaluations "
+            f"training ends early: {algorithm.best} did not improve by {algorithm.min_delta:g} in the last "
+            f"{self._stale} evaluations "
             f"(patience); its best value is {self._best['value']:.4g}, at step {self._best['step']}"
         )
 
@@ -94,9 +97,11 @@ class Evaluator:
         return {"best": self._best, "reference": self._reference, "stale": self._stale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state. A model in `best/` that was saved after the state remains the best until a better one.
+        """Continue from a state. A model in `best/` that was saved after the state remains the best until a
+        better one.
 
-        A best model by another metric or mode is not compared with: the next evaluation then counts as the first.
+        A best model by another metric or mode is not compared with: the next evaluation then counts as the
+        first.
         """
         self._best, self._reference, self._stale = state["best"], state["reference"], state["stale"]
         if self._best is not None and not self._is_comparable(self._best):

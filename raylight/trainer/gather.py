@@ -22,7 +22,8 @@ async def gather(
     step: int,
     report: Report,
 ) -> list[FinishedRollout]:
-    """Roll out the next batch of tasks, and up to `max_rounds` batches until `tasks_per_step` groups have differing rewards.
+    """Roll out the next batch of tasks, and up to `max_rounds` batches until `tasks_per_step` groups have
+    differing rewards.
 
     Raises:
         RaylightError: no rollout of a round has a reward (see `raise_if_hopeless`).
@@ -39,7 +40,8 @@ async def gather(
 
 
 def count_informative_groups(finished: list[FinishedRollout], algorithm: PolicyAlgorithm) -> int:
-    """Return the number of groups whose rewards are not all equal; turn rewards count where they are trained on."""
+    """Return the number of groups whose rewards are not all equal; turn rewards count where they are trained
+    on."""
     rewards_by_group: dict[str, set[float]] = {}
     for item in finished:
         if item.generations and (reward := algorithm.reward_of(item)) is not None:

@@ -39,7 +39,8 @@ def as_agent(spec: Any) -> LitAgent:
     """Return the agent that `spec` specifies; a plain function is decorated with @rollout.
 
     Args:
-        spec: a LitAgent, its class, a function, the dotted name of any of these, or a dict with the class as its `type`.
+        spec: a LitAgent, its class, a function, the dotted name of any of these, or a dict with the class as
+            its `type`.
 
     Raises:
         ConfigError: `spec` is none of these.
@@ -53,7 +54,8 @@ def as_agent(spec: Any) -> LitAgent:
     if callable(spec) and not isinstance(spec, type):
         return rollout(spec)
     raise ConfigError(
-        f"agent is {spec!r:.80}; give a function decorated with @rollout or an instance of LitAgent (or its class, a dotted name, "
+        f"agent is {spec!r:.80}; give a function decorated with @rollout or an instance of LitAgent (or its "
+        "class, a dotted name, "
         "or a dict with a 'type')"
     )
 
@@ -85,7 +87,8 @@ def resolve_model(model: str) -> str:
             return snapshot_download(model, local_files_only=True)
         except (LocalEntryNotFoundError, HFValidationError):
             raise ModelNotFoundError(
-                f"there is no folder {folder}, and {model!r} is not in the local cache; download it with `hf download {model}`"
+                f"there is no folder {folder}, and {model!r} is not in the local cache; download it with `hf "
+                f"download {model}`"
             ) from None
     raise ModelNotFoundError(
         f"there is no model folder {folder}; give the path of one, or a hub name such as owner/name"

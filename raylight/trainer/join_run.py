@@ -1,4 +1,5 @@
-"""A process that has only runners, and joins a run whose algorithm is in another process on the same cluster."""
+"""A process that has only runners, and joins a run whose algorithm is in another process on the same
+cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def check_joinable(run_name: str, owns_cluster: bool) -> None:
     """
     if owns_cluster:
         raise ConfigError(
-            "external runners require a shared Ray cluster, and none is running; start one with `ray start --head`"
+            "external runners require a shared Ray cluster, and none is running; start one with `ray start "
+            "--head`"
         )
     if _actor_exists(RENDEZVOUS_NAME, run_name) or _actor_exists(STORE_NAME, run_name):
         raise ConfigError(
@@ -86,7 +88,8 @@ class RemoteRunnerProcess:
         ):
             if connection.owns_cluster:
                 raise ConfigError(
-                    f"run {self._run_name!r} cannot be joined: no Ray cluster was found; give its address, or set RAY_ADDRESS"
+                    f"run {self._run_name!r} cannot be joined: no Ray cluster was found; give its address, "
+                    "or set RAY_ADDRESS"
                 )
             display.stage(f"looking for run {self._run_name}")
             rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
@@ -94,7 +97,8 @@ class RemoteRunnerProcess:
                 store, secret = await rendezvous.access.remote()
             except RayActorError:
                 raise ConfigError(
-                    f"run {self._run_name!r} ended before the runners joined; start the runners after the next run"
+                    f"run {self._run_name!r} ended before the runners joined; start the runners after the "
+                    "next run"
                 ) from None
             payload = replace(RunnerPayload(self._agent, trainer.tracer, trainer.hooks), secret=secret)
             pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)

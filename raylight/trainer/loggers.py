@@ -1,9 +1,9 @@
 """Metric loggers: receivers of the metrics of every step.
 
-A logger is one class with the three methods of `MetricLogger`. `Trainer(loggers=[...])` takes the names in `LOGGERS`,
-instances, classes, dotted names such as "package.module:MyLogger", and dicts of such a name as `type` with arguments. A
-constructor that has a parameter `folder`, `display` or `history` receives the run directory, the Display of the run, and
-the rows of the steps that a resumed run keeps.
+A logger is one class with the three methods of `MetricLogger`. `Trainer(loggers=[...])` takes the names in
+`LOGGERS`, instances, classes, dotted names such as "package.module:MyLogger", and dicts of such a name as
+`type` with arguments. A constructor that has a parameter `folder`, `display` or `history` receives the run
+directory, the Display of the run, and the rows of the steps that a resumed run keeps.
 
 A logger that raises is reported once and does not end the run.
 """
@@ -41,7 +41,8 @@ class MetricLogger(Protocol):
         ...
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Receive the metrics of a step by name; step 0 is the evaluation before training. Values may be NaN."""
+        """Receive the metrics of a step by name; step 0 is the evaluation before training. Values may be
+        NaN."""
         ...
 
     def finish(self) -> None:
@@ -82,7 +83,8 @@ class ConsoleLogger:
 
 
 class JsonlLogger:
-    """Writes one JSON object per step to `metrics.jsonl`; a resumed run keeps the rows up to its starting point."""
+    """Writes one JSON object per step to `metrics.jsonl`; a resumed run keeps the rows up to its starting
+    point."""
 
     def __init__(self, folder: Path, history: Sequence[Metrics] = ()) -> None:
         self._file = folder / METRICS_FILE
@@ -155,7 +157,8 @@ def _find(entry: Any) -> Any:
         return import_dotted_name(entry, "loggers")
     nearest = difflib.get_close_matches(entry, LOGGERS, n=3, cutoff=0.5) or LOGGERS
     raise ConfigError(
-        f"loggers: there is no logger {entry!r}; the nearest are: {', '.join(nearest)}. A logger of your own has a dotted name: "
+        f"loggers: there is no logger {entry!r}; the nearest are: {', '.join(nearest)}. A logger of your own "
+        "has a dotted name: "
         "package.module:MyLogger"
     )
 
@@ -184,7 +187,8 @@ class LoggerGroup:
             for method in ("start", "log", "finish"):
                 if not callable(getattr(built, method, None)):
                     raise ConfigError(
-                        f"loggers: {type(built).__name__} has no method {method}(); see raylight.trainer.loggers.MetricLogger"
+                        f"loggers: {type(built).__name__} has no method {method}(); see "
+                        "raylight.trainer.loggers.MetricLogger"
                     )
             self._loggers.append(built)  # type: ignore[arg-type]
 
@@ -211,7 +215,8 @@ class LoggerGroup:
                 name = type(each).__name__
                 logger.warning("metric logger %s failed in %s()", name, method, exc_info=True)
                 self._display.note(
-                    f"metric logger {name} failed in {method}(), and the run continues: {summarize_ray_error(error)}. Further failures of "
+                    f"metric logger {name} failed in {method}(), and the run continues: "
+                    f"{summarize_ray_error(error)}. Further failures of "
                     "it are not reported"
                 )
 

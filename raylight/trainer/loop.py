@@ -1,7 +1,7 @@
 """The synchronous training loop: roll out, update, publish weights, evaluate.
 
-A step can be replayed: the store has its rollouts by name, its tasks follow from their number, and its update follows
-from the training state before it. A run therefore resumes after its driver or its learners were lost.
+A step can be replayed: the store has its rollouts by name, its tasks follow from their number, and its update
+follows from the training state before it. A run therefore resumes after its driver or its learners were lost.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Training:
         if not self._signal_lost:
             return self._evaluator.stop_reason
         return (
-            f"training ends early: in the last {self._steps_without_signal} steps no group had rewards that differ. Either the "
+            f"training ends early: in the last {self._steps_without_signal} steps no group had rewards that "
+            "differ. Either the "
             "task is learned, or its reward does not separate good rollouts from bad ones"
         )
 
@@ -162,7 +163,8 @@ class Training:
         )
 
     async def _with_recovery(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work that is part of a step. After a loss of learners, restore them to the state before the step and retry.
+        """Do work that is part of a step. After a loss of learners, restore them to the state before the step
+        and retry.
 
         Raises:
             LearnerError: the learners were lost more often than allowed.

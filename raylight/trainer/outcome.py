@@ -13,7 +13,8 @@ from raylight.types import GREEDY, FinishedRollout
 
 
 def describe(finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
-    """Return the metrics of a training batch. Greedy rollouts, the baseline of ReMax, count in tokens per second only.
+    """Return the metrics of a training batch. Greedy rollouts, the baseline of ReMax, count in tokens per
+    second only.
 
     Args:
         content: counts of the batch that was built from the rollouts.
@@ -59,7 +60,8 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
 
     Raises:
         RewardError: the agent returns a value that is not a reward.
-        RolloutsFailedError: all rollouts failed, or none has a reward; the message has the most frequent cause.
+        RolloutsFailedError: all rollouts failed, or none has a reward; the message has the most frequent
+            cause.
         EmptyTraceError: failed rollouts have a `failure_reward`, but no rollout called the model.
     """
     if any(effective_reward(item, None) is not None for item in finished):
@@ -71,7 +73,8 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
     ]
     if not failures:
         raise RolloutsFailedError(
-            f"none of {len(finished)} rollouts was scored: the agent returns None; return a float, or a dict of floats"
+            f"none of {len(finished)} rollouts was scored: the agent returns None; return a float, or a dict "
+            "of floats"
         )
     error, count = Counter(failure.error for failure in failures).most_common(1)[0]
     example = next(failure for failure in failures if failure.error == error)

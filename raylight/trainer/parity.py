@@ -1,7 +1,9 @@
-"""Parity of engines and learner: both compute the log-probs of a short probe prompt, at the start and after each version.
+"""Parity of engines and learner: both compute the log-probs of a short probe prompt, at the start and after
+each version.
 
-Loading weights checks names and shapes only, and a checksum shows only that they arrived. A stale tensor (vLLM's repacked
-copy of a tied output layer, a kernel's own layout) becomes visible in the engine's output, so the output is compared.
+Loading weights checks names and shapes only, and a checksum shows only that they arrived. A stale tensor
+(vLLM's repacked copy of a tied output layer, a kernel's own layout) becomes visible in the engine's output,
+so the output is compared.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ START_TOKENS = 32
 SYNC_TOKENS = 16
 """Number of probe tokens at the start of a run (START_TOKENS) and after each version."""
 SPIKE = 4.0
-"""Factor by which a single token may exceed the tolerance, which is for the mean: unlikely tokens, such as those of a probe,
-have the largest rounding errors."""
+"""Factor by which a single token may exceed the tolerance, which is for the mean: unlikely tokens, such as
+those of a probe, have the largest rounding errors."""
 SIGNIFICANT = 100.0
-"""Factor by which the learner's change must exceed the usual difference of engine and learner to be conclusive."""
+"""Factor by which the learner's change must exceed the usual difference of engine and learner to be
+conclusive."""
 MAX_STALE_SHARE = 0.05
-"""Share of the learner's change by which an engine with the new weights may differ from it. On small models a stale output
-layer alone accounts for 6% to 30%."""
+"""Share of the learner's change by which an engine with the new weights may differ from it. On small models a
+stale output layer alone accounts for 6% to 30%."""
 MIN_NOISE = 1e-6
 
 
@@ -49,7 +52,8 @@ def vocabulary_size(model_path: str) -> int:
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
         raise EngineStartError(
-            f"{model_path}/config.json has no vocab_size, so it is not the folder of a language model; give another model"
+            f"{model_path}/config.json has no vocab_size, so it is not the folder of a language model; give "
+            "another model"
         )
     return size
 
@@ -57,8 +61,8 @@ def vocabulary_size(model_path: str) -> int:
 def probe_ids(vocabulary: int, length: int, seed: int = 0) -> list[int]:
     """Return the token ids of the probe prompt.
 
-    It is random but always the same, and avoids the ends of the vocabulary, where special tokens are. A shorter probe is a prefix
-    of a longer one.
+    It is random but always the same, and avoids the ends of the vocabulary, where special tokens are. A
+    shorter probe is a prefix of a longer one.
     """
     draw = random.Random(seed)
     return [draw.randrange(vocabulary // 4, max(vocabulary // 2, vocabulary // 4 + 1)) for _ in range(length)]
@@ -68,23 +72,28 @@ def compare(engine: Sequence[float], learner: Sequence[float], tolerance: float)
     """Compare an engine's log-probs with the learner's for the same tokens.
 
     Args:
-        tolerance: limit of the mean absolute difference. The trainer uses 1e-3 where both compute in float32, 0.5 otherwise.
+        tolerance: limit of the mean absolute difference. The trainer uses 1e-3 where both compute in float32,
+            0.5 otherwise.
 
     Raises:
         MismatchError: the difference exceeds the tolerance or is NaN.
     """
     if len(engine) != len(learner) or not learner:
         raise MismatchError(
-            f"the engine returned {len(engine)} log-probs of the probe and the learner {len(learner)}; use the same model folder for both"
+            f"the engine returned {len(engine)} log-probs of the probe and the learner {len(learner)}; use "
+            "the same model folder for both"
         )
     differences = [abs(a - b) for a, b in zip(engine, learner, strict=True)]
     worst = math.nan if any(map(math.isnan, differences)) else max(differences)
     parity = Parity(worst, statistics.fmean(differences), len(differences))
     if not (parity.mean_abs <= tolerance and parity.max_abs <= SPIKE * tolerance):  # true for NaN
         raise MismatchError(
-            f"log-probs of engine and learner differ by {parity.mean_abs:.2g} on average and up to {parity.max_abs:.2g} on a probe "
-            f"of {parity.tokens} tokens, more than {tolerance:g}. Either they compute from different weights (another model folder, "
-            "a quantised engine, a layer that the engine did not load) or in different precision. Compare the dtype of engine and "
+            f"log-probs of engine and learner differ by {parity.mean_abs:.2g} on average and up to "
+            f"{parity.max_abs:.2g} on a probe "
+            f"of {parity.tokens} tokens, more than {tolerance:g}. Either they compute from different weights "
+            "(another model folder, "
+            "a quantised engine, a layer that the engine did not load) or in different precision. Compare "
+            "the dtype of engine and "
             "learner; max_logprob_mismatch sets the limit"
         )
     return parity
@@ -93,10 +102,10 @@ def compare(engine: Sequence[float], learner: Sequence[float], tolerance: float)
 class ParityMonitor:
     """Compares the probes of every version and detects stale engines.
 
-    A step may change log-probs by much less than the tolerance, so one comparison cannot detect a stale engine. But a stale
-    engine's log-probs stay constant while the learner's change. Once the learner's have changed by many times the usual difference
-    of engine and learner, an engine with the weights still has about the usual difference, and an engine without some of them
-    differs by a large part of the change.
+    A step may change log-probs by much less than the tolerance, so one comparison cannot detect a stale
+    engine. But a stale engine's log-probs stay constant while the learner's change. Once the learner's have
+    changed by many times the usual difference of engine and learner, an engine with the weights still has
+    about the usual difference, and an engine without some of them differs by a large part of the change.
 
     Args:
         tolerance: as for `compare`.
@@ -107,7 +116,8 @@ class ParityMonitor:
         self._reference: _Reference | None = None
 
     def check(self, version: int, engines: Mapping[str, Sequence[float]], learner: Sequence[float]) -> Parity:
-        """Compare each replica's log-probs of `probe_ids` with the learner's; return the parity of the worst replica.
+        """Compare each replica's log-probs of `probe_ids` with the learner's; return the parity of the worst
+        replica.
 
         Args:
             engines: log-probs by replica.
@@ -117,7 +127,8 @@ class ParityMonitor:
         """
         if not engines:
             raise MismatchError(
-                f"weight version {version}: no replica returned log-probs of the probe; see the replicas' logs with `ray logs`"
+                f"weight version {version}: no replica returned log-probs of the probe; see the replicas' "
+                "logs with `ray logs`"
             )
         parities = {}
         for replica, logprobs in engines.items():
@@ -140,9 +151,12 @@ class ParityMonitor:
             return  # inconclusive; the next version is compared with the same reference
         if difference > MAX_STALE_SHARE * change:
             raise MismatchError(
-                f"replica {replica} lacks some of the weights of version {version}: since version {reference.version} the learner's "
-                f"log-probs of the probe changed by {change:.2g} on average, and the replica's differ from them by {difference:.2g} "
-                f"(usual: {reference.noise:.2g}). A tensor was not loaded; check that a tied output layer is exported too"
+                f"replica {replica} lacks some of the weights of version {version}: since version "
+                f"{reference.version} the learner's "
+                f"log-probs of the probe changed by {change:.2g} on average, and the replica's differ from "
+                f"them by {difference:.2g} "
+                f"(usual: {reference.noise:.2g}). A tensor was not loaded; check that a tied output layer is "
+                "exported too"
             )
         self._reference = _Reference(version, tuple(learner), max(difference, reference.noise))
 

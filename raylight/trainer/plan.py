@@ -107,7 +107,8 @@ def merge_resources(agent: LitAgent, overrides: NamedResources) -> NamedResource
     resources = {**agent.declared_resources, **overrides}
     if reserved := RESERVED & resources.keys():
         raise ConfigError(
-            f"resources cannot be named {', '.join(sorted(reserved))}: raylight fills these parameters itself; choose other names"
+            f"resources cannot be named {', '.join(sorted(reserved))}: raylight fills these parameters "
+            "itself; choose other names"
         )
     return resources
 
@@ -115,7 +116,8 @@ def merge_resources(agent: LitAgent, overrides: NamedResources) -> NamedResource
 def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
     """Return resources in which the served model `llm` takes the place of every model without an endpoint.
 
-    If there is none, it is added as `llm`, and also as `main_llm` (the name in agent-lightning's VERL) unless that name is taken.
+    If there is none, it is added as `llm`, and also as `main_llm` (the name in agent-lightning's VERL) unless
+    that name is taken.
 
     Raises:
         ConfigError: the resource `llm` is a model with an endpoint, and no other model lacks one.
@@ -123,7 +125,8 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
     unfilled = [name for name, value in resources.items() if is_unfilled(value)]
     if not unfilled and "llm" in resources:
         raise ConfigError(
-            "the resource `llm` has an endpoint, and no resource is left for the trained model; give the fixed model another "
+            "the resource `llm` has an endpoint, and no resource is left for the trained model; give the "
+            "fixed model another "
             "name, or declare a model without an endpoint, such as @rollout(model=LLM())"
         )
     kept = ("sampling_parameters", "agent_id")
@@ -155,6 +158,7 @@ def must_have_endpoints(resources: Iterable[tuple[str, Any]], algorithm: Any) ->
     """Raise a ConfigError if a model has no endpoint in a run that serves none."""
     if empty := [name for name, resource in resources if is_unfilled(resource)]:
         raise ConfigError(
-            f"{', '.join(empty)}: {type(algorithm).__name__} serves no model, and this LLM has no endpoint; give one: "
+            f"{', '.join(empty)}: {type(algorithm).__name__} serves no model, and this LLM has no endpoint; "
+            "give one: "
             "LLM(endpoint=..., model=...)"
         )

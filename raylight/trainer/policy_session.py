@@ -59,7 +59,8 @@ class PolicySession(ServedSession):
         self.start = start
         self._reopens_store = start.same_run
         self.replaying = not start.is_fresh
-        """True while steps are replayed from the store: engines need no weights until something is sampled."""
+        """True while steps are replayed from the store: engines need no weights until something is
+        sampled."""
         self.restarts = 0
         """Number of times that lost learners were restarted."""
         self.version = start.version
@@ -68,7 +69,8 @@ class PolicySession(ServedSession):
         self._step = start.step
         self._replay_lock = asyncio.Lock()
         self._cancelled_ids: set[str] = set()
-        """Rollouts that the resumed run left undecided and that are cancelled until their step is replayed."""
+        """Rollouts that the resumed run left undecided and that are cancelled until their step is
+        replayed."""
         self._vocabulary = vocabulary_size(plan.model_path)
         self._parity = ParityMonitor(plan.algorithm.max_logprob_mismatch)
         self._reported_no_sleep = False
@@ -147,7 +149,8 @@ class PolicySession(ServedSession):
         return await self._roll_out(requests, progress)
 
     async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
-        """Roll every task out once for training, with a model whose sampling parameters ask for temperature 0."""
+        """Roll every task out once for training, with a model whose sampling parameters ask for temperature
+        0."""
         greedy: dict[str, Any] = {
             "kind": "greedy-",
             "resources_id": self._greedy_id,
@@ -226,7 +229,8 @@ class PolicySession(ServedSession):
         return latest.resources_id
 
     async def _collect(self, ids: list[str]) -> list[FinishedRollout]:
-        """Return finished rollouts, with spans only where these are needed to assign calls to agents or rewards to turns."""
+        """Return finished rollouts, with spans only where these are needed to assign calls to agents or
+        rewards to turns."""
         finished = await self.store.collect(ids)
         chosen = [
             item.rollout.rollout_id
@@ -243,7 +247,8 @@ class PolicySession(ServedSession):
         return [with_spans.get(item.rollout.rollout_id, item) for item in finished]
 
     async def recover(self, fault: LearnerLostError) -> ResumePoint:
-        """Restart lost learners and load the last training state; return its position. The engines keep running.
+        """Restart lost learners and load the last training state; return its position. The engines keep
+        running.
 
         Raises:
             LearnerError: the learners were lost more often than `max_restarts` allows.
@@ -251,7 +256,8 @@ class PolicySession(ServedSession):
         limit = self.plan.learner.max_restarts
         if self.restarts >= limit:
             raise LearnerError(
-                f"the learners were lost more often than learner.max_restarts={limit} allows; the last time: {fault}"
+                f"the learners were lost more often than learner.max_restarts={limit} allows; the last time: "
+                f"{fault}"
             ) from fault
         self.restarts += 1
         self._show_stage("restarting the learners")
@@ -270,7 +276,8 @@ class PolicySession(ServedSession):
     def end_replay(self) -> None:
         """Continue after restarted learners have reached the step at which they were lost.
 
-        If their weights were never published, which happens in a resumed run, the replay continues until something is sampled.
+        If their weights were never published, which happens in a resumed run, the replay continues until
+        something is sampled.
         """
         self.replaying = self.version > self._published_version
 
@@ -278,7 +285,8 @@ class PolicySession(ServedSession):
         return {**await super().counts(), "learner_restarts": self.restarts}
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Update the learners' weights; return metrics. Engines that share a device with the learners sleep meanwhile."""
+        """Update the learners' weights; return metrics. Engines that share a device with the learners sleep
+        meanwhile."""
         config, timeout = self.plan.engine, self.plan.algorithm.sync_timeout_s
         if not config.sleep_while_learning:
             metrics = await self.learners.update(batch)
@@ -300,7 +308,8 @@ class PolicySession(ServedSession):
             self._reported_no_sleep = True
 
     async def publish_weights(self, timeout: float) -> tuple[int, Parity]:
-        """Send the learners' weights to all replicas; return their version and how well engines and learners agree.
+        """Send the learners' weights to all replicas; return their version and how well engines and learners
+        agree.
 
         Agents sample from this version from then on.
 

@@ -19,7 +19,8 @@ from raylight.trainer.loggers import PLOT_FILE, Display, LoggerGroup, Metrics, f
 from raylight.types import FinishedRollout
 
 MAX_SHOWN_ERRORS = 10
-"""Number of distinct rollout errors that are shown with a traceback and listed in the summary; all are counted."""
+"""Number of distinct rollout errors that are shown with a traceback and listed in the summary; all are
+counted."""
 
 
 class ProgressReporter:
@@ -65,7 +66,8 @@ class Report(ProgressReporter):
         folder: the run directory: `config.yaml`, `summary.json`, `checkpoint/`, and the files of the loggers.
         config: content of `config.yaml`.
         started: `time.perf_counter()` at the start of the run; now if None.
-        last_logged_step: last step whose metrics are kept by a resumed run; None starts with an empty directory.
+        last_logged_step: last step whose metrics are kept by a resumed run; None starts with an empty
+            directory.
         loggers: as for `Trainer(loggers=...)`.
 
     Raises:
@@ -126,8 +128,10 @@ class Report(ProgressReporter):
         if drifts and not self._reported_drift:
             self._reported_drift = True
             self.note(
-                f"{drifts} of {content.calls} calls have a prompt that renders earlier turns to other tokens than those that were "
-                "sampled (trace/drifts_* in metrics.jsonl). Each starts a new row, for which the earlier turns are computed again"
+                f"{drifts} of {content.calls} calls have a prompt that renders earlier turns to other tokens "
+                "than those that were "
+                "sampled (trace/drifts_* in metrics.jsonl). Each starts a new row, for which the earlier "
+                "turns are computed again"
             )
 
     def mismatch(self, metrics: Metrics) -> None:
@@ -139,9 +143,12 @@ class Report(ProgressReporter):
         if metrics.get("mismatch/warned") and not self._reported_mismatch:
             self._reported_mismatch = True
             self.note(
-                f"log-probs of engine and learner differ by up to {metrics['mismatch/logprob_abs_max']:.2g} for the same weights "
-                "(mismatch/* in metrics.jsonl). Causes: the agent samples with top_p, top_k or a grammar, or engine and learner "
-                "compute in different precision. rollout_is or rollout_rs correct for it; warn_logprob_mismatch sets the "
+                f"log-probs of engine and learner differ by up to {metrics['mismatch/logprob_abs_max']:.2g} "
+                "for the same weights "
+                "(mismatch/* in metrics.jsonl). Causes: the agent samples with top_p, top_k or a grammar, or "
+                "engine and learner "
+                "compute in different precision. rollout_is or rollout_rs correct for it; "
+                "warn_logprob_mismatch sets the "
                 "threshold of this note"
             )
 
@@ -157,7 +164,8 @@ class Report(ProgressReporter):
         rewards = [row[key] for row in self._history if key in row]
         if not self.checkpoint.exists():
             self.note(
-                f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared storage"
+                f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared "
+                "storage"
             )
         return self._write_summary(
             {

@@ -1,7 +1,8 @@
 """The point at which a run starts: fresh, or after a training state of an earlier run.
 
-The store is the log of a run and a training state is a position in it. Steps after the state are replayed with the
-rollouts that the store already has under their names, so that no rollout is trained twice and no finished one is lost.
+The store is the log of a run and a training state is a position in it. Steps after the state are replayed
+with the rollouts that the store already has under their names, so that no rollout is trained twice and no
+finished one is lost.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates, locate_state
 
 Resume = bool | str | Path
-"""False starts fresh. True and "auto" continue the run in output_dir; "auto" starts fresh if there is none. A string or
-path names a training state or a run directory."""
+"""False starts fresh. True and "auto" continue the run in output_dir; "auto" starts fresh if there is none. A
+string or path names a training state or a run directory."""
 
 SAME_UPDATES = {
     "n_steps",
@@ -60,8 +61,10 @@ class ResumePoint:
         tasks_consumed: training tasks used up to that step.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.
-        parent_lineage: the lineage that was abandoned if this point starts a new one in the same run directory.
-        same_run: True if the state is of the run in this directory, whose store has the rollouts after `step`.
+        parent_lineage: the lineage that was abandoned if this point starts a new one in the same run
+            directory.
+        same_run: True if the state is of the run in this directory, whose store has the rollouts after
+            `step`.
         notes: messages for the user.
     """
 
@@ -123,7 +126,8 @@ def find_resume_point(
             return fresh_start()
         available = f"has only those of steps {steps}" if steps else "has none"
         raise ConfigError(
-            f"no complete training state at {source if step is None else resume}: the folder {available}; name one of these, or "
+            f"no complete training state at {source if step is None else resume}: the folder {available}; "
+            "name one of these, or "
             "pass resume='auto' to start fresh where there is none"
         )
     step = steps[-1] if step is None else step
@@ -142,8 +146,8 @@ def resume_after(
 ) -> ResumePoint:
     """Return the starting point after a training state.
 
-    A new lineage starts if the state is of another run directory or if changed settings affect the updates: the rollouts
-    after the state then cannot be replayed. Its weights get versions that were never used.
+    A new lineage starts if the state is of another run directory or if changed settings affect the updates:
+    the rollouts after the state then cannot be replayed. Its weights get versions that were never used.
 
     Args:
         metadata: result of `state_metadata`, as stored with the state.
@@ -188,7 +192,8 @@ def resume_point_of(states: TrainingStates, step: int) -> ResumePoint:
 
 
 def prepare_states(start: ResumePoint, state_url: str, config: dict[str, Any]) -> None:
-    """Remove training states after the starting point. For a run without any, write one that refers to the initial model."""
+    """Remove training states after the starting point. For a run without any, write one that refers to the
+    initial model."""
     states = TrainingStates(state_url)
     states.remove_after(start.step if start.same_run else -1)
     if start.step == 0 and (start.is_fresh or start.starts_new_lineage):
@@ -219,7 +224,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     }
     if incompatible := "; ".join(f"{name}: {text}" for name, text in changed.items() if _is_fixed(name)):
         raise ConfigError(
-            f"the training state belongs to another run: {incompatible}. Restore these settings, or start fresh in another "
+            f"the training state belongs to another run: {incompatible}. Restore these settings, or start "
+            "fresh in another "
             "output_dir"
         )
     return changed
@@ -246,7 +252,8 @@ def affects_updates(name: str, config: dict[str, Any]) -> bool:
 
 
 def fingerprint_tasks(tasks: list[Any]) -> dict[str, Any]:
-    """Return the number of training tasks and a digest of them; the digest is None unless they are plain JSON data."""
+    """Return the number of training tasks and a digest of them; the digest is None unless they are plain JSON
+    data."""
     try:
         text = json.dumps(tasks, sort_keys=True)
     except (TypeError, ValueError):
@@ -296,5 +303,6 @@ async def wait_for_store(path: Path, timeout: float = STORE_TIMEOUT_S) -> None:
         await asyncio.wait_for(released.wait(), timeout)
     except TimeoutError:
         raise StoreError(
-            f"another process still has {path} open after {timeout:g} s: stop the run that is to be resumed first"
+            f"another process still has {path} open after {timeout:g} s: stop the run that is to be resumed "
+            "first"
         ) from None

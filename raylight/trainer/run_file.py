@@ -1,8 +1,8 @@
 """Run files: YAML files with all settings of a run, which `raylight train` reads and which every run writes.
 
-`RunFile` is the schema. The `config.yaml` of a run is such a file, so that it starts the same run again. A value that was
-given in code and has no form in YAML is written as `IN_CODE`, and reading it is an error that says what to give instead.
-Secrets are never written: they become `SECRET`.
+`RunFile` is the schema. The `config.yaml` of a run is such a file, so that it starts the same run again. A
+value that was given in code and has no form in YAML is written as `IN_CODE`, and reading it is an error that
+says what to give instead. Secrets are never written: they become `SECRET`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ RESOURCE_TYPES = {"llm": LLM, "proxy_llm": ProxyLLM, "prompt_template": PromptTe
 
 
 class DataFiles(Config):
-    """Tasks: paths of .jsonl, .json or .parquet files, or dotted names of lists or of functions that return lists."""
+    """Tasks: paths of .jsonl, .json or .parquet files, or dotted names of lists or of functions that return
+    lists."""
 
     train: str | None = None
     val: str | None = None
@@ -56,7 +57,8 @@ class RunFile(Config):
     seed: int | None = None
     output_dir: str | None = None
     resources: dict[str, Any] | None = None
-    """Initial resources by name; a dict with `resource_type` (llm, proxy_llm, prompt_template) is a resource of this type."""
+    """Initial resources by name; a dict with `resource_type` (llm, proxy_llm, prompt_template) is a resource
+    of this type."""
     engine: EngineConfig | None = None
     learner: LearnerConfig | None = None
     runner: RunnerConfig | None = None
@@ -71,7 +73,8 @@ class RunFile(Config):
     progress: bool = True
     log_to_driver: bool = False
     run: dict[str, Any] | None = None
-    """Facts about a run, which it writes to its config.yaml and which are not read: name, versions, total steps."""
+    """Facts about a run, which it writes to its config.yaml and which are not read: name, versions, total
+    steps."""
 
     def build_trainer(self) -> Trainer:
         """Return the Trainer of the run, without a connection to Ray.
@@ -147,7 +150,8 @@ def load_run_file(path: str | Path, assignments: Sequence[str] = ()) -> RunFile:
         assignments: texts `NAME=VALUE` that override settings of the file.
 
     Raises:
-        ConfigError: the file cannot be read, has an unknown key or a wrong value, or a value that was given in code.
+        ConfigError: the file cannot be read, has an unknown key or a wrong value, or a value that was given
+            in code.
     """
     path = Path(path).expanduser()
     try:
@@ -180,7 +184,8 @@ def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str
         sections: allowed first parts of the name.
 
     Raises:
-        ConfigError: the text has no name or no `=`, its section is unknown, or a part of the name has no settings.
+        ConfigError: the text has no name or no `=`, its section is unknown, or a part of the name has no
+            settings.
     """
     name, equals, value = text.partition("=")
     path = [part.strip().lstrip("-").replace("-", "_") for part in name.split(".")]
@@ -200,7 +205,8 @@ def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str
         target = target[part]
         if not isinstance(target, dict):
             raise ConfigError(
-                f"--set {text}: {'.'.join(path[:depth])} is {target!r} and has no settings; leave the last part of the "
+                f"--set {text}: {'.'.join(path[:depth])} is {target!r} and has no settings; leave the last "
+                "part of the "
                 "name out"
             )
     try:
@@ -229,7 +235,8 @@ def _check_expressible(value: Any, name: str, path: str) -> None:
             _check_expressible(inner, f"{name}[{index}]", path)
     elif name == "agent" and isinstance(value, str) and value.startswith("__main__:"):
         raise ConfigError(
-            f"{path}: the agent was defined in __main__, a script or a notebook; move it to a module and give agent: "
+            f"{path}: the agent was defined in __main__, a script or a notebook; move it to a module and "
+            "give agent: "
             "package.module:name"
         )
     elif value == IN_CODE:
@@ -326,7 +333,8 @@ def describe_component(spec: Any, is_data: bool = False) -> Any:
 
 
 def dotted_name(target: Any) -> str:
-    """Return "package.module:name" of a class, a function or another global of a module; `IN_CODE` if it is none."""
+    """Return "package.module:name" of a class, a function or another global of a module; `IN_CODE` if it is
+    none."""
     module_name = getattr(target, "__module__", None) or type(target).__module__
     module = sys.modules.get(module_name)
     name = next((name for name, value in vars(module).items() if value is target), None) if module else None

@@ -1,4 +1,5 @@
-"""The two kinds of run: PolicyRun trains a policy with the Trainer's loop, AlgorithmRun runs an algorithm's own loop."""
+"""The two kinds of run: PolicyRun trains a policy with the Trainer's loop, AlgorithmRun runs an algorithm's
+own loop."""
 
 from __future__ import annotations
 
@@ -20,12 +21,10 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl import VERL
 from raylight.config import StoreConfig
-from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
-from raylight.traces.trained_agents import AgentFilter
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.display import print_run, print_summary
 from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, resolve_model
@@ -37,6 +36,13 @@ from raylight.trainer.plan import (
     merge_resources,
     must_have_endpoints,
     with_policy,
+)
+from raylight.trainer.policy_checks import (
+    check_lengths,
+    mismatch_tolerance,
+    resolve_state_url,
+    trainable_engine,
+    trained_agents_pattern,
 )
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
@@ -104,7 +110,8 @@ class Run:
         """
         if resume is not False:
             raise ConfigError(
-                f"nothing reads resume: {type(self.trainer.algorithm).__name__} writes no training states; leave resume out"
+                f"nothing reads resume: {type(self.trainer.algorithm).__name__} writes no training states; "
+                "leave resume out"
             )
 
     @property
@@ -168,7 +175,8 @@ class PolicyRun(Run):
         super().__init__(trainer, inputs, name, folder)
         if trainer.llm_proxy is not None:
             raise ConfigError(
-                f"nothing reads llm_proxy: raylight's own engine serves the model of {type(algorithm).__name__}; leave it out"
+                "nothing reads llm_proxy: raylight's own engine serves the model of "
+                f"{type(algorithm).__name__}; leave it out"
             )
         resources: NamedResources = self._common["resources"]
         self.train_tasks = as_tasks(inputs.train, "train_dataset", required=True)
@@ -177,20 +185,20 @@ class PolicyRun(Run):
             raise ConfigError("nothing reads patience: there are no validation tasks; give a val_dataset")
         modes = ("train", "val") if self.val_tasks else ("train",)
         inputs.agent.check(with_policy(resources, LLM(model=MODEL_NAME)), modes)
-        _check_lengths(trainer)
+        check_lengths(trainer)
         self.plan = PolicyPlan(
             **self._common,
             model_path=resolve_model(algorithm.model),
             algorithm=algorithm.model_copy(
-                update={"max_logprob_mismatch": _max_mismatch(trainer, algorithm)}
+                update={"max_logprob_mismatch": mismatch_tolerance(trainer, algorithm)}
             ),
-            engine=trainer.engine.model_copy(update={"kind": _trainable_engine(trainer)}),
+            engine=trainer.engine.model_copy(update={"kind": trainable_engine(trainer)}),
             learner=trainer.learner,
             checkpoint=trainer.checkpoint,
-            state_url=_state_url(trainer.checkpoint.path or str(folder / "state")),
+            state_url=resolve_state_url(trainer.checkpoint.path or str(folder / "state")),
             seed=trainer.seed,
             total_steps=algorithm.steps(len(self.train_tasks)),
-            trained_agents=_trained_agents(trainer, inputs),
+            trained_agents=trained_agents_pattern(trainer, inputs),
         )
         self.total_steps = self.plan.total_steps
         self._notes = trainer.run_settings.notes
@@ -230,7 +238,8 @@ class PolicyRun(Run):
             and TrainingStates(self.plan.state_url).steps()
         ):
             raise ConfigError(
-                f"checkpoint.path {self.plan.state_url} has training states of another run; choose another folder, remove the states, "
+                f"checkpoint.path {self.plan.state_url} has training states of another run; choose another "
+                "folder, remove the states, "
                 "or resume that run"
             )
 
@@ -270,7 +279,8 @@ class AlgorithmRun(Run):
         ]:
             trains = "serves no model" if model is None else "does not train the model that it serves"
             raise ConfigError(
-                f"nothing reads {', '.join(unused)}: {type(algorithm).__name__} {trains}; leave these arguments out"
+                f"nothing reads {', '.join(unused)}: {type(algorithm).__name__} {trains}; leave these "
+                "arguments out"
             )
         self.algorithm = algorithm
         self._continues: Path | None = None
@@ -352,62 +362,3 @@ class AlgorithmRun(Run):
         if self.trainer.progress:
             (print_summary if self.algorithm.serves_model else print_run)(summary, str(self.folder))
         return summary
-
-
-def _state_url(path: str) -> str:
-    """Return an absolute path, or a URL unchanged."""
-    return path if "://" in path else str(Path(path).expanduser().absolute())
-
-
-def _check_lengths(trainer: Trainer) -> None:
-    """Raise a ConfigError if a rollout may be longer than a learner's micro-batch."""
-    if trainer.engine.max_model_len > trainer.learner.max_tokens_per_micro_batch:
-        raise ConfigError(
-            f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a micro-batch of a learner "
-            f"(learner.max_tokens_per_micro_batch={trainer.learner.max_tokens_per_micro_batch}); lower the first or raise the second"
-        )
-
-
-def _trainable_engine(trainer: Trainer) -> str:
-    """Return the kind of the engine that samples from the policy.
-
-    Raises:
-        ConfigError: the engine takes no weights, or is not installed.
-    """
-    kind = choose_engine(trainer.engine)
-    if kind == "upstream":
-        raise ConfigError(
-            "an upstream model cannot be trained, because its weights are not in this run; leave engine.url out, and pass a fixed "
-            "model to the agent as a resource: LLM(endpoint=..., traced=True)"
-        )
-    return kind
-
-
-def _max_mismatch(trainer: Trainer, algorithm: PolicyAlgorithm) -> float:
-    """Return the tolerance of log-prob differences; its default allows for rounding in half precision."""
-    exact = trainer.engine.dtype == "float32" and trainer.learner.dtype == "fp32"
-    return algorithm.max_logprob_mismatch or (1e-3 if exact else 0.5)
-
-
-def _trained_agents(trainer: Trainer, inputs: Inputs) -> str | None:
-    """Return the pattern of the trained agents, from the agent or the adapter.
-
-    Raises:
-        ConfigError: agent and adapter differ, the pattern is not a regular expression, or the adapter has no `agent_match`.
-    """
-    agent_pattern, adapter_pattern = (
-        inputs.agent.trained_agents,
-        getattr(trainer.adapter, "agent_match", None),
-    )
-    if trainer.adapter is not None and adapter_pattern is None:
-        raise ConfigError(
-            f"nothing reads the adapter: {type(trainer.algorithm).__name__} trains on the tokens that the engine recorded; give an adapter "
-            "with agent_match, or none"
-        )
-    if agent_pattern is not None and adapter_pattern is not None and agent_pattern != adapter_pattern:
-        raise ConfigError(
-            f"the agent has trained_agents={agent_pattern!r} and the adapter agent_match={adapter_pattern!r}; give one of them"
-        )
-    pattern = agent_pattern if agent_pattern is not None else adapter_pattern
-    AgentFilter(pattern)
-    return pattern

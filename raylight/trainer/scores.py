@@ -24,8 +24,8 @@ class Spread:
     std: float
     """Standard deviation over rollouts."""
     error: float | None
-    """Standard error of the mean; None for a single task. Rollouts of a task are not independent, so it is clustered by task
-    (https://arxiv.org/abs/2411.00640)."""
+    """Standard error of the mean; None for a single task. Rollouts of a task are not independent, so it is
+    clustered by task (https://arxiv.org/abs/2411.00640)."""
     rollouts: int
 
     @property
@@ -63,9 +63,9 @@ def measure(
 ) -> Scores:
     """Score rollouts; rollouts of the same group are of the same task.
 
-    A rollout whose agent failed counts with `failure_reward`, or is left out if that is None. A failure of the infrastructure is
-    always left out. A reward other than the primary one counts only where it was given. If fewer than k rollouts of a task are
-    left, best of k and pass@k use these.
+    A rollout whose agent failed counts with `failure_reward`, or is left out if that is None. A failure of
+    the infrastructure is always left out. A reward other than the primary one counts only where it was given.
+    If fewer than k rollouts of a task are left, best of k and pass@k use these.
 
     Args:
         samples: rollouts per task, which is the highest k.
@@ -113,7 +113,8 @@ def spread(groups: Groups) -> Spread:
 
 
 def best_of(values: list[float], k: int) -> float:
-    """Return the expected maximum of k values drawn from `values` without replacement; of all values if there are fewer."""
+    """Return the expected maximum of k values drawn from `values` without replacement; of all values if there
+    are fewer."""
     n = len(values)
     k = min(k, n)
     return sum(value * math.comb(place, k - 1) for place, value in enumerate(sorted(values))) / math.comb(

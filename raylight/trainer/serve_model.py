@@ -35,7 +35,8 @@ def serve_model(
     Args:
         model: folder, name in the local Hugging Face cache, or the upstream's name.
         name: model name that clients send; by default the upstream's name, or the last part of `model`.
-        api_key: key that clients must send. None: no key on loopback, and a new key, which is shown, on other interfaces.
+        api_key: key that clients must send. None: no key on loopback, and a new key, which is shown, on other
+            interfaces.
         show: receives messages for the user.
 
     Raises:

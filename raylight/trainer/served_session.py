@@ -1,4 +1,5 @@
-"""The components of a run that serves a model to agents: store, runners and the serving deployment. Nothing is trained."""
+"""The components of a run that serves a model to agents: store, runners and the serving deployment. Nothing
+is trained."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class ServedSession(Session):
     async def run_tasks(
         self, tasks: list[Any], mode: RolloutMode, samples: int, progress: Callable[[int, int], None]
     ) -> list[str]:
-        """Roll every task out `samples` times as one group; return the rollout ids, ordered by task, when all are decided.
+        """Roll every task out `samples` times as one group; return the rollout ids, ordered by task, when all
+        are decided.
 
         Args:
             progress: called with the number of decided rollouts and their total.

@@ -131,7 +131,8 @@ class Session:
         return self.pool
 
     async def watched(self, work: Awaitable[T]) -> T:
-        """Await the run's work; if the runner pool fails meanwhile, cancel the work and raise the pool's error."""
+        """Await the run's work; if the runner pool fails meanwhile, cancel the work and raise the pool's
+        error."""
         working: asyncio.Task[Any] = asyncio.ensure_future(work)
         watching = asyncio.create_task(self.pool.watch())
         try:

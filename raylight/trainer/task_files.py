@@ -26,7 +26,8 @@ class FileTasks(list[Any]):
 
 
 def read_tasks(path: str | Path, limit: int | None = None) -> FileTasks:
-    """Return the tasks of a file: each line of JSONL, each entry of a JSON list, or each row of Parquet as a dict.
+    """Return the tasks of a file: each line of JSONL, each entry of a JSON list, or each row of Parquet as a
+    dict.
 
     Args:
         limit: maximum number of tasks to read, from the start; None reads all.
@@ -39,7 +40,8 @@ def read_tasks(path: str | Path, limit: int | None = None) -> FileTasks:
         raise DatasetError(f"there is no file {path}; give the path of a {', '.join(SUFFIXES)} file")
     if path.suffix not in SUFFIXES:
         raise DatasetError(
-            f"{path} is not a {', '.join(SUFFIXES)} file; write the tasks as one JSON value per line to a *.jsonl file"
+            f"{path} is not a {', '.join(SUFFIXES)} file; write the tasks as one JSON value per line to a "
+            "*.jsonl file"
         )
     try:
         tasks = list(itertools.islice(_tasks(path), limit))

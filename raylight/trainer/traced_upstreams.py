@@ -1,4 +1,5 @@
-"""Fixed upstream models whose calls a run records, such as a user simulator or a judge: one forwarding replica for each."""
+"""Fixed upstream models whose calls a run records, such as a user simulator or a judge: one forwarding
+replica for each."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ async def serve_traced_upstreams(
     owns_cluster: bool,
     stack: contextlib.AsyncExitStack,
 ) -> NamedResources:
-    """Start a recording replica in front of each traced upstream model; return the resources with the replicas' addresses.
+    """Start a recording replica in front of each traced upstream model; return the resources with the
+    replicas' addresses.
 
     Args:
         stack: receives the callbacks that stop the replicas.

@@ -53,14 +53,16 @@ from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
 class Trainer:
     """Trains an agent on a Ray cluster, or on a local one that it starts.
 
-    A component (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, each of `hooks` and `loggers`) is an instance, a class, a
-    dotted name, or a dict of a class or name as `type` with arguments. An argument that nothing would read is an error.
+    A component (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, each of `hooks` and `loggers`) is an
+    instance, a class, a dotted name, or a dict of a class or name as `type` with arguments. An argument that
+    nothing would read is an error.
 
-    `n_workers` and `resources` are accepted for `n_runners` and `initial_resources`, and `val_data` for `val_dataset`
-    (agent-lightning's names).
+    `n_workers` and `resources` are accepted for `n_runners` and `initial_resources`, and `val_data` for
+    `val_dataset` (agent-lightning's names).
 
     Args:
-        algorithm: the model and how it is trained, for example `GRPO(model=...)`, or an `Algorithm` with its own `run`.
+        algorithm: the model and how it is trained, for example `GRPO(model=...)`, or an `Algorithm` with its
+            own `run`.
         agent: the agent to train; may be passed to `fit` instead.
         train_dataset: training tasks; may be passed to `fit` instead.
         val_dataset: validation tasks; may be passed to `fit` instead.
@@ -74,21 +76,26 @@ class Trainer:
         engine: settings of the serving deployment, a dict or an EngineConfig.
         runner: settings of the runners, a dict or a RunnerConfig.
         learner: settings of the learners, a dict or a LearnerConfig.
-        checkpoint: settings of the training states, from which `fit(resume=...)` continues; a dict or a CheckpointConfig.
+        checkpoint: settings of the training states, from which `fit(resume=...)` continues; a dict or a
+            CheckpointConfig.
         store: settings of the run's store, a dict or a StoreConfig, or the client of an existing store.
         tracer: records spans inside the agent; None is an OtelTracer.
-        adapter: converts spans to training data for an `Algorithm`; None, or a dict without a `type`, is a TracerTraceToTriplet.
-            Policy-gradient algorithms read only its `agent_match`, because they train on the tokens that the engine recorded.
+        adapter: converts spans to training data for an `Algorithm`; None, or a dict without a `type`, is a
+            TracerTraceToTriplet. Policy-gradient algorithms read only its `agent_match`, because they train
+            on the tokens that the engine recorded.
         llm_proxy: passed on to an `Algorithm`.
         hooks: called around every rollout; one, or several in order.
-        loggers: metric loggers: "console", "jsonl", "plot", or loggers of your own (see `raylight.trainer.loggers`); None is these
-            three.
-        role: "algorithm" leaves the runners to other processes on the cluster. "runner" is such a process: its `fit` executes the
-            rollouts of the run `run_name` until the run ends. None reads `RAYLIGHT_ROLE`, and is "both" without it.
-        run_name: name by which the processes of a run find each other; None reads `RAYLIGHT_RUN`, or creates a new name.
+        loggers: metric loggers: "console", "jsonl", "plot", or loggers of your own (see
+            `raylight.trainer.loggers`); None is these three.
+        role: "algorithm" leaves the runners to other processes on the cluster. "runner" is such a process:
+            its `fit` executes the rollouts of the run `run_name` until the run ends. None reads
+            `RAYLIGHT_ROLE`, and is "both" without it.
+        run_name: name by which the processes of a run find each other; None reads `RAYLIGHT_RUN`, or creates
+            a new name.
         dev: True makes `fit` and `train` do what `dev` does.
         seed: seed of the task order and of sampling; None is 0.
-        address: address of the Ray cluster; None joins the cluster at `RAY_ADDRESS` or on this machine, or starts a local one.
+        address: address of the Ray cluster; None joins the cluster at `RAY_ADDRESS` or on this machine, or
+            starts a local one.
         progress: show steps during the run, and a summary at its end; False also silences `Baseline`.
         log_to_driver: print the output of actors; otherwise it is in the dashboard and in `ray logs`.
 
@@ -193,18 +200,18 @@ class Trainer:
     ) -> dict[str, Any]:
         """Train the agent; return the summary that is also in `summary.json`.
 
-        Works in a script, in a notebook cell and in a Ray job. When it returns or raises, no actor, deployment or placement group
-        of the run remains; a cluster that existed before keeps running.
+        Works in a script, in a notebook cell and in a Ray job. When it returns or raises, no actor,
+        deployment or placement group of the run remains; a cluster that existed before keeps running.
 
         Args:
-            agent: decorated function, LitAgent, or a specification of one. If the Trainer has an agent, the training dataset may be
-                the first argument instead.
+            agent: decorated function, LitAgent, or a specification of one. If the Trainer has an agent, the
+                training dataset may be the first argument instead.
             train_dataset: tasks, each passed to the agent unchanged; anything that pickles.
             val_dataset: tasks for evaluation, which are never trained on.
-            resume: "auto" continues the run in `output_dir` if it has a training state, and starts fresh otherwise; True requires
-                one. A path names a training state, or the run, to continue from. No rollout is trained twice and no finished one
-                is lost: the steps after the state are replayed from the store. Settings may differ, except model, algorithm
-                and adapter.
+            resume: "auto" continues the run in `output_dir` if it has a training state, and starts fresh
+                otherwise; True requires one. A path names a training state, or the run, to continue from. No
+                rollout is trained twice and no finished one is lost: the steps after the state are replayed
+                from the store. Settings may differ, except model, algorithm and adapter.
 
         Raises:
             RaylightError: one of `raylight.errors`, with what to do.
@@ -225,7 +232,8 @@ class Trainer:
 
     @accept_synonyms(val_data="val_dataset")
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
-        """Try the agent with a fast algorithm; the default is `Baseline`, which executes the agent and prints its rollouts.
+        """Try the agent with a fast algorithm; the default is `Baseline`, which executes the agent and prints
+        its rollouts.
 
         Raises:
             TypeError: the Trainer's algorithm is not a FastAlgorithm.
@@ -252,7 +260,8 @@ class Trainer:
             model: folder or name; None is the algorithm's model.
             lora_adapter: folder of a LoRA adapter in peft's format.
             samples: rollouts per task.
-            settings: other fields of `raylight.trainer.eval_session.EvalSettings`, such as `sampling={"temperature": 0.0}`.
+            settings: other fields of `raylight.trainer.eval_session.EvalSettings`, such as
+                `sampling={"temperature": 0.0}`.
 
         Raises:
             RaylightError: one of `raylight.errors`, with what to do.
@@ -284,7 +293,8 @@ class Trainer:
             return self._fast_algorithm()
         if self.algorithm is None:
             raise ConfigError(
-                "the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try the agent"
+                "the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try "
+                "the agent"
             )
         return self.algorithm
 
@@ -292,7 +302,8 @@ class Trainer:
         algorithm = Baseline() if self.algorithm is None else self.algorithm
         if not isinstance(algorithm, FastAlgorithm):
             raise TypeError(
-                f"dev() requires a FastAlgorithm, and the Trainer's is {type(algorithm).__name__}; use Baseline()"
+                f"dev() requires a FastAlgorithm, and the Trainer's is {type(algorithm).__name__}; use "
+                "Baseline()"
             )
         return algorithm
 

@@ -1,4 +1,5 @@
-"""Each mistake of a user ends with one typed error that names what to do, and leaves the cluster as it was."""
+"""Each mistake of a user ends with one typed error that names what to do, and leaves the cluster as it
+was."""
 
 import json
 import socket
@@ -36,7 +37,8 @@ def fit(
 
 
 def agents() -> dict[str, Callable[..., Any]]:
-    """Agents that give nothing to learn. Defined in a function, so that they travel by value: runners cannot import this test."""
+    """Agents that give nothing to learn. Defined in a function, so that they travel by value: runners cannot
+    import this test."""
 
     def raises_always(task: dict, llm: Any) -> float:
         raise ValueError("my tool broke")

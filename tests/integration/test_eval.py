@@ -1,4 +1,5 @@
-"""`raylight eval`, as a user runs it, and a training that stops early: fresh processes, real Ray, real engines and learners."""
+"""`raylight eval`, as a user runs it, and a training that stops early: fresh processes, real Ray, real
+engines and learners."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from raylight.quickstart.agent import client, question
 
 async def ask(task, llm):
     reply = await client().with_options(base_url=llm.endpoint, api_key=llm.api_key).chat.completions.create(
-        model=llm.model, messages=[{"role": "user", "content": question(task)}], max_tokens=8, **llm.sampling_parameters
+        model=llm.model,
+        messages=[{"role": "user", "content": question(task)}],
+        max_tokens=8,
+        **llm.sampling_parameters,
     )
     return reply.choices[0].message.content or ""
 
@@ -52,8 +56,8 @@ from raylight.quickstart.agent import adder
 
 train, val = additions(0)
 algorithm = rl.GRPO(
-    model=STARTER_MODEL, n_steps=20, tasks_per_step=2, group_size=2, lr=1e-6, val_every=1, best="val/response_tokens",
-    best_mode="min", min_delta=100.0, patience=2,
+    model=STARTER_MODEL, n_steps=20, tasks_per_step=2, group_size=2, lr=1e-6, val_every=1,
+    best="val/response_tokens", best_mode="min", min_delta=100.0, patience=2,
 )
 rl.Trainer(algorithm=algorithm, n_runners=1, output_dir="run").fit(adder, train, val_dataset=val[:4])
 """

@@ -81,7 +81,8 @@ def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left
 
 
 def checkpoint_answers(folder: Path) -> None:
-    """The checkpoint loads by plain transformers and is the trained model: it adds better than the starter."""
+    """The checkpoint loads by plain transformers and is the trained model: it adds better than the
+    starter."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,5 @@
-"""Runs whose driver or learners are killed outright go on: nothing is trained twice, and nothing that was finished is lost."""
+"""Runs whose driver or learners are killed outright go on: nothing is trained twice, and nothing that was
+finished is lost."""
 
 import json
 import os

@@ -11,7 +11,8 @@ from ray_cluster import BIN, Cluster
 RUN = """
 agent: raylight.quickstart.agent:adder
 data: {train: train.jsonl, val: raylight.quickstart.additions:validation_tasks}
-algorithm: {name: GRPO, model: MODEL, n_steps: 9, tasks_per_step: 2, group_size: 4, val_every: null, lr: 2.0e-4}
+algorithm:
+  {name: GRPO, model: MODEL, n_steps: 9, tasks_per_step: 2, group_size: 4, val_every: null, lr: 2.0e-4}
 runner: {n: 1}
 output_dir: first
 """

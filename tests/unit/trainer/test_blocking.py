@@ -1,4 +1,5 @@
-"""Running a coroutine to its end from any place, and ending it in order when a person or the system says so."""
+"""Running a coroutine to its end from any place, and ending it in order when a person or the system says
+so."""
 
 from __future__ import annotations
 

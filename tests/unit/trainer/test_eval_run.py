@@ -1,4 +1,5 @@
-"""A run that only scores, as far as it goes without a cluster: what it is given, what it writes, and that it holds no learner."""
+"""A run that only scores, as far as it goes without a cluster: what it is given, what it writes, and that it
+holds no learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The training loop over a real store, with learners and engines made up, killed at any moment: what comes out is the same."""
+"""The training loop over a real store, with learners and engines made up, killed at any moment: what comes
+out is the same."""
 
 import asyncio
 import contextlib

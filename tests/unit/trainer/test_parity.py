@@ -168,7 +168,8 @@ def export(module: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sent", ["with the tied output layer", "without it"])
 async def test_a_tied_output_layer_is_never_stale(make_engine: Any, tied_model: str, sent: str) -> None:
-    """An engine that keeps the output layer apart must take the embedding for it, and the parity check sees that it did."""
+    """An engine that keeps the output layer apart must take the embedding for it, and the parity check sees
+    that it did."""
     torch.manual_seed(0)
     engine, learner, watch = (
         make_engine(),
@@ -193,7 +194,8 @@ async def test_a_tied_output_layer_is_never_stale(make_engine: Any, tied_model: 
 async def test_a_stale_output_layer_is_found_at_the_first_version(
     untied_model: str, make_engine: Any, size: float
 ) -> None:
-    """What vLLM on a CPU does with its repacked copy: all is new but the output layer, and no step is near the tolerance."""
+    """What vLLM on a CPU does with its repacked copy: all is new but the output layer, and no step is near
+    the tolerance."""
     torch.manual_seed(0)
     learner = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
     engine, watch = make_engine(untied_model), ParityMonitor(0.5)

@@ -1,4 +1,5 @@
-"""The plan of a run: resources of the agent and of the Trainer, the model being trained among them, and whose calls are trained."""
+"""The plan of a run: resources of the agent and of the Trainer, the model being trained among them, and whose
+calls are trained."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from raylight.store.service import StoreService
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.inputs import Inputs
 from raylight.trainer.plan import PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
-from raylight.trainer.runs import _max_mismatch, _trained_agents
+from raylight.trainer.policy_checks import mismatch_tolerance, _trained_agents
 from raylight.trainer.trainer import Trainer
 
 POLICY = LLM(endpoint="http://engine", model="policy", traced=True)
@@ -188,4 +189,4 @@ def test_rounding_of_half_precision_is_no_mismatch(
     engine: str, learner: str, given: float, expected: float
 ) -> None:
     algorithm = GRPO(model="m", max_logprob_mismatch=given)
-    assert _max_mismatch(Trainer(engine={"dtype": engine}, learner={"dtype": learner}), algorithm) == expected
+    assert mismatch_tolerance(Trainer(engine={"dtype": engine}, learner={"dtype": learner}), algorithm) == expected

@@ -1,4 +1,5 @@
-"""How a Trainer runs an algorithm that brings its own loop: a coroutine, a function that blocks, and what lies between."""
+"""How a Trainer runs an algorithm that brings its own loop: a coroutine, a function that blocks, and what
+lies between."""
 
 from __future__ import annotations
 

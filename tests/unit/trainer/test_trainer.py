@@ -1,4 +1,5 @@
-"""The Trainer's arguments: each is read or refused before anything starts. No test here comes as far as Ray."""
+"""The Trainer's arguments: each is read or refused before anything starts. No test here comes as far as
+Ray."""
 
 from __future__ import annotations
 

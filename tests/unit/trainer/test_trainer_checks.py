@@ -1,4 +1,5 @@
-"""What a Trainer says before a run starts: what nothing would read, and what the run could not do. None comes as far as Ray."""
+"""What a Trainer says before a run starts: what nothing would read, and what the run could not do. None comes
+as far as Ray."""
 
 from __future__ import annotations
 

@@ -1,0 +1,80 @@
+"""Checks and defaults of a run that trains a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.engines.registry import choose_engine
+from raylight.errors import ConfigError
+from raylight.traces.trained_agents import AgentFilter
+from raylight.trainer.inputs import Inputs
+
+if TYPE_CHECKING:
+    from raylight.trainer.trainer import Trainer
+
+
+def resolve_state_url(path: str) -> str:
+    """Return an absolute path, or a URL unchanged."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def check_lengths(trainer: Trainer) -> None:
+    """Raise a ConfigError if a rollout may be longer than a learner's micro-batch."""
+    if trainer.engine.max_model_len > trainer.learner.max_tokens_per_micro_batch:
+        raise ConfigError(
+            f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a "
+            "micro-batch of a learner "
+            f"(learner.max_tokens_per_micro_batch={trainer.learner.max_tokens_per_micro_batch}); lower the "
+            "first or raise the second"
+        )
+
+
+def trainable_engine(trainer: Trainer) -> str:
+    """Return the kind of the engine that samples from the policy.
+
+    Raises:
+        ConfigError: the engine takes no weights, or is not installed.
+    """
+    kind = choose_engine(trainer.engine)
+    if kind == "upstream":
+        raise ConfigError(
+            "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "
+            "out, and pass a fixed "
+            "model to the agent as a resource: LLM(endpoint=..., traced=True)"
+        )
+    return kind
+
+
+def mismatch_tolerance(trainer: Trainer, algorithm: PolicyAlgorithm) -> float:
+    """Return the tolerance of log-prob differences; its default allows for rounding in half precision."""
+    exact = trainer.engine.dtype == "float32" and trainer.learner.dtype == "fp32"
+    return algorithm.max_logprob_mismatch or (1e-3 if exact else 0.5)
+
+
+def trained_agents_pattern(trainer: Trainer, inputs: Inputs) -> str | None:
+    """Return the pattern of the trained agents, from the agent or the adapter.
+
+    Raises:
+        ConfigError: agent and adapter differ, the pattern is not a regular expression, or the adapter has no
+            `agent_match`.
+    """
+    agent_pattern, adapter_pattern = (
+        inputs.agent.trained_agents,
+        getattr(trainer.adapter, "agent_match", None),
+    )
+    if trainer.adapter is not None and adapter_pattern is None:
+        raise ConfigError(
+            f"nothing reads the adapter: {type(trainer.algorithm).__name__} trains on the tokens that the "
+            "engine recorded; give an adapter "
+            "with agent_match, or none"
+        )
+    if agent_pattern is not None and adapter_pattern is not None and agent_pattern != adapter_pattern:
+        raise ConfigError(
+            f"the agent has trained_agents={agent_pattern!r} and the adapter "
+            f"agent_match={adapter_pattern!r}; give one of them"
+        )
+    pattern = agent_pattern if agent_pattern is not None else adapter_pattern
+    AgentFilter(pattern)
+    return pattern
