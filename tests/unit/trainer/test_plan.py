@@ -22,7 +22,7 @@ from raylight.store.service import StoreService
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.inputs import Inputs
 from raylight.trainer.plan import PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
-from raylight.trainer.policy_checks import mismatch_tolerance, _trained_agents
+from raylight.trainer.policy_checks import mismatch_tolerance, trained_agents_pattern
 from raylight.trainer.trainer import Trainer
 
 POLICY = LLM(endpoint="http://engine", model="policy", traced=True)
@@ -149,7 +149,9 @@ def test_the_plan_of_a_policy_is_written_whole() -> None:
 
 def trained(of_agent: str | None, adapter: Any) -> str | None:
     trainer = Trainer(algorithm=GRPO(model="m"), adapter=adapter)
-    return _trained_agents(trainer, Inputs(rollout(trained_agents=of_agent)(lambda task: 1.0), None, None))
+    return trained_agents_pattern(
+        trainer, Inputs(rollout(trained_agents=of_agent)(lambda task: 1.0), None, None)
+    )
 
 
 def test_the_pattern_comes_from_the_agent_or_the_adapter() -> None:
@@ -189,4 +191,7 @@ def test_rounding_of_half_precision_is_no_mismatch(
     engine: str, learner: str, given: float, expected: float
 ) -> None:
     algorithm = GRPO(model="m", max_logprob_mismatch=given)
-    assert mismatch_tolerance(Trainer(engine={"dtype": engine}, learner={"dtype": learner}), algorithm) == expected
+    assert (
+        mismatch_tolerance(Trainer(engine={"dtype": engine}, learner={"dtype": learner}), algorithm)
+        == expected
+    )
