@@ -1,4 +1,4 @@
-"""One vLLM on a CPU for all tests of this folder: a tiny random model, its native application, and the captured exchanges.
+"""One vLLM on a CPU for all tests of this folder: a tiny random model, its application, its capture contexts.
 
 Without vLLM the tests are skipped; with RAYLIGHT_REQUIRE_VLLM=1 in the environment that is an error.
 """
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def build_tiny(folder: Path) -> str:
-    """A Qwen3 of two layers with tied embeddings, a tokenizer of bytes, and a template that knows tools."""
+    """A Qwen3 with two layers and tied embeddings, a byte tokenizer, and a template with tools."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -89,11 +89,11 @@ def build_tiny(folder: Path) -> str:
 
 
 class Bench:
-    """The engine, its application, clients, and what was captured."""
+    """The engine, its application, clients, and the capture contexts of requests."""
 
     def __init__(self, engine: Any, app: Any, path: str) -> None:
         self.engine, self.path = engine, path
-        self.exchanges: list[CaptureContext] = []
+        self.contexts: list[CaptureContext] = []
         self._app = app
         self.versions = itertools.count(1)
         self.http = httpx.AsyncClient(
@@ -104,29 +104,29 @@ class Bench:
         )
 
     async def captured(self, scope: Any, receive: Any, send: Any) -> None:
-        """The application, each request in an exchange of its own."""
+        """The application, each request in a capture context of its own."""
         attempt = AttemptScope("ro-1", "at-1")
         dialect = "completions" if scope["path"] == "/v1/completions" else "chat"
-        exchange = CaptureContext(attempt, dialect, {}, 0.0, new_keys(attempt, 1))
-        self.exchanges.append(exchange)
-        CURRENT.set(exchange)
+        context = CaptureContext(attempt, dialect, {}, 0.0, new_keys(attempt, 1))
+        self.contexts.append(context)
+        CURRENT.set(context)
         await self._app(scope, receive, send)
 
     async def bare(self, scope: Any, receive: Any, send: Any) -> None:
         await self._app(scope, receive, send)
 
     @property
-    def exchange(self) -> CaptureContext:
-        return self.exchanges[-1]
+    def context(self) -> CaptureContext:
+        return self.contexts[-1]
 
     @property
     def sample(self) -> Any:
-        """The only choice of the last request."""
-        (sample,) = self.exchange.samples.values()
+        """The sample of the last request's only choice."""
+        (sample,) = self.context.samples.values()
         return sample
 
     def reference(self) -> Any:
-        """The model as plain transformers has it."""
+        """The same model in plain transformers."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -180,6 +180,6 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def learner(bench: Bench) -> AsyncIterator[Any]:
-    """The reference model, to be changed and sent; afterwards the engine has its first weights again."""
+    """The reference model, to be changed and published; the engine's first weights are restored."""
     yield bench.reference()
     await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())

@@ -49,10 +49,10 @@ async def test_two_adapters_and_the_model_itself_at_once(bench: Any, tmp_path: P
     for number, name in enumerate(["red", "blue"]):
         adapter, models[name] = make_adapter(bench, tmp_path / name, number)
         await bench.engine.load_adapter(name, 7 + number, adapter)
-    before = len(bench.exchanges)
+    before = len(bench.contexts)
     await asyncio.gather(*(ask(bench, 16, name) for name in models))
     samples = {
-        exchange.samples[0].weight_versions[0]: exchange.samples[0] for exchange in bench.exchanges[before:]
+        context.samples[0].weight_versions[0]: context.samples[0] for context in bench.contexts[before:]
     }
     for version, name in {bench.engine.version: "policy", 7: "red", 8: "blue"}.items():
         assert difference(models[name], samples[version]).max() < TOLERANCE, name
@@ -74,7 +74,7 @@ async def test_requests_in_flight_end_with_the_version_they_began_with(bench: An
     first, old = make_adapter(bench, tmp_path / "1", 1)
     second, new = make_adapter(bench, tmp_path / "2", 2)
     await bench.engine.load_adapter("learner", 1, first)
-    (task,), (exchange,) = await in_flight(bench, 1, 300, "learner")
+    (task,), (context,) = await in_flight(bench, 1, 300, "learner")
     await bench.engine.load_adapter("learner", 2, second)
     assert not task.done()
     await ask(bench, 8, "learner")
@@ -82,8 +82,8 @@ async def test_requests_in_flight_end_with_the_version_they_began_with(bench: An
     assert difference(new, bench.sample).max() < TOLERANCE
     async with within():
         await task
-    assert exchange.samples[0].weight_versions == [1] * 300
-    assert difference(old, exchange.samples[0]).max() < TOLERANCE
+    assert context.samples[0].weight_versions == [1] * 300
+    assert difference(old, context.samples[0]).max() < TOLERANCE
     await until(lambda: len(bench.engine._adapters._loaded) == 1)
     await until(lambda: not bench.engine._adapters._removals)
     assert len(await bench.engine._client.list_loras()) == 1
@@ -93,12 +93,12 @@ async def test_an_update_can_wait_for_requests_in_flight_or_abort_them(bench: An
     adapter, _ = make_adapter(bench, tmp_path, 3)
     await bench.engine.load_adapter("learner", 10, adapter)
     for version, mode, reason in ((11, "wait", "length"), (12, "abort", "aborted")):
-        (task,), (exchange,) = await in_flight(bench, 1, 200, "learner")
+        (task,), (context,) = await in_flight(bench, 1, 200, "learner")
         async with within():
             await bench.engine.load_adapter("learner", version, adapter, mode)
             await task
-        assert exchange.samples[0].finish_reason == reason
-        assert set(exchange.samples[0].weight_versions) == {version - 1}
+        assert context.samples[0].finish_reason == reason
+        assert set(context.samples[0].weight_versions) == {version - 1}
         assert len(bench.engine._adapters._loaded) == 1
 
 

@@ -1,4 +1,4 @@
-"""The arguments of vLLM: all of them pass through, and a mistake is told at once."""
+"""Arguments of vLLM: all pass through, and mistakes are reported before the start."""
 
 from __future__ import annotations
 

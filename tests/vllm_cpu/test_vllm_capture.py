@@ -1,4 +1,4 @@
-"""What agents ask of vLLM's own application, and what is captured of it."""
+"""Capture of requests to vLLM's own application."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_stream_is_captured(bench: Any) -> None:
     assert difference(bench.reference(), bench.sample).max() < TOLERANCE
     whole = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24, seed=3)
     assert whole.choices[0].message.content == text
-    assert bench.exchanges[-2].samples[0].output_ids == bench.sample.output_ids
+    assert bench.contexts[-2].samples[0].output_ids == bench.sample.output_ids
     assert bench.sample.sampling["seed"] == 3
 
 
@@ -78,7 +78,7 @@ async def test_each_of_n_choices_is_captured(bench: Any, stream: bool) -> None:
     for part in [part async for part in answer] if stream else [answer]:
         for choice in part.choices:
             told[choice.index] += getattr(choice, "token_ids", None) or []
-    samples = bench.exchange.samples
+    samples = bench.context.samples
     assert {index: sample.output_ids for index, sample in samples.items()} == told
     assert len({tuple(sample.output_ids) for sample in samples.values()}) == 3
     for sample in samples.values():
@@ -89,7 +89,7 @@ async def test_each_prompt_of_completions_is_captured(bench: Any) -> None:
     answer = await bench.openai.completions.create(
         model="policy", prompt=["one", "two", "three"], max_tokens=4, n=2, extra_body=TOKENS
     )
-    samples = bench.exchange.samples
+    samples = bench.context.samples
     assert sorted(samples) == list(range(6))
     decode = bench.engine.tokenizer.decode
     for choice in answer.choices:
@@ -101,7 +101,7 @@ async def test_each_prompt_of_completions_is_captured(bench: Any) -> None:
 async def test_temperature_0_takes_the_likeliest(bench: Any) -> None:
     for _ in range(2):
         await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=12, temperature=0)
-    assert bench.exchanges[-1].samples[0].output_ids == bench.exchanges[-2].samples[0].output_ids
+    assert bench.contexts[-1].samples[0].output_ids == bench.contexts[-2].samples[0].output_ids
     assert difference(bench.reference(), bench.sample).max() < TOLERANCE, "at temperature 1"
 
 
@@ -125,7 +125,7 @@ async def test_a_stop_string_ends_the_answer_with_all_its_tokens_captured(bench:
 
 
 def no_blanks(bench: Any) -> dict[str, int]:
-    """A random model takes to the white space that JSON allows everywhere."""
+    """A random model samples much of the white space that JSON allows anywhere."""
     return {str(token): -100 for token in bench.engine.tokenizer.encode(" \t\n\r")}
 
 
@@ -203,13 +203,11 @@ async def test_what_was_sampled_before_the_client_left_is_captured(bench: Any, s
         "server": ("engine", 80),
         "state": {},
     }
-    before = len(bench.exchanges)
+    before = len(bench.contexts)
     asked = asyncio.create_task(bench.captured(scope, receive, send))
     await until(
         lambda: (
-            len(bench.exchanges) > before
-            and bool(bench.exchange.samples)
-            and len(bench.sample.output_ids) > 5
+            len(bench.contexts) > before and bool(bench.context.samples) and len(bench.sample.output_ids) > 5
         )
     )
     left.set()
@@ -253,7 +251,7 @@ async def test_what_vllm_would_ignore_or_never_serve_is_refused(
     assert answer.status_code == 400, answer.text
     assert named in answer.json()["error"]["message"]
     assert len(answer.text) < 5_000
-    assert not bench.exchange.samples
+    assert not bench.context.samples
 
 
 LABELS = {
@@ -282,7 +280,7 @@ async def test_vllm_itself_refuses_what_is_no_request(bench: Any, content: bytes
 async def test_outside_of_an_exchange_nothing_is_recorded(bench: Any) -> None:
     import httpx
 
-    before = len(bench.exchanges)
+    before = len(bench.contexts)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(bench.bare), base_url="http://engine"
     ) as client:
@@ -290,7 +288,7 @@ async def test_outside_of_an_exchange_nothing_is_recorded(bench: Any) -> None:
             "/v1/chat/completions", json={"model": "policy", "messages": HI, "max_tokens": 2}
         )
     assert answer.status_code == 200
-    assert len(bench.exchanges) == before
+    assert len(bench.contexts) == before
 
 
 async def test_models_can_be_listed_and_looked_up(bench: Any) -> None:

@@ -1,4 +1,4 @@
-"""New weights wait until every token of the old ones is recorded; on a stand-in for vLLM's client, to choose the order."""
+"""New weights wait until every token of the old ones is recorded; with a stand-in for vLLM's client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_capture() -> tuple[Core, Capture]:
 
 
 async def handle(core: Core, done: list[Any], turns: int = 3) -> None:
-    """What vLLM does with outputs, slowly."""
+    """Process outputs as vLLM does, slowly."""
     while True:
         output = await core.get_output_async()
         for _ in range(turns):
@@ -57,7 +57,7 @@ async def test_it_has_caught_up_when_all_that_came_is_dealt_with() -> None:
             assert len(done) == before + count
         core.outputs_queue.put_nowait("output")
         await asyncio.sleep(0)
-        assert core.outputs_queue.empty()  # taken, but not yet dealt with
+        assert core.outputs_queue.empty()  # fetched, but not yet processed
         await capture.wait_until_recorded()
         assert len(done) == 5
     handler.cancel()

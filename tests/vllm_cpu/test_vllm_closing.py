@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(DEA
 async def test_an_engine_that_may_be_half_loaded_samples_no_more(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks, exchanges = await in_flight(bench, 2, 400)
+    tasks, contexts = await in_flight(bench, 2, 400)
 
     async def fail(*args: Any, **named: Any) -> None:
         raise RuntimeError("out of memory")
@@ -28,7 +28,7 @@ async def test_an_engine_that_may_be_half_loaded_samples_no_more(
             await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())
         answers = await asyncio.gather(*tasks, ask(bench, 4), return_exceptions=True)
     assert [answer.status_code for answer in answers if isinstance(answer, APIStatusError)] == [503] * 3
-    assert {exchange.samples[0].finish_reason for exchange in exchanges} == {"aborted"}
+    assert {context.samples[0].finish_reason for context in contexts} == {"aborted"}
     with pytest.raises(WeightSyncError, match="must be restarted"):
         await bench.engine.check_health()
     with pytest.raises(WeightSyncError, match="must be restarted"):

@@ -1,4 +1,4 @@
-"""New weights in a live vLLM: every token has the version that sampled it, and nothing of the old ones stays."""
+"""Weight updates in a live vLLM: every token has the version that sampled it, and no old weights remain."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ async def test_new_weights_sample_alone(bench: Any, learner: Any) -> None:
     await ask(bench, 24)
     assert set(bench.sample.weight_versions) == {version}
     assert difference(learner, bench.sample).max() < TOLERANCE
-    assert difference(bench.reference(), bench.sample).max() > 0.1, (
-        "the old weights would be told from the new ones"
-    )
+    assert difference(bench.reference(), bench.sample).max() > 0.1, "old and new weights are distinguishable"
 
 
 async def test_the_tied_output_layer_is_sent(
     bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it vLLM on a CPU goes on with the old one, and nothing tells."""
+    """Without `lm_head.weight`, vLLM on a CPU silently keeps the old output layer."""
     from raylight.engines.vllm import engine as module
 
     state = change(learner, 2)
@@ -63,7 +61,7 @@ async def test_requests_in_flight_go_on_with_the_new_weights_under_keep(
     bench: Any, learner: Any, stream: bool
 ) -> None:
     old, new = bench.engine.version, next(bench.versions)
-    tasks, exchanges = await in_flight(bench, 8, 300, stream=stream)
+    tasks, contexts = await in_flight(bench, 8, 300, stream=stream)
     await bench.engine.load_weights(new, change(learner, 4))
     async with within():
         for answer in await asyncio.gather(*tasks):
@@ -71,8 +69,8 @@ async def test_requests_in_flight_go_on_with_the_new_weights_under_keep(
                 assert [chunk async for chunk in answer]
     reference = bench.reference()
     boundaries = set()
-    for exchange in exchanges:
-        sample = exchange.samples[0]
+    for context in contexts:
+        sample = context.samples[0]
         boundary = sample.weight_versions.count(old)
         boundaries.add(boundary)
         assert len(sample.output_ids) == 300
@@ -87,24 +85,24 @@ async def test_requests_in_flight_go_on_with_the_new_weights_under_keep(
 
 async def test_the_weights_wait_for_requests_in_flight(bench: Any, learner: Any) -> None:
     old, new = bench.engine.version, next(bench.versions)
-    tasks, exchanges = await in_flight(bench, 4, 200)
+    tasks, contexts = await in_flight(bench, 4, 200)
     await bench.engine.load_weights(new, change(learner, 5), "wait")
     await asyncio.gather(*tasks)
-    assert [set(e.samples[0].weight_versions) for e in exchanges] == [{old}] * 4
-    assert {len(e.samples[0].output_ids) for e in exchanges} == {200}
+    assert [set(e.samples[0].weight_versions) for e in contexts] == [{old}] * 4
+    assert {len(e.samples[0].output_ids) for e in contexts} == {200}
     await ask(bench, 4)
     assert set(bench.sample.weight_versions) == {new}
 
 
 async def test_requests_in_flight_are_aborted(bench: Any, learner: Any) -> None:
     old, new = bench.engine.version, next(bench.versions)
-    tasks, exchanges = await in_flight(bench, 4, 400)
+    tasks, contexts = await in_flight(bench, 4, 400)
     await bench.engine.load_weights(new, change(learner, 6), "abort")
     async with within():
         answers = await asyncio.gather(*tasks)
     assert [a.choices[0].finish_reason for a in answers] == ["abort"] * 4
-    for exchange in exchanges:
-        sample = exchange.samples[0]
+    for context in contexts:
+        sample = context.samples[0]
         assert (sample.finish_reason, set(sample.weight_versions)) == ("aborted", {old})
         assert 3 < len(sample.output_ids) < 400
 
@@ -155,7 +153,7 @@ async def test_weights_that_do_not_fit_change_nothing(bench: Any, learner: Any) 
 
 async def test_a_cancelled_wait_lets_the_engine_go_on(bench: Any, learner: Any) -> None:
     version = bench.engine.version
-    tasks, exchanges = await in_flight(bench, 2, 400)
+    tasks, contexts = await in_flight(bench, 2, 400)
     waiting = asyncio.create_task(
         bench.engine.load_weights(next(bench.versions), change(learner, 10), "wait")
     )
@@ -165,4 +163,4 @@ async def test_a_cancelled_wait_lets_the_engine_go_on(bench: Any, learner: Any) 
         await waiting
     async with within():
         await asyncio.gather(*tasks, ask(bench, 4))
-    assert {v for e in exchanges for v in e.samples[0].weight_versions} == {version}
+    assert {v for e in contexts for v in e.samples[0].weight_versions} == {version}

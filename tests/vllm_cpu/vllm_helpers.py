@@ -1,4 +1,4 @@
-"""What the tests of vLLM share."""
+"""Helpers for the tests of vLLM."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def within(seconds: float = DEADLINE_S) -> Any:
 def expected_logprobs(
     model: Any, prompt: list[int], output: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-probabilities of the tokens of `output`, by plain transformers."""
+    """Return the log-probs of the tokens of `output` in plain transformers."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0]
 
 
 def difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
-    """Of a sample's log-probabilities from those of plain transformers, token by token."""
+    """Return the differences of a sample's log-probs to those of plain transformers, per token."""
     assert len(sample.output_ids) == len(sample.logprobs) == len(sample.weight_versions) > 0
     return (
         torch.tensor(sample.logprobs)
@@ -35,7 +35,7 @@ def difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tenso
 
 
 def change(model: Any, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]:
-    """Other weights of the same model, as a learner exports them: of tied layers only the first."""
+    """Return other weights of the same model, as a learner exports them: only the first of tied layers."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -46,14 +46,14 @@ def change(model: Any, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]
 
 
 async def until(holds: Any) -> None:
-    """Wait for what no event tells of, such as the tokens of another process."""
+    """Poll a condition without an event, such as tokens of another process."""
     async with within():
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
 def ask(bench: Any, tokens: int, model: str = "policy", **settings: Any) -> asyncio.Task[Any]:
-    """A request for exactly so many tokens."""
+    """Send a request for exactly `tokens` tokens."""
     extra = {"ignore_eos": True}
     create = bench.openai.chat.completions.create
     return asyncio.create_task(
@@ -64,10 +64,10 @@ def ask(bench: Any, tokens: int, model: str = "policy", **settings: Any) -> asyn
 async def in_flight(
     bench: Any, requests: int, tokens: int, model: str = "policy", **settings: Any
 ) -> tuple[list[asyncio.Task[Any]], list[Any]]:
-    """Requests that have begun, and their exchanges."""
-    before = len(bench.exchanges)
+    """Start requests, and return them with their capture contexts."""
+    before = len(bench.contexts)
     tasks = [ask(bench, tokens, model, **settings) for _ in range(requests)]
-    await until(lambda: len(bench.exchanges) == before + requests)
-    exchanges = bench.exchanges[before:]
-    await until(lambda: all(e.samples and len(e.samples[0].output_ids) > 3 for e in exchanges))
-    return tasks, exchanges
+    await until(lambda: len(bench.contexts) == before + requests)
+    contexts = bench.contexts[before:]
+    await until(lambda: all(e.samples and len(e.samples[0].output_ids) > 3 for e in contexts))
+    return tasks, contexts

@@ -1,4 +1,4 @@
-"""The engine that forwards: what goes up, what comes down, and what becomes of an upstream's failures."""
+"""The upstream engine: forwarded requests, responses, and failures of the upstream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Handler = Callable[[httpx2.Request], Any]
 
 
 class Pieces(httpx2.AsyncByteStream):
-    """A body that comes in pieces. `gate` holds all but the first back; `closed` tells that nobody wants more."""
+    """A body in pieces. `gate` holds back all but the first; `closed` is set when the reader stops."""
 
     def __init__(self, pieces: list[bytes], error: Exception | None = None, held: bool = False) -> None:
         self.pieces = pieces
@@ -46,7 +46,7 @@ class Pieces(httpx2.AsyncByteStream):
 
 
 class Call:
-    """A request to the engine's application, and what comes of it."""
+    """A request to the engine's application, and its response."""
 
     def __init__(
         self, engine: UpstreamEngine, path: str = CHAT, body: Any = BODY, method: str = "POST", **headers: str
@@ -295,7 +295,7 @@ async def test_an_upstream_that_does_not_tokenize_is_a_bad_request(path: str, st
 
 
 async def test_another_model_is_not_there() -> None:
-    engine = engine_of(raising(AssertionError("asked all the same")))
+    engine = engine_of(raising(AssertionError("still requested")))
     for body in (BODY | {"model": "up/model-7"}, {"messages": []}):
         call = await Call(engine, body=body).run()
         assert (call.status, "serves 'policy'" in call.error) == (404, True)

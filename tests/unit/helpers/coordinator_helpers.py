@@ -1,4 +1,4 @@
-"""Stand-ins for engines and for replicas' actors, and replicas that follow a coordinator."""
+"""Stand-ins for engines and replicas of a coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTER = LoraAdapter({"r": 8}, {})
 
 
 class SpyEngine:
-    """Does nothing, and remembers what it was told; `fails` holds errors by what is told, `gate` holds everything back."""
+    """An engine that records its calls. `fails` maps a call to its error; `gate` blocks all calls."""
 
     kind = "transformers"
     model = "policy"
@@ -63,7 +63,7 @@ class SpyEngine:
 
 
 class Life:
-    """What a replica's lifeline holds: to be awaited, it ends when the replica dies, and only then."""
+    """Stand-in for the reference of a replica's liveness call: awaiting it raises when the replica dies."""
 
     def __init__(self, dead: bool = False) -> None:
         self._over = asyncio.Event()
@@ -79,7 +79,7 @@ class Life:
 
 
 async def join(coordinator: ReplicaCoordinator, name: str, life: Life | None = None) -> None:
-    """A replica without orders to catch up with."""
+    """Subscribe a replica that has no orders to catch up with."""
     state = await coordinator.subscribe(name, [life] if life else None)
     assert state.orders == []
     await coordinator.acknowledge(name, state.number)
@@ -93,7 +93,7 @@ async def coordinator_with(*names: str) -> ReplicaCoordinator:
 
 
 async def obey(coordinator: ReplicaCoordinator, name: str, after: int = 0, failure: str | None = None) -> int:
-    """Take the next orders and acknowledge them; returns the last one's number."""
+    """Fetch and acknowledge the next orders; returns the last one's number."""
     for order in await coordinator.next(name, after, 60.0):
         await coordinator.acknowledge(name, order.number, failure)
         after = order.number
@@ -101,6 +101,6 @@ async def obey(coordinator: ReplicaCoordinator, name: str, after: int = 0, failu
 
 
 async def turns(count: int = 20) -> None:
-    """Let all that can go on go on."""
+    """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A small tokenizer with merges, and chat templates that spoil conversations in the ways that real ones do."""
+"""A small tokenizer with merges, and chat templates that change past turns as real ones do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ SPECIAL = [
     "[/TOOL_RESULTS]",
 ]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-TEXT = "the cat sat on the mat and then the other cat sat there too, so that they sat together and that was that "
+TEXT = (
+    "the cat sat on the mat and then the other cat sat there too, "
+    "so that they sat together and that was that "
+)
 ADD = {
     "type": "function",
     "function": {"name": "add", "description": "Adds numbers.", "parameters": {"type": "object"}},
@@ -46,7 +49,10 @@ def template(name: str) -> str:
 
 
 def make_tokenizer(chat_template: str) -> Any:
-    """Byte-level, so that any text has several tokenisations; the template is text, not a name."""
+    """Return a byte-level tokenizer, in which any text has several tokenisations.
+
+    The template is given as text, not by name.
+    """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()),
         bos_token="<s>",

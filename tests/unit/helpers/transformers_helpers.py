@@ -1,4 +1,4 @@
-"""What the tests of the transformers engine share: a brake, a script, a client."""
+"""Helpers for tests of the transformers engine: a brake, scripted answers, a client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from raylight.engines.transformers.sampling import SamplingParams
 MakeEngine = Callable[..., TransformersEngine]
 GREEDY = SamplingParams(12, temperature=0.0)
 HERMES = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -45,7 +46,7 @@ async def generate_all(
 async def check_greedy(
     engine: TransformersEngine, module: Any, prompt: list[int], adapter: str | None = None
 ) -> None:
-    """The engine's most probable tokens are those of a plain module, with its log-probabilities."""
+    """Check that greedy tokens and their log-probs equal those of a plain module."""
     async with within(30):
         sampled = await engine.generate(prompt, GREEDY, adapter)
     assert sampled.logprobs == pytest.approx(logprobs_of(module, prompt, sampled.output_ids), abs=1e-4)
@@ -60,7 +61,7 @@ async def check_greedy(
 
 
 def other_weights(path: str, seed: int = 9) -> tuple[dict[str, Any], Any]:
-    """Weights unlike the model's, and a plain module that has them."""
+    """Return weights that differ from the model's, and a plain module with them."""
     module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -70,7 +71,7 @@ def other_weights(path: str, seed: int = 9) -> tuple[dict[str, Any], Any]:
 
 
 class Brake:
-    """Holds the engine's thread in its nth forward pass until it is let go."""
+    """Blocks the engine's thread in its nth forward pass until `release`."""
 
     def __init__(self, engine: TransformersEngine, at: int) -> None:
         self.passes, self._at = 0, at
@@ -83,17 +84,17 @@ class Brake:
             self._loop.call_soon_threadsafe(self.reached.set)
             self._go.wait(10)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._go.set()
 
 
 def script(engine: TransformersEngine, *texts: str) -> None:
-    """Make the engine's model say the texts, one for each choice (the last for all others), whatever it is asked."""
+    """Make the engine's model sample fixed texts, one per choice (the last for all others)."""
     tokenizer, decoder = engine.tokenizer, engine._decoder
     answers = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
 
-    def saying(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def said(*given: Any) -> torch.Tensor:
+    def scripted(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def fixed_logits(*given: Any) -> torch.Tensor:
             logits = compute(*given)
             for row, sequence in enumerate(given[0] if given else decoder.active):
                 answer = answers[min(sequence.sample.index, len(answers) - 1)]
@@ -101,20 +102,20 @@ def script(engine: TransformersEngine, *texts: str) -> None:
                 logits[row, answer[min(len(sequence.sample.output_ids), len(answer) - 1)]] = 20.0
             return logits
 
-        return said
+        return fixed_logits
 
-    decoder.prefill = saying(decoder.prefill)  # type: ignore[method-assign]
-    decoder.decode = saying(decoder.decode)  # type: ignore[method-assign]
+    decoder.prefill = scripted(decoder.prefill)  # type: ignore[method-assign]
+    decoder.decode = scripted(decoder.decode)  # type: ignore[method-assign]
 
 
 def restyle(engine: TransformersEngine, template: str, **how: Any) -> None:
-    """Give the engine another chat template."""
+    """Replace the engine's chat template."""
     engine.tokenizer.chat_template = template
     engine.style = find_style(engine.tokenizer, how.get("tool_parser", "auto"), how.get("reasoning", "auto"))
 
 
 async def client_of(engine: TransformersEngine) -> openai.AsyncOpenAI:
-    """The real SDK, straight to the engine's application."""
+    """Return the real SDK's client of the engine's application."""
     transport = httpx.ASGITransport(await engine.app())
     return openai.AsyncOpenAI(
         base_url="http://engine/v1",
@@ -124,8 +125,8 @@ async def client_of(engine: TransformersEngine) -> openai.AsyncOpenAI:
     )
 
 
-def open_exchange() -> CaptureContext:
-    """An exchange that the running test's requests belong to."""
-    exchange = CaptureContext(AttemptScope("ro-1", "at-1"), "chat", {}, 0.0, [])
-    CURRENT.set(exchange)
-    return exchange
+def open_context() -> CaptureContext:
+    """Set a capture context for the requests of the running test."""
+    context = CaptureContext(AttemptScope("ro-1", "at-1"), "chat", {}, 0.0, [])
+    CURRENT.set(context)
+    return context

@@ -1,4 +1,4 @@
-"""The coordinator without Ray: an order is done when everyone has done it, and whoever has not is named."""
+"""The coordinator without Ray: an order completes when all replicas have executed it; late ones are named."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ async def test_a_replica_that_missed_a_version_gets_the_newest() -> None:
 
 
 async def give(coordinator: ReplicaCoordinator, order: Any) -> Any:
-    """An order that the only replica, "a", carries out."""
+    """Issue an order that the only replica, "a", executes."""
     obeying = asyncio.create_task(obey(coordinator, "a", coordinator._last_number))
     result = await order
     await obeying
@@ -470,7 +470,7 @@ async def test_a_replica_that_fails_to_catch_up_does_not_take_from_the_others_wh
 
 
 class Arrays:
-    """Can be watched."""
+    """A payload that supports weak references."""
 
 
 async def test_of_superseded_versions_nothing_is_kept() -> None:

@@ -1,4 +1,7 @@
-"""The coordinator under any sequence of orders, with replicas that join, die, fail, leave or are late, on a clock turned by hand."""
+"""Property test of the coordinator: any orders, and replicas that join, die, fail, leave or are late.
+
+The clock is set by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from raylight.weight_sync.orders import CatchUp, Order, Versions
 
 
 class ClockLoop(asyncio.SelectorEventLoop):
-    """Timers go off when `now` is set past them."""
+    """An event loop whose timers expire when `now` is set past them."""
 
     now = 0.0
 
@@ -29,7 +32,7 @@ class ClockLoop(asyncio.SelectorEventLoop):
 
 @dataclass
 class Replica:
-    """A model of a replica: what it was given, and what it has."""
+    """A model of a replica: the orders that it received, and its state."""
 
     life: Life
     state: CatchUp
@@ -58,7 +61,7 @@ class Replica:
 
 @dataclass
 class Giving:
-    """An order under way."""
+    """A pending order."""
 
     task: asyncio.Task[Any]
     deadline: float
@@ -66,10 +69,10 @@ class Giving:
     version: int = 0
     adapter: str | None = None
     up: list[Replica] = field(default_factory=list)
-    """The replicas that served when it ended, as they were then."""
+    """The replicas that served when the order ended, in their state at that time."""
 
 
-class BoardMachine(RuleBasedStateMachine):
+class CoordinatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = ClockLoop()
@@ -82,7 +85,7 @@ class BoardMachine(RuleBasedStateMachine):
         self.dead: list[str] = []
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run it, and then all that can go on."""
+        """Run a coroutine, and then everything that can proceed."""
 
         async def go() -> Any:
             result = await work
@@ -232,7 +235,7 @@ class BoardMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_order_ends_well_only_when_all_have_done_it(self) -> None:
-        """Of those that are up: who catches up does not serve yet."""
+        """Only replicas that serve count; one that catches up does not serve yet."""
         for giving in [g for g in self.givings if g.task.done()]:
             self.givings.remove(giving)
             if giving.task.exception():
@@ -284,7 +287,7 @@ class BoardMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_not_visible_waits_for_somebody(self) -> None:
-        """What stands differs from what all have only where somebody has not done it yet, and a probe stands while it lasts."""
+        """Current and completed orders differ only if a replica is late; only a pending probe is current."""
         assert "probe" not in self.coordinator._current or (
             self.coordinator._pending and self.coordinator._pending.order.kind == "probe"
         )
@@ -308,7 +311,7 @@ class BoardMachine(RuleBasedStateMachine):
         return [replica for replica in self.replicas.values() if not replica.catching_up]
 
 
-TestBoardMachine = BoardMachine.TestCase
-TestBoardMachine.settings = settings(
+TestCoordinatorMachine = CoordinatorMachine.TestCase
+TestCoordinatorMachine.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

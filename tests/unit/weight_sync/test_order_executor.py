@@ -1,4 +1,4 @@
-"""A replica follows its coordinator: it catches up before it serves, does each order once, and says how it went."""
+"""A replica catches up before it serves, executes each order once, and reports the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def open_payload(payload_ref: list[Any]) -> Any:
     return payload_ref[0]
 
 
-class Orphaned:
+class LostCallback:
     def __init__(self) -> None:
         self.calls = 0
 
@@ -35,14 +35,14 @@ class Orphaned:
 
 def make_executor(
     coordinator: Any, name: str = "a", engine: Any = None, **settings: Any
-) -> tuple[OrderExecutor, SpyEngine, Orphaned]:
-    engine, orphaned = engine or SpyEngine(), Orphaned()
+) -> tuple[OrderExecutor, SpyEngine, LostCallback]:
+    engine, on_lost = engine or SpyEngine(), LostCallback()
     return (
         OrderExecutor(
-            name, engine, coordinator, orphaned, **{"fetch": open_payload, "retry_delay_s": 0.01, **settings}
+            name, engine, coordinator, on_lost, **{"fetch": open_payload, "retry_delay_s": 0.01, **settings}
         ),
         engine,
-        orphaned,
+        on_lost,
     )
 
 
@@ -50,7 +50,7 @@ def make_executor(
 async def following(
     coordinator: ReplicaCoordinator, *names: str, **settings: Any
 ) -> AsyncIterator[list[SpyEngine]]:
-    """Replicas that follow the coordinator until the end of the block."""
+    """Replicas that execute orders until the end of the block."""
     made = [make_executor(coordinator, name, **settings) for name in names]
     tasks = []
     async with within():
@@ -191,33 +191,33 @@ async def test_a_replica_that_cannot_catch_up_does_not_start() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a"):
         await coordinator.publish(1, ["arrays"], 5.0)
-        executor, engine, orphaned = make_executor(coordinator, "late")
+        executor, engine, on_lost = make_executor(coordinator, "late")
         engine.fails["weights"] = WeightSyncError("no memory")
         with pytest.raises(WeightSyncError, match="cannot catch up with the others: no memory"):
             await executor.catch_up()
-        assert orphaned.calls == 0
+        assert on_lost.calls == 0
         await coordinator.leave("late")
         assert await coordinator.versions() == Versions(1)
 
 
 class Handle:
-    """An actor handle whose actor holds a coordinator. `fault` may raise, by the method's name, before it is called."""
+    """A stand-in for the handle of a coordinator's actor. `fault(method)` may raise before a call."""
 
     def __init__(self, coordinator: ReplicaCoordinator, fault: Callable[[str], None]) -> None:
-        self._board, self._fault = coordinator, fault
+        self._coordinator, self._fault = coordinator, fault
 
     def __getattr__(self, name: str) -> Any:
         async def remote(*args: Any) -> Any:
             self._fault(name)
             try:
-                return await getattr(self._board, name)(*args)
+                return await getattr(self._coordinator, name)(*args)
             except Exception as error:
                 raise RayTaskError(name, "traceback", error).as_instanceof_cause() from None
 
         return type("Method", (), {"remote": staticmethod(remote)})
 
 
-async def test_a_board_that_does_not_answer_for_a_while_is_asked_again() -> None:
+async def test_a_coordinator_that_does_not_respond_is_called_again() -> None:
     coordinator, faults = ReplicaCoordinator(), {"next": 2, "acknowledge": 2}
 
     def fault(name: str) -> None:
@@ -225,7 +225,7 @@ async def test_a_board_that_does_not_answer_for_a_while_is_asked_again() -> None
             faults[name] -= 1
             raise ActorUnavailableError("the network is slow", None)
 
-    executor, engine, orphaned = make_executor(Handle(coordinator, fault))
+    executor, engine, on_lost = make_executor(Handle(coordinator, fault))
     async with within():
         caught_up = False
         await executor.catch_up()
@@ -234,13 +234,13 @@ async def test_a_board_that_does_not_answer_for_a_while_is_asked_again() -> None
         assert await coordinator.publish(1, ["arrays"], 5.0) == 1
         assert len(engine.told) == 1
         assert not any(faults.values())
-        assert orphaned.calls == 0
+        assert on_lost.calls == 0
         await executor.close()
         await task
 
 
 @pytest.mark.parametrize("when", ["subscribe", "next", "acknowledge"])
-async def test_when_the_board_is_gone_the_replica_is_told_once_and_stops(when: str) -> None:
+async def test_when_the_coordinator_is_gone_the_callback_is_called_once(when: str) -> None:
     gone = False
 
     def fault(name: str) -> None:
@@ -248,7 +248,7 @@ async def test_when_the_board_is_gone_the_replica_is_told_once_and_stops(when: s
             raise RayActorError()
 
     coordinator = ReplicaCoordinator()
-    executor, _, orphaned = make_executor(Handle(coordinator, fault))
+    executor, _, on_lost = make_executor(Handle(coordinator, fault))
     async with within():
         if when == "subscribe":
             gone = True
@@ -262,14 +262,14 @@ async def test_when_the_board_is_gone_the_replica_is_told_once_and_stops(when: s
                 with pytest.raises(WeightSyncError):
                     await coordinator.publish(1, ["arrays"], 0.02)
             await following
-        assert orphaned.calls == 1
+        assert on_lost.calls == 1
         executor.check_health()
         await executor.close()
 
 
 async def test_a_replica_that_was_taken_for_dead_is_unhealthy() -> None:
     coordinator = ReplicaCoordinator()
-    executor, _, orphaned = make_executor(coordinator)
+    executor, _, on_lost = make_executor(coordinator)
     async with within():
         await executor.catch_up()
         executor.check_health()
@@ -279,7 +279,7 @@ async def test_a_replica_that_was_taken_for_dead_is_unhealthy() -> None:
         await following
     with pytest.raises(WeightSyncError, match=r"no longer executes orders.*must start again"):
         executor.check_health()
-    assert orphaned.calls == 0
+    assert on_lost.calls == 0
 
 
 async def test_a_replica_that_closes_is_waited_for_no_longer() -> None:
@@ -299,7 +299,7 @@ async def test_a_replica_that_closes_is_waited_for_no_longer() -> None:
 
 
 class Arrays:
-    """Can be watched."""
+    """A payload that supports weak references."""
 
 
 async def test_a_replica_keeps_no_payload_while_it_waits() -> None:
@@ -325,11 +325,11 @@ async def test_a_replica_keeps_no_payload_while_it_waits() -> None:
 
 
 async def test_an_actors_errors_arrive_as_they_were_raised() -> None:
-    fleet = CoordinatorClient(Handle(ReplicaCoordinator(), lambda name: None))
+    client = CoordinatorClient(Handle(ReplicaCoordinator(), lambda name: None))
     with pytest.raises(WeightSyncError, match="no engine replica has subscribed") as caught:
-        await fleet.publish(1, ["arrays"], 5.0)
+        await client.publish(1, ["arrays"], 5.0)
     assert type(caught.value) is WeightSyncError
-    assert await fleet.versions() == Versions()
+    assert await client.versions() == Versions()
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,9 @@ async def test_an_actors_errors_arrive_as_they_were_raised() -> None:
         (ActorUnavailableError("slow", None), CoordinatorUnavailableError),
     ],
 )
-async def test_the_death_of_the_board_is_a_typed_error(error: Exception, expected: type[Exception]) -> None:
+async def test_the_death_of_the_coordinator_is_a_typed_error(
+    error: Exception, expected: type[Exception]
+) -> None:
     def fault(name: str) -> None:
         raise error
 

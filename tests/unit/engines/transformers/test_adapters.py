@@ -1,4 +1,4 @@
-"""LoRA adapters on the transformers engine: several at once, in versions that live as long as they are used."""
+"""LoRA adapters on the transformers engine: mixed batches, and versions that are kept while in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers_helpers import (
     check_greedy,
     client_of,
     logprobs_of,
-    open_exchange,
+    open_context,
     other_weights,
 )
 from unit_helpers import within
@@ -37,7 +37,7 @@ def plain(tied_model: str) -> Any:
 def make_adapter(
     path: str, seed: int, rank: int = 4, targets: tuple[str, ...] = ("q_proj", "down_proj")
 ) -> tuple[LoraAdapter, Any]:
-    """A random adapter as peft would save it, and a plain module that has it."""
+    """A random adapter in peft's format, and a plain module with it."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     module = get_peft_model(
         base, LoraConfig(r=rank, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM")
@@ -92,7 +92,7 @@ async def test_requests_in_flight_end_with_the_version_that_they_began_with(
         waiting = asyncio.create_task(engine.generate([2], LONG, "one"))  # for a slot: it has not begun
         loading = asyncio.create_task(engine.load_adapter("one", 2, new))
         await asyncio.sleep(0)
-        brake.let_go()
+        brake.release()
         await loading
         assert len(engine._decoder.adapters._peft.peft_config) == 2
         began, later = await running, await waiting
@@ -112,7 +112,7 @@ async def test_abort_ends_the_requests_of_the_adapter_alone(make_engine: MakeEng
         await brake.reached.wait()
         loading = asyncio.create_task(engine.load_adapter("one", 2, adapter, "abort"))
         await asyncio.sleep(0)
-        brake.let_go()
+        brake.release()
         await loading
         aborted, other = await asyncio.gather(*calls)
     assert (aborted.finish_reason, other.finish_reason) == ("aborted", "length")
@@ -168,7 +168,7 @@ async def test_a_version_is_never_loaded_twice(make_engine: MakeEngine, tied_mod
 
 async def test_an_adapter_is_a_model_of_the_routes(make_engine: MakeEngine, tied_model: str) -> None:
     adapter, module = make_adapter(tied_model, 1)
-    engine, exchange = make_engine(), open_exchange()
+    engine, context = make_engine(), open_context()
     await engine.load_adapter("one", 3, adapter)
     client = await client_of(engine)
     assert [(model.id, model.parent) async for model in client.models.list()] == [
@@ -177,7 +177,7 @@ async def test_an_adapter_is_a_model_of_the_routes(make_engine: MakeEngine, tied
     ]
     answer = await client.completions.create(model="one", prompt=[1, 2], max_tokens=5)
     assert answer.model == "one"
-    sample = exchange.samples[0]
+    sample = context.samples[0]
     assert set(sample.weight_versions) == {3}
     assert sample.logprobs == pytest.approx(logprobs_of(module, [1, 2], sample.output_ids), abs=1e-4)
 

@@ -1,4 +1,4 @@
-"""The engine's routes, asked by the real OpenAI SDK: chat, completions, models, tokens, and what is refused."""
+"""The engine's routes through the real OpenAI SDK: chat, completions, models, tokens, rejected requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from transformers_helpers import HERMES, Brake, MakeEngine, client_of, open_exchange, restyle, script
+from transformers_helpers import HERMES, Brake, MakeEngine, client_of, open_context, restyle, script
 from unit_helpers import within
 
 from raylight.engines.transformers.chat import begin_chat
@@ -19,7 +19,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 async def ask(engine: Any, **more: Any) -> Any:
-    """A whole chat completion."""
+    """Request a chat completion without streaming."""
     async with within(30):
         return await (await client_of(engine)).chat.completions.create(
             **{"model": "policy", "messages": HI, "max_tokens": 30, **more}
@@ -27,7 +27,7 @@ async def ask(engine: Any, **more: Any) -> Any:
 
 
 async def ask_stream(engine: Any, **more: Any) -> list[Any]:
-    """The chunks of a streamed chat completion."""
+    """Request a streamed chat completion and return its chunks."""
     return [chunk async for chunk in await ask(engine, stream=True, **more)]
 
 
@@ -118,13 +118,13 @@ async def test_a_seed_and_temperature_zero_reproduce(make_engine: MakeEngine) ->
 async def test_the_text_ends_before_the_first_stop_word(
     make_engine: MakeEngine, stop: Any, expected: str
 ) -> None:
-    engine, exchange = make_engine(), open_exchange()
+    engine, context = make_engine(), open_context()
     script(engine, "hello")
     answer = await ask(engine, stop=stop)
     assert answer.choices[0].message.content == expected
     assert answer.choices[0].finish_reason == "stop"
     assert text_of(await ask_stream(engine, stop=stop)) == expected
-    sampled = engine.tokenizer.decode(exchange.samples[0].output_ids, skip_special_tokens=True)
+    sampled = engine.tokenizer.decode(context.samples[0].output_ids, skip_special_tokens=True)
     assert sampled.startswith(expected)  # what was sampled holds the stop word, and nothing after it
     assert len(sampled) == len(expected) + (0 if expected == "hello" else len("lo" if stop == "lo" else "l"))
 
@@ -138,15 +138,15 @@ async def test_length_is_told(make_engine: MakeEngine) -> None:
 
 
 async def test_a_prompt_in_tokens_is_sampled_from_as_it_is(make_engine: MakeEngine) -> None:
-    engine, exchange = make_engine(), open_exchange()
+    engine, context = make_engine(), open_context()
     answer = await ask(
         engine, extra_body={"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}, "return_token_ids": True}
     )
-    assert exchange.samples[0].prompt_ids == [5, 6, 7] == answer.prompt_token_ids
-    assert answer.choices[0].token_ids == exchange.samples[0].output_ids
+    assert context.samples[0].prompt_ids == [5, 6, 7] == answer.prompt_token_ids
+    assert answer.choices[0].token_ids == context.samples[0].output_ids
     chunks = await ask_stream(engine, extra_body={"return_token_ids": True})
-    assert chunks[0].prompt_token_ids == exchange.samples[0].prompt_ids
-    assert [i for c in chunks for i in c.choices[0].token_ids] == exchange.samples[0].output_ids
+    assert chunks[0].prompt_token_ids == context.samples[0].prompt_ids
+    assert [i for c in chunks for i in c.choices[0].token_ids] == context.samples[0].output_ids
 
 
 async def test_messages_reach_the_template_as_it_expects_them(make_engine: MakeEngine) -> None:
@@ -159,9 +159,9 @@ async def test_messages_reach_the_template_as_it_expects_them(make_engine: MakeE
         {"role": "tool", "tool_call_id": "c", "content": "2"},
         {"role": "assistant", "content": "so", "reasoning_content": "hm"},
     ]
-    exchange = open_exchange()
+    context = open_context()
     await ask(engine, messages=messages, max_tokens=1)
-    assert json.loads(engine.tokenizer.decode(exchange.samples[0].prompt_ids)) == [
+    assert json.loads(engine.tokenizer.decode(context.samples[0].prompt_ids)) == [
         {"role": "system", "content": "one\ntwo"},
         {
             "role": "assistant",
@@ -174,16 +174,16 @@ async def test_messages_reach_the_template_as_it_expects_them(make_engine: MakeE
 
 
 async def test_how_the_prompt_ends_can_be_told(make_engine: MakeEngine) -> None:
-    engine, exchange = make_engine(), open_exchange()
+    engine, context = make_engine(), open_context()
     messages = [*HI, {"role": "assistant", "content": "Well,"}]
     how = {"add_generation_prompt": False, "continue_final_message": True}
     await ask(engine, messages=messages, max_tokens=1, extra_body=how)
-    assert engine.tokenizer.decode(exchange.samples[0].prompt_ids).endswith("Well,")
+    assert engine.tokenizer.decode(context.samples[0].prompt_ids).endswith("Well,")
     restyle(engine, "{{ mood }}{{ reasoning_effort }}")
     await ask(
         engine, max_tokens=1, reasoning_effort="low", extra_body={"chat_template_kwargs": {"mood": "calm"}}
     )
-    assert engine.tokenizer.decode(exchange.samples[0].prompt_ids) == "calmlow"
+    assert engine.tokenizer.decode(context.samples[0].prompt_ids) == "calmlow"
 
 
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -279,7 +279,7 @@ async def test_an_error_in_mid_stream_reaches_the_client(make_engine: MakeEngine
     async with within(30):
         task = asyncio.create_task(ask_stream(engine, max_tokens=500))
         await brake.reached.wait()
-        brake.let_go()
+        brake.release()
         await asyncio.to_thread(engine.close)
         with pytest.raises(openai.APIError, match="shutting down"):
             await task
@@ -287,7 +287,7 @@ async def test_an_error_in_mid_stream_reaches_the_client(make_engine: MakeEngine
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_goes_away_frees_its_places(make_engine: MakeEngine, stream: bool) -> None:
-    engine, exchange = make_engine(slots=2, max_waiting=0), open_exchange()
+    engine, context = make_engine(slots=2, max_waiting=0), open_context()
     app, brake, gone, first = await engine.app(), Brake(engine, at=3), asyncio.Event(), asyncio.Event()
     sent: list[Any] = []
     body = json.dumps(
@@ -318,10 +318,10 @@ async def test_a_client_that_goes_away_frees_its_places(make_engine: MakeEngine,
         await brake.reached.wait()
         gone.set()
         await task
-        brake.let_go()
+        brake.release()
         script(engine, "x")
         assert (await ask(engine, n=2)).choices[1].message.content == "x"
-    assert len(exchange.samples[0].output_ids) < 10
+    assert len(context.samples[0].output_ids) < 10
 
 
 HUGE = {

@@ -1,4 +1,4 @@
-"""The engine on a tiny random model: what it samples is what plain transformers computes, whatever else runs."""
+"""The engine on a tiny random model samples what plain transformers computes, under any other load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers_helpers import (
     check_greedy,
     generate_all,
     logprobs_of,
-    open_exchange,
+    open_context,
 )
 from unit_helpers import within
 
@@ -146,7 +146,7 @@ async def test_cancelling_a_call_frees_its_slot(make_engine: MakeEngine) -> None
         await brake.reached.wait()
         long.cancel()
         await asyncio.wait([long])
-        brake.let_go()
+        brake.release()
         await engine.generate([6], SamplingParams(2, temperature=0.0))
     assert brake.passes <= 7
 
@@ -161,7 +161,7 @@ async def test_cancelling_a_waiting_call_takes_it_out_of_the_queue(make_engine: 
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-        brake.let_go()
+        brake.release()
         await active
         await engine.generate([7], SamplingParams(2, temperature=0.0))
     assert brake.passes <= 8
@@ -205,35 +205,35 @@ async def test_min_tokens_and_ignore_eos_hold_off_the_end(make_engine: MakeEngin
     assert any(end in r.output_ids for r in never)
 
 
-# what is told to the exchange
+# recording in the capture context
 
 
-async def test_the_samples_of_a_request_are_those_of_its_exchange(make_engine: MakeEngine) -> None:
-    exchange = open_exchange()
+async def test_the_samples_of_a_request_are_those_of_its_context(make_engine: MakeEngine) -> None:
+    context = open_context()
     engine = make_engine()
     params = SamplingParams(5, temperature=0.5, top_p=0.9, seed=3, stop=("zz",))
     with engine.begin([[1, 2], [3]], [params, params]) as choices:
         await choices.end()
-    assert [s.sample for s in choices.sequences] == [exchange.samples[0], exchange.samples[1]]
-    assert exchange.samples[1].prompt_ids == [3]
+    assert [s.sample for s in choices.sequences] == [context.samples[0], context.samples[1]]
+    assert context.samples[1].prompt_ids == [3]
     told = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["zz"]}
-    assert exchange.samples[0].sampling == told
-    for sample in exchange.samples.values():
+    assert context.samples[0].sampling == told
+    for sample in context.samples.values():
         assert len(sample.output_ids) == len(sample.logprobs) == len(sample.weight_versions) > 0
         assert sample.finish_reason in ("stop", "length")
 
 
 async def test_a_cancelled_request_leaves_its_tokens_as_aborted(make_engine: MakeEngine) -> None:
-    exchange, engine = open_exchange(), make_engine()
+    context, engine = open_context(), make_engine()
     brake = Brake(engine, at=4)
     async with within():
         call = asyncio.create_task(engine.generate([5], SamplingParams(1000, ignore_eos=True)))
         await brake.reached.wait()
         call.cancel()
         await asyncio.wait([call])
-        brake.let_go()
+        brake.release()
         await engine.check_health()
-    sample = exchange.samples[0]
+    sample = context.samples[0]
     assert sample.finish_reason == "aborted"
     assert len(sample.output_ids) == len(sample.weight_versions) == 3
 
@@ -246,7 +246,7 @@ async def test_a_sample_is_whole_once_it_is_cancelled(make_engine: MakeEngine) -
             await brake.reached.wait()
         (sequence,) = choices.sequences
         seen = list(sequence.sample.output_ids)
-        brake.let_go()
+        brake.release()
         await engine.generate([6], GREEDY)  # by then the step that was under way is over
     assert sequence.sample.output_ids == seen
     assert len(seen) == 3
@@ -279,7 +279,7 @@ async def test_requests_wait_while_the_engine_sleeps(make_engine: MakeEngine, pl
         await brake.reached.wait()
         sleeping = asyncio.create_task(engine._run(sleep))
         await asyncio.sleep(0)
-        brake.let_go()
+        brake.release()
         await sleeping
         later = asyncio.create_task(engine.generate([6], GREEDY))
         await engine._run(lambda: None)  # the later request has been taken up
@@ -304,7 +304,7 @@ async def test_closing_ends_those_who_wait_and_those_who_run(make_engine: MakeEn
             for i in range(1, 6)
         ]
         await brake.reached.wait()
-        brake.let_go()
+        brake.release()
         engine.close()
         results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(r, RequestError) and r.status == 503 for r in results)

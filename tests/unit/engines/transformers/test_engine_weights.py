@@ -1,4 +1,4 @@
-"""Weights of the transformers engine: what is computed with them, and what becomes of requests in flight."""
+"""Weight updates of the transformers engine, and requests in flight during them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_weights_loaded_in_flight_change_the_version_between_two_tokens(
         await brake.reached.wait()
         loading = asyncio.create_task(engine.load_weights(1, weights))
         await asyncio.sleep(0)
-        brake.let_go()
+        brake.release()
         await loading
         results = await asyncio.gather(*running)
     assert any(set(r.weight_versions) == {0, 1} for r in results)
@@ -108,7 +108,7 @@ async def test_under_keep_the_tokens_after_new_weights_are_those_of_the_new_weig
         await brake.reached.wait()
         loading = asyncio.create_task(engine.load_weights(1, weights))
         await asyncio.sleep(0)
-        brake.let_go()
+        brake.release()
         await loading
         results = await asyncio.gather(*running)
     for i, result in enumerate(results, 1):
@@ -135,7 +135,7 @@ async def test_under_wait_requests_in_flight_end_first_and_later_ones_begin_with
         later = [asyncio.create_task(engine.generate([i], GREEDY)) for i in range(5, 8)]
         last = asyncio.create_task(engine.load_weights(2, weights, "wait"))
         await asyncio.sleep(0)
-        brake.let_go()
+        brake.release()
         await loading
         versions = [
             {v for r in await asyncio.gather(*calls) for v in r.weight_versions} for calls in (running, later)
@@ -154,7 +154,7 @@ async def test_under_abort_requests_in_flight_end_at_once(make_engine: MakeEngin
         await brake.reached.wait()
         loading = asyncio.create_task(engine.load_weights(1, weights, "abort"))
         await asyncio.sleep(0)
-        brake.let_go()
+        brake.release()
         await loading
         results = await asyncio.gather(*running)
     assert {r.finish_reason for r in results} == {"aborted"}
@@ -176,7 +176,7 @@ async def test_weights_that_nobody_waits_for_any_more_are_not_loaded(
         await asyncio.sleep(0)
         loading.cancel()
         await asyncio.wait([loading])
-        brake.let_go()
+        brake.release()
         await running
         assert set((await engine.generate([1], GREEDY)).weight_versions) == {0}
 

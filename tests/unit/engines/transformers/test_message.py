@@ -1,4 +1,4 @@
-"""Reasoning, content and tool calls out of a text, however it is cut into pieces."""
+"""Parsing of reasoning, content and tool calls from text, split at any position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parsed = tuple[str, str, list[tuple[str, str]]]
 
 
 def parse(text: str, format: str | None = "hermes", thinking: bool | None = None, cut: int = 0) -> Parsed:
-    """Reasoning, content and calls, from pieces of `cut` characters (0: in one piece)."""
+    """Parse a text in pieces of `cut` characters (0: in one piece) into reasoning, content and calls."""
     parser = MessageParser(FORMATS[format] if format else None, TOOLS, thinking)  # type: ignore[index]
     pieces = [text[i : i + cut] for i in range(0, len(text), cut)] if cut else [text]
     found = [p for i, piece in enumerate(pieces or [""]) for p in parser.feed(piece, i >= len(pieces) - 1)]
@@ -90,7 +90,10 @@ def test_thoughts(text: str, thinking: bool | None, expected: Parsed, cut: int) 
 
 @pytest.mark.parametrize("cut", [0, 1])
 def test_qwen_xml(cut: int) -> None:
-    call = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n2\n</parameter>\n</function>\n</tool_call>"
+    call = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=note>\n2\n</parameter>\n</function>\n</tool_call>"
+    )
     assert parse(f"So:\n{call}", "qwen_xml", cut=cut) == ("", "So:", [("add", '{"a": 1, "note": "2"}')])
     assert parse(call.replace("</function>", ""), "qwen_xml", cut=cut)[2] == []
 

@@ -1,4 +1,4 @@
-"""What requests come to: sampling parameters, and what is recorded of them."""
+"""Requests to sampling parameters, and the record of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling: each row by its own settings, with the log-probability of the distribution really sampled from."""
+"""Sampling: each row has its own parameters, and log-probs of the distribution really sampled from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draw(
 
 
 def expected_logprobs(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
-    """The processed distribution of one row, written plainly."""
+    """Reference implementation of the processed distribution of one row."""
     scaled = logits / (p.temperature or 1.0)
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
     kept = order[: p.top_k or len(order)]

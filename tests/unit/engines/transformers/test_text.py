@@ -1,4 +1,4 @@
-"""Tokens to text as they come."""
+"""Incremental conversion of tokens to text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def by_bytes() -> Tokenizer:
 
 
 def by_words() -> Tokenizer:
-    """As Llama's: a space before each word, but for the first."""
+    """A decoder like Llama's: a space before each word except the first."""
     words = ["▁hello", "▁world", "lo", "<0xE2>", "<0x82>", "<0xAC>", "▁"]
     raw = Tokenizer(
         models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True)
@@ -39,7 +39,7 @@ BYTES, WORDS = by_bytes(), by_words()
 def stream_all(
     raw: Tokenizer, ids: list[int], sizes: list[int] | None = None, **settings: object
 ) -> list[str]:
-    """The text of each feed, and of the end."""
+    """Return the text of each feed, and of `finish`."""
     stream = TextStream(raw.decode, **settings)  # type: ignore[arg-type]
     parts, start = [], 0
     for size in sizes or [1] * len(ids):

@@ -1,4 +1,4 @@
-"""Tool calls, thoughts and JSON schemas through the engine's chat route, asked by the real OpenAI SDK."""
+"""Tool calls, reasoning and JSON schemas on the engine's chat route, through the real OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from transformers_helpers import HERMES, THINKING, MakeEngine, open_exchange, restyle, script
+from transformers_helpers import HERMES, THINKING, MakeEngine, open_context, restyle, script
 
 from raylight.engines.transformers.grammar import Grammars
 from unit.engines.transformers.test_app import ask, ask_stream, text_of
@@ -118,7 +118,7 @@ async def test_a_prompt_may_begin_the_thought(make_engine: MakeEngine) -> None:
 
 @needs_xgrammar
 async def test_json_that_fits_a_schema_and_the_logprobs_of_what_was_allowed(make_engine: MakeEngine) -> None:
-    engine, exchange = make_engine(), open_exchange()
+    engine, context = make_engine(), open_context()
     for seed in range(5):
         choice = (
             await ask(
@@ -130,8 +130,8 @@ async def test_json_that_fits_a_schema_and_the_logprobs_of_what_was_allowed(make
         assert choice.logprobs.content[0].token == "{"
         assert choice.logprobs.content[0].logprob == pytest.approx(0)  # nothing else was allowed
         assert choice.logprobs.content[0].top_logprobs[1].logprob == -9999
-        assert exchange.samples[0].logprobs[0] == pytest.approx(0)
-        json.dumps(exchange.samples[0].sampling)
+        assert context.samples[0].logprobs[0] == pytest.approx(0)
+        json.dumps(context.samples[0].sampling)
     text = (
         (await ask(engine, response_format={"type": "json_object"}, max_tokens=20)).choices[0].message.content
     )

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: whatever a template and an agent make of a conversation, its past stays as it was sampled."""
+"""A conversation's past tokens stay as sampled, whatever the template and the agent do to its messages."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ ENDS = {"headers": "<|eot_id|>", "strict": "</s>", "channels": "<|return|>", "op
 STARTS = {"channels": "<|message|>"}
 CALL_ENDS = {"channels": "<|call|>", "open_turns": "<|observation|>"}
 TOOL_TEMPLATES = {"tools", "thinking", "headers", "strict", "channels", "open_turns"}
-"""Those that know tools."""
+"""Templates that support tools."""
 
 
 @dataclass
 class Spoken:
-    """What the model samples in a turn, before its end token."""
+    """The model's output in a turn, before its end token."""
 
     thought: str = ""
     text: list[int] = field(default_factory=list)
-    """Any tokens, so that it need not be how the tokenizer would have put it."""
+    """Any tokens, not necessarily the tokenizer's own tokenisation."""
     call: str = ""
-    """JSON, as the model writes it."""
+    """Arguments as JSON text."""
     ends: bool = True
 
 
 @dataclass
 class Table:
-    """An engine and an agent talking, the agent as careless as agents are."""
+    """An engine and an agent in conversation; the agent changes messages as real agents do."""
 
     name: str
     splices: bool = True
@@ -115,7 +115,7 @@ class Table:
         ] or encode("a")
 
     def _parse(self, output: list[int]) -> dict[str, Any]:
-        """As an engine's parsers do: reasoning and calls are taken out of the text."""
+        """Extract reasoning and calls from the text, as an engine's parsers do."""
         text = self.tokenizer.decode(output, skip_special_tokens=True)
         thought, found, rest = text.partition("</think>")
         text = rest if found else text
@@ -130,7 +130,7 @@ class Table:
         return message | ({"reasoning_content": thought} if found else {})
 
     def _echo(self, message: dict[str, Any]) -> dict[str, Any]:
-        """As agents send an answer back: stripped, without its reasoning, with arguments in another JSON and keys of their own."""
+        """Return the answer as agents send it: stripped, without reasoning, JSON rewritten, keys added."""
         echo = {"role": "assistant", "content": message["content"].strip()}
         calls = [
             {
@@ -233,14 +233,14 @@ def conversations(name: str = "chatml", **more: Any) -> Conversations:
 
 
 def known(message: dict[str, Any], name: str = "chatml", **body: Any) -> Conversations:
-    """Conversations of which one is known, by a question and this answer."""
+    """Return Conversations that store one conversation: a question and this answer."""
     found = conversations(name)
     found.remember(SCOPE, FIRST | body, message, TOKENS)
     return found
 
 
 def ending(found: Conversations, body: dict[str, Any]) -> str:
-    """A prompt's new turns."""
+    """Return a prompt's new turns."""
     splice = found.splice(SCOPE, body)
     assert splice is not None
     return str(TOKENIZERS["thinking"].decode(splice.tokens[len(TOKENS) :]))

@@ -1,4 +1,4 @@
-"""New turns are rendered as the template renders them, or not at all."""
+"""New turns are rendered exactly as in the whole conversation, or rejected."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ TURNS = "{%- for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + 
 WITHIN = TURNS.replace(
     "m.content +", "m.content + (messages[2].content if loop.index == 2 else '') +"
 ).replace("messages %}", "messages if m.role != 'tool' %}")
-"""Shows what a tool answers within the turn that called it."""
+"""Renders a tool's result within the turn that called it."""
 
 WITHIN_CALL = (
-    "{%- for m in messages %}{{ m.role if m.role != 'tool' else '' }}{{ '<|end|>' if m.role != 'assistant' else m.content }}"
+    "{%- for m in messages %}{{ m.role if m.role != 'tool' else '' }}"
+    "{{ '<|end|>' if m.role != 'assistant' else m.content }}"
     "{%- for c in m.tool_calls or [] %}{{ (c.function.arguments | tojson) + '<|call|>|' }}"
     "{{ messages[2].content if messages | length > 2 else '' }}|{% endfor %}{% endfor %}"
 )
-"""The same, and a special token comes before it, which is not the turn's end."""
+"""The same, with a special token before the result that does not end the turn."""
 
 
 def after(
@@ -34,7 +35,7 @@ def after(
 
 
 def extended(chat_template: str, tokens: str, messages: list[dict[str, Any]], answered: int = 1) -> str:
-    """What becomes of a conversation, all in text."""
+    """Return the text that continues a conversation."""
     tokenizer = make_tokenizer(chat_template)
     ids = tokenizer.encode(tokens, add_special_tokens=False)
     extended = Renderer(tokenizer).extend(ids, messages, answered)
@@ -88,7 +89,7 @@ def test_what_follows_an_answer(name: str, messages: list[dict[str, Any]], text:
 
 
 def test_a_tool_that_answers_within_the_turn_after_a_token_of_its_own() -> None:
-    """And text that came before the calls is shown behind what they brought."""
+    """Text before the calls is rendered after their results."""
     within = (
         "{%- for m in messages %}{%- if m.role != 'tool' %}{%- for c in m.tool_calls or [] %}"
         "{{ c.function.name + (c.function.arguments | tojson) + '<|call|>' }}{% endfor %}"
@@ -236,7 +237,7 @@ def test_messages_and_tokenizer_are_left_as_they_are() -> None:
 
 
 def test_a_developers_message_is_taken_where_it_is_a_systems_in_all_but_name() -> None:
-    """Engines differ in whether they rename the role, and the new turns must be what the engine would render."""
+    """Engines differ in renaming the role, and the new turns must equal the engine's own rendering."""
     told = [user("U1"), says("A1"), {"role": "developer", "content": "D2"}]
     with pytest.raises(UnsupportedTemplate, match="developer message differently"):
         after(TURNS, told)
