@@ -77,7 +77,7 @@ class FakeApp:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[bytes, bytes]] = []
-        self.exchanges: list[CaptureContext | None] = []
+        self.contexts: list[CaptureContext | None] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.sampling = asyncio.Event()
@@ -91,7 +91,7 @@ class FakeApp:
         body = json.loads((await receive())["body"])
         self.requests.append(body)
         self.headers.append(dict(scope["headers"]))
-        self.exchanges.append(CURRENT.get())
+        self.contexts.append(CURRENT.get())
         answering = asyncio.ensure_future(
             self._answer(body, scope["path"].startswith("/v1/chat"), send, dict(scope["headers"]))
         )
@@ -121,15 +121,15 @@ class FakeApp:
             )
             return
         n = body.get("n") or 1
-        streams, exchange = bool(body.get("stream")), CURRENT.get()
+        streams, context = bool(body.get("stream")), CURRENT.get()
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         prompt = given or [ord(c) for m in body.get("messages", []) for c in m["content"]] or [1]
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{headers.get(b'x-request-id', b'x').decode()}"
         head: dict[str, Any] = {"id": answer_id, "object": "x", "created": 0, "model": "policy"}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(self.answer), "total_tokens": 99}
         samples = (
-            [exchange.sample(i, prompt, {"temperature": 0.5}) for i in range(n)]
-            if exchange and self.samples
+            [context.sample(i, prompt, {"temperature": 0.5}) for i in range(n)]
+            if context and self.samples
             else []
         )
         if streams:
@@ -196,7 +196,7 @@ class Call:
         app: ASGIApp,
         body: Any,
         path: str = "/v1/chat/completions",
-        inside: AttemptScope | None = INSIDE,
+        attempt: AttemptScope | None = INSIDE,
         **headers: str,
     ) -> None:
         self.sent: list[Message] = []
@@ -219,7 +219,7 @@ class Call:
                 *pairs,
             ],
         }
-        token = SCOPE.set(inside)
+        token = SCOPE.set(attempt)
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
         SCOPE.reset(token)
 

@@ -85,19 +85,19 @@ class Known:
 
 
 class Bench:
-    """A tap between a fake engine and a sink."""
+    """Capture between a fake engine and a sink."""
 
     def __init__(
         self, conversations: Any = None, history: Any = None, timeout_s: float = 5.0, capacity: int = 100
     ) -> None:
         self.sink, self.app, self.times = Sink(), FakeApp(), iter(range(10, 10_000))
         self.recorder = Recorder(self.sink, capacity, timeout_s)
-        self.tap = CaptureMiddleware(
+        self.capture = CaptureMiddleware(
             self.app, ENGINE, self.recorder, conversations, history, clock=lambda: float(next(self.times))
         )
 
     def call(self, body: Any = ASKED, *args: Any, **kwargs: Any) -> Call:
-        return Call(self.tap, body, *args, **kwargs)
+        return Call(self.capture, body, *args, **kwargs)
 
     async def record(self, body: Any = ASKED, *args: Any, **kwargs: Any) -> tuple[Call, Any, Any]:
         """A call, its generation and its span."""
@@ -133,7 +133,7 @@ async def test_a_call_ends_before_its_client_has_the_answer(bench: Bench, stream
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) -> None:
     call, generation, span = await bench.record(
-        STREAMED if streamed else ASKED, inside=AttemptScope("ro-1", "at-1", "planner")
+        STREAMED if streamed else ASKED, attempt=AttemptScope("ro-1", "at-1", "planner")
     )
     assert call.status == 200
     key = generation.key
@@ -189,7 +189,7 @@ async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
     bench: Bench, dialect: str, prefix: str, name: str
 ) -> None:
     async def translated(scope: AsgiScope, receive: Receive, send: Send) -> None:
-        await bench.tap({**scope, "raylight.dialect": dialect}, receive, send)
+        await bench.capture({**scope, "raylight.dialect": dialect}, receive, send)
 
     await Call(translated, ASKED | {"tools": TOOLS}).answered()
     await bench.sink.has(1, 1)
@@ -242,14 +242,14 @@ def test_how_many_calls_a_request_is(body: dict[str, Any], chat: bool, expected:
 
 async def test_outside_an_attempt_nothing_is_recorded_or_changed(bench: Bench) -> None:
     call = await bench.call(
-        ASKED | {"kv_transfer_params": {"a": 1}}, inside=None, x_request_id="mine"
+        ASKED | {"kv_transfer_params": {"a": 1}}, attempt=None, x_request_id="mine"
     ).answered()
     assert call.status == 200
     assert bench.app.requests == [ASKED | {"kv_transfer_params": {"a": 1}}]
     assert bench.app.headers[0][b"x-request-id"] == b"mine"
     await bench.call(ASKED, "/tokenize").answered()
     await settle()
-    assert bench.app.exchanges == [None, None]
+    assert bench.app.contexts == [None, None]
     assert bench.sink.tries == 0
 
 
@@ -320,7 +320,7 @@ async def test_the_key_of_a_decided_attempt_opens_nothing_any_more(listens: bool
     assert len(bench.app.requests) == 1, "the next one is refused at once"
     assert known.forgotten == [INSIDE]
     bench.app.gate.set()
-    assert (await bench.call(inside=AttemptScope("ro-1", "at-2")).answered()).status == 200
+    assert (await bench.call(attempt=AttemptScope("ro-1", "at-2")).answered()).status == 200
 
 
 async def test_a_store_that_is_away_pushes_back_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,10 +467,10 @@ async def test_a_choice_that_was_cut_off_is_aborted_and_the_other_is_not(bench: 
     """An engine may end requests early, when new weights come."""
 
     async def cut(scope: AsgiScope, receive: Receive, send: Send) -> None:
-        exchange = CURRENT.get()
-        assert exchange is not None
+        context = CURRENT.get()
+        assert context is not None
         for index, reason in enumerate(["stop", "aborted"]):
-            sample = exchange.sample(index, [1], {"temperature": 1.0})
+            sample = context.sample(index, [1], {"temperature": 1.0})
             sample.output_ids, sample.logprobs, sample.weight_versions, sample.finish_reason = (
                 [2],
                 [-1.0],
@@ -512,7 +512,7 @@ async def test_a_conversation_that_is_known_goes_to_the_engine_as_tokens() -> No
     assert bench.app.requests == [ASKED | {"kv_transfer_params": {"prompt_token_ids": [7, 8, 9]}}]
     assert b"content-length" not in bench.app.headers[0]  # that of the body without the tokens
     assert (generation.prompt_ids, span.attributes[PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
-    assert bench.app.exchanges[0].body == ASKED
+    assert bench.app.contexts[0].body == ASKED
     ((scope, body, message, tokens),) = known.remembered
     assert (scope, body, message) == (INSIDE, ASKED, {"role": "assistant", "content": "hello"})
     assert tokens == [7, 8, 9] + [ord(letter) for letter in "hello"]
@@ -546,19 +546,21 @@ async def test_an_answer_is_remembered_before_its_last_byte_leaves() -> None:
     bench = Bench(known)
     for number, body in enumerate((ASKED, STREAMED)):
         seen: list[tuple[bytes, int]] = []
-        await _watched(bench.tap, body, seen, known)
+        await _watched(bench.capture, body, seen, known)
         assert [count for piece, count in seen if (b"[DONE]" in piece if body is STREAMED else piece)] == [
             number + 1
         ]
 
 
-async def _watched(tap: CaptureMiddleware, body: Any, seen: list[tuple[bytes, int]], known: Known) -> None:
+async def _watched(
+    capture: CaptureMiddleware, body: Any, seen: list[tuple[bytes, int]], known: Known
+) -> None:
     async def watched(scope: AsgiScope, receive: Receive, send: Send) -> None:
         async def look(message: Any) -> None:
             seen.append((message.get("body", b""), len(known.remembered)))
             await send(message)
 
-        await tap(scope, receive, look)
+        await capture(scope, receive, look)
 
     await Call(watched, body).answered()
 
@@ -670,13 +672,13 @@ class Replicas:
         self.asked += 1
         return await self.store.chat_history(rollout_id, attempt_id)
 
-    async def talk(self, inside: AttemptScope, *order: int, edit: str = "") -> None:
+    async def talk(self, attempt: AttemptScope, *order: int, edit: str = "") -> None:
         """The store has each answer before the agent goes on; the fake engine samples codes of letters."""
         for turn, replica in enumerate(order):
             self.apps[replica].answer = f"answer {len(self.messages)}"
             recorder = Recorder(self.store.capture)
             now = float(len(self.messages))
-            tap = CaptureMiddleware(
+            capture = CaptureMiddleware(
                 self.apps[replica],
                 ENGINE,
                 recorder,
@@ -684,7 +686,7 @@ class Replicas:
                 self.history,
                 clock=lambda now=now: now,
             )
-            call = await Call(tap, ASKED | {"messages": self.messages}, inside=inside).answered()
+            call = await Call(capture, ASKED | {"messages": self.messages}, attempt=attempt).answered()
             assert await recorder.aclose() == 0
             answer = call.json["choices"][0]["message"]
             shown = answer if turn + 1 < len(order) or not edit else {**answer, "content": edit}
@@ -715,9 +717,9 @@ async def test_a_conversation_that_changes_replicas_stays_exact(order: tuple[int
 
 async def test_an_answer_that_the_agent_edited_is_rendered_after_what_is_exact() -> None:
     replicas = Replicas(2)
-    inside = await started(replicas)
-    await replicas.talk(inside, 0, 1, edit="an answer that it never sent")
-    await replicas.talk(inside, 1, 1)
+    attempt = await started(replicas)
+    await replicas.talk(attempt, 0, 1, edit="an answer that it never sent")
+    await replicas.talk(attempt, 1, 1)
     assert await replicas.sources() == ["rendered", "spliced", "partly", "spliced"]
     assert replicas.asked == 2, "for the other one's answer, and without success for the edited one"
     assert await replicas.trajectories() == 2
@@ -725,12 +727,12 @@ async def test_an_answer_that_the_agent_edited_is_rendered_after_what_is_exact()
 
 async def test_an_answer_that_comes_late_to_the_store_is_found_by_the_next_call_that_needs_it() -> None:
     replicas = Replicas(2)
-    inside = await started(replicas)
-    await replicas.talk(inside, 0)
+    attempt = await started(replicas)
+    await replicas.talk(attempt, 0)
     late, replicas.history = replicas.history, nothing  # type: ignore[method-assign]
-    await replicas.talk(inside, 1)
+    await replicas.talk(attempt, 1)
     replicas.history = late  # type: ignore[method-assign]
-    await replicas.talk(inside, 0, 1)
+    await replicas.talk(attempt, 0, 1)
     assert await replicas.sources() == ["rendered", "rendered", "spliced", "spliced"]
 
 
@@ -741,16 +743,16 @@ async def nothing(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
 async def test_another_replica_gets_from_the_store_what_the_first_one_remembered() -> None:
     store = StoreClient(StoreService())
     rollout = await store.start_rollout("task", rollout_id="ro-1")
-    inside = AttemptScope("ro-1", rollout.attempt.attempt_id, "planner")
+    attempt = AttemptScope("ro-1", rollout.attempt.attempt_id, "planner")
     first, second = Known(), Known()
     body = ASKED | {"tools": TOOLS, "chat_template_kwargs": {"a": 1}, "n": 2}
     recorder = Recorder(store.capture)
     app = FakeApp()
-    tap = CaptureMiddleware(app, ENGINE, recorder, first, store.chat_history)
-    await Call(tap, body, inside=inside).answered()
-    await Call(tap, {"prompt": "x"}, "/v1/completions", inside=inside).answered()
+    capture = CaptureMiddleware(app, ENGINE, recorder, first, store.chat_history)
+    await Call(capture, body, attempt=attempt).answered()
+    await Call(capture, {"prompt": "x"}, "/v1/completions", attempt=attempt).answered()
     app.gate.clear()
-    leaving = Call(tap, ASKED, inside=inside)
+    leaving = Call(capture, ASKED, attempt=attempt)
     app.sampling.clear()
     await app.sampling.wait()
     leaving.left.set()
@@ -759,7 +761,7 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
     assert await recorder.aclose() == 0
     other = Recorder(store.capture)
     await Call(
-        CaptureMiddleware(app, ENGINE, other, second, store.chat_history), PAST, inside=inside
+        CaptureMiddleware(app, ENGINE, other, second, store.chat_history), PAST, attempt=attempt
     ).answered()
     assert await other.aclose() == 0
     assert len(first.remembered) == 2
@@ -774,13 +776,13 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
 async def test_a_rollout_that_is_decided_meanwhile_ends_its_calls() -> None:
     store = StoreClient(StoreService())
     rollout = await store.start_rollout("task", rollout_id="ro-1")
-    inside = AttemptScope("ro-1", rollout.attempt.attempt_id)
+    attempt = AttemptScope("ro-1", rollout.attempt.attempt_id)
     recorder = Recorder(store.capture)
-    tap = CaptureMiddleware(FakeApp(), ENGINE, recorder, None)
-    assert (await Call(tap, ASKED, inside=inside).answered()).status == 200
+    capture = CaptureMiddleware(FakeApp(), ENGINE, recorder, None)
+    assert (await Call(capture, ASKED, attempt=attempt).answered()).status == 200
     await store.finish_attempt(rollout, "succeeded")
-    assert (await Call(tap, ASKED, inside=inside).answered()).status == 401
-    assert (await Call(tap, ASKED, inside=AttemptScope("ro-1", "at-unknown")).answered()).status == 401
+    assert (await Call(capture, ASKED, attempt=attempt).answered()).status == 401
+    assert (await Call(capture, ASKED, attempt=AttemptScope("ro-1", "at-unknown")).answered()).status == 401
     await recorder.aclose()
     assert (await store.statistics())["generations"] == 1
     assert (await store.statistics())["calls_late"] == 2
@@ -792,9 +794,9 @@ async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
     bench = Bench(known)
 
     async def odd(scope: AsgiScope, receive: Receive, send: Send) -> None:
-        exchange = CURRENT.get()
-        assert exchange is not None
-        sample = exchange.sample(0, [1], {"temperature": 1.0})
+        context = CURRENT.get()
+        assert context is not None
+        sample = context.sample(0, [1], {"temperature": 1.0})
         await send(
             {
                 "type": "http.response.start",

@@ -30,17 +30,17 @@ class Bench:
 
     def __init__(self, **limits: Any) -> None:
         self.sink, self.app, self.now = Sink(), FakeApp(), 0.0
-        tap = CaptureMiddleware(self.app, ENGINE, Recorder(self.sink), None)
-        self.replay = RetryCache(TranslationMiddleware(tap), clock=lambda: self.now, **limits)
+        capture = CaptureMiddleware(self.app, ENGINE, Recorder(self.sink), None)
+        self.cache = RetryCache(TranslationMiddleware(capture), clock=lambda: self.now, **limits)
 
     def call(
         self,
         body: Any = ASKED,
         tries: int = 0,
         path: str = "/v1/chat/completions",
-        inside: AttemptScope | None = INSIDE,
+        attempt: AttemptScope | None = INSIDE,
     ) -> Call:
-        return Call(self.replay, body, path, inside, x_stainless_retry_count=str(tries))
+        return Call(self.cache, body, path, attempt, x_stainless_retry_count=str(tries))
 
     @property
     def sampled(self) -> int:
@@ -75,8 +75,8 @@ async def test_the_same_request_without_a_retrys_header_is_sampled_anew(bench: B
     [
         {"body": ASKED | {"seed": 1}},
         {"path": "/v1/completions"},
-        {"inside": AttemptScope("ro-1", "at-2")},
-        {"inside": AttemptScope("ro-1", "at-1", "critic")},
+        {"attempt": AttemptScope("ro-1", "at-2")},
+        {"attempt": AttemptScope("ro-1", "at-1", "critic")},
     ],
 )
 async def test_another_request_is_not_a_retry_whatever_it_says(bench: Bench, other: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ async def test_answers_are_kept_for_a_while() -> None:
     assert bench.sampled == 2
     bench.now = 100.0
     await bench.call(ASKED | {"seed": 1}).answered()
-    assert sum(map(len, bench.replay._answers.values())) == 1
+    assert sum(map(len, bench.cache._answers.values())) == 1
 
 
 async def test_what_arrived_a_while_ago_was_not_lost_and_what_did_not_arrive_was(bench: Bench) -> None:
@@ -276,41 +276,41 @@ async def test_a_retry_of_what_was_cut_off_does_not_take_the_answer_of_an_equal_
 async def test_what_is_kept_is_bounded() -> None:
     bench = Bench(per_attempt=2)
     other = AttemptScope("ro-1", "at-2")
-    await bench.call(ASKED | {"seed": 9}, inside=other).answered()
+    await bench.call(ASKED | {"seed": 9}, attempt=other).answered()
     for seed in range(4):
         await bench.call(ASKED | {"seed": seed}).answered()
     for seed, expected in ((9, 5), (2, 5), (3, 5), (1, 6)):
-        await bench.call(ASKED | {"seed": seed}, 1, inside=other if seed == 9 else INSIDE).answered()
+        await bench.call(ASKED | {"seed": seed}, 1, attempt=other if seed == 9 else INSIDE).answered()
         assert bench.sampled == expected, seed
-    assert bench.replay._ended_of_attempt == {("ro-1", "at-1"): 2, ("ro-1", "at-2"): 1}
+    assert bench.cache._ended_of_attempt == {("ro-1", "at-1"): 2, ("ro-1", "at-2"): 1}
 
 
 async def test_the_bytes_that_are_kept_are_bounded() -> None:
     bench = Bench(max_bytes=3000)
     for seed in range(4):
         await bench.call(ASKED | {"seed": seed}).answered()
-    assert 0 < bench.replay._ended.currsize <= 3000
+    assert 0 < bench.cache._ended.currsize <= 3000
     bench.app.answer = "x" * 4000
     large = await bench.call(ASKED | {"seed": 5}).answered()
     assert len(large.json["choices"][0]["message"]["content"]) == 4000
     await bench.call(ASKED | {"seed": 5}, 1).answered()
     assert bench.sampled == 6
-    assert bench.replay._ended.currsize <= 3000
+    assert bench.cache._ended.currsize <= 3000
 
 
 async def test_of_what_broke_off_only_that_it_did_is_kept_and_that_not_for_long(bench: Bench) -> None:
     bench.app.breaks_at = 1
     with pytest.raises(RuntimeError):
         await bench.call(STREAMED).answered()
-    assert [answer.messages for (answer,) in bench.replay._answers.values()] == [[]]
+    assert [answer.messages for (answer,) in bench.cache._answers.values()] == [[]]
     bench.now = 1000.0
     bench.app.breaks_at = None
-    await bench.call(inside=None).answered()
+    await bench.call(attempt=None).answered()
     await bench.call(ASKED | {"n": 2}).answered()
-    assert len(bench.replay._answers) == 1
+    assert len(bench.cache._answers) == 1
     bench.now = 2000.0
-    bench.replay._ended.expire()
-    assert (bench.replay._answers, bench.replay._ended.currsize, bench.replay._ended_of_attempt) == (
+    bench.cache._ended.expire()
+    assert (bench.cache._answers, bench.cache._ended.currsize, bench.cache._ended_of_attempt) == (
         {},
         0,
         {},
@@ -319,8 +319,8 @@ async def test_of_what_broke_off_only_that_it_did_is_kept_and_that_not_for_long(
 
 async def test_outside_of_attempts_nothing_is_kept(bench: Bench) -> None:
     for tries in (0, 1):
-        assert (await bench.call(tries=tries, inside=None).answered()).status == 200
-    assert (bench.sampled, bench.replay._answers) == (2, {})
+        assert (await bench.call(tries=tries, attempt=None).answered()).status == 200
+    assert (bench.sampled, bench.cache._answers) == (2, {})
 
 
 # the SDKs themselves
@@ -353,14 +353,14 @@ class Losing:
 
 @pytest.fixture
 async def losing(bench: Bench) -> Losing:
-    async def inside(scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def attempt(scope: AsgiScope, receive: Receive, send: Send) -> None:
         token = SCOPE.set(INSIDE)
         try:
-            await bench.replay(scope, receive, send)
+            await bench.cache(scope, receive, send)
         finally:
             SCOPE.reset(token)
 
-    return Losing(inside, 2)
+    return Losing(attempt, 2)
 
 
 def at_once(client: Any) -> Any:
@@ -421,7 +421,7 @@ async def test_anthropics_sdk_loses_two_answers_and_one_generation_is_recorded(
 async def test_openais_sdk_is_turned_away_and_comes_again(bench: Bench, losing: Losing) -> None:
     losing.losses = 0
     turned_away = []
-    inner = bench.replay._app
+    inner = bench.cache._app
 
     async def busy(scope: AsgiScope, receive: Receive, send: Send) -> None:
         if not turned_away:
@@ -430,7 +430,7 @@ async def test_openais_sdk_is_turned_away_and_comes_again(bench: Bench, losing: 
             return
         await inner(scope, receive, send)
 
-    bench.replay._app = busy
+    bench.cache._app = busy
     async with losing.client(httpx) as http, within():
         client = at_once(AsyncOpenAI(base_url="http://replica/v1", api_key="k", http_client=http))
         assert (await client.chat.completions.create(**ASKED)).choices[0].message.content == "hello"

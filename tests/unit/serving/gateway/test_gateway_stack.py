@@ -109,7 +109,7 @@ async def test_a_retry_is_given_what_was_sampled(stack: Stack) -> None:
 async def test_the_runs_secret_records_nothing(stack: Stack) -> None:
     assert (await stack.post(CHAT, SECRET)).status_code == 200
     assert (await stack.post("/v1/messages", SECRET, BODY | {"max_tokens": 5})).status_code == 200
-    assert (stack.sink.opened, stack.engine_app.exchanges) == ([], [None, None])
+    assert (stack.sink.opened, stack.engine_app.contexts) == ([], [None, None])
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
@@ -215,7 +215,7 @@ async def test_an_upstream_model_is_traced_and_has_no_tokens(streams: bool) -> N
 
 async def test_an_upstream_speaks_every_dialect() -> None:
     behind = FakeApp()
-    behind.samples = False  # it is in this process, and would find the exchange
+    behind.samples = False  # it is in this process, and would find the context
     upstream = UpstreamEngine("http://up/v1", None, "policy", transport=httpx2.ASGITransport(app=behind))
     stack = Stack(upstream, await upstream.app())
     async with within(), stack.openai() as client, stack.anthropic() as other:

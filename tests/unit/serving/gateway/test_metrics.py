@@ -85,12 +85,12 @@ async def test_routes_that_are_made_up_add_no_labels() -> None:
     assert "made-up" not in page
 
 
-def exchange_of(*samples: tuple[list[int], list[int], str]) -> CaptureContext:
-    exchange = CaptureContext(Attempt("ro-1", "at-1"), "chat", {}, 0.0, [])
+def context_of(*samples: tuple[list[int], list[int], str]) -> CaptureContext:
+    context = CaptureContext(Attempt("ro-1", "at-1"), "chat", {}, 0.0, [])
     for index, (prompt, output, reason) in enumerate(samples):
-        sample = exchange.sample(index, prompt, {"temperature": 1.0})
+        sample = context.sample(index, prompt, {"temperature": 1.0})
         sample.output_ids, sample.finish_reason = output, reason  # type: ignore[assignment]
-    return exchange
+    return context
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -101,7 +101,7 @@ async def test_tokens_are_counted_where_an_exchange_tells(fails: bool) -> None:
         if fails:
             raise ValueError
 
-    token = CURRENT.set(exchange_of(([1, 2, 3], [4, 5], "stop"), ([1, 2, 3], [6], "aborted")))
+    token = CURRENT.set(context_of(([1, 2, 3], [4, 5], "stop"), ([1, 2, 3], [6], "aborted")))
     app = metrics.count_samples(engine)
     try:
         await app({}, None, None)  # type: ignore[arg-type]
