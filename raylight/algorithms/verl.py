@@ -74,4 +74,6 @@ class VERL(PolicyAlgorithm):
             )
         if n_epochs < 1:
             raise ConfigError(f"num_epochs={n_epochs} must be at least 1")
-        return self.model_copy(update={"n_epochs": n_epochs})
+        copy = self.model_copy(update={"n_epochs": n_epochs})
+        copy._config = {**self.arguments()["config"], "trainer.total_epochs": n_epochs}
+        return copy

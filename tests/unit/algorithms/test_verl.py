@@ -329,6 +329,16 @@ def test_the_transformers_engine_by_its_name() -> None:
     assert not settings["engine.sleep_while_learning"]
 
 
+@pytest.mark.parametrize(
+    "config", [BASE, MATH, OmegaConf.create(MATH)], ids=["dotted", "nested", "omegaconf"]
+)
+def test_its_arguments_construct_an_equal_algorithm(config: Any) -> None:
+    algorithm = VERL(config).with_epochs(2)
+    again = VERL(**algorithm.arguments())
+    assert again.model_dump() == algorithm.model_dump()
+    assert again.n_epochs == 2
+
+
 def test_remax_has_its_greedy_rollouts() -> None:
     assert VERL(BASE | {"algorithm.adv_estimator": "remax"}).needs_greedy_rollouts
     assert not VERL(BASE).needs_greedy_rollouts
@@ -470,7 +480,7 @@ def test_a_run_settles_on_what_the_cluster_has(
     assert (run.plan.learner.num_gpus, run.plan.engine.num_gpus) == ((0.6, 0.4) if gpus else (0, 0))
     assert run.plan.engine.kind == "transformers"
     assert ("no GPU: " in run._notes[-1]) == (not gpus)
-    assert run.resolved()["algorithm"]["name"] == "VERL"
+    assert run.config()["algorithm"]["name"] == "VERL"
 
 
 def test_the_trainers_gpus_hold_with_and_without_gpus() -> None:

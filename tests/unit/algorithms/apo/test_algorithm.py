@@ -313,7 +313,7 @@ def test_what_a_trainer_sees_of_it(planned_runs: list[Any], tmp_path: Path) -> N
         trainer.fit(agent, [1], [2])
     (run,) = planned_runs
     assert run.total_steps == 5
-    assert run.resolved()["algorithm"]["beam_width"] == 4
+    assert run.config()["algorithm"]["beam_width"] == 4
     assert run._continues is None
     (tmp_path / "apo.json").write_text("{}")
     with pytest.raises(ReachedRay):
