@@ -15,7 +15,8 @@ TEMPLATE = (
     'Call one by <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n{% endif %}'
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] "
     "%}"
-    '<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    '<tool_call>{"name": {{ call.function.name | tojson }}, '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Chat template with tool calls in Hermes' format."""

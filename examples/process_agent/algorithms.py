@@ -1,4 +1,4 @@
-"""Two algorithms of the example's own: one that measures the agent, and one that rewrites its prompt."""
+"""Two algorithms of the example: one evaluates the agent, one rewrites its prompt."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from raylight.types import FinishedRollout, RolloutMode
 
 logger = logging.getLogger("process_agent")
 PROMPT = "system_prompt"
-"""Name of the resource that is rewritten."""
+"""Name of the resource with the prompt."""
 TIMEOUT_S = 900.0
-"""Of a rollout."""
+"""Time limit of a rollout, in seconds."""
 
 
 async def roll_out(
     store: rl.StoreClient, tasks: Sequence[Any], mode: RolloutMode, resources_id: str | None
 ) -> list[FinishedRollout]:
-    """Roll every task out once and wait for all.
+    """Roll every task out once, and wait for all rollouts.
 
     Raises:
-        RolloutsFailedError: some were lost, by the simulator or the cluster, so that a mean would not tell of the agent.
+        RolloutsFailedError: the simulator or the cluster lost some, so that a mean would not measure the
+            agent.
     """
     config = rl.RolloutConfig(timeout_seconds=TIMEOUT_S)
     requests = [
@@ -46,21 +47,22 @@ async def roll_out(
     lost = [item for item in finished if is_lost(item)]
     if lost:
         raise RolloutsFailedError(
-            f"{len(lost)} of {len(finished)} rollouts were lost through no fault of the agent: {errors_of(lost)}. Start again when "
+            f"{len(lost)} of {len(finished)} rollouts were lost through no fault of the agent: "
+            f"{errors_of(lost)}. Start again when "
             "that is mended"
         )
     return finished
 
 
 def must_score(finished: list[FinishedRollout]) -> list[FinishedRollout]:
-    """Raise RolloutsFailedError if no rollout was scored."""
+    """Raise RolloutsFailedError if no rollout has a reward."""
     if all(item.reward is None for item in finished):
         raise RolloutsFailedError(f"none of {len(finished)} rollouts was scored: {errors_of(finished)}")
     return finished
 
 
 def is_lost(item: FinishedRollout) -> bool:
-    """Whether a rollout failed by the simulator or the cluster."""
+    """True if the simulator or the cluster failed a rollout."""
     attempt = item.rollout.attempt
     failure = attempt.failure if attempt else None
     by_simulator = failure is not None and failure.error.startswith(SimulatorUnavailableError.__name__)
@@ -68,35 +70,36 @@ def is_lost(item: FinishedRollout) -> bool:
 
 
 def errors_of(finished: Sequence[FinishedRollout]) -> str:
-    """The different errors of rollouts, in a line."""
+    """Return the different errors of rollouts, in one line."""
     return "; ".join(sorted({failure for item in finished if (failure := failure_of(item))})) or "no reward"
 
 
 def failure_of(item: FinishedRollout) -> str | None:
-    """Why a rollout failed; None if it did not."""
+    """Return the error of a rollout; None if it succeeded."""
     attempt = item.rollout.attempt
     return attempt.failure.error if attempt and attempt.failure else None
 
 
 def describe(item: FinishedRollout) -> str:
-    """A rollout in a line: task, reward and what it is made of, calls of tools."""
+    """Describe a rollout in one line: task, rewards, tool calls."""
     task, title = item.rollout.input, f"{item.rollout.mode} {item.rollout.input['id']}"
     if item.reward is None:
         return f"{title}: {item.rollout.status}, {failure_of(item) or 'no reward'}"
     found = grade(task, item.spans)
     return (
-        f"{title}: reward {item.reward:.3f} (completion {found.completion:.2f}, efficiency {found.efficiency:.2f}, quality "
+        f"{title}: reward {item.reward:.3f} (completion {found.completion:.2f}, efficiency "
+        f"{found.efficiency:.2f}, quality "
         f"{found.quality:.2f}), {found.calls} calls, {found.failed} failed"
     )
 
 
 def mean_reward(finished: Sequence[FinishedRollout]) -> float:
-    """Mean over the tasks; a rollout that ended in an error of the agent counts 0."""
+    """Return the mean over the tasks; a rollout that failed with an error of the agent counts as 0."""
     return statistics.fmean(item.reward or 0.0 for item in finished)
 
 
 def by_difficulty(finished: Sequence[FinishedRollout]) -> dict[str, float]:
-    """Mean reward of each difficulty, and of all."""
+    """Return the mean reward of each difficulty, and of all tasks."""
     groups: dict[str, list[FinishedRollout]] = {}
     for item in finished:
         groups.setdefault(item.rollout.input["difficulty"], []).append(item)
@@ -104,15 +107,15 @@ def by_difficulty(finished: Sequence[FinishedRollout]) -> dict[str, float]:
 
 
 class DesignBaseline(rl.FastAlgorithm):
-    """Rolls every task out once and tells the rewards; changes nothing."""
+    """Rolls every task out once and reports the rewards, without training."""
 
     def __init__(self) -> None:
         self.scores: dict[str, dict[str, float]] = {}
-        """By mode: mean reward by difficulty, and of all."""
+        """Mean rewards by mode and difficulty."""
         self.finished: list[FinishedRollout] = []
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-        """Measure the agent.
+        """Evaluate the agent.
 
         Raises:
             DatasetError: there are no tasks.
@@ -133,9 +136,9 @@ class Candidate:
     """A prompt that was tried.
 
     Attributes:
-        number, parent: places in the history; the first prompt has no parent.
-        score: mean reward on the scoring tasks; None if it was refused before it was tried.
-        refused: why it was.
+        number, parent: indexes in the history; the first prompt has no parent.
+        score: mean reward on the scoring tasks; None for a rejected prompt.
+        refused: reason of the rejection.
     """
 
     number: int
@@ -145,8 +148,8 @@ class Candidate:
     refused: str | None = None
     finished: list[FinishedRollout] = field(default_factory=list, repr=False)
 
-    def told(self) -> dict[str, Any]:
-        """For a file."""
+    def as_json(self) -> dict[str, Any]:
+        """The candidate as JSON, for a file."""
         return {
             "number": self.number,
             "parent": self.parent,
@@ -157,18 +160,19 @@ class Candidate:
 
 
 class PromptOptimiser(rl.Algorithm):
-    """Rewrites the agent's system prompt by what went wrong with it, and keeps a rewriting only if it scores better.
+    """Rewrites the agent's system prompt from its failures, and keeps a rewrite only if it scores better.
 
-    Each round: the best prompt is rolled out on a batch of training tasks; a model reads its worst rollouts and writes new prompts;
-    those that keep the placeholders are scored on the scoring tasks; the best one so far stays, and ties go to the older one. The
-    scoring tasks are the validation tasks, or else the training tasks.
+    In each round the best prompt is rolled out on a batch of training tasks. A model reads its worst rollouts
+    and writes new prompts, and those that keep the placeholders are scored on the scoring tasks. The best
+    prompt so far is kept; of equals, the older one. The scoring tasks are the validation tasks, or without
+    them the training tasks.
 
     Args:
-        client, model: of the model that writes prompts.
-        rounds: of rewriting.
-        candidates: new prompts a round.
-        batch: training tasks a round; they are taken in turn.
-        shown: of the worst rollouts of a batch, how many the writer reads.
+        client, model: endpoint and name of the model that writes prompts.
+        rounds: number of rounds.
+        candidates: new prompts per round.
+        batch: training tasks per round, taken in turn.
+        shown: number of the worst rollouts of a batch that the writer reads.
     """
 
     def __init__(
@@ -189,7 +193,7 @@ class PromptOptimiser(rl.Algorithm):
 
     @property
     def best(self) -> Candidate:
-        """The prompt with the highest score; of equals, the oldest."""
+        """Prompt with the highest score; of equals, the oldest."""
         return max((one for one in self.history if one.score is not None), key=lambda one: one.score or 0.0)
 
     def resolved(self) -> dict[str, Any]:
@@ -205,10 +209,10 @@ class PromptOptimiser(rl.Algorithm):
         """Optimise the prompt.
 
         Raises:
-            ConfigError: there is no prompt among the resources.
+            ConfigError: the resources have no prompt.
             DatasetError: there are no training tasks.
-            RolloutsFailedError: some rollouts were lost, or none with the first prompt was scored.
-            ConfigError: the model that writes prompts does not answer.
+            RolloutsFailedError: some rollouts were lost, or none with the first prompt has a reward.
+            ConfigError: the model that writes prompts does not respond.
         """
         if not train_dataset:
             raise DatasetError("prompt optimisation learns from training tasks; give a train_dataset")
@@ -240,7 +244,7 @@ class PromptOptimiser(rl.Algorithm):
     async def _try(
         self, written: list[tuple[str, int | None]], scoring: list[Any], placeholders: set[str]
     ) -> None:
-        """Score new prompts, side by side, and add them to the history."""
+        """Score new prompts concurrently, and add them to the history."""
         made: list[Candidate] = []
         for text, parent in written:
             why = refusal(text, placeholders, [*self.history, *made])
@@ -258,12 +262,12 @@ class PromptOptimiser(rl.Algorithm):
         return Candidate(one.number, one.parent, one.text, mean_reward(finished), None, finished)
 
     async def _resources(self, prompt: str) -> str:
-        """The id of the resources with a prompt."""
+        """Store resources with a prompt; returns their id."""
         resources = {**(self.get_initial_resources() or {}), PROMPT: rl.PromptTemplate(template=prompt)}
         return (await self.get_store().add_resources(resources)).resources_id
 
     async def _write(self, best: Candidate, lessons: list[FinishedRollout]) -> str:
-        """A new prompt, by the model, from the worst rollouts of the present one."""
+        """Let the model write a new prompt from the worst rollouts of the current one."""
         worst = sorted(lessons, key=lambda item: item.reward or 0.0)[: self._shown]
         case = WRITER_CASE.format(prompt=best.text, rollouts="\n\n".join(map(as_lesson, worst)))
         try:
@@ -279,11 +283,15 @@ class PromptOptimiser(rl.Algorithm):
         return unfenced(reply.choices[0].message.content or "")
 
 
-WRITER = """You improve the system prompt of an agent that designs process flowsheets with three tools: get_schema (how to write a
-flowsheet), run_simulation (simulates one) and get_result (the numbers of a simulation). An agent is graded by 0.4 x specifications
-met by the numbers it has read, 0.3 x thrift with tool calls (failed ones count twice), 0.3 x accuracy of the numbers it reports.
+WRITER = """You improve the system prompt of an agent that designs process flowsheets with three tools: \
+get_schema (how to write a
+flowsheet), run_simulation (simulates one) and get_result (the numbers of a simulation). An agent is graded \
+by 0.4 x specifications
+met by the numbers it has read, 0.3 x thrift with tool calls (failed ones count twice), 0.3 x accuracy of \
+the numbers it reports.
 
-Reply with the new system prompt and nothing else. Keep every placeholder in single braces as it is, and double all other braces.
+Reply with the new system prompt and nothing else. Keep every placeholder in single braces as it is, and \
+double all other braces.
 State general working rules; do not solve the tasks shown."""
 WRITER_CASE = """The present system prompt:
 <<<
@@ -296,7 +304,7 @@ Rollouts with it, the worst first:
 
 
 def as_lesson(item: FinishedRollout) -> str:
-    """A rollout as the writer of prompts reads it: the task, the grade, every call of a tool with what became of it."""
+    """Describe a rollout for the writer of prompts: task, grade, every tool call with its result."""
     task, found = item.rollout.input, grade(item.rollout.input, item.spans)
     lines = [
         f"Task: {task['text']}",
@@ -315,11 +323,14 @@ def as_lesson(item: FinishedRollout) -> str:
 
 def _graded(found: Grade, failure: str | None) -> str:
     ended = f" It ended in an error: {failure}" if failure else ""
-    return f"Completion {found.completion:.2f}, thrift {found.efficiency:.2f}, accuracy {found.quality:.2f}.{ended}"
+    return (
+        f"Completion {found.completion:.2f}, thrift {found.efficiency:.2f}, accuracy "
+        f"{found.quality:.2f}.{ended}"
+    )
 
 
 def refusal(text: str, placeholders: set[str], tried: Sequence[Candidate]) -> str | None:
-    """Why a prompt is not tried; None if it is."""
+    """Return the reason to reject a prompt; None to try it."""
     if any(one.text == text for one in tried):
         return "it was tried before"
     try:
@@ -332,12 +343,12 @@ def refusal(text: str, placeholders: set[str], tried: Sequence[Candidate]) -> st
 
 
 def unfenced(text: str) -> str:
-    """A text without the code fence that some models put around it."""
+    """Remove the code fence that some models put around a text."""
     lines = text.strip().splitlines()
     fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```"
     return "\n".join(lines[1:-1] if fenced else lines) + "\n"
 
 
 def shown(scores: dict[str, float]) -> str:
-    """Scores in a line."""
+    """Format scores in one line."""
     return ", ".join(f"{name} {value:.3f}" for name, value in scores.items())

@@ -1,12 +1,13 @@
-"""The reward of a design, from the spans of the tools and from numbers; no text is searched for words.
+"""Reward of a design, computed from the spans of the tools and from numbers, not from words in a text.
 
 0.4 x completion + 0.3 x efficiency + 0.3 x quality, each from 0 to 1:
 
-- completion: the share of the task's specifications that the design meets, in the numbers that get_result gave. The design is the
-  simulation that the answer names, or else the last that converged; it must keep the feeds and the property package of the task.
-- efficiency: 1 within the task's budget of tool calls, then budget / calls; a failed call counts twice. 0 if there is no such
-  design: a simulation of something else is no thrift.
-- quality: how near the numbers of the answer are to the reference's: 1 within 1%, 0 from 10%, and linear in between.
+- completion: the share of the task's specifications that the design meets, by the numbers that get_result
+  returned. The design is the simulation that the answer names, or else the last that converged; it must keep
+  the task's feeds and property package.
+- efficiency: 1 within the task's budget of tool calls, then budget / calls; a failed call counts twice. 0
+  without such a design.
+- quality: closeness of the reported numbers to the reference: 1 within 1%, 0 from 10%, linear in between.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ ANSWER = "answer"
 COMPLETION, EFFICIENCY, QUALITY = 0.4, 0.3, 0.3
 SPEC_TOLERANCE = 0.005
 FULL, NONE = 0.01, 0.10
-"""Relative errors of an answered number that score 1 and 0."""
+"""Relative errors of a reported number that score 1 and 0."""
 T_SCALE_K = 50.0
-"""What an error of a temperature is relative to."""
+"""Scale of a temperature error, in K."""
 LEAST_SCALE = 0.05
-"""The same of any other number that is next to 0, such as a vapour fraction."""
+"""Smallest scale of the error of any other number, such as a vapour fraction near 0."""
 HUGE = 1e30
-"""What is as large as that, or no number, is no answer."""
+"""Magnitude from which a number is not accepted as an answer."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """How good a design is, and what of it was counted."""
+    """Grade of a design, and the figures behind it."""
 
     completion: float
     efficiency: float
@@ -49,14 +50,17 @@ class Grade:
         return COMPLETION * self.completion + EFFICIENCY * self.efficiency + QUALITY * self.quality
 
     def named(self) -> dict[str, float]:
-        """The rewards of the rollout, the primary one first."""
+        """Rewards of the rollout, the primary one first."""
         parts = {"completion": self.completion, "efficiency": self.efficiency, "quality": self.quality}
         return {"reward": self.reward, **parts}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool, as its span tells it. `output` is an object; so are the arguments, unless the model wrote none."""
+    """A tool call, read from its span.
+
+    `output` is an object; so are the arguments, unless the model wrote none.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -71,8 +75,8 @@ def grade(task: dict[str, Any], spans: Iterable[SpanLike]) -> Grade:
     """Grade a rollout of a task.
 
     Args:
-        task: as `design_tasks.make_task` describes it.
-        spans: of the attempt, in their order; those of other things are ignored.
+        task: see `design_tasks.make_task`.
+        spans: spans of the attempt, in order; other spans than those of tools are ignored.
     """
     spans = list(spans)
     calls = tool_calls(spans)
@@ -96,7 +100,7 @@ def grade(task: dict[str, Any], spans: Iterable[SpanLike]) -> Grade:
 
 
 def tool_calls(spans: Iterable[SpanLike]) -> list[ToolCall]:
-    """The calls of tools among spans."""
+    """Return the tool calls among spans."""
     found = []
     for span in spans:
         attributes = span.attributes or {}
@@ -126,7 +130,7 @@ def _quality(asked: dict[str, float], values: Any) -> float:
 
 
 def keeps_feeds(task: dict[str, Any], flowsheet: Any) -> bool:
-    """Whether a flowsheet that converged has the task's property package and feeds, and no others."""
+    """True if a converged flowsheet has exactly the task's property package and feeds."""
     if (
         flowsheet.get("package", "peng_robinson") != task["package"]
         or flowsheet["feeds"].keys() != task["feeds"].keys()
@@ -143,7 +147,7 @@ def keeps_feeds(task: dict[str, Any], flowsheet: Any) -> bool:
 
 
 def _shares(given: dict[str, float], wanted: dict[str, float]) -> list[tuple[float, float]]:
-    """Mole fractions of every component of either composition."""
+    """Pairs of mole fractions, for every component of either composition."""
     totals = sum(map(float, given.values())), sum(wanted.values())
     return [
         (float(given.get(name, 0.0)) / totals[0], wanted.get(name, 0.0) / totals[1])
@@ -152,13 +156,16 @@ def _shares(given: dict[str, float], wanted: dict[str, float]) -> list[tuple[flo
 
 
 def is_near(path: str, value: Any, target: float, tolerance: float) -> bool:
-    """Whether a number is within a relative tolerance of its target."""
+    """True if a number is within a relative tolerance of its target."""
     error = relative_error(path, value, target)
     return error is not None and error <= tolerance
 
 
 def relative_error(name: str, value: Any, target: float) -> float | None:
-    """Error of a number, relative to the target's size; of a temperature, as its name tells, to 50 K. None without a number."""
+    """Error of a number relative to its target; of a temperature (by its name) relative to 50 K.
+
+    None without a number.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < HUGE:
         return None
     scale = T_SCALE_K if name.endswith("T_K") else max(abs(target), LEAST_SCALE)
@@ -166,7 +173,7 @@ def relative_error(name: str, value: Any, target: float) -> float | None:
 
 
 def read_answer(text: str) -> dict[str, Any]:
-    """The last JSON object in a message; empty if there is none."""
+    """Return the last JSON object in a message; empty if there is none."""
     found: dict[str, Any] = {}
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
@@ -181,7 +188,7 @@ def read_answer(text: str) -> dict[str, Any]:
 
 
 def flat(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Results by their full paths."""
+    """Return results by their full paths."""
     found: dict[str, Any] = {}
     for name, value in results.items():
         path = f"{prefix}.{name}" if prefix else name
@@ -190,7 +197,7 @@ def flat(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def answer_text(spans: Iterable[SpanLike]) -> str:
-    """The agent's last message; empty if it made none."""
+    """Return the agent's last message; empty without one."""
     texts = [
         str((span.attributes or {}).get(OPERATION_OUTPUT, ""))
         for span in spans
@@ -200,7 +207,7 @@ def answer_text(spans: Iterable[SpanLike]) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object; empty for any other text, as a model may write it."""
+    """Parse a JSON object; empty for any other text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The tasks in `tasks.jsonl`, and how they are made.
+"""Design tasks: generation of `tasks.jsonl`, and its loading.
 
 python -m examples.process_agent.design_tasks       solves the references and writes the file
 """
@@ -18,17 +18,17 @@ Split = Literal["train", "val", "test"]
 FILE = Path(__file__).with_name("tasks.jsonl")
 DEFINITIONS: dict[Split, list[dict[str, Any]]] = {"train": TRAIN, "val": VALIDATION, "test": TEST}
 BUDGETS = {("easy", False): 4, ("medium", False): 5, ("medium", True): 11, ("hard", True): 13}
-"""Calls of tools that cost nothing, by difficulty and by whether a setting must be searched for."""
+"""Budget of tool calls, by difficulty and by the need to search for a setting."""
 PLACEHOLDER = re.compile(r"<(\S+) (\S+)>")
 
 
 def make_task(definition: dict[str, Any], split: Split) -> dict[str, Any]:
-    """A task as an agent and its reward get it; the reference itself is not in it.
+    """Return a task for the agent and its reward, without the reference.
 
     Returns:
-        `id`, `split`, `difficulty`, `text` (what the agent reads), `package` and `feeds` (which a design must keep), `specs` (path
-        -> the number that a design must have there), `asked` (name -> the number that the answer must give), `budget` (calls of
-        tools that cost nothing).
+        `id`, `split`, `difficulty`, `text` (for the agent), `package` and `feeds` (which a design must keep),
+        `specs` (path -> the number that a design must have there), `asked` (name -> the number that the
+        answer must report), `budget` (number of tool calls without a penalty).
     """
     reference = definition["reference"]
     results = rounded(Flowsheet.read(reference).solve())
@@ -56,7 +56,8 @@ def _given(reference: dict[str, Any]) -> str:
     for name, feed in reference["feeds"].items():
         parts = ", ".join(f"{component} {share:g}" for component, share in feed["composition"].items())
         lines.append(
-            f"- `{name}`: {feed['flow_kmol_h']:g} kmol/h, {feed['T_K']:g} K, {feed['P_bar']:g} bar; mole fractions {parts}"
+            f"- `{name}`: {feed['flow_kmol_h']:g} kmol/h, {feed['T_K']:g} K, {feed['P_bar']:g} bar; mole "
+            f"fractions {parts}"
         )
     return "\n".join(lines)
 
@@ -66,7 +67,7 @@ def _wanted(asked: dict[str, str]) -> str:
 
 
 def make_tasks() -> list[dict[str, Any]]:
-    """All tasks, from their references."""
+    """Return all tasks, from their references."""
     return [
         make_task(definition, split)
         for split, definitions in DEFINITIONS.items()
@@ -75,7 +76,7 @@ def make_tasks() -> list[dict[str, Any]]:
 
 
 def load_tasks(split: Split) -> list[dict[str, Any]]:
-    """The tasks of a split, as `tasks.jsonl` has them."""
+    """Return the tasks of a split from `tasks.jsonl`."""
     tasks = [json.loads(line) for line in FILE.read_text().splitlines()]
     return [task for task in tasks if task["split"] == split]
 

@@ -1,4 +1,4 @@
-"""The agent: a model that designs flowsheets with the simulator's tools. It knows of raylight only its arguments and spans."""
+"""The agent: a model that designs flowsheets with the simulator's tools."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from examples.process_agent.flowsheet_tools import TIMEOUT_S, TOOLS, Toolbox
 from examples.process_agent.flowsheets.local import URL_VARIABLE
 
 MAX_CALLS = 20
-"""Calls of tools in a rollout; then the model has to answer."""
+"""Maximum number of tool calls in a rollout; after them the model has to answer."""
 NONE_LEFT = '{"error": {"code": "no_calls_left", "message": "there are no tool calls left; answer now"}}'
 SAMPLING: dict[str, Any] = {"max_tokens": 2048}
 PROMPT = """You are a process engineer. You design flowsheets with a simulator and report numbers from it.
 
-Use the names of units and streams that the task gives, and keep its feeds and property package as they are. You may make at most
+Use the names of units and streams that the task gives, and keep its feeds and property package as they \
+are. You may make at most
 {max_calls} tool calls.
 
 When the design fulfils the task, end with a message that holds one JSON object and no tool call:
-{{"run_id": "the simulation of the final design", "values": {{"each name that the task asks for": its number}}}}
+{{"run_id": "the simulation of the final design", "values": {{"each name that the task asks for": its \
+number}}}}
 """
-"""It leaves the agent room to improve: it does not say in which order to use the tools, nor how to search for a setting."""
+"""System prompt.
+
+It leaves room for improvement: no order of the tools, no advice on how to search for a setting.
+"""
 
 
 @functools.cache
@@ -45,7 +50,7 @@ async def design(
     """Design a flowsheet; the rewards are those of `design_reward.Grade.named`.
 
     Raises:
-        SimulatorUnavailableError: the simulator did not answer. The rollout fails, and is not scored.
+        SimulatorUnavailableError: the simulator did not respond. The rollout fails without a reward.
     """
     messages: list[Any] = [
         {"role": "system", "content": system_prompt.format(max_calls=MAX_CALLS)},
@@ -61,7 +66,7 @@ async def design(
 
 
 async def converse(client: AsyncOpenAI, llm: rl.LLM, messages: list[Any], toolbox: Toolbox) -> str:
-    """Let the model call tools until it answers; returns its last text, which is empty if it never stopped calling."""
+    """Let the model call tools until it answers; returns its last text, or "" if it never stopped calling."""
     while True:
         choice: Any = "auto" if len(toolbox.spans) < MAX_CALLS else "none"
         reply = await client.chat.completions.create(
@@ -75,7 +80,7 @@ async def converse(client: AsyncOpenAI, llm: rl.LLM, messages: list[Any], toolbo
         messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
         if not message.tool_calls or choice == "none":
             return message.content or ""
-        for call in message.tool_calls:  # which may be many at once
+        for call in message.tool_calls:  # possibly several
             left = len(toolbox.spans) < MAX_CALLS
             result = await toolbox.call(call.function.name, call.function.arguments) if left else NONE_LEFT
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

@@ -1,4 +1,7 @@
-"""The agent's three tools, over the simulator's HTTP interface. Every call is a span with its arguments and its result, as JSON."""
+"""Three tools on the simulator's HTTP interface.
+
+Every call is a span with its arguments and its result as JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ TOOLS: list[Any] = [
         "type": "function",
         "function": {
             "name": "get_schema",
-            "description": "How to write a flowsheet: unit types with their settings and results, units of measure, an example.",
+            "description": "How to write a flowsheet: unit types with their settings and results, units of "
+            "measure, an example.",
             "parameters": {"type": "object", "properties": {}},
         },
     },
@@ -25,7 +29,8 @@ TOOLS: list[Any] = [
         "type": "function",
         "function": {
             "name": "run_simulation",
-            "description": "Simulate a flowsheet. Returns a run_id and whether it converged; the numbers are had by get_result.",
+            "description": "Simulate a flowsheet. Returns a run_id and whether it converged; the numbers are "
+            "had by get_result.",
             "parameters": {
                 "type": "object",
                 "properties": {
@@ -50,7 +55,8 @@ TOOLS: list[Any] = [
                     "paths": {
                         "type": "array",
                         "items": {"type": "string"},
-                        "description": "such as streams.gas.flow_kmol_h or units.drum; all results if left out",
+                        "description": "such as streams.gas.flow_kmol_h or units.drum; all results if left "
+                        "out",
                     },
                 },
                 "required": ["run_id"],
@@ -60,19 +66,19 @@ TOOLS: list[Any] = [
 ]
 TOOL_NAMES = tuple(tool["function"]["name"] for tool in TOOLS)
 KIND = "tool"
-"""Attribute `kind` of the spans of tools."""
+"""Value of the attribute `kind` in spans of tools."""
 TIMEOUT_S = 60.0
 
 
 class BadCallError(Exception):
-    """A tool was called as it cannot be; the model is told, and may do better."""
+    """A tool call is malformed; the message is returned to the model."""
 
 
 class Toolbox:
-    """Calls the tools, and keeps their spans.
+    """Tools of one rollout, whose calls are recorded as spans.
 
     Args:
-        client: its base URL is the simulator's.
+        client: client with the simulator's base URL.
     """
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
@@ -80,13 +86,13 @@ class Toolbox:
         self.spans: list[SpanCoreFields] = []
 
     async def call(self, name: str, arguments: str) -> str:
-        """What a tool answers, as JSON; for a bad call `{"error": {"code", "message"}}`.
+        """Call a tool; returns its result as JSON, or `{"error": {"code", "message"}}` for a bad call.
 
         Args:
-            arguments: JSON, as the model wrote it.
+            arguments: JSON text from the model.
 
         Raises:
-            SimulatorUnavailableError: the simulator did not answer, which is not the model's fault.
+            SimulatorUnavailableError: the simulator did not respond.
         """
         with rl.operation(name=name, kind=KIND) as op:
             op.set_input(arguments=arguments)
@@ -119,7 +125,7 @@ class Toolbox:
     async def _ask(self, method: str, path: str, **content: Any) -> Any:
         try:
             answer = await self._client.request(method, path, **content)
-        except httpx2.InvalidURL as error:  # longer than a URL may be
+        except httpx2.InvalidURL as error:  # for example too long
             raise BadCallError(f"the run_id or the paths cannot be asked for: {error}") from None
         except httpx2.HTTPError as error:
             raise SimulatorUnavailableError(
@@ -127,7 +133,8 @@ class Toolbox:
             ) from error
         if answer.status_code >= 500:
             raise SimulatorUnavailableError(
-                f"the simulator at {self._client.base_url} answered with status {answer.status_code}: {answer.text[:200]}"
+                f"the simulator at {self._client.base_url} answered with status {answer.status_code}: "
+                f"{answer.text[:200]}"
             )
         try:
             return answer.json()
@@ -138,10 +145,10 @@ class Toolbox:
 
 
 def read_flowsheet(arguments: dict[str, Any]) -> Any:
-    """The flowsheet in the arguments of run_simulation; some models write it as a text of JSON.
+    """Return the flowsheet in the arguments of run_simulation; some models pass it as JSON text.
 
     Raises:
-        BadCallError: there is none.
+        BadCallError: the arguments have no flowsheet.
     """
     given = arguments.get("flowsheet")
     if given is None:
@@ -152,15 +159,15 @@ def read_flowsheet(arguments: dict[str, Any]) -> Any:
 
 
 def _read(text: str) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
-        BadCallError: the text is none.
+        BadCallError: the text is not a JSON object.
     """
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise BadCallError(f"the arguments are no JSON: {error}") from None
+        raise BadCallError(f"the arguments are not JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadCallError(f"the arguments must be a JSON object, not {type(found).__name__}")
     return found

@@ -1,4 +1,4 @@
-"""A model folder, served for the length of a run by `raylight serve` in a process of its own, which ends when its parent does."""
+"""Serve a model folder during a run, with `raylight serve` in a process that ends with its parent."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ STOP_TIMEOUT_S = 60.0
 
 @contextlib.contextmanager
 def served(model: str, max_model_len: int, arguments: Sequence[str], log: Path) -> Iterator[rl.LLM]:
-    """The model as a resource; its calls are traced.
+    """Serve a model and yield it as a resource with traced calls.
 
     Args:
-        arguments: of the engine, each `name=value`.
-        log: file for what the server prints.
+        arguments: arguments of the engine, each `name=value`.
+        log: file for the server's output.
 
     Raises:
-        EngineStartError: it did not come up.
+        EngineStartError: the server did not start.
     """
     key, name = secrets.token_hex(16), "served"
     command = [
@@ -75,7 +75,7 @@ def served(model: str, max_model_len: int, arguments: Sequence[str], log: Path) 
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End the server as Ctrl-C would, or else for good."""
+    """Interrupt the server as Ctrl-C does; kill it if it does not end."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_TIMEOUT_S)
@@ -105,7 +105,7 @@ def _last_line(log: Path) -> str:
 
 
 def _end_with_input() -> None:
-    """End the server as Ctrl-C would when the process that started it is gone."""
+    """Interrupt the server when the process that started it has ended."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,6 +1,6 @@
-"""The design tasks, each by a reference flowsheet: what is asked for, and every target number, is computed from it.
+"""Design tasks, each with a reference flowsheet from which its questions and target numbers are computed.
 
-In a text, `<streams.gas.T_K .1f>` stands for that number of the solved reference, in that format.
+In a text, `<streams.gas.T_K .1f>` is replaced by that number of the solved reference, in that format.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ AROMATIC = {"benzene": 0.45, "toluene": 0.35, "p-xylene": 0.2}
 
 
 def feed(flow: float, T: float, P: float, composition: dict[str, float]) -> dict[str, Any]:
-    """A feed of a flowsheet; kmol/h, K, bar, mole fractions."""
+    """Return a feed of a flowsheet, in kmol/h, K, bar, mole fractions."""
     return {"flow_kmol_h": flow, "T_K": T, "P_bar": P, "composition": composition}
 
 
 def flowsheet(feeds: dict[str, Any], units: dict[str, Any], package: str = "peng_robinson") -> dict[str, Any]:
-    """A flowsheet with the components of its feeds."""
+    """Return a flowsheet with the components of its feeds."""
     components = list(dict.fromkeys(name for one in feeds.values() for name in one["composition"]))
     return {"package": package, "components": components, "feeds": feeds, "units": units}
 
@@ -72,7 +72,8 @@ TRAIN: list[dict[str, Any]] = [
         "reference": flowsheet(
             {"feed": feed(100, 290, 8, LPG)}, {"heater": heater("feed", "hot", outlet_T_K=350)}
         ),
-        "text": "Heat the feed to 350 K without loss of pressure, in a unit named `heater` whose outlet is `hot`.",
+        "text": "Heat the feed to 350 K without loss of pressure, in a unit named `heater` whose outlet is "
+        "`hot`.",
         "specs": ["streams.hot.T_K", "streams.hot.P_bar"],
         "asked": {"duty_kW": "units.heater.duty_kW", "vapor_fraction": "streams.hot.vapor_fraction"},
     },
@@ -92,7 +93,8 @@ TRAIN: list[dict[str, Any]] = [
         "reference": flowsheet(
             {"feed": feed(60, 280, 20, LIGHT)}, {"drum": drum("feed", "gas", "oil", T_K=265, P_bar=15)}
         ),
-        "text": "Flash the feed at 265 K and 15 bar in a unit named `drum`, into the vapour `gas` and the liquid `oil`.",
+        "text": "Flash the feed at 265 K and 15 bar in a unit named `drum`, into the vapour `gas` and the "
+        "liquid `oil`.",
         "specs": ["streams.gas.T_K", "streams.gas.P_bar", "streams.oil.flow_kmol_h"],
         "asked": {
             "gas_kmol_h": "streams.gas.flow_kmol_h",
@@ -113,7 +115,8 @@ TRAIN: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Mix the two feeds in `mixer` (outlet `mixed`) and flash the mixture at 315 K and 5 bar in `drum`, into `gas` and "
+            "Mix the two feeds in `mixer` (outlet `mixed`) and flash the mixture at 315 K and 5 bar in "
+            "`drum`, into `gas` and "
             "`oil`."
         ),
         "specs": ["streams.mixed.flow_kmol_h", "streams.gas.T_K", "streams.gas.P_bar"],
@@ -135,7 +138,8 @@ TRAIN: list[dict[str, Any]] = [
             "ideal",
         ),
         "text": (
-            "Pump the feed to 6 bar in `pump` (efficiency 0.75, outlet `high`) and vaporise it just completely, to its dew point, "
+            "Pump the feed to 6 bar in `pump` (efficiency 0.75, outlet `high`) and vaporise it just "
+            "completely, to its dew point, "
             "in `boiler` (outlet `steam`), which loses 0.5 bar."
         ),
         "specs": ["streams.high.P_bar", "streams.steam.P_bar", "streams.steam.vapor_fraction"],
@@ -170,7 +174,8 @@ TRAIN: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Compress the feed to 12 bar in `compressor` (isentropic efficiency 0.78, outlet `hot`) and condense it just "
+            "Compress the feed to 12 bar in `compressor` (isentropic efficiency 0.78, outlet `hot`) and "
+            "condense it just "
             "completely, to its bubble point, in `condenser` (outlet `liquid`)."
         ),
         "specs": ["streams.hot.P_bar", "units.compressor.work_kW", "streams.liquid.vapor_fraction"],
@@ -192,9 +197,12 @@ TRAIN: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Pump the feed to 17 bar in `pump` (efficiency 0.75, outlet `high`), heat it to its bubble point in `preheater` "
-            "(outlet `hot`) and distil it in `column` into `distillate` and `bottoms`: 98% of the propane goes to the distillate, "
-            "97% of the n-butane to the bottoms. Choose the reflux so that the column has <units.column.stages .2f> stages."
+            "Pump the feed to 17 bar in `pump` (efficiency 0.75, outlet `high`), heat it to its bubble point "
+            "in `preheater` "
+            "(outlet `hot`) and distil it in `column` into `distillate` and `bottoms`: 98% of the propane "
+            "goes to the distillate, "
+            "97% of the n-butane to the bottoms. Choose the reflux so that the column has "
+            "<units.column.stages .2f> stages."
         ),
         "specs": [
             "streams.high.P_bar",
@@ -217,8 +225,10 @@ TRAIN: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Compress the feed to 16 bar in two stages with a cooler between them: `first` (outlet `warm`), `cooler` (to 310 K, "
-            "losing 0.2 bar, outlet `cool`), `second` (outlet `high`), both stages with an isentropic efficiency of 0.75. Choose "
+            "Compress the feed to 16 bar in two stages with a cooler between them: `first` (outlet `warm`), "
+            "`cooler` (to 310 K, "
+            "losing 0.2 bar, outlet `cool`), `second` (outlet `high`), both stages with an isentropic "
+            "efficiency of 0.75. Choose "
             "the pressure between them so that `warm` has <streams.warm.T_K .2f> K."
         ),
         "specs": [
@@ -251,9 +261,12 @@ TRAIN: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Mix the feeds in `mixer` (outlet `mixed`), heat the mixture at 10 bar in `heater` (outlet `hot`), flash it without "
-            "heat at 2 bar in `drum` into `light` and `heavy`, and distil `heavy` in `column` into `distillate` and `bottoms`: 97% "
-            "of its benzene goes to the distillate, 96% of its toluene to the bottoms, at 1.3 times the minimum reflux. Choose the "
+            "Mix the feeds in `mixer` (outlet `mixed`), heat the mixture at 10 bar in `heater` (outlet "
+            "`hot`), flash it without "
+            "heat at 2 bar in `drum` into `light` and `heavy`, and distil `heavy` in `column` into "
+            "`distillate` and `bottoms`: 97% "
+            "of its benzene goes to the distillate, 96% of its toluene to the bottoms, at 1.3 times the "
+            "minimum reflux. Choose the "
             "temperature of `hot` so that `light` is <streams.light.flow_kmol_h .2f> kmol/h."
         ),
         "specs": [
@@ -291,7 +304,8 @@ VALIDATION: list[dict[str, Any]] = [
             {"drum": drum("feed", "vapour", "liquid", vapor_fraction=0.3, P_bar=1.0)},
             "unifac",
         ),
-        "text": "Flash the feed at 1 bar in a unit named `drum` so that 30% of it is vapour; the outlets: `vapour` and `liquid`.",
+        "text": "Flash the feed at 1 bar in a unit named `drum` so that 30% of it is vapour; the outlets: "
+        "`vapour` and `liquid`.",
         "specs": ["streams.vapour.flow_kmol_h", "streams.vapour.P_bar"],
         "asked": {
             "drum_T_K": "units.drum.T_K",
@@ -310,7 +324,8 @@ VALIDATION: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Let the feed down to 8 bar without heat in `drum`, into `gas` and `oil`, and compress `gas` to 30 bar in `compressor` "
+            "Let the feed down to 8 bar without heat in `drum`, into `gas` and `oil`, and compress `gas` to "
+            "30 bar in `compressor` "
             "(isentropic efficiency 0.75, outlet `export`)."
         ),
         "specs": ["streams.gas.P_bar", "units.drum.T_K", "streams.export.P_bar", "units.compressor.work_kW"],
@@ -328,8 +343,10 @@ VALIDATION: list[dict[str, Any]] = [
             {"heater": heater("feed", "hot", duty_kW=520), "drum": drum("hot", "gas", "oil", duty_kW=0)},
         ),
         "text": (
-            "Heat the feed at 4 bar in `heater` (outlet `hot`) and separate it without more heat in `drum` into `gas` and `oil`. "
-            "Choose the duty of the heater so that `gas` holds <streams.gas.composition.n-butane .4f> mole fraction of n-butane."
+            "Heat the feed at 4 bar in `heater` (outlet `hot`) and separate it without more heat in `drum` "
+            "into `gas` and `oil`. "
+            "Choose the duty of the heater so that `gas` holds <streams.gas.composition.n-butane .4f> mole "
+            "fraction of n-butane."
         ),
         "specs": ["streams.gas.composition.n-butane", "streams.gas.P_bar"],
         "asked": {"duty_kW": "units.heater.duty_kW", "gas_kmol_h": "streams.gas.flow_kmol_h"},
@@ -347,8 +364,10 @@ VALIDATION: list[dict[str, Any]] = [
             "unifac",
         ),
         "text": (
-            "Heat the feed by 300 kW in `preheater` (outlet `hot`) and distil it in `column` into `distillate` and `bottoms`: 99% "
-            "of the methanol goes to the distillate, 98.5% of the water to the bottoms. Choose the reflux so that the reboiler "
+            "Heat the feed by 300 kW in `preheater` (outlet `hot`) and distil it in `column` into "
+            "`distillate` and `bottoms`: 99% "
+            "of the methanol goes to the distillate, 98.5% of the water to the bottoms. Choose the reflux so "
+            "that the reboiler "
             "takes <units.column.reboiler_duty_kW .1f> kW."
         ),
         "specs": ["units.preheater.duty_kW", "units.column.min_stages", "units.column.reboiler_duty_kW"],
@@ -365,7 +384,8 @@ TEST: list[dict[str, Any]] = [
             {"feed": feed(200, 310, 5, {"nitrogen": 0.7, "carbon dioxide": 0.3})},
             {"compressor": compressor("feed", "high", 14, 0.8)},
         ),
-        "text": "Compress the feed to 14 bar in a unit named `compressor` of isentropic efficiency 0.8; its outlet is `high`.",
+        "text": "Compress the feed to 14 bar in a unit named `compressor` of isentropic efficiency 0.8; its "
+        "outlet is `high`.",
         "specs": ["streams.high.P_bar", "units.compressor.work_kW"],
         "asked": {"work_kW": "units.compressor.work_kW", "outlet_T_K": "streams.high.T_K"},
     },
@@ -384,7 +404,8 @@ TEST: list[dict[str, Any]] = [
             "unifac",
         ),
         "text": (
-            "Mix the feeds in `mixer` (outlet `mixed`) and flash the mixture at 1.2 bar with a duty of 150 kW in `drum`, into "
+            "Mix the feeds in `mixer` (outlet `mixed`) and flash the mixture at 1.2 bar with a duty of 150 "
+            "kW in `drum`, into "
             "`gas` and `liquid`."
         ),
         "specs": ["streams.mixed.flow_kmol_h", "units.drum.duty_kW", "streams.gas.P_bar"],
@@ -406,9 +427,12 @@ TEST: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Pump the feed to 9 bar in `pump` (efficiency 0.75, outlet `high`), heat it in `preheater` (outlet `hot`) and distil "
-            "it in `column` into `distillate` and `bottoms`: 98.5% of the n-butane goes to the distillate, 98% of the n-pentane to "
-            "the bottoms, at 1.25 times the minimum reflux. Choose the duty of the preheater so that the reboiler takes "
+            "Pump the feed to 9 bar in `pump` (efficiency 0.75, outlet `high`), heat it in `preheater` "
+            "(outlet `hot`) and distil "
+            "it in `column` into `distillate` and `bottoms`: 98.5% of the n-butane goes to the distillate, "
+            "98% of the n-pentane to "
+            "the bottoms, at 1.25 times the minimum reflux. Choose the duty of the preheater so that the "
+            "reboiler takes "
             "<units.column.reboiler_duty_kW .1f> kW."
         ),
         "specs": ["streams.high.P_bar", "units.column.min_stages", "units.column.reboiler_duty_kW"],

@@ -1,11 +1,12 @@
-"""Measure or improve an agent that designs process flowsheets.
+"""Evaluate or improve an agent that designs process flowsheets.
 
-    python examples/process_agent/train.py --model NAME --endpoint https://.../v1 --algorithm baseline --mode dev
-    python examples/process_agent/train.py --model NAME --endpoint https://.../v1 --algorithm prompt_opt --use-validation --use-test
-    python examples/process_agent/train.py --model path/to/model --debug
+    python examples/process_agent/train.py --model NAME --endpoint https://.../v1 --algorithm baseline --mode
+    dev python examples/process_agent/train.py --model NAME --endpoint https://.../v1 --algorithm prompt_opt
+    --use-validation --use-test python examples/process_agent/train.py --model path/to/model --debug
 
-Without --endpoint the model is served here, by `raylight serve`. The key of an endpoint is read from OPENAI_API_KEY. SIMULATOR_URL
-names a simulator that runs already; without it one is started for the length of the run.
+Without --endpoint, `raylight serve` serves the model on this machine. The key of an endpoint is read from
+OPENAI_API_KEY. SIMULATOR_URL is the URL of a running simulator; without it, a local one is started for the
+run.
 """
 
 from __future__ import annotations
@@ -37,38 +38,46 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="folder of a model, or the name of one at --endpoint")
+    parser.add_argument("--model", required=True, help="folder of a model, or its name at --endpoint")
     parser.add_argument(
-        "--endpoint", help="base URL of an OpenAI-compatible API that has the model, ending in /v1"
+        "--endpoint", help="base URL of an OpenAI-compatible API with the model, ending in /v1"
     )
     parser.add_argument(
-        "--writer-model", help="at --endpoint, writes prompts for prompt_opt; --model by default"
+        "--writer-model", help="model at --endpoint that writes prompts for prompt_opt; default: --model"
     )
     parser.add_argument("--algorithm", choices=("baseline", "prompt_opt"), default="baseline")
     parser.add_argument(
-        "--mode", choices=("dev", "train"), default="train", help="dev takes 3 tasks, and baseline only"
+        "--mode",
+        choices=("dev", "train"),
+        default="train",
+        help="dev uses 3 tasks, and works with baseline only",
     )
     parser.add_argument("--n-runners", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2, help="of prompt_opt")
-    parser.add_argument("--candidates", type=int, default=2, help="new prompts a round of prompt_opt")
-    parser.add_argument("--temperature", type=float, help="of the agent's model; the API's own by default")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of prompt_opt")
+    parser.add_argument("--candidates", type=int, default=2, help="new prompts per round of prompt_opt")
     parser.add_argument(
-        "--max-model-len", type=int, default=16384, help="without --endpoint: longest conversation, in tokens"
+        "--temperature",
+        type=float,
+        help="sampling temperature of the agent's model; default: that of the API",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=16384,
+        help="without --endpoint: maximum length of a conversation, in tokens",
     )
     parser.add_argument(
         "--serve-arg",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="without --endpoint: an argument of the engine, such as tool_parser=hermes; may be repeated",
+        help="without --endpoint: an argument of the engine, such as tool_parser=hermes; repeatable",
     )
     parser.add_argument(
-        "--use-validation", action="store_true", help="measure, or choose prompts, on the validation tasks"
+        "--use-validation", action="store_true", help="evaluate, or select prompts, on the validation tasks"
     )
-    parser.add_argument(
-        "--use-test", action="store_true", help="measure the outcome on the test tasks, at the end"
-    )
-    parser.add_argument("--debug", action="store_true", help="one task, with its whole trace printed")
+    parser.add_argument("--use-test", action="store_true", help="evaluate the result on the test tasks")
+    parser.add_argument("--debug", action="store_true", help="run one task and print its full trace")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/process_agent"))
     args = parser.parse_args(arguments)
     if args.algorithm == "prompt_opt" and (args.mode == "dev" or args.debug):
@@ -107,7 +116,7 @@ def make_trainer(
 
 
 def debug(args: argparse.Namespace, resources: dict[str, Any]) -> None:
-    """One task, with all that went between model and tools."""
+    """Run one task and print its full trace."""
     make_trainer(args, DesignBaseline(), resources, "debug").dev(train_dataset=load_tasks("train")[:1])
     rl.print_traces(args.output_dir / "debug", full=True)
 
@@ -129,7 +138,7 @@ def baseline(args: argparse.Namespace, resources: dict[str, Any]) -> dict[str, A
 
 
 def prompt_opt(args: argparse.Namespace, resources: dict[str, Any], llm: rl.LLM) -> dict[str, Any]:
-    """Optimise the prompt, write it to `best_prompt.txt` and leave it among the resources."""
+    """Optimise the prompt, write it to `best_prompt.txt` and put it into the resources."""
     client = AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key)
     writer = args.writer_model or llm.model
     algorithm = PromptOptimiser(client, writer, rounds=args.rounds, candidates=args.candidates)
@@ -143,12 +152,12 @@ def prompt_opt(args: argparse.Namespace, resources: dict[str, Any], llm: rl.LLM)
     return {
         "first": algorithm.history[0].score,
         "best": best.score,
-        "prompts": [one.told() for one in algorithm.history],
+        "prompts": [one.as_json() for one in algorithm.history],
     }
 
 
 def measure_test(args: argparse.Namespace, resources: dict[str, Any]) -> dict[str, float]:
-    """Score what came of the run on tasks that it has not seen."""
+    """Evaluate the result of the run on the test tasks."""
     algorithm = DesignBaseline()
     logger.info("the test tasks")
     make_trainer(args, algorithm, resources, "test").fit(val_dataset=load_tasks("test"))

@@ -1,1 +1,1 @@
-"""Two agents in one rollout: an assistant with tools, which is trained, and its simulated user, which is not."""
+"""Two agents in one rollout: a trained assistant with tools, and a simulated user that is not trained."""

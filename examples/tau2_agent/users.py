@@ -21,16 +21,21 @@ FURTHER = re.compile(
 )
 """Offer of further help, which a scripted user treats as the end: a yes would ask for nothing."""
 
-PROMPT = """You are a customer who writes to a help desk, and the other one is its assistant. Keep to your part: do not answer as \
+PROMPT = """You are a customer who writes to a help desk, and the other one is its assistant. Keep to your \
+part: do not answer as \
 the desk, and do not mention these instructions.
 
 {who}What you want:
 {goal}
 
-- Say one thing at a time, in one to three plain sentences, as people write in a chat. Begin with what you want.
-- Tell what you know only when you are asked for it. Do not invent numbers or bookings; if you do not know something, say so.
-- Agree to what the desk proposes if it is what you want, and repeat your wish once if it is refused without a reason.
-- When you have what you want and every answer you asked for, or it is clear that you will not get it, write only {end}."""
+- Say one thing at a time, in one to three plain sentences, as people write in a chat. Begin with what you \
+want.
+- Tell what you know only when you are asked for it. Do not invent numbers or bookings; if you do not know \
+something, say so.
+- Agree to what the desk proposes if it is what you want, and repeat your wish once if it is refused \
+without a reason.
+- When you have what you want and every answer you asked for, or it is clear that you will not get it, \
+write only {end}."""
 
 
 class User(Protocol):

@@ -253,7 +253,7 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
             ("--endpoint", "http://127.0.0.1:9/v1"),
             {"SIMULATOR_URL": "http://127.0.0.1:9"},
             1,
-            "no simulator answers at SIMULATOR_URL",
+            "no simulator responds at SIMULATOR_URL",
         ),
         (("--algorithm", "prompt_opt", "--mode", "dev"), {}, 2, "prompt_opt is no fast algorithm"),
         (("--algorithm", "apo"), {}, 2, "invalid choice: 'apo'"),

@@ -265,9 +265,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "bad_flowsheet",
         {"drum": GOOD | {"inlet": "nowhere"}},
         "",
-        "takes stream 'nowhere', which nothing gives",
+        "takes stream 'nowhere', which has no source",
     ),
-    ("bad_flowsheet", {"drum": GOOD, "h": HEATER | {"duty_kW": 1}}, "", "a stream goes to one unit"),
+    ("bad_flowsheet", {"drum": GOOD, "h": HEATER | {"duty_kW": 1}}, "", "a stream can go to one unit only"),
     ("bad_flowsheet", {"drum": GOOD | {"liquid": "gas"}}, "", "stream 'gas' comes from drum and from drum"),
     (
         "cyclic_flowsheet",
@@ -278,8 +278,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "",
         "m -> drum -> m",
     ),
-    ("not_converged", {"h": HEATER | {"duty_kW": 1e7}}, "h", "ask for less heating or cooling"),
-    ("not_converged", {"h": HEATER | {"duty_kW": -1e7}}, "h", "ask for less heating or cooling"),
+    ("not_converged", {"h": HEATER | {"duty_kW": 1e7}}, "h", "reduce the heating or cooling"),
+    ("not_converged", {"h": HEATER | {"duty_kW": -1e7}}, "h", "reduce the heating or cooling"),
     ("not_converged", {"h": HEATER | {"outlet_T_K": 5000}}, "h", "out of range"),
     (
         "not_converged",
@@ -312,7 +312,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "unit_not_applicable",
         {"c": COLUMN | {"light_key": "water"}},
         "c",
-        "none of the flowsheet's components",
+        "is not one of the flowsheet's components",
     ),
     (
         "unit_not_applicable",
@@ -451,7 +451,7 @@ def test_the_service_tells_what_is_wrong(service: httpx2.Client) -> None:
     assert service.post("/simulations", json=[1]).status_code == 422
     assert (
         service.post("/simulations", content=b" " * 300_000).json()["error"]["message"]
-        == "a flowsheet may have 262144 bytes"
+        == "the flowsheet is larger than 262144 bytes; send a smaller one"
     )
     unknown = example | {"components": ["propane", "n-pentane", "kryptonite"]}
     assert service.post("/simulations", json=unknown).json()["error"]["code"] == "unknown_component"
@@ -513,7 +513,7 @@ def test_simulations_at_once_do_not_mix(service: httpx2.Client) -> None:
 def test_a_simulator_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMULATOR_URL", "http://127.0.0.1:9")
     with (
-        pytest.raises(SimulatorUnavailableError, match="no simulator answers at SIMULATOR_URL=http://127"),
+        pytest.raises(SimulatorUnavailableError, match="no simulator responds at SIMULATOR_URL=http://127"),
         simulator(),
     ):
         pass

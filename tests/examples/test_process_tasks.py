@@ -180,7 +180,7 @@ def test_the_last_object_of_a_message_is_the_answer() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("run_simulation", "{", "the arguments are no JSON"),
+        ("run_simulation", "{", "the arguments are not JSON"),
         ("run_simulation", "[]", "must be a JSON object"),
         ("run_simulation", "{}", "takes flowsheet"),
         ("get_result", "{}", "takes run_id"),

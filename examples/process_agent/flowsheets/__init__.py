@@ -1,1 +1,1 @@
-"""A small process simulator: property packages of `thermo`, six unit operations, flowsheets of them, and an HTTP service."""
+"""Small process simulator: `thermo` property packages, six unit operations, flowsheets, an HTTP service."""

@@ -1,8 +1,8 @@
 """The shortcut distillation column: Fenske, Underwood, Gilliland.
 
-Minimum stages by Fenske (Ind. Eng. Chem. 24, 1932, 482), minimum reflux by Underwood (Chem. Eng. Prog. 44, 1948, 603), stages at
-the actual reflux by Gilliland (Ind. Eng. Chem. 32, 1940, 1220) in Molokanov's form (Int. Chem. Eng. 12, 1972, 209), the feed
-stage by Kirkbride (Petroleum Refiner 23, 1944, 87).
+Minimum stages by Fenske (Ind. Eng. Chem. 24, 1932, 482), minimum reflux by Underwood (Chem. Eng. Prog. 44,
+1948, 603), stages at the actual reflux by Gilliland (Ind. Eng. Chem. 32, 1940, 1220) in Molokanov's form
+(Int. Chem. Eng. 12, 1972, 209), the feed stage by Kirkbride (Petroleum Refiner 23, 1944, 87).
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ from examples.process_agent.flowsheets.units import Component, Name, Outcome, Pr
 
 Recovery = Annotated[float, Field(ge=0.5, le=0.9999)]
 TRACE = 1e-10
-"""Least share of a component that goes to either product, so that its volatility there is defined."""
+"""Smallest share of a component in either product, which keeps its volatility there defined."""
 MAX_ITERATIONS = 60
 MAX_EXPONENT = 500.0
-"""Beyond that all of a component is in the distillate."""
+"""Largest exponent; beyond it the distillate has all of a component."""
 
 
 class Column(Unit):
     """Distils a stream with a total condenser and a partial reboiler."""
 
     takes = (
-        "inlet, distillate, bottoms (the two outlets, both boiling liquids), light_key, heavy_key (component names, adjacent in "
-        "volatility), light_key_recovery (share of it in the distillate, 0.5 to 0.9999), heavy_key_recovery (share of it in the "
-        "bottoms), reflux_factor (reflux over the minimum reflux, above 1, default 1.3), P_bar (default: the inlet's). Results: "
-        "min_stages, min_reflux, reflux, stages, feed_stage (from the top), condenser_duty_kW (negative), reboiler_duty_kW."
+        "inlet, distillate, bottoms (the two outlets, both boiling liquids), light_key, heavy_key (component "
+        "names, adjacent in "
+        "volatility), light_key_recovery (share of it in the distillate, 0.5 to 0.9999), heavy_key_recovery "
+        "(share of it in the "
+        "bottoms), reflux_factor (reflux over the minimum reflux, above 1, default 1.3), P_bar (default: the "
+        "inlet's). Results: "
+        "min_stages, min_reflux, reflux, stages, feed_stage (from the top), condenser_duty_kW (negative), "
+        "reboiler_duty_kW."
     )
     type: Literal["column"]
     inlet: Name
@@ -83,18 +87,20 @@ class Column(Unit):
         return {self.distillate: top, self.bottoms: bottom}, results
 
     def _keys(self, properties: Properties, feed: Stream) -> tuple[int, int]:
-        """Places of the keys among the components."""
+        """Indexes of the keys among the components."""
         for role, name in (("light_key", self.light_key), ("heavy_key", self.heavy_key)):
             if name not in properties.components:
                 raise UnitError(
-                    f"{role}={name!r} is none of the flowsheet's components: {', '.join(properties.components)}"
+                    f"{role}={name!r} is not one of the flowsheet's components: "
+                    f"{', '.join(properties.components)}"
                 )
             if feed.zs[properties.components.index(name)] <= 0:
                 raise UnitError(f"{role}={name!r} is not in the column's inlet")
         return properties.components.index(self.light_key), properties.components.index(self.heavy_key)
 
     def _split(self, properties: Properties, feed: Stream, light: int, heavy: int, P: float) -> Split:
-        """Where each component goes at total reflux, with volatilities that are the geometric mean of top and bottom."""
+        """Split of the components at total reflux, with the geometric mean of the volatilities of top and
+        bottom."""
         volatilities = _volatilities(properties.at_PVF(feed.zs, P, 0.0), heavy)
         for _ in range(MAX_ITERATIONS):
             split = self._fenske(feed, volatilities, light, heavy, properties)
@@ -106,9 +112,11 @@ class Column(Unit):
             ]
             if min(at_top[light], at_bottom[light]) <= 1.001:
                 raise UnitError(
-                    f"{self.light_key} is not more volatile than {self.heavy_key} all the way through the column (relative "
-                    f"volatility {at_top[light]:.3f} at the top, {at_bottom[light]:.3f} at the bottom): swap the keys, or the "
-                    "mixture has an azeotrope, beyond which no recovery leads"
+                    f"{self.light_key} is not more volatile than {self.heavy_key} all the way through the "
+                    "column (relative "
+                    f"volatility {at_top[light]:.3f} at the top, {at_bottom[light]:.3f} at the bottom): swap "
+                    "the keys, or the "
+                    "mixture has an azeotrope, which no recovery can pass"
                 )
             change = max(abs(a - b) / b for a, b in zip(volatilities, better, strict=True) if b > 0)
             volatilities = better
@@ -142,12 +150,12 @@ class Column(Unit):
 
 @dataclass(frozen=True)
 class Split:
-    """Where components go at total reflux.
+    """Split of the components at total reflux.
 
     Attributes:
         min_stages: equilibrium stages at total reflux, with the reboiler.
-        volatilities: relative to the heavy key; 0 for a component that is not there.
-        shares: of each component in the distillate.
+        volatilities: relative to the heavy key; 0 for an absent component.
+        shares: share of each component in the distillate.
     """
 
     min_stages: float
@@ -155,7 +163,7 @@ class Split:
     shares: list[float]
 
     def flows(self, feed: Stream) -> tuple[list[float], list[float]]:
-        """kmol/h of each component in distillate and bottoms."""
+        """Flows of each component in distillate and bottoms, kmol/h."""
         moles = [feed.flow * z for z in feed.zs]
         top = [share * m for share, m in zip(self.shares, moles, strict=True)]
         return top, [m - t for m, t in zip(moles, top, strict=True)]
@@ -175,9 +183,11 @@ class Split:
 
 
 def _volatilities(state: State, heavy: int) -> list[float]:
-    """Relative to the heavy key's, in a state with two phases; 0 for what is not there."""
+    """Volatilities relative to the heavy key in a state with two phases; 0 for an absent component."""
     if state.liquid is None or state.vapor is None:
-        raise NotConvergedError("the column's mixture has no two phases at its pressure; choose a lower one")
+        raise NotConvergedError(
+            "the column's mixture does not have two phases at its pressure; choose a lower one"
+        )
     ratios = [y / x if x > 0 else 0.0 for x, y in zip(state.liquid, state.vapor, strict=True)]
     return [ratio / ratios[heavy] for ratio in ratios]
 
@@ -187,7 +197,8 @@ def minimum_reflux(split: Split, zs: tuple[float, ...], light: int, heavy: int, 
 
     Args:
         zs: mole fractions of the feed.
-        quality: share of the feed that is liquid, by enthalpy; above 1 for a subcooled one, below 0 for a superheated one.
+        quality: liquid share of the feed, by enthalpy; above 1 if it is subcooled, below 0 if it is
+            superheated.
 
     Raises:
         UnitError: no reflux is needed.
@@ -203,7 +214,7 @@ def minimum_reflux(split: Split, zs: tuple[float, ...], light: int, heavy: int, 
         theta = brentq(excess, 1 + 1e-9 * gap, alphas[light] - 1e-9 * gap, xtol=1e-14)
     except ValueError:
         raise NotConvergedError(
-            "Underwood's equation has no root between the keys; is there next to nothing of one of them?"
+            "Underwood's equation has no root between the keys; check that the feed has enough of both"
         ) from None
     moles = [share * z for share, z in zip(split.shares, zs, strict=True)]
     found = sum(a * m / sum(moles) / (a - theta) for a, m in zip(alphas, moles, strict=True) if a > 0) - 1
@@ -213,7 +224,7 @@ def minimum_reflux(split: Split, zs: tuple[float, ...], light: int, heavy: int, 
 
 
 def gilliland(min_stages: float, min_reflux: float, reflux: float) -> float:
-    """Equilibrium stages at a reflux, with the reboiler; a fraction, as the correlation gives it."""
+    """Equilibrium stages at a reflux, including the reboiler, as a fraction."""
     x = (reflux - min_reflux) / (reflux + 1)
     y = 1 - math.exp((1 + 54.4 * x) / (11 + 117.2 * x) * (x - 1) / math.sqrt(x))
     return (min_stages + y) / (1 - y)

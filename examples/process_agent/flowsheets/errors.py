@@ -1,11 +1,11 @@
-"""What the simulator refuses, and why. Each error has a code for programs and a sentence for people and models."""
+"""Errors of the simulator. Each has a code for programs and a message for people and models."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_MESSAGE = 2000
-"""Characters of what is told: it quotes what was sent, and a model has to read it."""
+"""Maximum length of a message: it quotes the input, and a model has to read it."""
 
 
 class SimulationError(Exception):
@@ -13,7 +13,7 @@ class SimulationError(Exception):
 
     Args:
         message: what is wrong, and what to do.
-        unit: the unit at which it went wrong; None if it is no unit's fault.
+        unit: the unit that failed; None if no unit did.
     """
 
     code = "simulation_error"
@@ -22,21 +22,21 @@ class SimulationError(Exception):
         super().__init__(message)
         self.unit = unit
 
-    def told(self) -> dict[str, Any]:
-        """As it goes over HTTP: `{"code", "message"}`, and `unit` where there is one."""
+    def as_json(self) -> dict[str, Any]:
+        """The error as JSON: `{"code", "message"}`, and `unit` if there is one."""
         return {"code": self.code, "message": str(self)[:MAX_MESSAGE]} | (
             {"unit": self.unit} if self.unit else {}
         )
 
 
 class FlowsheetError(SimulationError):
-    """The flowsheet is malformed: a field is missing or unknown, or a stream goes nowhere."""
+    """The flowsheet is malformed: a field is missing or unknown, or a stream is not connected."""
 
     code = "bad_flowsheet"
 
 
 class UnknownComponentError(SimulationError):
-    """A component is not known, or the property package has no data for it."""
+    """A component is unknown, or the property package has no data for it."""
 
     code = "unknown_component"
 
@@ -48,18 +48,18 @@ class CyclicFlowsheetError(SimulationError):
 
 
 class NotConvergedError(SimulationError):
-    """No state fulfils what a unit asks for, or the equations for it did not converge."""
+    """No state satisfies the settings of a unit, or its equations did not converge."""
 
     code = "not_converged"
 
 
 class UnitError(SimulationError):
-    """A unit is given what it cannot work with: vapour to a pump, two phases to a compressor."""
+    """A unit has an unsuitable inlet: vapour in a pump, two phases in a compressor."""
 
     code = "unit_not_applicable"
 
 
 class UnknownRunError(SimulationError):
-    """There is no simulation of this id, or no result under this path."""
+    """No simulation has this id, or it has no result under this path."""
 
     code = "unknown_result"

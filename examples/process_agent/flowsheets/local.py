@@ -1,4 +1,4 @@
-"""The simulator for the length of a run: the one at `SIMULATOR_URL`, or one of its own."""
+"""The simulator of a run: the one at `SIMULATOR_URL`, or a local one that ends with the run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SimulatorUnavailableError(Exception):
 
 @contextlib.contextmanager
 def simulator() -> Iterator[str]:
-    """The URL of a simulator that answers. One that was started here ends with the block.
+    """Yield the URL of a simulator. A simulator that was started here ends with the block.
 
     Raises:
-        SimulatorUnavailableError: there is none.
+        SimulatorUnavailableError: it does not respond, or did not start.
     """
     url = os.environ.get(URL_VARIABLE)
     if url:
@@ -40,19 +40,21 @@ def simulator() -> Iterator[str]:
 
 
 def check_simulator(url: str) -> None:
-    """Raise SimulatorUnavailableError unless there is a simulator at a URL."""
+    """Raise SimulatorUnavailableError unless a simulator responds at a URL."""
     try:
         answer = httpx2.get(f"{url.rstrip('/')}/health", timeout=10.0)
         answer.raise_for_status()
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise SimulatorUnavailableError(
-            f"no simulator answers at {URL_VARIABLE}={url} ({error}); start one ({BY_HAND}), or unset {URL_VARIABLE}"
+            f"no simulator responds at {URL_VARIABLE}={url} ({error}); start one ({BY_HAND}), or unset "
+            f"{URL_VARIABLE}"
         ) from None
 
 
 @contextlib.contextmanager
 def _started() -> Iterator[str]:
-    """A service on a free port of loopback, in a process of its own, which ends when this one does, however that happens."""
+    """Start the service in a process of its own, on a free loopback port; it ends with this process, even
+    after a kill."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Flowsheets: components, feeds and units, checked, put in order, and solved."""
+"""Flowsheets of components, feeds and units: validation, ordering and solution."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ MAX_UNITS, MAX_COMPONENTS = 30, 12
 
 
 class Feed(BaseModel):
-    """A stream that comes from outside."""
+    """An inlet stream of the flowsheet."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     T_K: Annotated[float, Field(ge=T_MIN_K, le=T_MAX_K)]
     P_bar: Pressure
     flow_kmol_h: Annotated[float, Field(gt=0, le=1e6)]
     composition: dict[Component, Annotated[float, Field(ge=0, le=1e6)]]
-    """Mole fractions, or amounts in proportion; what is not named is not there."""
+    """Mole fractions, or proportional amounts; components that are not listed are absent."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:
         if sum(self.composition.values()) <= 0:
-            raise ValueError("composition holds nothing")
+            raise ValueError("the composition is empty")
         return self
 
 
 class Flowsheet(BaseModel):
-    """What is simulated.
+    """A flowsheet.
 
     Raises:
-        FlowsheetError: by `read`, for anything that does not fit.
+        FlowsheetError: in `read`, if the flowsheet is malformed.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,10 +60,10 @@ class Flowsheet(BaseModel):
 
     @classmethod
     def read(cls, given: Any) -> Flowsheet:
-        """A flowsheet from JSON.
+        """Parse a flowsheet from JSON.
 
         Raises:
-            FlowsheetError: a field is missing, unknown or does not fit, or streams do not join up.
+            FlowsheetError: a field is missing, unknown or wrong, or streams do not connect.
             CyclicFlowsheetError: units feed one another in a circle.
         """
         try:
@@ -84,11 +84,11 @@ class Flowsheet(BaseModel):
                 )
 
     def order(self) -> list[str]:
-        """Names of the units, each after those that feed it.
+        """Return the names of the units, each after the units that feed it.
 
         Raises:
             FlowsheetError: a stream has no source, two sources, or two consumers.
-            CyclicFlowsheetError: there is none.
+            CyclicFlowsheetError: units feed one another in a circle.
         """
         self._check_streams()
         ready, left, ordered = set(self.feeds), dict(self.units), list[str]()
@@ -97,7 +97,8 @@ class Flowsheet(BaseModel):
             if not able:
                 circle = self._circle(left)
                 raise CyclicFlowsheetError(
-                    f"units feed one another in a circle: {' -> '.join(circle)}. Recycles are not solved; break it, for example by "
+                    f"units feed one another in a circle: {' -> '.join(circle)}. Recycles are not solved; "
+                    "break it, for example by "
                     "giving the recycled stream as a feed"
                 )
             for name in able:
@@ -111,7 +112,8 @@ class Flowsheet(BaseModel):
             for stream in unit.outlets:
                 if stream in sources:
                     raise FlowsheetError(
-                        f"stream {stream!r} comes from {sources[stream]} and from {name}; name them apart"
+                        f"stream {stream!r} comes from {sources[stream]} and from {name}; give them "
+                        "different names"
                     )
                 sources[stream] = name
         takers: dict[str, str] = {}
@@ -119,16 +121,18 @@ class Flowsheet(BaseModel):
             for stream in unit.inlets:
                 if stream not in sources:
                     raise FlowsheetError(
-                        f"{name} takes stream {stream!r}, which nothing gives; there are {', '.join(sources)}"
+                        f"{name} takes stream {stream!r}, which has no source; existing streams: "
+                        f"{', '.join(sources)}"
                     )
                 if stream in takers:
                     raise FlowsheetError(
-                        f"stream {stream!r} goes to {takers[stream]} and to {name}; a stream goes to one unit"
+                        f"stream {stream!r} goes to {takers[stream]} and to {name}; a stream can go to one "
+                        "unit only"
                     )
                 takers[stream] = name
 
     def _circle(self, left: Mapping[str, Unit]) -> list[str]:
-        """Units that feed one another, among those that none of the others can start."""
+        """Return units that feed one another in a circle, among the units that could not be ordered."""
         source = {stream: name for name, unit in left.items() for stream in unit.outlets}
         path = [next(iter(left))]
         while path.count(path[-1]) == 1:
@@ -136,10 +140,10 @@ class Flowsheet(BaseModel):
         return path[path.index(path[-1]) :][::-1]
 
     def solve(self) -> dict[str, Any]:
-        """All streams and units in numbers: `{"streams": {name: {...}}, "units": {name: {...}}}`.
+        """Return the results of all streams and units: `{"streams": {name: {...}}, "units": {name: {...}}}`.
 
         Raises:
-            SimulationError: it cannot be solved; `unit` says where.
+            SimulationError: the flowsheet cannot be solved; `unit` names the failed unit.
         """
         properties = Properties(self.package, self.components)
         streams: dict[str, Stream] = {}
@@ -167,7 +171,7 @@ class Flowsheet(BaseModel):
 
 
 def _summary(error: ValidationError) -> str:
-    """What is wrong with which field, in a line a field."""
+    """Describe the errors, one line per field."""
     parts = []
     for item in error.errors(include_url=False):
         tags = {unit.model_fields["type"].annotation.__args__[0] for unit in UNITS}  # type: ignore[union-attr]
@@ -177,14 +181,15 @@ def _summary(error: ValidationError) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """What a flowsheet may hold, for who writes one: every unit with its settings, units of measure, an example."""
+    """Describe the flowsheet format: every unit type with its settings, units of measure, an example."""
     return {
         "units_of_measure": "K, bar (absolute), kmol/h, kW, mole fractions",
         "flowsheet": {
             "package": "peng_robinson (hydrocarbons, gases) | unifac (polar mixtures at low pressure) | ideal",
             "components": "list of names, such as propane, n-butane, ethanol, water",
             "feeds": "{name: {T_K, P_bar, flow_kmol_h, composition: {component: mole fraction}}}",
-            "units": "{name: {type, ...}}; a stream is named by the unit that gives it, and goes to one unit at most; no recycles",
+            "units": "{name: {type, ...}}; a stream is named by the unit that gives it, and goes to one unit "
+            "at most; no recycles",
         },
         "unit_types": {unit.model_fields["type"].annotation.__args__[0]: unit.takes for unit in UNITS},  # type: ignore[union-attr]
         "results": {

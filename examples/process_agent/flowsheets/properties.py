@@ -1,7 +1,7 @@
-"""Property packages: states of mixtures by `thermo`'s phase equilibria.
+"""Property packages: states of mixtures from `thermo`'s phase equilibria.
 
-Units here and everywhere in the simulator: K, bar, kmol/h, kW, kJ/kmol (which is J/mol). Enthalpies are of formation-free ideal
-gas at 298.15 K, thermo's reference.
+Units in the whole simulator: K, bar, kmol/h, kW, kJ/kmol (which is J/mol). Enthalpies are of formation-free
+ideal gas at 298.15 K, thermo's reference.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from examples.process_agent.flowsheets.errors import NotConvergedError, UnknownC
 PackageName = Literal["peng_robinson", "ideal", "unifac"]
 PACKAGES = get_args(PackageName)
 BAR = 1e5
-"""Pascals."""
+"""Pascals of a bar."""
 T_MIN_K, T_MAX_K = 120.0, 1500.0
-"""Where states are looked for."""
+"""Range of temperatures in which states are searched."""
 P_MAX_BAR = 500.0
 KNOWN = (
     "methane",
@@ -73,7 +73,7 @@ KNOWN = (
     "carbon monoxide",
     "hydrogen sulfide",
 )
-"""Names that errors suggest. Any other that the `chemicals` library knows will do."""
+"""Names that errors suggest. Every name of the `chemicals` library is valid."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class State:
         T, P: K, bar.
         vapor_fraction: molar; 0 liquid, 1 vapour.
         h, s: J/mol, J/mol/K.
-        liquid, vapor: mole fractions of the phases, in the order of the components; None for one that is not there.
+        liquid, vapor: mole fractions of the phases, in the order of the components; None for an absent phase.
     """
 
     T: float
@@ -95,19 +95,19 @@ class State:
     liquid: tuple[float, ...] | None
     vapor: tuple[float, ...] | None
     liquid_volume: float | None
-    """m3/mol of the liquid phase; None without one."""
+    """Molar volume of the liquid phase, m3/mol; None without a liquid phase."""
 
 
 class Properties:
-    """States of mixtures of some components.
+    """States of mixtures of the given components.
 
     Args:
-        package: `peng_robinson` (with ChemSep's interaction parameters), `ideal` (Raoult's law and ideal gas) or `unifac` (the
-            original UNIFAC for the liquid, ideal gas).
+        package: `peng_robinson` (with ChemSep's interaction parameters), `ideal` (Raoult's law and ideal gas)
+            or `unifac` (the original UNIFAC for the liquid, ideal gas).
         components: names.
 
     Raises:
-        UnknownComponentError: there is no such component, or the package has no data for it.
+        UnknownComponentError: a component is unknown, or the package has no data for it.
     """
 
     def __init__(self, package: PackageName, components: Sequence[str]) -> None:
@@ -116,31 +116,32 @@ class Properties:
         self._ids = tuple(cas_of(name) for name in components)
 
     def at_TP(self, zs: Sequence[float], T: float, P: float) -> State:
-        """The state at a temperature and a pressure."""
+        """Return the state at a temperature and a pressure."""
         return self._solve(
             zs, f"T={T:g} K, P={P:g} bar", P, lambda flasher, z: flasher.flash(T=T, P=P * BAR, zs=z), T
         )
 
     def at_PVF(self, zs: Sequence[float], P: float, vapor_fraction: float) -> State:
-        """The state with a vapour fraction at a pressure: 0 is the bubble point, 1 the dew point."""
+        """Return the state with a vapour fraction at a pressure: 0 is the bubble point, 1 the dew point."""
         what = f"vapor fraction {vapor_fraction:g} at {P:g} bar"
         return self._solve(zs, what, P, lambda flasher, z: flasher.flash(P=P * BAR, VF=vapor_fraction, zs=z))
 
     def at_PH(self, zs: Sequence[float], P: float, h: float) -> State:
-        """The state with an enthalpy (J/mol) at a pressure."""
+        """Return the state with an enthalpy (J/mol) at a pressure."""
         return self._at_content(zs, P, "h", h, f"an enthalpy of {h:.0f} J/mol at {P:g} bar")
 
     def at_PS(self, zs: Sequence[float], P: float, s: float) -> State:
-        """The state with an entropy (J/mol/K) at a pressure."""
+        """Return the state with an entropy (J/mol/K) at a pressure."""
         return self._at_content(zs, P, "s", s, f"an entropy of {s:.1f} J/mol/K at {P:g} bar")
 
     def _at_content(
         self, zs: Sequence[float], P: float, of: Literal["h", "s"], wanted: float, what: str
     ) -> State:
-        """The state in which `h` or `s`, which grow with temperature, is as wanted.
+        """Return the state with a given `h` or `s`, which grow with the temperature.
 
-        Found by temperature, over flashes at fixed temperature and pressure, which converge where thermo's own flashes at fixed
-        enthalpy do not (activity models). A pure component boils at one temperature, so that there the vapour fraction decides.
+        The search is over flashes at fixed temperature and pressure, which converge where thermo's flashes at
+        fixed enthalpy do not (activity models). For a pure component, which boils at one temperature, the
+        search is over the vapour fraction.
         """
         if len(_active(zs)) == 1 and (boiling := self._boiling(zs, P)) is not None:
             liquid, vapor = boiling
@@ -156,12 +157,13 @@ class Properties:
             T = brentq(excess, low, high, xtol=1e-9, rtol=1e-13)
         except ValueError:
             raise NotConvergedError(
-                f"there is no state with {what} between {low:.0f} and {high:.0f} K; ask for less heating or cooling"
+                f"no state has {what} between {low:.0f} and {high:.0f} K; reduce the heating or cooling"
             ) from None
         return self.at_TP(zs, T, P)
 
     def _range(self, zs: Sequence[float], P: float) -> tuple[float, float]:
-        """Temperatures between which states can be computed at a pressure; far from it, some equations of state have none."""
+        """Range of temperatures in which states can be computed at a pressure; some equations of state fail
+        far from it."""
         low, high = T_MIN_K, T_MAX_K
         while low < 300.0 and not self._computes(zs, low, P):
             low += 20.0
@@ -191,7 +193,7 @@ class Properties:
         flash: Callable[[Any, list[float]], Any],
         T: float | None = None,
     ) -> State:
-        """Flash over the components that are there, and give the state over all."""
+        """Flash with the present components, and return the state over all components."""
         if not 0 < P <= P_MAX_BAR:
             raise NotConvergedError(
                 f"a pressure of {P:g} bar is out of range; it must be above 0 and at most {P_MAX_BAR:g} bar"
@@ -210,9 +212,10 @@ class Properties:
             h, s = found.H(), found.S()
             if not (math.isfinite(h) and math.isfinite(s) and math.isfinite(found.T)):
                 raise ArithmeticError("no finite state")
-        except Exception as error:  # thermo raises whatever its solvers met: ValueError, UnboundLocalError, ZeroDivisionError
+        except Exception as error:  # thermo raises any error of its solvers
             raise NotConvergedError(
-                f"the phase equilibrium did not converge for {what} ({self.package}; {type(error).__name__}). Choose conditions in "
+                f"the phase equilibrium did not converge for {what} ({self.package}; "
+                f"{type(error).__name__}). Choose conditions in "
                 "which the mixture has such a state"
             ) from error
         liquid, gas = found.liquid0 if found.liquid_count else None, found.gas
@@ -228,7 +231,7 @@ class Properties:
         )
 
     def _spread(self, active: list[int], phase: Any) -> tuple[float, ...] | None:
-        """Mole fractions over all components."""
+        """Mole fractions over all components, from those of the present ones."""
         if phase is None:
             return None
         found = dict(zip(active, phase.zs, strict=True))
@@ -240,7 +243,7 @@ def _active(zs: Sequence[float]) -> list[int]:
 
 
 def _between(liquid: State, vapor: State, fraction: float) -> State:
-    """A boiling pure component of which a part is vapour."""
+    """State of a boiling pure component with a vapour fraction."""
     return State(
         T=liquid.T,
         P=liquid.P,
@@ -255,10 +258,10 @@ def _between(liquid: State, vapor: State, fraction: float) -> State:
 
 @functools.cache
 def cas_of(name: str) -> str:
-    """The registry number of a component.
+    """Return the CAS number of a component.
 
     Raises:
-        UnknownComponentError: the `chemicals` library knows none of this name.
+        UnknownComponentError: the `chemicals` library has no component with this name.
     """
     try:
         return CAS_from_any(name)
@@ -270,16 +273,16 @@ def cas_of(name: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def make_flasher(package: PackageName, ids: tuple[str, ...], names: tuple[str, ...]) -> Any:
-    """thermo's flash object for some components.
+    """Return thermo's flash object for components.
 
     Raises:
-        UnknownComponentError: the package has no data for one.
+        UnknownComponentError: the package has no data for a component.
     """
     constants, correlations = ChemicalConstantsPackage.from_IDs(list(ids))
     for i, name in enumerate(names):
         if any(values[i] is None for values in (constants.Tcs, constants.Pcs, constants.omegas)):
             raise UnknownComponentError(
-                f"there are no critical constants for {name!r}, which no package can do without"
+                f"{name!r} has no critical constants, which every package needs; choose another component"
             )
     make = {"peng_robinson": _cubic, "ideal": _activity, "unifac": _activity}[package]
     gas, liquid = make(package, constants, correlations, names)

@@ -1,4 +1,4 @@
-"""Simulations that were asked for: each is run once, and its results are kept for a while."""
+"""Registry of simulations; the results of the latest ones are kept."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from examples.process_agent.flowsheets.errors import SimulationError, UnknownRun
 from examples.process_agent.flowsheets.model import Flowsheet
 
 KEPT = 2000
-"""Simulations whose results can be asked for; older ones are forgotten."""
+"""Number of simulations whose results are kept."""
 DIGITS = 7
-"""Significant digits of a number in a result."""
+"""Significant digits of the numbers in a result."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class Run:
     """A simulation.
 
     Attributes:
-        results: all streams and units in numbers; None if it failed.
-        error: why it failed, as `SimulationError.told`; None if it converged.
+        results: results of all streams and units; None if it failed.
+        error: `SimulationError.as_json` of its failure; None if it converged.
     """
 
     run_id: str
     results: dict[str, Any] | None
     error: dict[str, Any] | None
 
-    def told(self) -> dict[str, Any]:
-        """Whether it converged, and what there is to ask for."""
+    def as_json(self) -> dict[str, Any]:
+        """The status as JSON, with the names of the results."""
         if self.results is None:
             return {"run_id": self.run_id, "status": "failed", "error": self.error}
         names = {kind: list(found) for kind, found in self.results.items()}
@@ -39,17 +39,18 @@ class Run:
 
 
 class Runs:
-    """Runs simulations in whichever thread asks, one at a time: thermo's flash objects are shared and remember their last state."""
+    """Simulations, executed in the calling thread, one at a time, because thermo's shared flash objects keep
+    state."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[str, Run] = OrderedDict()
         self._one = threading.Lock()
 
     def simulate(self, given: Any) -> Run:
-        """Simulate a flowsheet as JSON. A failure of its physics is a failed run.
+        """Simulate a flowsheet (JSON). A simulation that does not converge is a failed run.
 
         Raises:
-            SimulationError: it is no flowsheet, so that nothing was run.
+            SimulationError: the input is not a flowsheet, and nothing was run.
         """
         with self._one:
             flowsheet = Flowsheet.read(given)
@@ -59,39 +60,38 @@ class Runs:
             except SimulationError as error:
                 if error.code == "unknown_component":
                     raise
-                run = Run(run_id, None, error.told())
+                run = Run(run_id, None, error.as_json())
             self._found[run_id] = run
             while len(self._found) > KEPT:
                 self._found.popitem(last=False)
         return run
 
     def result(self, run_id: str, paths: list[str]) -> dict[str, Any]:
-        """Results under dotted paths, such as `streams.gas.flow_kmol_h` or `units.drum`; all results if there are no paths.
+        """Return results by dotted path, such as `streams.gas.flow_kmol_h` or `units.drum`; all results
+        without paths.
 
         Raises:
-            UnknownRunError: there is no such simulation, it failed, or it has no such path.
+            UnknownRunError: the simulation is unknown, failed, or has no such path.
         """
         with self._one:
             run = self._found.get(run_id)
         if run is None:
             raise UnknownRunError(
-                f"there is no simulation {run_id!r}; give the run_id that run_simulation returned"
+                f"there is no simulation {run_id!r}; pass the run_id that run_simulation returned"
             )
         if run.results is None:
             assert run.error
-            raise UnknownRunError(
-                f"simulation {run_id} failed, so that it has no results: {run.error['message']}"
-            )
+            raise UnknownRunError(f"simulation {run_id} failed and has no results: {run.error['message']}")
         if not paths:
             return run.results
         return {path: look_up(run.results, path) for path in paths}
 
 
 def look_up(results: dict[str, Any], path: str) -> Any:
-    """What lies at a dotted path.
+    """Return the result at a dotted path.
 
     Raises:
-        UnknownRunError: nothing does; the message says how far the path leads.
+        UnknownRunError: the path does not exist; the message has the part that does.
     """
     found: Any = results
     walked: list[str] = []
@@ -105,7 +105,7 @@ def look_up(results: dict[str, Any], path: str) -> Any:
 
 
 def rounded(found: Any) -> Any:
-    """Numbers to as many digits as matter."""
+    """Round the numbers of a result."""
     if isinstance(found, dict):
         return {name: rounded(value) for name, value in found.items()}
     return float(f"{found:.{DIGITS}g}") if isinstance(found, float) else found

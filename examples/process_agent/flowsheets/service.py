@@ -1,12 +1,12 @@
 """The simulator as an HTTP service: python -m examples.process_agent.flowsheets.service --port 8700
 
-    GET  /health                          {"status": "ok"}
-    GET  /schema                          what a flowsheet may hold
-    POST /simulations                     a flowsheet -> {"run_id", "status": "converged" | "failed", ...}; 422 if it is none
-    GET  /simulations/{run_id}?path=...   results, all or those at dotted paths; 404 if there are none
+    GET  /health                          {"status": "ok"} GET  /schema                          the flowsheet
+    format POST /simulations                     a flowsheet -> {"run_id", "status": "converged" | "failed",
+    ...}; 422 if malformed GET  /simulations/{run_id}?path=...   results, all or by dotted path; 404 if there
+    are none
 
-A refusal is `{"error": {"code", "message"}}`, with `unit` where a unit is to blame. There are no keys: it listens on loopback
-unless told otherwise.
+An error is `{"error": {"code", "message"}}`, with `unit` if a unit failed. The service has no authentication,
+and listens on loopback by default.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from examples.process_agent.flowsheets.model import schema
 from examples.process_agent.flowsheets.runs import Runs
 
 MAX_BODY = 256 * 1024
-"""Bytes of a flowsheet."""
+"""Maximum size of a flowsheet, in bytes."""
 KEEP_ALIVE_S = 75
-"""Clients drop an idle connection after 5 s, as uvicorn would: whoever asks at that moment would find it closed."""
+"""Longer than the 5 s after which clients close an idle connection, so that none is closed under a request.
+"""
 READY = "simulator at "
-"""What is printed, before its URL, when it takes requests."""
+"""Text that is printed before the URL once the service accepts requests."""
 
 
 def make_app(runs: Runs | None = None) -> Starlette:
-    """The service as an ASGI application."""
+    """Return the service as an ASGI application."""
     runs = runs or Runs()
 
     async def health(request: Request) -> JSONResponse:
@@ -49,7 +50,7 @@ def make_app(runs: Runs | None = None) -> Starlette:
 
     async def simulate(request: Request) -> JSONResponse:
         run = await run_in_threadpool(runs.simulate, await _json_body(request))
-        return JSONResponse(run.told())
+        return JSONResponse(run.as_json())
 
     async def result(request: Request) -> JSONResponse:
         found = await run_in_threadpool(
@@ -60,7 +61,7 @@ def make_app(runs: Runs | None = None) -> Starlette:
     async def refuse(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, SimulationError)
         return JSONResponse(
-            {"error": error.told()}, status_code=404 if isinstance(error, UnknownRunError) else 422
+            {"error": error.as_json()}, status_code=404 if isinstance(error, UnknownRunError) else 422
         )
 
     routes = [
@@ -73,24 +74,24 @@ def make_app(runs: Runs | None = None) -> Starlette:
 
 
 async def _json_body(request: Request) -> Any:
-    """The body as JSON.
+    """Parse the body as JSON.
 
     Raises:
-        FlowsheetError: it is none, or too large.
+        FlowsheetError: it is malformed, or too large.
     """
     body = b""
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY:
-            raise FlowsheetError(f"a flowsheet may have {MAX_BODY} bytes")
+            raise FlowsheetError(f"the flowsheet is larger than {MAX_BODY} bytes; send a smaller one")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise FlowsheetError(f"the body is no JSON: {error}") from None
+        raise FlowsheetError(f"the body is not JSON: {error}") from None
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
+    """uvicorn server that prints its URL once it listens."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -104,10 +105,10 @@ def main() -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; there are no keys, so keep it from strangers",
+        help="address to listen on; there is no authentication, so keep it in your network",
     )
-    parser.add_argument("--port", type=int, default=8700, help="0 takes any free one")
-    parser.add_argument("--until-eof", action="store_true", help="end when the standard input does")
+    parser.add_argument("--port", type=int, default=8700, help="0 for any free port")
+    parser.add_argument("--until-eof", action="store_true", help="end when the standard input is closed")
     args = parser.parse_args()
     config = uvicorn.Config(
         make_app(), host=args.host, port=args.port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S

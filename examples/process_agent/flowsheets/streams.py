@@ -1,4 +1,4 @@
-"""Streams: a flow of a mixture in a state."""
+"""Streams: flows of a mixture in a state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from examples.process_agent.flowsheets.properties import Properties, State
 
 SECONDS = 3600.0
-"""kJ/h of a kW."""
+"""kJ/h in a kW."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Stream:
     """A flow of a mixture.
 
     Attributes:
-        flow: kmol/h; 0 for a phase that a flash did not find.
+        flow: kmol/h; 0 for an absent phase.
         zs: mole fractions, in the order of the flowsheet's components; zeros without flow.
         state: per mole; None without flow.
         T, P: K, bar.
@@ -31,21 +31,21 @@ class Stream:
 
     @classmethod
     def of(cls, flow: float, zs: Sequence[float], state: State) -> Stream:
-        """A flow in a state."""
+        """Return a flow in a state."""
         return cls(flow, tuple(zs), state, state.T, state.P)
 
     @classmethod
     def empty(cls, n: int, T: float, P: float) -> Stream:
-        """No flow of `n` components."""
+        """Return a stream of `n` components without flow."""
         return cls(0.0, (0.0,) * n, None, T, P)
 
     @property
     def power(self) -> float:
-        """Flow of enthalpy, kW."""
+        """Enthalpy flow, kW."""
         return self.flow * self.state.h / SECONDS if self.state else 0.0
 
     def report(self, properties: Properties) -> dict[str, Any]:
-        """Its numbers by name, with their units in the names."""
+        """Return its values by name; each name contains the unit of measure."""
         state = self.state
         return {
             "T_K": self.T,

@@ -1,4 +1,4 @@
-"""The unit operations, each with its settings and what it makes of its inlets. The distillation column is in `column.py`."""
+"""Unit operations with their settings and equations. The distillation column is in `column.py`."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 VAPOR_TOLERANCE = 1e-3
 Outcome = tuple[dict[str, Stream], dict[str, float]]
-"""Streams by name, and the unit's own results by name."""
+"""Outlet streams by name, and the unit's own results by name."""
 
 
 class Unit(BaseModel):
-    """Base of unit operations. `run` takes the inlets in the order of `inlets`."""
+    """Base class of the unit operations. `run` takes the inlets in the order of `inlets`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     takes: ClassVar[str]
-    """What it takes and gives, in a sentence; part of the schema that agents read."""
+    """Inlets and outlets in one sentence; part of the schema that agents read."""
 
     @property
     def inlets(self) -> list[str]:
-        """Names of the streams that come in."""
+        """Names of the inlet streams."""
         return [self.inlet]  # type: ignore[attr-defined]
 
     @property
     def outlets(self) -> list[str]:
-        """Names of the streams that go out."""
+        """Names of the outlet streams."""
         return [self.outlet]  # type: ignore[attr-defined]
 
     def run(self, properties: Properties, inlets: list[Stream]) -> Outcome:
         """Compute the outlets.
 
         Raises:
-            SimulationError: it cannot be done.
+            SimulationError: the unit cannot be computed.
         """
         raise NotImplementedError
 
@@ -73,7 +73,8 @@ class Heater(Unit):
     """Heats or cools (negative duty) a stream to a temperature, by a duty, or to a vapour fraction."""
 
     takes = (
-        "inlet, outlet, one of outlet_T_K | duty_kW | outlet_vapor_fraction (0 bubble point, 1 dew point), pressure_drop_bar "
+        "inlet, outlet, one of outlet_T_K | duty_kW | outlet_vapor_fraction (0 bubble point, 1 dew point), "
+        "pressure_drop_bar "
         "(default 0). Cools with a negative duty. Result: duty_kW."
     )
     type: Literal["heater"]
@@ -110,7 +111,8 @@ class Heater(Unit):
 
 
 class Pump(Unit):
-    """Raises the pressure of a liquid; the work is its volume times the rise in pressure, over the efficiency."""
+    """Raises the pressure of a liquid; the work is its volume times the rise in pressure, over the
+    efficiency."""
 
     takes = "inlet (liquid), outlet, outlet_P_bar, efficiency (0 to 1, default 0.75). Result: work_kW."
     type: Literal["pump"]
@@ -124,11 +126,13 @@ class Pump(Unit):
         state = _flowing(feed)
         if state.vapor_fraction > VAPOR_TOLERANCE or state.liquid_volume is None:
             raise UnitError(
-                f"a pump takes liquid, and {state.vapor_fraction:.1%} of its inlet is vapour; cool it, or flash it first"
+                f"a pump takes liquid, and {state.vapor_fraction:.1%} of its inlet is vapour; cool it, or "
+                "flash it first"
             )
         if self.outlet_P_bar < feed.P:
             raise UnitError(
-                f"a pump raises the pressure; its inlet has {feed.P:g} bar and outlet_P_bar={self.outlet_P_bar:g}"
+                f"a pump raises the pressure; its inlet has {feed.P:g} bar and "
+                f"outlet_P_bar={self.outlet_P_bar:g}"
             )
         work = state.liquid_volume * (self.outlet_P_bar - feed.P) * BAR / self.efficiency
         out = properties.at_PH(feed.zs, self.outlet_P_bar, state.h + work)
@@ -138,7 +142,10 @@ class Pump(Unit):
 class Compressor(Unit):
     """Compresses a vapour; the work is the isentropic one over the efficiency."""
 
-    takes = "inlet (vapour), outlet, outlet_P_bar, efficiency (isentropic, 0 to 1, default 0.75). Results: work_kW, isentropic_T_K."
+    takes = (
+        "inlet (vapour), outlet, outlet_P_bar, efficiency (isentropic, 0 to 1, default 0.75). Results: "
+        "work_kW, isentropic_T_K."
+    )
     type: Literal["compressor"]
     inlet: Name
     outlet: Name
@@ -150,12 +157,14 @@ class Compressor(Unit):
         state = _flowing(feed)
         if state.vapor_fraction < 1 - VAPOR_TOLERANCE:
             raise UnitError(
-                f"a compressor takes vapour, and {1 - state.vapor_fraction:.1%} of its inlet is liquid; heat it, or take the "
+                f"a compressor takes vapour, and {1 - state.vapor_fraction:.1%} of its inlet is liquid; heat "
+                "it, or take the "
                 "vapour of a flash"
             )
         if self.outlet_P_bar < feed.P:
             raise UnitError(
-                f"a compressor raises the pressure; its inlet has {feed.P:g} bar and outlet_P_bar={self.outlet_P_bar:g}"
+                f"a compressor raises the pressure; its inlet has {feed.P:g} bar and "
+                f"outlet_P_bar={self.outlet_P_bar:g}"
             )
         ideal = properties.at_PS(feed.zs, self.outlet_P_bar, state.s)
         work = (ideal.h - state.h) / self.efficiency
@@ -168,7 +177,8 @@ class Flash(Unit):
     """Separates a stream into vapour and liquid in equilibrium."""
 
     takes = (
-        "inlet, vapor, liquid (the two outlets), one of T_K | vapor_fraction | duty_kW (0 is adiabatic), P_bar (default: the "
+        "inlet, vapor, liquid (the two outlets), one of T_K | vapor_fraction | duty_kW (0 is adiabatic), "
+        "P_bar (default: the "
         "inlet's). Result: duty_kW."
     )
     type: Literal["flash"]
@@ -215,10 +225,10 @@ class Flash(Unit):
 
 
 def _flowing(feed: Stream) -> Any:
-    """The state of an inlet.
+    """Return the state of an inlet.
 
     Raises:
-        UnitError: it has no flow.
+        UnitError: the inlet has no flow.
     """
     if feed.state is None:
         raise UnitError(
