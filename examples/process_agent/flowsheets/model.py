@@ -185,7 +185,8 @@ def schema() -> dict[str, Any]:
     return {
         "units_of_measure": "K, bar (absolute), kmol/h, kW, mole fractions",
         "flowsheet": {
-            "package": "peng_robinson (hydrocarbons, gases) | unifac (polar mixtures at low pressure) | ideal",
+            "package": "peng_robinson (hydrocarbons, gases) | unifac (polar mixtures at low pressure)"
+            " | ideal",
             "components": "list of names, such as propane, n-butane, ethanol, water",
             "feeds": "{name: {T_K, P_bar, flow_kmol_h, composition: {component: mole fraction}}}",
             "units": "{name: {type, ...}}; a stream is named by the unit that gives it, and goes to one unit "
