@@ -166,6 +166,6 @@ async def test_the_key_of_an_attempt_dies_with_it(tmp_path: Path) -> None:
         with pytest.raises(openai.AuthenticationError):
             await ask(model.client(one, key_of=other))
         await model.store.finish_attempt(one, "succeeded")
-        with pytest.raises(openai.AuthenticationError, match="over"):
+        with pytest.raises(openai.AuthenticationError, match="revoked"):
             await ask(model.client(one))
         await ask(model.client(other))

@@ -160,77 +160,80 @@ class Renderer:
         if kwargs.keys() & RESERVED:
             raise UnsupportedTemplate("chat_template_kwargs has names that are not template variables")
         converted = [self._for_template(message) for message in messages]
-        given = _TemplateInput(
+        conversation = _TemplateInput(
             converted[:answer_index],
             converted[answer_index],
             converted[answer_index + 1 :],
             tools or None,
             kwargs,
         )
-        shape = given.shape
+        shape = conversation.shape
         rule = self._rules.get(shape)
         if rule is None:
-            rule = self._find_rule(given)
+            rule = self._find_rule(conversation)
             if len(self._rules) >= MAX_SHAPES:
                 self._rules.clear()
             self._rules[shape] = rule
-        return self._new_text(rule, given, FIRST)
+        return self._new_text(rule, conversation, FIRST)
 
-    def _find_rule(self, given: _TemplateInput) -> _TurnEndRule:
+    def _find_rule(self, conversation: _TemplateInput) -> _TurnEndRule:
         """Find a rule that works: with the answer's tool calls if possible, else without them."""
-        if "tool_calls" in given.answer:
+        if "tool_calls" in conversation.answer:
             try:
-                rule = self._rule_with_calls(given)
-                self._verify(rule, given)
+                rule = self._rule_with_calls(conversation)
+                self._verify(rule, conversation)
                 return rule
             except UnsupportedTemplate as error:
                 logger.debug("an answer is rendered without its tool calls: %s", error)
         rule = _TurnEndRule(with_calls=False)
-        self._verify(rule, given)
+        self._verify(rule, conversation)
         return rule
 
-    def _rule_with_calls(self, given: _TemplateInput) -> _TurnEndRule:
+    def _rule_with_calls(self, conversation: _TemplateInput) -> _TurnEndRule:
         """Take the special token that ends the text without new turns as the token that ends a turn."""
-        answer = self._answer_with_calls(given.answer, FIRST)
+        answer = self._answer_with_calls(conversation.answer, FIRST)
         alone = self._text_after_placeholder(
-            answer, replace(given, new=[]), FIRST, add_generation_prompt=False
+            answer, replace(conversation, new=[]), FIRST, add_generation_prompt=False
         )
         end = next((token for token in self._special_tokens if alone.rstrip().endswith(token)), "")
         index = alone.rfind(end) if end else -1
-        text = self._text_after_placeholder(answer, given, FIRST)
+        text = self._text_after_placeholder(answer, conversation, FIRST)
         if index < 0 or not text.startswith(alone[: index + len(end)]):
             raise UnsupportedTemplate(NO_TURN_END)
         return _TurnEndRule(with_calls=True, end_token=end, skipped=alone[:index].count(end))
 
-    def _verify(self, rule: _TurnEndRule, given: _TemplateInput) -> None:
+    def _verify(self, rule: _TurnEndRule, conversation: _TemplateInput) -> None:
         """Check that the new text does not depend on the answer and shows every new message."""
-        text = self._new_text(rule, given, FIRST)
-        if text != self._new_text(rule, given, SECOND):
+        text = self._new_text(rule, conversation, FIRST)
+        if text != self._new_text(rule, conversation, SECOND):
             raise UnsupportedTemplate("the text after an answer depends on the answer")
-        renamed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in given.new]
-        if renamed != given.new and self._new_text(rule, replace(given, new=renamed), FIRST) != text:
+        renamed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in conversation.new]
+        if (
+            renamed != conversation.new
+            and self._new_text(rule, replace(conversation, new=renamed), FIRST) != text
+        ):
             raise UnsupportedTemplate(
                 "it renders a developer message differently from a system message, and engines differ in the "
                 "role that they pass to it"
             )
-        placeholders = [(m, _Placeholder()) for m in given.new]
+        placeholders = [(m, _Placeholder()) for m in conversation.new]
         probe = replace(
-            given, new=[{**m, "content": self._content(m["role"], p.content)} for m, p in placeholders]
+            conversation, new=[{**m, "content": self._content(m["role"], p.content)} for m, p in placeholders]
         )
         text = self._new_text(rule, probe, FIRST)
         if any(placeholder.word not in text for _, placeholder in placeholders):
             raise UnsupportedTemplate("it omits a new message, or shows it within the previous answer")
 
-    def _new_text(self, rule: _TurnEndRule, given: _TemplateInput, placeholder: _Placeholder) -> str:
+    def _new_text(self, rule: _TurnEndRule, conversation: _TemplateInput, placeholder: _Placeholder) -> str:
         """Render, and return the text from the end of the answer's turn on.
 
         White space between a text answer and the end of its turn counts as part of the answer.
         """
         if not rule.with_calls:
             answer = {"role": "assistant", "content": self._content("assistant", placeholder.content)}
-            return self._text_after_placeholder(answer, given, placeholder).lstrip()
-        answer = self._answer_with_calls(given.answer, placeholder)
-        text = self._text_after_placeholder(answer, given, placeholder)
+            return self._text_after_placeholder(answer, conversation, placeholder).lstrip()
+        answer = self._answer_with_calls(conversation.answer, placeholder)
+        text = self._text_after_placeholder(answer, conversation, placeholder)
         parts = text.split(rule.end_token, rule.skipped + 1)
         if len(parts) < rule.skipped + 2:
             raise UnsupportedTemplate(NO_TURN_END)
@@ -251,7 +254,7 @@ class Renderer:
     def _text_after_placeholder(
         self,
         answer: Message,
-        given: _TemplateInput,
+        conversation: _TemplateInput,
         placeholder: _Placeholder,
         *,
         add_generation_prompt: bool = True,
@@ -260,8 +263,10 @@ class Renderer:
 
         Content must appear exactly once. Arguments of calls may appear several times.
         """
-        messages = [*given.before, answer, *given.new]
-        text = self._render(messages, given.tools, given.kwargs, add_generation_prompt=add_generation_prompt)
+        messages = [*conversation.before, answer, *conversation.new]
+        text = self._render(
+            messages, conversation.tools, conversation.kwargs, add_generation_prompt=add_generation_prompt
+        )
         count = text.count(placeholder.word)
         if not count or (count > 1 and "tool_calls" not in answer):
             raise UnsupportedTemplate("it does not show an earlier answer exactly once and unchanged")
