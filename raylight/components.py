@@ -1,5 +1,4 @@
-"""Build components from a description: an instance, a class, a factory, a dotted name, or a dict with a
-`type`."""
+"""Components from descriptions: an instance, a class, a factory, a dotted name, or a dict with a `type`."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ def take_synonyms(values: Mapping[str, Any], synonyms: Mapping[str, str]) -> dic
 
 
 def accept_synonyms(**synonyms: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that some of its arguments may be given under other names, those of
-    agent-lightning.
+    """Decorate a function so that it also accepts agent-lightning's names of its arguments.
 
     With `@accept_synonyms(n_workers="n_runners")`, `n_workers=4` is passed on as `n_runners=4`. Synonyms are
     keywords only, and do not show in the signature. A call that gives an argument under both names, with

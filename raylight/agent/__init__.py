@@ -1,2 +1,1 @@
-"""Tools for writing agents: agent classes, resources, emitters and hooks. `raylight` exports the public
-names."""
+"""Tools for writing agents: agent classes, resources, emitters and hooks."""

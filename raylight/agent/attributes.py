@@ -51,8 +51,7 @@ def _is_leaf_list(nested: Any) -> bool:
 
 
 def to_builtin(value: Any) -> Any:
-    """Convert a primitive of a subclass, of numpy or of torch to the builtin type. Return other values
-    unchanged."""
+    """Convert a primitive of a subclass, of numpy or of torch to the builtin type; keep other values."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -67,8 +66,7 @@ def to_builtin(value: Any) -> Any:
 
 
 def encode_value(value: Any) -> Any:
-    """Convert a value to one that a span can hold. Values that are not primitive become JSON text. Never
-    raises."""
+    """Convert a value for a span; values that are not primitive become JSON text. Never raises."""
     value = to_builtin(value)
     if isinstance(value, str | bool | int | float):
         return value

@@ -135,8 +135,7 @@ class HookDispatcher:
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Return True if the task that called the hook was cancelled or closed, which is not an error of the
-    hook."""
+    """Return True if the task that called the hook was cancelled or closed, not the hook itself."""
     task = asyncio.current_task()
     return isinstance(error, GeneratorExit) or (
         isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())

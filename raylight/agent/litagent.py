@@ -79,8 +79,7 @@ class LitAgent(Generic[Task]):
 
     @property
     def declared_resources(self) -> NamedResources:
-        """Resources that the agent provides itself. Initial resources of the Trainer with the same names take
-        precedence."""
+        """Resources that the agent provides itself; the Trainer's initial resources take precedence."""
         return {}
 
     def is_async_for(self, mode: str | None) -> bool:
@@ -187,8 +186,7 @@ class LitAgent(Generic[Task]):
         return [name for name in names if getattr(type(self), name) is not getattr(LitAgent, name)]
 
     def _method_for(self, mode: str | None) -> str:
-        """Return the name of the method for rollouts of this mode. Modes other than "train" are
-        validation."""
+        """Return the name of the method for a mode; modes other than "train" count as validation."""
         names = _TRAIN if mode == "train" else _VALIDATION
         defined = self._defined(names)
         if not defined:

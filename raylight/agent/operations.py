@@ -32,8 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class OperationRun:
-    """One execution of an operation, and its unfinished span. The span goes to the trace that was current at
-    the start."""
+    """One execution of an operation, whose span goes to the trace that was current at the start."""
 
     def __init__(self, attributes: Attributes, propagate: bool = True) -> None:
         self.attributes = dict(attributes)
@@ -324,8 +323,7 @@ def _wrap_generator(function: Any, begin: StartRun) -> Any:
 def _iterate(
     generator: Generator[Any, Any, Any], run: OperationRun, items: list[Any]
 ) -> Generator[Any, Any, Any]:
-    """Iterate a generator. Its span is the parent only while the generator's code runs, not while the
-    consumer's does."""
+    """Iterate a generator, with its span as parent only while the generator's own code runs."""
     resume: Callable[[], Any] = functools.partial(next, generator)
     while True:
         try:

@@ -71,8 +71,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 class _PlainFormatter(string.Formatter):
-    """Formatter for plain `{name}` placeholders: attributes and indices could expose the internals of a
-    value."""
+    """Formatter for plain `{name}` placeholders; attributes and indices could expose internals of a value."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
         return kwargs[_check_name(field_name)], field_name

@@ -109,7 +109,8 @@ class LLM(Resource):
         has_surrogates = any("\ud800" <= letter <= "\udfff" for letter in agent_id)
         if agent_id in ("", ".", "..") or has_surrogates:
             raise ConfigError(
-                f"the agent id {agent_id!r} cannot be part of a URL, by which calls are attributed to agents; "
+                f"the agent id {agent_id!r} cannot be part of a URL, by which calls are attributed to "
+                f"agents; "
                 "choose another id"
             )
         if not self.routed:
@@ -141,8 +142,7 @@ class LLM(Resource):
 
 
 class ProxyLLM(LLM):
-    """A model behind a proxy that identifies attempts by URL: each attempt has its own URL, and all share one
-    key."""
+    """A model behind a proxy that gives each attempt its own URL, under one shared key."""
 
     resource_type: Literal["proxy_llm"] = "proxy_llm"  # type: ignore[assignment]
 
@@ -165,8 +165,7 @@ class ProxyLLM(LLM):
         return LLM(**fields | {"endpoint": self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id)})
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """Return the base URL of an attempt, with `/rollout/R/attempt/A` before `/v1`; without ids, the
-        endpoint.
+        """Return an attempt's base URL, with `/rollout/R/attempt/A` before `/v1`; without ids, the endpoint.
 
         Raises:
             ConfigError: one id is given without the other.

@@ -13,8 +13,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Adapter(ABC, Generic[Source, Result]):
-    """Converter from one kind of data to another. It keeps no state between calls, and can be called like a
-    function."""
+    """Stateless converter from one kind of data to another, which can be called like a function."""
 
     @abstractmethod
     def adapt(self, source: Source, /) -> Result:

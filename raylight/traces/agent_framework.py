@@ -1,5 +1,6 @@
-"""Spans of agent-framework: its agents, chats, tools and workflow executors. Only `init` imports that
-package.
+"""Spans of agent-framework: its agents, chats, tools and workflow executors.
+
+Only `init` imports that package.
 
 agent-framework records spans through OpenTelemetry by itself. A chat has two spans: agent-framework's `chat`
 span and the span that raylight captured. Both carry the response id, by which the captured call is placed in
@@ -53,8 +54,7 @@ def init(contents: bool = True) -> None:
 
 
 class AgentFrameworkTracer(OtelTracer):
-    """An OtelTracer for agents of agent-framework, which enables their spans in each process that runs
-    rollouts.
+    """OtelTracer that enables agent-framework's spans in each process that runs rollouts.
 
     The spans stay enabled after `teardown`: agent-framework has one switch per process, and spans without a
     listener cost almost nothing. The other arguments are those of OtelTracer.

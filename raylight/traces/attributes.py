@@ -1,5 +1,4 @@
-"""Reading of span attributes: flattened lists and dicts, values stored as text, ids of calls, and names of
-agents.
+"""Reading of span attributes: flattened values, values stored as text, ids of calls, names of agents.
 
 The conventions are those of OpenTelemetry's `gen_ai`, OpenLLMetry, AgentOps, Weave, LangChain, AutoGen,
 agent-framework, the OpenAI Agents SDK, and agent-lightning's LLM proxy.
@@ -87,8 +86,7 @@ def raw_field(attributes: Mapping[str, Any], field: str) -> Any:
 
 
 def parse_literal(value: Any) -> Any:
-    """Parse a list or dict in JSON or in Python's notation (used by LiteLLM). Return other values
-    unchanged."""
+    """Parse a list or dict in JSON or in Python's notation (LiteLLM's); return other values unchanged."""
     if isinstance(value, tuple):
         return list(value)
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
@@ -102,8 +100,7 @@ def parse_literal(value: Any) -> Any:
 
 
 def unflatten(attributes: Mapping[str, Any], prefix: str) -> Any:
-    """Rebuild the value flattened under `prefix.`: a dict, or a list if all keys are numbers; None if there
-    is none."""
+    """Rebuild the dict flattened under `prefix.`, or the list if all keys are numbers; None if missing."""
     nested: dict[str, Any] = {}
     for key, value in attributes.items():
         if not key.startswith(f"{prefix}."):

@@ -54,7 +54,7 @@ class AttemptTrace:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans so far."""
+        """All spans added so far."""
         with self._lock:
             return list(self._spans)
 
@@ -81,8 +81,7 @@ def current_trace() -> AttemptTrace | None:
 
 @contextlib.contextmanager
 def tracing(trace: AttemptTrace) -> Iterator[AttemptTrace]:
-    """Make a trace the current one, in this context and in its copies (tasks, and threads run by
-    `copy_context().run`)."""
+    """Make a trace the current one, in this context and in its copies (such as those of tasks)."""
     token = _CURRENT.set(trace)
     try:
         yield trace

@@ -1,5 +1,4 @@
-"""Export of spans to a collector: in batches and by a thread, without blocking the agent. Imports the
-OpenTelemetry SDK."""
+"""Export of spans to a collector, in batches and by a thread. Imports the OpenTelemetry SDK."""
 
 from __future__ import annotations
 
@@ -40,17 +39,16 @@ class AttemptExport:
         if resource is None:
             ids = {ROLLOUT_ID: trace.rollout_id, ATTEMPT_ID: trace.attempt_id}
             resource = self._resources[trace] = span.resource.merge(Resource(ids))
-        keyed = copy.copy(span)  # the span itself stays unchanged for the provider's other processors
-        keyed._resource = resource
-        self._batches.on_end(keyed)
+        copied = copy.copy(span)  # the span itself stays unchanged for the provider's other processors
+        copied._resource = resource
+        self._batches.on_end(copied)
 
     def flush(self, seconds: float) -> bool:
         """Export the queued spans. Return False if that takes longer than `seconds`."""
         return _run_within(seconds, self._batches.force_flush)
 
     def close(self, seconds: float = CLOSE_TIMEOUT_S) -> bool:
-        """Export the queued spans and stop. Return False if some are left after `seconds`; these are
-        dropped."""
+        """Export the queued spans and stop. Drop those left after `seconds`, and return False then."""
         if _run_within(seconds, self._batches.shutdown):
             return True
         logger.warning(
@@ -62,8 +60,7 @@ class AttemptExport:
 
 
 def _run_within(seconds: float, work: Callable[[], Any]) -> bool:
-    """Run `work` in a thread, abandoned after `seconds`: the SDK's calls have no deadline. Return True if it
-    ended."""
+    """Return True if `work` ends within `seconds`, in a thread: the SDK's calls have no deadline."""
     thread = threading.Thread(target=work, name="raylight-export", daemon=True)
     try:
         thread.start()

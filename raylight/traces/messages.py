@@ -59,14 +59,12 @@ class CallMessages:
 
     @property
     def completeness(self) -> tuple[bool, bool]:
-        """Sort key for spans of the same call: True if prompt and answer are recorded, True if the tools
-        are."""
+        """Sort key for spans of a call: has prompt and answer, has tools."""
         return bool(self.prompt and self.answers), self.tools is not None
 
 
 class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
-    """Adapter to one conversation per model call, in the order of the spans: the prompt, and its (first)
-    answer.
+    """Adapter to one conversation per model call: the prompt and its (first) answer, in order of the spans.
 
     Several spans may record one call (`call_key_of`). The first one with both prompt and answer is used,
     preferably one with tools. Spans without messages are ignored.
@@ -145,8 +143,7 @@ def image_urls(messages: Sequence[Message]) -> list[str]:
 
 
 def openai_messages(recorded: Sequence[Any], role: str) -> list[Message]:
-    """Convert messages of OpenAI (chat, choices, responses), OpenTelemetry (parts) or Anthropic (blocks) to
-    OpenAI's shape.
+    """Convert messages of OpenAI, OpenTelemetry or Anthropic to the shape of OpenAI's chat messages.
 
     Args:
         recorded: the messages, as objects or as JSON text.
@@ -214,8 +211,7 @@ def _build_message(entry: dict[str, Any], role: str, content: Any, calls: list[d
 
 
 def _contents(parts: list[Any]) -> Any:
-    """Return content in OpenAI's shape: text, or a list of parts if there is more than text; None if there is
-    none."""
+    """Return content in OpenAI's shape: text, or a list of parts if there are others; None if empty."""
     others = TOOL_CALLS | TOOL_RESULTS | THOUGHTS
     contents = [
         _content(part) for part in parts if not (isinstance(part, dict) and part.get("type") in others)

@@ -1,5 +1,6 @@
-"""Span processor that assigns OpenTelemetry spans to attempts. Imports the SDK; only `OtelTracer.setup`
-imports this module.
+"""Span processor that assigns OpenTelemetry spans to attempts.
+
+It imports the SDK, so only `OtelTracer.setup` imports this module.
 
 Laws: nothing here blocks, sends, or fails the agent's code. A span that never ends leaves nothing behind once
 its attempt is over.
@@ -43,8 +44,7 @@ OWNER = "_raylight_trace"
 
 
 class SpanCapture(SpanProcessor):
-    """Span processor that adds the spans of attempts to their traces. One per provider, shared by all tracers
-    of a process.
+    """Span processor that adds spans to the traces of their attempts; one per provider and process.
 
     A provider cannot remove a span processor, so it records only while a tracer is set up.
     """

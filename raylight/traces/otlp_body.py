@@ -148,14 +148,15 @@ def _deflate_window(body: bytes) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """A resource and its spans: parsed protobuf, or unparsed JSON objects, so that each can be rejected by
-    itself."""
+    """A resource with its spans: protobuf messages, or JSON objects that are still to be parsed one by
+    one."""
 
     shared: ResourceSpans
     scopes: Sequence[Sequence[Any]]
 
     @property
     def count(self) -> int:
+        """Number of spans."""
         return sum(map(len, self.scopes))
 
 
@@ -211,10 +212,10 @@ def _members(holder: dict[str, Any], *names: str) -> list[dict[str, Any]]:
 
 def _listed(holder: dict[str, Any], *names: str) -> list[Any]:
     """Return the list under one of several names; empty if there is none."""
-    found: Any = next((holder[name] for name in names if holder.get(name) is not None), [])
-    if not isinstance(found, list):
+    members: Any = next((holder[name] for name in names if holder.get(name) is not None), [])
+    if not isinstance(members, list):
         raise _malformed(f"{names[0]} is not a list")
-    return found
+    return members
 
 
 def _span_of_json(raw: Any) -> ProtoSpan:

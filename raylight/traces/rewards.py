@@ -1,5 +1,4 @@
-"""Rewards: checks of their values, and their reading from spans of raylight and of agent-lightning 0.2 and
-0.3."""
+"""Checks of rewards, and reading of rewards from spans of raylight and agent-lightning 0.2 and 0.3."""
 
 from __future__ import annotations
 

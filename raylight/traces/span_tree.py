@@ -1,5 +1,6 @@
-"""Tree of an attempt's spans. It accepts any list of spans: parents may be missing, ids doubled, and parent
-ids circular."""
+"""Tree of an attempt's spans.
+
+Any list of spans is accepted: parents may be missing, ids doubled, and parent ids circular."""
 
 from __future__ import annotations
 
@@ -162,8 +163,8 @@ class SpanTree:
         return agents
 
     def render(self) -> str:
-        """Return the tree as text for debugging: a line per span, with its agent and its seconds since the
-        first span."""
+        """Return the tree as text for debugging: one line per span, with its agent and its times in
+        seconds."""
         starts = [node.span.start_time for node in self.walk() if node.span.start_time is not None]
         first = min(starts, default=0.0)
         lines = []
@@ -176,8 +177,7 @@ class SpanTree:
 
 
 def start_order(span: Span) -> tuple[float, int]:
-    """Sort key of spans by start time, with those without a time first, in the order of their sequence
-    ids."""
+    """Sort key of spans by start time, then sequence id; spans without a time come first."""
     return span.start_time or 0.0, span.sequence_id
 
 

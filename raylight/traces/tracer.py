@@ -1,5 +1,4 @@
-"""Tracers: they set the current trace of an attempt, and record the OpenTelemetry spans of the agent's
-libraries.
+"""Tracers: they set an attempt's trace, and record the OpenTelemetry spans of the agent's libraries.
 
 This module is light: only `OtelTracer.setup` imports the OpenTelemetry SDK.
 """
@@ -115,8 +114,7 @@ class Tracer:
         return TraceContext(self._manual_trace(name, rollout_id, attempt_id))
 
     def get_last_trace(self) -> list[Span]:
-        """Return the spans of the running attempt, else of the last attempt of this context; empty if there
-        was none."""
+        """Return the spans of the running attempt, else of the last one in this context, else none."""
         trace = current_trace() or _LAST.get()
         return trace.spans if trace else []
 
@@ -165,8 +163,7 @@ class DummyTracer(Tracer):
 
 
 class OtelTracer(Tracer):
-    """Tracer of all OpenTelemetry spans that start inside an attempt: those of instrumented libraries and of
-    the agent.
+    """Tracer of all OpenTelemetry spans that start inside an attempt, of libraries and of the agent.
 
     It uses the global tracer provider: the SDK provider that is installed, or else one that it installs. A
     span belongs to the attempt whose code starts it; in a thread of the agent's that has only OpenTelemetry's
@@ -254,8 +251,7 @@ class OtelTracer(Tracer):
             self._is_set_up = True
 
     def teardown(self) -> None:
-        """Stop recording, and export the remaining spans. Those left after `export_timeout` seconds are
-        dropped."""
+        """Stop recording, export the remaining spans, and drop those left after `export_timeout` seconds."""
         with _SETUP_LOCK:
             if not self._is_set_up or self._capture is None:
                 return

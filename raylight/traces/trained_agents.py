@@ -1,5 +1,4 @@
-"""Selection of the agents to train on: by a pattern of the agent or the algorithm, and by marks of the
-rollout."""
+"""Selection of the agents to train on, by a pattern and by marks of the rollout."""
 
 from __future__ import annotations
 

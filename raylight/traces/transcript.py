@@ -39,6 +39,8 @@ def transcript(finished: FinishedRollout, *, full: bool = False) -> str:
 
 
 class _Transcript:
+    """Writer of one transcript; it tracks the last messages of each agent."""
+
     def __init__(self, finished: FinishedRollout, full: bool) -> None:
         self._finished, self._full = finished, full
         self._calls: dict[Any, Generation] = {call.key.call_id: call for call in finished.generations}
@@ -133,8 +135,7 @@ class _Transcript:
 
 
 def _is_same_conversation(some: list[Any], others: list[Any]) -> bool:
-    """Return True if two message lists agree in roles and in content, except in answers, whose fields clients
-    may change."""
+    """Return True if messages agree in role and content, except in answers, which clients may change."""
     return all(
         one.get("role") == other.get("role")
         and (one.get("role") == "assistant" or one.get("content") == other.get("content"))

@@ -54,8 +54,7 @@ RESPONSE_KEYS = (
 
 
 class RewardMatchPolicy(StrEnum):
-    """Calls among which a reward is matched with the last one that had ended before it and has no reward
-    yet."""
+    """Calls among which a reward goes to the last that had ended before it and has no reward yet."""
 
     FIRST_OCCURRENCE = "first_occurrence"
     """All calls."""
@@ -98,8 +97,7 @@ class _Call:
 
 
 class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
-    """Adapter to the triplets of an attempt's calls, in the order of their starts, read from the tree of
-    spans.
+    """Adapter to the triplets of an attempt's calls, in order of their starts, from the tree of spans.
 
     Several spans may record one call (`call_key_of`). A span without a key belongs to the call of a span
     above or below it.
@@ -146,8 +144,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             ) from error
 
     def tree(self, spans: Sequence[Span]) -> SpanTree:
-        """Build the tree in which calls, agents and rewards are found. `print(adapter.tree(spans).render())`
-        shows it."""
+        """Build the tree of spans; `print(adapter.tree(spans).render())` shows it."""
         tree = SpanTree.from_spans(spans)
         if self.repair_hierarchy:
             tree.repair_hierarchy()
@@ -156,7 +153,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         tree = self.tree(source)
         agents = tree.agents_of_responses()
-        found: list[tuple[_Call, Triplet]] = []
+        pairs: list[tuple[_Call, Triplet]] = []
         for call in self._calls(tree):
             attributes = call.attributes
             response = response_id_of(attributes)
@@ -165,12 +162,12 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
                 attributes, agent, [child.span for node in call.nodes for child in node.children]
             )
             if self._agents.keeps(agent) and (has_tokens(triplet) or not self.skip_empty_token_spans):
-                found.append((call, triplet))
-        found.sort(key=lambda pair: pair[0].start)
-        rewards = self._rewards(tree, [call for call, _ in found])
+                pairs.append((call, triplet))
+        pairs.sort(key=lambda pair: pair[0].start)
+        rewards = self._rewards(tree, [call for call, _ in pairs])
         return [
             triplet.model_copy(update={"reward": reward})
-            for (_, triplet), reward in zip(found, rewards, strict=True)
+            for (_, triplet), reward in zip(pairs, rewards, strict=True)
         ]
 
     def _calls(self, tree: SpanTree) -> list[_Call]:
@@ -223,8 +220,9 @@ TraceToTriplet = TracerTraceToTriplet
 
 
 class LlmProxyTraceToTriplet(TraceAdapter[list[Triplet]]):
-    """Adapter to the triplets of calls with token ids. It uses sequence ids only, as clocks of several
-    machines may differ.
+    """Adapter to the triplets of calls with token ids.
+
+    It orders spans by sequence ids only, as the clocks of several machines may differ.
 
     A reward belongs to the last call before it that has none yet.
     """
@@ -337,11 +335,11 @@ def _is_reward(span: Span) -> bool:
 
 def _request_fields(attributes: Mapping[str, Any], prefix: str, weave: str, exclude: set[str]) -> Any:
     """Return the fields of the request or response other than messages and tokens."""
-    found = unflatten(attributes, prefix) or unflatten(attributes, weave)
+    fields = unflatten(attributes, prefix) or unflatten(attributes, weave)
     return (
-        {key: value for key, value in found.items() if key not in exclude}
-        if isinstance(found, dict)
-        else found
+        {key: value for key, value in fields.items() if key not in exclude}
+        if isinstance(fields, dict)
+        else fields
     )
 
 
@@ -356,8 +354,7 @@ def _numbers(*recorded: Any) -> list[Any]:
 
 
 def _logprobs(attributes: Mapping[str, Any]) -> list[float]:
-    """Return the log-prob of each response token, from raylight's attribute or OpenAI's
-    `logprobs.content`."""
+    """Return the response tokens' log-probs, from raylight's attribute or OpenAI's `logprobs.content`."""
     entries = parse_literal(attributes.get("logprobs.content"))
     openai = (
         [entry.get("logprob") for entry in entries if isinstance(entry, dict)]
