@@ -57,11 +57,8 @@ class OrderExecutor:
         retry_delay_s: float = RETRY_DELAY_S,
     ) -> None:
         self._replica, self._engine, self._client = replica, engine, CoordinatorClient(coordinator)
-        self._on_coordinator_lost, self._fetch, self._retry_delay_s = (
-            on_coordinator_lost,
-            fetch,
-            retry_delay_s,
-        )
+        self._on_coordinator_lost = on_coordinator_lost
+        self._fetch, self._retry_delay_s = fetch, retry_delay_s
         self._executed = 0
         """Number of the last order that was executed, successfully or not."""
         self._closed = False
