@@ -114,11 +114,12 @@ def train(
     """
     import yaml
 
+    import raylight as rl
     from raylight.trainer.run_file import load_run_file
 
     _import_from_here()
     run_file = load_run_file(config, assignments or ())
-    trainer = run_file.build_trainer()
+    trainer = rl.Trainer(**run_file.trainer_arguments())
     if print_config:
         print(yaml.safe_dump(run_file.resolved(), sort_keys=False), end="")
         return

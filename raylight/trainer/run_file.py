@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -26,9 +26,6 @@ from raylight.components import build_component, import_dotted_name
 from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.trainer.task_files import FileTasks, read_tasks
-
-if TYPE_CHECKING:
-    from raylight.trainer.trainer import Trainer
 
 IN_CODE = "given in code"
 SECRET = "**********"
@@ -76,28 +73,24 @@ class RunFile(Config):
     """Facts about a run, which it writes to its config.yaml and which are not read: name, versions, total
     steps."""
 
-    def build_trainer(self) -> Trainer:
-        """Return the Trainer of the run, without a connection to Ray.
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Return the arguments for `Trainer`.
 
         Raises:
-            ConfigError: a setting is wrong, or a component cannot be imported.
+            ConfigError: a setting is wrong, or the algorithm cannot be imported.
         """
-        from raylight.trainer.trainer import Trainer
-
-        settings = {
-            name: getattr(self, name)
-            for name in ("engine", "learner", "runner", "checkpoint", "store", "seed", *COMPONENTS)
-        }
-        return Trainer(
-            agent=self.agent,
-            algorithm=self._build_algorithm(),
-            initial_resources=_read_resources(self.resources),
-            output_dir=self.output_dir,
-            address=self.address,
-            progress=self.progress,
-            log_to_driver=self.log_to_driver,
+        optional = ("engine", "learner", "runner", "checkpoint", "store", "seed", *COMPONENTS)
+        settings = {name: getattr(self, name) for name in optional}
+        return {
+            "agent": self.agent,
+            "algorithm": self._build_algorithm(),
+            "initial_resources": _read_resources(self.resources),
+            "output_dir": self.output_dir,
+            "address": self.address,
+            "progress": self.progress,
+            "log_to_driver": self.log_to_driver,
             **{name: value for name, value in settings.items() if value is not None},
-        )
+        }
 
     def read_data(self) -> tuple[FileTasks, FileTasks | None]:
         """Return the training tasks and the validation tasks.

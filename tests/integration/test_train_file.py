@@ -51,13 +51,13 @@ def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_pat
     }
     for folder in ("first", "second"):
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [1, 2]
+        assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
 
     resumed = train(cluster, tmp_path, "first/config.yaml", "--resume", "--set", "algorithm.n_steps=3")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resuming after step 2" in resumed.stdout
     lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
 
     wrong = train(cluster, tmp_path, "run.yaml", "--set", "algorithm.lrr=1")
     assert wrong.returncode == 1

@@ -42,7 +42,7 @@ def write(tmp_path: Path) -> Any:
 
 def test_the_example_builds_a_trainer_and_reads_its_data() -> None:
     run_file = load_run_file(EXAMPLE, ["algorithm.lr=1e-5", "engine.args.max-waiting=3", "seed=4"])
-    trainer = run_file.build_trainer()
+    trainer = rl.Trainer(**run_file.trainer_arguments())
     assert isinstance(trainer.algorithm, rl.GRPO)
     assert (trainer.algorithm.lr, trainer.runner.n, trainer.seed) == (1e-5, 2, 4)
     assert trainer.engine.args == {"max_waiting": 3}
@@ -81,7 +81,7 @@ def test_the_example_builds_a_trainer_and_reads_its_data() -> None:
 def test_what_is_wrong_is_named_with_the_nearest_names(change: dict, message: str, write: Any) -> None:
     def check(file: Path) -> None:
         run_file = load_run_file(file)
-        run_file.build_trainer()
+        rl.Trainer(**run_file.trainer_arguments())
         run_file.read_data()
 
     with pytest.raises(rl.RaylightError, match=message):
@@ -140,7 +140,7 @@ def test_the_config_of_a_run_is_a_run_file_of_the_same_run(tmp_path: Path, write
     facts = written.pop("run")
     assert facts["name"] == "run-1"
     assert again.resolved() == written
-    second = again.build_trainer()
+    second = rl.Trainer(**again.trainer_arguments())
     repeated = config_of(second, again.agent, *again.read_data(), tmp_path)
     assert repeated.pop("run")["total_steps"] == 2
     assert repeated == written
@@ -163,7 +163,7 @@ def test_every_algorithm_can_be_written_and_read(algorithm: Any, tmp_path: Path,
     )
     trainer = rl.Trainer(algorithm=algorithm, initial_resources=resources)
     written = config_of(trainer, "raylight.quickstart.agent:adder", read_tasks_of(tmp_path), None, tmp_path)
-    again = load_run_file(write(written)).build_trainer()
+    again = rl.Trainer(**load_run_file(write(written)).trainer_arguments())
     assert type(again.algorithm) is type(algorithm)
     if isinstance(algorithm, rl.PolicyAlgorithm):
         assert again.algorithm.model_dump(exclude={"max_logprob_mismatch"}) == algorithm.model_dump(
