@@ -286,6 +286,36 @@ def test_a_state_restores_an_adaptive_kl_coefficient_only(then, now, expected):
     assert after._kl.coef == pytest.approx(expected)
 
 
+def test_training_does_not_change_a_gathered_state(exact):
+    from raylight.learner import state
+
+    policy = make_policy(max_logprob_mismatch=50.0)
+    policy.update(make_batch(exact))
+    gathered = state.gather(policy)["engines"]["policy"]
+    before = copy.deepcopy(gathered)
+    policy.update(make_batch(exact, version=1))
+    assert all(torch.equal(value, before["model"][name]) for name, value in gathered["model"].items())
+    for name, moments in gathered["optimizer"].items():
+        assert all(torch.equal(value, before["optimizer"][name][key]) for key, value in moments.items())
+    after = state.gather(policy)["engines"]["policy"]
+    assert not all(torch.equal(value, before["model"][name]) for name, value in after["model"].items())
+
+
+def test_gathering_does_not_initialize_an_optimizer_without_steps(exact):
+    """As in critic warm-up: torch would set the moments to zero and the step count to 1."""
+    from raylight.learner import state
+
+    fresh, trained, file = make_policy(), make_policy(), io.BytesIO()
+    torch.save(state.gather(fresh), file)
+    assert not fresh.engine.optimizer.state
+    trained.update(make_batch(exact))
+    assert trained.engine.optimizer.state
+    file.seek(0)
+    state.load(trained, file)
+    assert not trained.engine.optimizer.state
+    assert trained.update(make_batch(exact)) == pytest.approx(fresh.update(make_batch(exact)), rel=1e-6)
+
+
 def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):
     from raylight.learner.weights import save_model
 

@@ -1,9 +1,10 @@
-"""Batches of tasks: full, shuffled in each pass, and the same for the same seed."""
+"""Batches of tasks: full, shuffled in each pass, and repeatable by seed and position."""
 
 from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,18 @@ def test_batches_are_full_and_every_pass_has_every_task_once(count: int, size: i
     assert tasks == list(range(count))
 
 
-def test_each_pass_is_shuffled_anew() -> None:
+def test_each_pass_has_another_order() -> None:
     passes = list(itertools.islice(TaskSampler(list(range(20)), 20, 0), 3))
     assert passes[0] != passes[1] != passes[2]
+
+
+@pytest.mark.parametrize("consumed", [0, 3, 6, 7, 14, 21, 40])
+def test_seek_continues_the_same_order(consumed: int) -> None:
+    sampler, resumed = TaskSampler(list(range(7)), 3, seed=5), TaskSampler(list(range(7)), 3, seed=5)
+    drawn = [task for _ in range(20) for task in next(sampler)]
+    next(resumed)
+    resumed.seek(consumed)
+    assert [task for _ in range(6) for task in next(resumed)] == drawn[consumed : consumed + 18]
+    assert resumed.consumed == consumed + 18
+    assert sorted(drawn[:7]) == list(range(7))
+    assert drawn[:7] != drawn[7:14]
