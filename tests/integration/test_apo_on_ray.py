@@ -192,7 +192,7 @@ def test_an_endpoint_that_fails_ends_the_run_and_resume_goes_on(tmp_path: Path) 
     assert second["rollouts"] < first["rollouts"] + 6, "the seed is not validated again"
     with pytest.raises(CheckpointError, match="another val_dataset"):
         trainer(algorithm, tmp_path, progress=False).fit(by_words, TRAIN, TRAIN, resume="auto")
-    with pytest.raises(ConfigError, match="go on from"):
+    with pytest.raises(ConfigError, match="to resume from"):
         trainer(algorithm, tmp_path / "other", progress=False).fit(by_words, TRAIN, VAL, resume=True)
     with pytest.raises(ConfigError, match="nothing reads resume"):
         trainer(rl.Baseline(), tmp_path).fit(by_words, TRAIN, VAL, resume=True)  # type: ignore[arg-type]
