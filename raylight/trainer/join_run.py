@@ -110,11 +110,10 @@ class RemoteRunnerProcess:
                 run_ended = await self._wait_for_end(rendezvous, pool)
             finally:
                 await pool.stop()
-            display.stage(
-                f"run {self._run_name} ended"
-                if run_ended
-                else "all runners have executed max_rollouts rollouts"
-            )
+            if run_ended:
+                display.stage(f"run {self._run_name} ended")
+            else:
+                display.note("all runners have executed max_rollouts rollouts")
         return {"run": self._run_name, "runners_lost": pool.lost, "runners_replaced": pool.replaced}
 
     async def _wait_for_end(self, rendezvous: Any, pool: JoinedPool) -> bool:
