@@ -139,7 +139,7 @@ def test_a_broken_model_folder(cluster: Cluster, tmp_path: Path) -> None:
     broken.mkdir()
     for name in ("config.json", "tokenizer_config.json"):
         (broken / name).write_text("{}")
-    with pytest.raises(errors.EngineStartError, match="config.json has no vocab_size"):
+    with pytest.raises(errors.EngineStartError, match=r"config\.json has no vocab_size"):
         fit(adder, tmp_path / "run", algorithm={"model": str(broken)})
     cluster.assert_clean()
 
