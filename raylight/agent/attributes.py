@@ -102,9 +102,8 @@ def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
             isinstance(leaf, Mapping) and leaf
         ):
             raise EmitError(
-                f"annotation {key!r} is {value!r:.80} of type "
-                f"{type(value).__name__}; give a str, bool, int or float, or dicts and lists of these "
-                f"(emit_object takes other objects)"
+                f"annotation {key!r} is {value!r:.80} of type {type(value).__name__}; give a str, bool, int "
+                "or float, or dicts and lists of these (emit_object takes other objects)"
             )
     return attributes
 

@@ -50,9 +50,8 @@ class FunctionalLitAgent(LitAgent[Any]):
         trained_agents: str | None = None,
         strip_proxy: bool = True,
     ) -> None:
-        functools.update_wrapper(
-            self, function, updated=()
-        )  # first, so that it overwrites no attribute below
+        # first, so that it overwrites no attribute set below
+        functools.update_wrapper(self, function, updated=())
         super().__init__(trained_agents=trained_agents)
         self._function = function
         self._declared = dict(declared or {})
@@ -182,8 +181,7 @@ class FunctionalLitAgent(LitAgent[Any]):
         return (
             f"rollout function {self._name} needs {', '.join(map(repr, missing))}, but there is no such "
             f"resource; available: {names}. Declare it in @rollout(...), or pass it to the Trainer as an "
-            f"initial "
-            "resource"
+            "initial resource"
         )
 
 

@@ -166,9 +166,7 @@ class LitAgent(Generic[Task]):
         except TypeError as error:
             raise AgentSignatureError(
                 f"{self._method_title(name)} has the parameters ({', '.join(signature.parameters)}); it is "
-                f"called "
-                f"with the task first, "
-                f"and resources and rollout by keyword: {error}"
+                f"called with the task first, and resources and rollout by keyword: {error}"
             ) from None
 
     @property
@@ -193,8 +191,7 @@ class LitAgent(Generic[Task]):
             alternative = "training_rollout" if mode == "train" else "validation_rollout"
             raise AgentSignatureError(
                 f"{self.display_name} must define rollout or rollout_async (or {alternative}, for rollouts "
-                f"of mode "
-                f"{mode!r})"
+                f"of mode {mode!r})"
             )
         return defined[0]
 

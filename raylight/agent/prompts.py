@@ -81,8 +81,7 @@ def _check_name(field: str) -> str:
     if not field.isidentifier():
         raise PromptError(
             f"the prompt template has the placeholder {{{field}}}, which is not a plain name. Remove its "
-            f"attribute or "
-            "index, or write {{ and }} for braces in the text"
+            "attribute or index, or write {{ and }} for braces in the text"
         )
     return field
 

@@ -110,8 +110,7 @@ class LLM(Resource):
         if agent_id in ("", ".", "..") or has_surrogates:
             raise ConfigError(
                 f"the agent id {agent_id!r} cannot be part of a URL, by which calls are attributed to "
-                f"agents; "
-                "choose another id"
+                "agents; choose another id"
             )
         if not self.routed:
             return self

@@ -48,8 +48,7 @@ def init(contents: bool = True) -> None:
     if not OBSERVABILITY_SETTINGS.ENABLED:
         raise TracerError(
             "the program called agent_framework.observability.disable_instrumentation(), so its agents "
-            "record no spans; "
-            "remove that call, or trace with OtelTracer, which does not need them"
+            "record no spans; remove that call, or trace with OtelTracer, which does not need them"
         )
 
 

@@ -134,8 +134,7 @@ class SpanCapture(SpanProcessor):
         if first:
             logger.warning(
                 "span %r lost %d attributes to the limits of the tracer provider; raise "
-                "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT "
-                "(further ones are only counted)",
+                "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT (further ones are only counted)",
                 span.name,
                 span.dropped_attributes,
             )
@@ -159,10 +158,9 @@ def process_capture(service_name: str) -> SpanCapture:
             provider = _install(service_name)
         if not hasattr(provider, "add_span_processor"):
             raise TracerError(
-                f"the global tracer provider is a "
-                f"{type(provider).__module__}.{type(provider).__qualname__}, which "
-                "takes no span processors; use an opentelemetry.sdk.trace.TracerProvider in the agent, or "
-                "trace with "
+                "the global tracer provider is a "
+                f"{type(provider).__module__}.{type(provider).__qualname__}, which takes no span "
+                "processors; use an opentelemetry.sdk.trace.TracerProvider in the agent, or trace with "
                 "DummyTracer"
             )
         if isinstance(getattr(provider, "_active_span_processor", None), ConcurrentMultiSpanProcessor):

@@ -295,8 +295,7 @@ def _id(value: bytes, size: int, field: str, name: str) -> str:
     if len(value) != size or not any(value):
         raise OtlpError(
             f"the {field} of span {name!r:.80} is {value.hex()[:64]!r}; it must have {size} bytes that are "
-            f"not "
-            f"all zero"
+            "not all zero"
         )
     return value.hex()
 

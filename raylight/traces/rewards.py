@@ -81,8 +81,7 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
         if primary_key is not None:
             raise RewardError(
                 f"primary_key={primary_key!r} needs a dict of rewards, but the reward is {reward!r:.80}; "
-                f"give a dict, "
-                "or no primary_key"
+                "give a dict, or no primary_key"
             )
         return {PRIMARY: as_reward(reward)}
     if not reward:

@@ -204,9 +204,8 @@ class OtelTracer(Tracer):
     ) -> None:
         if exporter is not None and not callable(exporter):
             raise ConfigError(
-                f"exporter is a {type(exporter).__name__}; give a class or function that creates one in each "
-                f"runner process, "
-                "such as functools.partial(OTLPSpanExporter, endpoint=...)"
+                f"exporter is a {type(exporter).__name__}; give a class or function that creates one in "
+                "each runner process, such as functools.partial(OTLPSpanExporter, endpoint=...)"
             )
         if exporter is not None and export_endpoint is not None:
             raise ConfigError("exporter and export_endpoint are both given; give one of them")

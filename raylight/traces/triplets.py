@@ -131,9 +131,8 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
         self._agents = AgentFilter(agent_match)
         try:
             self._is_call = re.compile(llm_call_match).search
-            self.reward_match = RewardMatchPolicy(
-                getattr(reward_match, "value", reward_match)
-            )  # accepts agent-lightning's enum too
+            # .value, so that agent-lightning's enum is accepted too
+            self.reward_match = RewardMatchPolicy(getattr(reward_match, "value", reward_match))
         except re.error as error:
             raise ConfigError(
                 f"llm_call_match={llm_call_match!r} is not a regular expression: {error}"

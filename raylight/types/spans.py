@@ -207,13 +207,13 @@ def span_json(span: Span, exclude: Set[str] = frozenset()) -> str:
                 text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpanError(
-            f"span {span.name!r} cannot be stored: {error}; "
-            "an attribute is a string, a number, a bool or a list of these"
+            f"span {span.name!r} cannot be stored: {error}; an attribute is a string, a number, a bool or a "
+            "list of these"
         ) from None
     if not 0 <= span.sequence_id < MAX_SEQUENCE_ID:
         raise SpanError(
-            f"span {span.name!r} has the sequence id {span.sequence_id}; "
-            "give a number from 1 to 2**62, or 0 for the next one"
+            f"span {span.name!r} has the sequence id {span.sequence_id}; give a number from 1 to 2**62, or "
+            "0 for the next one"
         )
     return body
 
