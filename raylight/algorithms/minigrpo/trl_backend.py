@@ -172,8 +172,7 @@ class TrlRun:
         )
 
     def _dataset(self, tasks: list[Any], first: int) -> Any:
-        """Return a dataset of prompts and task indices; tasks themselves may have types that a dataset cannot
-        hold."""
+        """Return a dataset of prompts and task indices, because a dataset cannot hold every type of task."""
         from datasets import Dataset
 
         prompt_of = self._settings.prompt_of
