@@ -1,7 +1,9 @@
-"""Atomic writes: after a crash a file or a folder has its old content or its new content, never a part of either.
+"""Atomic writes: after a crash a file or a folder has its old content or its new content, never a part of
+either.
 
-Content goes to a temporary name in the same folder and is flushed to the disk before it is renamed. The temporary name is fixed
-(`NAME.partial`), so that the next write removes what a killed one left. One process at a time writes to a path.
+Content goes to a temporary name in the same folder and is flushed to the disk before it is renamed. The
+temporary name is fixed (`NAME.partial`), so that the next write removes what a killed one left. One process
+at a time writes to a path.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(folder: str | Path) -> Iterator[Path]:
-    """Yield a new, empty folder that replaces `folder` when the block ends, and is removed if the block raises."""
+    """Yield a new, empty folder that replaces `folder` when the block ends, and is removed if the block
+    raises."""
     with _partial_folder(Path(folder)) as partial:
         yield partial
         _sync_tree(partial)
@@ -69,8 +72,8 @@ def atomic_files(folder: str | Path) -> Iterator[Path]:
 def replace_folder(new: Path, folder: Path) -> None:
     """Rename `new` to `folder`, whose content is removed.
 
-    No system call exchanges two folders portably, so this takes two renames. A crash between them leaves the old content in
-    `NAME.old`; `restore_folder` renames it back.
+    No system call exchanges two folders portably, so this takes two renames. A crash between them leaves the
+    old content in `NAME.old`; `restore_folder` renames it back.
     """
     restore_folder(folder)
     old = Path(f"{folder}{OLD}")

@@ -153,9 +153,8 @@ class Attempts:
         )
         attempt = attempt._replace(unresponsive_at=self._unresponsive_at(attempt, now))
         self._journal.execute(
-            "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time, "
-            "request_id, silence,"
-            " timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time,"
+            " request_id, silence, timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 attempt_id,
                 rollout_id,

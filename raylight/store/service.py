@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 FULL_QUEUE_WARNING_S = 60.0
 """Interval of the log messages about a full queue."""
-
 MIN_TIMER_S = 0.001
 """Shortest wait of the timer, because the clocks of the event loop and of the store differ slightly."""
 
@@ -103,26 +102,20 @@ class StoreService:
 
     def _callable_methods(self) -> dict[str, Callable[..., Any]]:
         """Methods that `call` executes, by name."""
-        rollouts, attempts, records, resources = (
-            self._rollouts,
-            self._attempts,
-            self._records,
-            self._resources,
-        )
         return {
-            "start_rollout": attempts.start_rollout,
-            "start_attempt": attempts.start_attempt,
+            "start_rollout": self._attempts.start_rollout,
+            "start_attempt": self._attempts.start_attempt,
             "update_rollout": self._update_rollout,
-            "update_attempt": attempts.update,
+            "update_attempt": self._attempts.update,
             "finish_attempt": self._finish_attempt,
             "release_worker": self._leases.release_worker,
-            "cancel": rollouts.cancel,
-            "add_spans": records.add_spans,
-            "next_sequence_ids": records.next_sequence_ids,
+            "cancel": self._rollouts.cancel,
+            "add_spans": self._records.add_spans,
+            "next_sequence_ids": self._records.next_sequence_ids,
             "capture": self._capture,
-            "lose_recorder": records.lose_recorder,
-            "add_resources": resources.add_resources,
-            "update_resources": resources.update_resources,
+            "lose_recorder": self._records.lose_recorder,
+            "add_resources": self._resources.add_resources,
+            "update_resources": self._resources.update_resources,
             "update_worker": self._update_worker,
         }
 

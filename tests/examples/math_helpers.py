@@ -56,7 +56,7 @@ def calling(
 
 
 def solving(expressions: dict[str, str]) -> Script:
-    """Calls the tool once with the expression that belongs to the question, and answers what the tool says."""
+    """Calls the tool once with the expression that belongs to the question, and answers with its result."""
 
     def answer(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         last = messages[-1]

@@ -1,4 +1,4 @@
-"""For the tests of the process agent: its modules, its simulator, and a scripted model that calls its tools."""
+"""Helpers of the process agent's tests: modules, a simulator, and a scripted model that calls its tools."""
 
 from __future__ import annotations
 

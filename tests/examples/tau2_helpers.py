@@ -46,7 +46,8 @@ def facts_told(task: dict[str, Any]) -> str:
 
 
 def solving(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Does what the task's gold actions are, one call at a time, and then tells the facts, whatever the user says."""
+    """Does what the task's gold actions are, one call at a time, and then tells the facts, whatever the user
+    says."""
     task = OF_OPENING[next(message["content"] for message in messages if message["role"] == "user")]
     done = sum(message["role"] == "tool" for message in messages)
     if done < len(task["gold"]):

@@ -1,4 +1,5 @@
-"""The math agent in every client library, on real Ray, with a real MCP server, against a scripted model behind raylight's gateway.
+"""The math agent in every client library, on real Ray, with a real MCP server, against a scripted model
+behind raylight's gateway.
 
 All tests read one run, in which each task names its client library and its MCP server.
 """
@@ -63,7 +64,8 @@ class Run:
 
 
 def tasks_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the tasks: three to solve and a fatal one for each client, one to get wrong, and one without a server."""
+    """Return the tasks: three to solve and a fatal one for each client, one to get wrong, and one without a
+    server."""
     fatal = folder / "fatal.py"
     fatal.write_text(FATAL_SERVER)
     tasks: list[dict[str, Any]] = []
@@ -89,7 +91,10 @@ def script(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[
 
 
 def agent_of_tasks() -> Any:
-    """The math agent with the client and the MCP server of its task. A local function, so that it is pickled by value."""
+    """The math agent with the client and the MCP server of its task.
+
+    A local function, so that it is pickled by value.
+    """
 
     @rl.rollout
     async def math_agent_of_task(task: dict, llm: rl.LLM, settings: Any) -> float:

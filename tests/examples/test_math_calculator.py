@@ -1,4 +1,5 @@
-"""The calculator as a real MCP server over stdio: what it answers, how it is shared, and what happens when it dies."""
+"""The calculator as a real MCP server over stdio: what it answers, how it is shared, and what happens when it
+dies."""
 
 from __future__ import annotations
 

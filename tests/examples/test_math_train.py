@@ -1,4 +1,5 @@
-"""The math agent's script, as it is called: training by the VERL dict, scoring at an endpoint, and the trace of one question."""
+"""The math agent's script, as it is called: training by the VERL dict, scoring at an endpoint, and the trace
+of one question."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_the_config_is_grpo_on_8_questions_4_times() -> None:
 
 
 def alternating(folder: Path) -> Any:
-    """The agent, whose rollouts of a task are worth 0 and 1 in turn: the tiny model gets all wrong, which teaches nothing."""
+    """The agent, whose rollouts of a task are worth 0 and 1 in turn: the tiny model gets all wrong, which
+    teaches nothing."""
 
     @rl.rollout(settings=MathSettings())
     async def agent(task: dict[str, Any], llm: rl.LLM, settings: MathSettings) -> float:
@@ -75,7 +77,8 @@ async def read(path: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model calls no tool, but it is asked as a real one would be, and its calls are captured, joined and trained on."""
+    """The tiny model calls no tool, but it is asked as a real one would be, and its calls are captured,
+    joined and trained on."""
     claims, run = tmp_path / "claims", tmp_path / "run"
     claims.mkdir()
     monkeypatch.setattr(train, "math_agent", alternating(claims))

@@ -1,4 +1,5 @@
-"""The process agent as a user runs it: fresh processes, real Ray, the real simulator, a scripted model behind raylight's proxy."""
+"""The process agent as a user runs it: fresh processes, real Ray, the real simulator, a scripted model behind
+raylight's proxy."""
 
 from __future__ import annotations
 
@@ -217,7 +218,8 @@ def test_a_simulator_that_breaks_is_not_held_against_the_agent(endpoint: str, tm
 
 @pytest.mark.slow
 def test_a_folder_is_served_here(tmp_path: Path) -> None:
-    """The starter model only adds, so that it designs nothing; but it is told of the tools, and its answers are recorded."""
+    """The starter model only adds, so that it designs nothing; but it is told of the tools, and its answers
+    are recorded."""
     from transformers import AutoTokenizer
 
     folder = tmp_path / "model"

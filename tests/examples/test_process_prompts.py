@@ -1,4 +1,5 @@
-"""The prompt optimiser's own rules, without a run: what it refuses, what it keeps, and what it says of a writer that fails."""
+"""The prompt optimiser's own rules, without a run: what it refuses, what it keeps, and what it says of a
+writer that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process simulator: its numbers against balances, tables and closed forms, and its refusals, over HTTP."""
+"""The process simulator: results against balances, tables and closed forms; errors over HTTP."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ def test_a_pump_takes_volume_times_pressure() -> None:
 
 
 def test_a_compressor_of_an_ideal_gas_follows_the_adiabatic_law() -> None:
-    """Nitrogen: cp is 7/2 R, so that T2 / T1 = (P2 / P1)^(2/7), within the little that cp changes with temperature."""
+    """Nitrogen: cp is 7/2 R, so that T2 / T1 = (P2 / P1)^(2/7), within the little that cp changes with
+    temperature."""
     results = solve(
         {
             "c": {
@@ -214,7 +215,7 @@ def test_a_column_recovers_its_keys_and_balances() -> None:
 def test_minimum_reflux_of_a_binary_is_that_of_the_closed_form(
     alpha: float, z: float, recovery: float, quality: float
 ) -> None:
-    """Where the q-line meets the equilibrium curve y = a x / (1 + (a - 1) x), the operating line touches it."""
+    """The operating line touches y = a x / (1 + (a - 1) x) at its intersection with the q-line."""
     shares = [recovery, 1 - recovery]
     split = Split(1.0, [alpha, 1.0], shares)
     x_top = recovery * z / (recovery * z + (1 - recovery) * (1 - z))

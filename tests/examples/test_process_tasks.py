@@ -1,4 +1,5 @@
-"""The design tasks and their reward: every task can be solved to the full reward, and nothing but numbers earns it."""
+"""The design tasks and their reward: every task can be solved to the full reward, and nothing but numbers
+earns it."""
 
 from __future__ import annotations
 
@@ -92,7 +93,10 @@ async def test_the_reference_earns_the_full_reward(name: str, toolbox: Toolbox) 
 
 async def test_words_earn_nothing(toolbox: Toolbox) -> None:
     task = TASKS[EASY]
-    praise = "converged completed success get_schema run_simulation get_result flash 265 K 15 bar optimal design, all specs met"
+    praise = (
+        "converged completed success get_schema run_simulation get_result flash 265 K 15 bar optimal "
+        "design, all specs met"
+    )
     assert graded(task, toolbox, f"{praise} {task['text']}").reward == 0.0
     await use(toolbox, "get_schema")
     assert graded(task, toolbox, praise).reward == 0.0

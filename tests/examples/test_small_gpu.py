@@ -1,4 +1,5 @@
-"""The small machine's example without a model: its problems, what it reads from an answer, and what that earns."""
+"""The small machine's example without a model: its problems, what it reads from an answer, and what that
+earns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small machine's example as a user runs it, with the starter model on a CPU: training, benchmark, debug."""
+"""The small_gpu example with the starter model on a CPU: training, benchmark, debug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The multi-agent example on real Ray: models that answer by script behind raylight's proxies, and a training on the CPU."""
+"""The multi-agent example on real Ray: models that answer by script behind raylight's proxies, and a training
+on the CPU."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def server() -> Iterator[ScriptedServer]:
 def rolled(
     server: ScriptedServer, shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, FinishedRollout]:
-    """All tasks, with an assistant and a user on one endpoint under two names, each behind a proxy of its own."""
+    """All tasks, with an assistant and a user on one endpoint under two names, each behind a proxy of its
+    own."""
     resources = {
         "llm": rl.LLM(endpoint=server.url, model="clerk", api_key=KEY, traced=True),
         "user": rl.LLM(endpoint=server.url, model="customer", api_key=KEY, traced=True),

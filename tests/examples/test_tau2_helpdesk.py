@@ -1,4 +1,5 @@
-"""The help desk: every task can be solved and is worth nothing unsolved, tools keep to the policy, facts are found as wholes."""
+"""The help desk: every task can be solved and is worth nothing unsolved, tools keep to the policy, facts are
+found as wholes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Agents, hooks, tracers and algorithms with their own loop, on a real Ray cluster with real runners and the durable store."""
+"""Agents, hooks, tracers and algorithms with their own loop, on a real Ray cluster with real runners and the
+durable store."""
 
 import asyncio
 import json
@@ -57,7 +58,7 @@ def roll(agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = Non
 
 
 class Emitting(rl.LitAgent):
-    """Says in spans which mode it ran in; emits two rewards and returns none."""
+    """Records its mode in spans; emits two rewards and returns none."""
 
     async def training_rollout_async(
         self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout

@@ -39,7 +39,8 @@ def fixed(task: dict) -> float:
 if __name__ == "__main__":
     tasks = [{"n": n, "folder": os.environ["TASK_FOLDER"]} for n in range(8)]
     llm = {"llm": rl.LLM(endpoint="http://unused", model="m")}
-    trainer = rl.Trainer(algorithm=rl.Baseline(), n_runners=2, initial_resources=llm, output_dir=os.environ["TASK_FOLDER"] + "/run")
+    trainer = rl.Trainer(algorithm=rl.Baseline(), n_runners=2, initial_resources=llm,
+                         output_dir=os.environ["TASK_FOLDER"] + "/run")
     print(trainer.fit(doubler, tasks))
 """
 LLM = {"llm": rl.LLM(endpoint="http://unused", model="m")}

@@ -1,4 +1,5 @@
-"""The store's actor is killed outright, again and again, while runners work: nothing acknowledged is lost or appears twice."""
+"""The store's actor is killed outright, again and again, while runners work: nothing acknowledged is lost or
+appears twice."""
 
 import asyncio
 import os
@@ -34,7 +35,8 @@ async def agent(task: int, llm: rl.LLM) -> float:
 
 
 class UntilKilledEnough(rl.Algorithm):
-    """Enqueues batch after batch, and a version of the resources with each, until the store was killed often enough."""
+    """Enqueues batch after batch, and a version of the resources with each, until the store was killed often
+    enough."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -121,5 +123,6 @@ def test_nothing_acknowledged_is_lost_and_nothing_appears_twice(
     assert len(algorithm.everything) == len({rollout.rollout_id for rollout in algorithm.everything})
     assert [v for v in algorithm.versions_found if v in set(algorithm.versions)] == algorithm.versions
     print(
-        f"{summary['rollouts']} rollouts through {KILLS} kills, {summary['seconds']} s, {algorithm.statistics}"
+        f"{summary['rollouts']} rollouts through {KILLS} kills, {summary['seconds']} s, "
+        f"{algorithm.statistics}"
     )

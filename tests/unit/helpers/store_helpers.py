@@ -1,4 +1,4 @@
-"""A store in this process with a clock that the test moves."""
+"""A store in this process with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Clock:
 
 @dataclass
 class Box:
-    """A store, and what a test needs to make it do things."""
+    """A store with shortcuts for tests."""
 
     store: StoreClient
     service: StoreService
@@ -56,12 +56,12 @@ class Box:
         return rollout
 
     async def pass_time(self, seconds: float) -> int:
-        """Move the clock, and do what the timer would."""
+        """Advance the clock and expire attempts, as the timer would."""
         self.clock.now += seconds
         return await self.service.expire()
 
     async def status(self, rollout: Rollout | str) -> tuple[str, str | None]:
-        """Of a rollout and its latest attempt."""
+        """Return the status of a rollout and of its latest attempt."""
         found = await self.store.get_rollout_by_id(
             rollout if isinstance(rollout, str) else rollout.rollout_id
         )
@@ -76,7 +76,7 @@ class Box:
 
 @asynccontextmanager
 async def open_box(path: Path | None = None, clock: Clock | None = None, **config: Any) -> AsyncIterator[Box]:
-    """A store that is closed in the end."""
+    """Yield a store, and close it at the end."""
     clock = clock or Clock()
     service = StoreService(path, StoreConfig(**({"lease_seconds": LEASE_S} | config)), clock)
     try:
@@ -105,7 +105,7 @@ def call_of(rollout: Rollout, call_id: str | None = None) -> CallKey:
 
 
 async def begun(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task that has run up to where it waits."""
+    """Start a task and run it until it waits."""
     task = asyncio.create_task(work)
     for _ in range(20):
         await asyncio.sleep(0)

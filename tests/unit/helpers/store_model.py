@@ -1,4 +1,4 @@
-"""What the state machine's model of the store knows of rollouts and attempts."""
+"""Model of rollouts and attempts for the state machine test of the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIGS = [
 
 @dataclass(eq=False)
 class Try:
-    """What the model knows of an attempt."""
+    """Expected state of an attempt."""
 
     rollout: Known
     taken: Rollout
@@ -32,9 +32,9 @@ class Try:
     start: float
     status: str = "preparing"
     heard: float = 0.0
-    """When its worker or itself was last heard of."""
+    """Time of its last heartbeat, span or call."""
     spoke: float = 0.0
-    """When its last span came."""
+    """Time of its last span."""
     lost: bool = False
     spans: list[str] = field(default_factory=list)
     reward: float | None = None
@@ -42,7 +42,7 @@ class Try:
     recorded: list[str] = field(default_factory=list)
 
     def end(self) -> tuple[float, str, bool] | None:
-        """When time ends it, how, and whether that is the infrastructure's fault."""
+        """Deadline, final status, and True if the infrastructure is the cause; None without a deadline."""
         config, ends = self.rollout.config, []
         if self.status in FINAL:
             return None
@@ -61,18 +61,18 @@ class Try:
 
 @dataclass(eq=False)
 class Known:
-    """What the model knows of a rollout."""
+    """Expected state of a rollout."""
 
     config: RolloutConfig
     status: str = "queuing"
     tries: list[Try] = field(default_factory=list)
     lost: int = 0
     charged: int = 0
-    """Of those that were lost."""
+    """Number of lost attempts that are charged to the rollout."""
     suspect: bool = False
 
     def verdict(self, status: str, infrastructure: bool) -> str:
-        """What follows from its latest attempt's failure."""
+        """Expected status after the failure of its latest attempt."""
         if infrastructure and self.charged <= self.config.infrastructure_retries:
             return "requeuing"
         innocent = self.lost - self.charged

@@ -1,4 +1,5 @@
-"""Runners of other processes, without Ray: how their silence is told from their end, and a run that is gone before they join."""
+"""External runners without Ray: missed heartbeats, and a run that is gone
+before they join."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from raylight.trainer.join_run import RemoteRunnerProcess
 
 
 class Beating:
-    """As much of a store as is looked at: one runner, whose heart beats every so many seconds, `beats` times."""
+    """Store with one worker that sends `beats` heartbeats, one every `every` seconds."""
 
     def __init__(self, every: float, beats: int) -> None:
         self.every, self.beats = every, beats
@@ -48,7 +49,7 @@ async def test_runners_are_lost_when_they_are_silent_and_not_between_two_heartbe
 
 
 class Gone:
-    """A desk whose actor died."""
+    """A rendezvous whose actor died."""
 
     def __getattr__(self, method: str) -> Any:
         async def remote() -> None:
@@ -60,7 +61,7 @@ class Gone:
 async def test_a_run_that_ends_before_its_runners_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def session(*arguments: Any) -> Iterator[Any]:
-        yield SimpleNamespace(local=False)
+        yield SimpleNamespace(owns_cluster=False)
 
     async def find_rendezvous(run: str, timeout: float) -> Gone:
         return Gone()
@@ -68,7 +69,7 @@ async def test_a_run_that_ends_before_its_runners_joined(monkeypatch: pytest.Mon
     monkeypatch.setattr(join_run, "ray_session", session)
     monkeypatch.setattr(join_run, "find_rendezvous", find_rendezvous)
     trainer = rl.Trainer(role="runner", run_name="night", progress=False)
-    with pytest.raises(ConfigError, match="'night' ended before its runners could join"):
+    with pytest.raises(ConfigError, match="'night' ended before the runners joined"):
         await RemoteRunnerProcess(trainer, "raylight.quickstart.agent:adder").work()
     async with within():
         await join_run._end_of(Gone())

@@ -1,4 +1,5 @@
-"""How an attempt ended: what an agent may return, whose fault an exception is, and how a failure is described."""
+"""How an attempt ended: what an agent may return, whose fault an exception is, and how a failure is
+described."""
 
 from __future__ import annotations
 

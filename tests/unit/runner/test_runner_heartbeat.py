@@ -27,13 +27,13 @@ def store() -> StoreClient:
 
 @pytest.fixture
 def leave() -> Iterator[threading.Event]:
-    """What hanging synchronous agents wait for; they are let go at the end of the test."""
+    """Event that hanging synchronous agents wait for; set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
 
 
-# what a heartbeat says
+# content of a heartbeat
 
 
 async def test_a_heartbeat_tells_how_the_runner_is_and_what_it_does(store: StoreClient) -> None:
@@ -187,7 +187,7 @@ async def test_an_attempt_that_ran_out_of_time_in_the_store_is_cancelled(store: 
 
 
 class Telling(StoreClient):
-    """Says of every attempt that it is over, from the moment that it is told to."""
+    """Store that reports every attempt as obsolete once it is switched on."""
 
     def __init__(self, target: Any) -> None:
         super().__init__(target)
@@ -213,7 +213,7 @@ class Telling(StoreClient):
 
 
 async def test_an_attempt_that_is_just_being_decided_is_not_cancelled(store: StoreClient) -> None:
-    """The heartbeat's answer crosses the end of the attempt; its decision must arrive, and the runner live."""
+    """The heartbeat's response crosses the end of the attempt: it is decided, and the runner lives."""
     telling = Telling(store._channel.target)
     (rollout_id,) = await enqueue(store, [1])
     async with serving(telling, lambda task: 0.5, heartbeat_s=0.005) as task:
@@ -242,7 +242,7 @@ async def test_an_attempt_is_cancelled_once_however_often_the_store_says_so(stor
         finally:
             telling.told.clear()
             for step in range(3):
-                await telling.told.wait()  # another heartbeat said the same
+                await telling.told.wait()  # another heartbeat reported the same
                 telling.told.clear()
                 steps.append(step)
 
@@ -281,7 +281,7 @@ async def test_an_agent_that_swallows_its_cancellation_is_abandoned_counted_and_
 
 
 async def abandoned_are(store: StoreClient, number: int) -> None:
-    """Wait until the runner says so."""
+    """Wait until the runner reports it."""
     async with within():
         while ((await store.get_worker_by_id("w")).heartbeat_stats or {}).get("abandoned") != number:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

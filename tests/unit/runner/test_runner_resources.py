@@ -1,4 +1,5 @@
-"""Resources of a runner's rollouts: the version that each names, fetched once, and a changed one by those that come later."""
+"""Resources of a runner's rollouts: the version that each names, fetched once, and a changed one by those
+that come later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a runner brings to the store: every span to its own attempt, all of them before the attempt is decided."""
+"""What a runner brings to the store: every span to its own attempt, all of them before the attempt is
+decided."""
 
 from __future__ import annotations
 

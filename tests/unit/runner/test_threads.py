@@ -1,4 +1,5 @@
-"""Threads of synchronous agents: what they return and raise comes back, and one that hangs is counted and left alone."""
+"""Threads of synchronous agents: what they return and raise comes back, and one that hangs is counted and
+left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Messages that are sent again, as Ray does when the store's actor died after it had committed and before it had answered."""
+"""Messages that are sent again, as Ray does when the store's actor died after it had committed and before it
+had answered."""
 
 from __future__ import annotations
 
@@ -182,7 +183,7 @@ async def test_a_message_that_failed_as_a_whole_is_carried_out_the_second_time(
 
 
 async def test_a_message_that_comes_after_the_next_one_is_refused(box: Box) -> None:
-    """Its sender has given it up, and what it says is of the past."""
+    """Its sender has given it up, and its content is outdated."""
     (rollout_id,) = await box.enqueue()
     await box.service.call([("update_rollout", (rollout_id, {"mode": "val"}))], "lane", 2)
     with pytest.raises(StoreError, match="message 1 of a client arrived after its message 2"):

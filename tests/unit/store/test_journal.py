@@ -133,7 +133,7 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
             await box.store.enqueue_rollout("x" * 1_000_000)
         with pytest.raises(StoreError, match="full"):
             await box.store.add_resources({"a": "x" * 1_000_000})
-        assert box.service._rollouts.events == CommitEvents(), "nobody is told of what was undone"
+        assert box.service._rollouts.events == CommitEvents(), "no waiter is woken for undone changes"
         assert await box.store.statistics() == before
         assert await box.status(rollout) == ("preparing", "preparing")
         box.service._journal.db.execute("PRAGMA max_page_count = 1000000")
@@ -230,7 +230,8 @@ async def main():
     async def produce():
         for i in range(100_000):
             say("resources", (await store.add_resources({{"i": i}})).resources_id)
-            for rollout in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for _ in range(5)]):
+            requests = [EnqueueRolloutRequest(input=i) for _ in range(5)]
+            for rollout in await store.enqueue_many_rollouts(requests):
                 say("rollout", rollout.rollout_id)
 
     async def work(name):
@@ -249,7 +250,7 @@ asyncio.run(main())
 
 
 def kill_a_writer(path: Path, lines: int) -> list[list[str]]:
-    """What a process said that its store had acknowledged, before it was killed in the middle of it."""
+    """Acknowledged records that a process printed before it was killed."""
     code = textwrap.dedent(WRITER).format(folder=str(Path(__file__).parents[1] / "helpers"), path=str(path))
     process = subprocess.Popen(
         [sys.executable, "-c", code],

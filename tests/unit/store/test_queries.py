@@ -217,7 +217,7 @@ async def test_spans_of_what_is_not_there(spanned: tuple[Box, Rollout, Rollout])
             await box.store.query_spans(*ids)
 
 
-# what is wrong with a query is said
+# errors of wrong queries
 
 
 Query = Callable[..., Any]

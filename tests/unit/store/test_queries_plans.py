@@ -1,4 +1,5 @@
-"""No call of the store walks through all rollouts: every statement that it uses finds what it needs through an index."""
+"""No call of the store walks through all rollouts: every statement that it uses finds what it needs through
+an index."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ LARGE = re.compile(r"\bSCAN (rollouts|attempts|spans|calls|lanes|r|a)\b")
 THROUGH_A_SMALL_INDEX = re.compile(
     r"USING (COVERING )?INDEX (rollouts_queue|attempts_deadline|attempts_worker|calls_open|rollouts_start)\b"
 )
-"""Partial indexes, which hold only what waits or runs, and one that is walked in order, up to the end of the page."""
+"""Partial indexes, which hold only what waits or runs, and one that is walked in order, up to the end of the
+page."""
 
 
 async def use_everything(box: Box) -> None:

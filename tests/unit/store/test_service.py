@@ -56,7 +56,7 @@ async def test_dequeue_gives_nothing_when_the_time_is_over(box: Box) -> None:
     async with within():
         for timeout in (0.01, 0, -1):
             assert await box.store.dequeue_rollout("w", timeout=timeout) is None
-        ids = await box.enqueue()  # and whoever gave up takes nothing with it
+        ids = await box.enqueue()  # a waiter that gave up takes no rollout
         assert (await box.again()).rollout_id == ids[0]
 
 

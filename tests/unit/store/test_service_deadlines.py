@@ -151,7 +151,7 @@ async def test_an_attempt_that_takes_too_long_is_over_for_good(box: Box) -> None
     assert (await box.store.finish_attempt(rollout, "succeeded")).status == "failed"
     assert await box.status(rollout) == ("failed", "timeout")
     assert await box.count("attempts_late") == 1
-    assert len(await box.store.query_spans(rollout.rollout_id)) == 3  # what it said is kept all the same
+    assert len(await box.store.query_spans(rollout.rollout_id)) == 3  # its records are kept
 
 
 async def test_silence_begins_anew_with_every_span_but_not_with_a_heartbeat(box: Box) -> None:
@@ -184,7 +184,7 @@ async def test_a_span_revives_an_unresponsive_attempt(box: Box, why: str, retrie
     assert await box.store.dequeue_rollout() is None
     assert await box.count("attempts_revived") == 1
     assert (await box.store.get_worker_by_id("w")).status == "busy"
-    assert await box.pass_time(LEASE_S) == 1, "its lease and its silence begin anew"
+    assert await box.pass_time(LEASE_S) == 1, "its lease and its time until unresponsive restart"
 
 
 async def test_an_attempt_that_was_lost_and_found_again_is_not_counted_as_lost(box: Box) -> None:

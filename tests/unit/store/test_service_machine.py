@@ -1,4 +1,5 @@
-"""The store beside a small model of its rules, under any sequence of events, some of them late, wrong, or across a restart."""
+"""The store beside a small model of its rules, under any sequence of events, some of them late, wrong, or
+across a restart."""
 
 from __future__ import annotations
 
@@ -53,14 +54,14 @@ class StoreMachine(RuleBasedStateMachine):
         return [attempt for known in self.known.values() for attempt in known.tries]
 
     def worker(self, slot: str) -> str:
-        """Who works there: after each death another."""
+        """Current worker of a slot; each death brings another."""
         return f"{slot}{self.deaths[slot]}"
 
     def held_by(self, worker: str | None) -> list[Try]:
         return [attempt for attempt in self.tries if attempt.worker == worker and attempt.status in LIVE]
 
     def offered(self, worker: str | None, limit: int) -> list[str]:
-        """What a worker would be given: one suspect, unless it has one, and the oldest others."""
+        """Expected rollouts of a dequeue: one suspect, unless the worker has one, and the oldest others."""
         suspects = [rollout_id for rollout_id in self.queue if self.known[rollout_id].suspect]
         if worker is not None and any(attempt.rollout.suspect for attempt in self.held_by(worker)):
             suspects = []
@@ -307,7 +308,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.become(attempt, how, infrastructure)
 
     def what_ended(self, attempt: Try) -> tuple[float, str, bool]:
-        """Of several limits that were reached together, the gravest counts."""
+        """If several limits expire together, the most severe one counts."""
         config, now = attempt.rollout.config, self.clock.now
         if config.timeout_seconds and attempt.start + config.timeout_seconds <= now:
             return now, "timeout", False
@@ -316,7 +317,7 @@ class StoreMachine(RuleBasedStateMachine):
         return now, "unresponsive", True
 
     def age(self, attempt: Try) -> int:
-        """Attempts that began together are told apart by their order in the store."""
+        """Attempts with the same start are ordered by their position in the store."""
         row = self.service._journal.fetch_one(
             "SELECT rowid FROM attempts WHERE attempt_id = ?", (attempt.taken.attempt.attempt_id,)
         )

@@ -127,7 +127,7 @@ async def test_a_death_charges_the_only_suspect(box: Box) -> None:
 
 
 async def test_of_several_suspects_none_is_charged(box: Box) -> None:
-    """Which a worker has only if one was handed to it by hand."""
+    """A worker holds two suspects only if one was assigned by hand."""
     first, second = await suspects(box, 2)
     await box.again("w")
     moved = await box.again("v")
@@ -243,7 +243,8 @@ async def test_where_only_suspects_wait_and_everybody_has_one_nothing_spins(box:
 
 
 async def work(box: Box, worker: str, slots: int, poison: set[str]) -> int:
-    """A runner that takes what it gets, does what is healthy, and dies of a poison; returns how many it had then."""
+    """A runner that takes what it gets, does what is healthy, and dies of a poison; returns how many it had
+    then."""
     while True:
         held = await box.store.dequeue_many_rollouts(limit=slots, worker_id=worker, timeout=1e-9)
         if not held:
