@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray cluster that a run would join; `error` says why it cannot be joined."""
+    """The Ray cluster that a run would join. `error` is the reason if it cannot be joined."""
 
     address: str
     nodes: list[Node] = field(default_factory=list)

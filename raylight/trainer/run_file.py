@@ -1,8 +1,8 @@
-"""Run files: YAML files with all settings of a run, which `raylight train` reads and which every run writes.
+"""Run files: YAML files with all settings of a run, which `raylight train` reads and every run writes.
 
-`RunFile` is the schema. The `config.yaml` of a run is such a file, so that it starts the same run again. A
-value that was given in code and has no form in YAML is written as `IN_CODE`, and reading it is an error that
-says what to give instead. Secrets are never written: they become `SECRET`.
+`RunFile` is the schema. The `config.yaml` of a run is such a file and starts the same run again. A value that
+was given in code and cannot be expressed in YAML is written as `IN_CODE`; reading it raises an error that
+names the replacement. Secrets are never written: they become `SECRET`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Each mistake of a user ends with one typed error that names what to do, and leaves the cluster as it
-was."""
+"""A user's mistake ends with one typed error that says what to do, and leaves the cluster unchanged."""
 
 import json
 import socket

@@ -1,5 +1,4 @@
-"""`raylight eval`, as a user runs it, and a training that stops early: fresh processes, real Ray, real
-engines and learners."""
+"""`raylight eval` and early stopping, in fresh processes with real Ray, engines and learners."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs whose driver or learners are killed outright go on: nothing is trained twice, and nothing that was
-finished is lost."""
+"""Resume after a kill of the driver or the learners: nothing is trained twice, nothing finished is lost."""
 
 import json
 import os
@@ -40,7 +39,7 @@ def until_step(run: subprocess.Popen, folder: Path, step: int) -> None:
 
 
 def rollouts_of(folder: Path) -> list[tuple[str, str, int, float]]:
-    """Of training: name, status, number of attempts, time of the end."""
+    """Return name, status, number of attempts and end time of the training rollouts."""
     with sqlite3.connect(f"file:{folder}/store.db?mode=ro", uri=True) as db:
         return db.execute(
             "SELECT rollout_id, status, n_attempts, end_time FROM rollouts WHERE mode = 'train'"

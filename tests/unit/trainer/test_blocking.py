@@ -1,5 +1,4 @@
-"""Running a coroutine to its end from any place, and ending it in order when a person or the system says
-so."""
+"""Run a coroutine from synchronous code, and end it in order on Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 

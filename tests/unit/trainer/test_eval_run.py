@@ -1,5 +1,4 @@
-"""A run that only scores, as far as it goes without a cluster: what it is given, what it writes, and that it
-holds no learner."""
+"""Evaluation runs without a cluster: inputs, written files, and the absence of learners."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_a_run_that_scores_knows_nothing_that_learns() -> None:
-    """Of the learners it takes only what a rollout counts with."""
+def test_an_evaluation_imports_no_learner() -> None:
+    """An evaluation imports nothing of the learners but the reward of a rollout."""
     folder = Path(raylight.__file__).parent / "trainer"
     seen: set[str] = set()
     waiting = ["eval_run", "eval_session"]

@@ -1,4 +1,4 @@
-"""Evaluation without a cluster: the figures, and what the Evaluator keeps, remembers and stops."""
+"""Evaluation without a cluster: metrics, the best model, early stopping, and the state of the Evaluator."""
 
 from __future__ import annotations
 

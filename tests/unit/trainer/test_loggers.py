@@ -1,4 +1,4 @@
-"""Metric loggers: names, construction, failures, and a logger of one's own that receives a whole run."""
+"""Metric loggers: names, construction, failures, and a new logger that receives a whole run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,7 @@ from raylight.trainer.report import Report
 
 from .test_loop import STEPS, World, live
 
-TOY = '''
-"""A metric logger that counts steps: everything that a new tracker needs."""
-
-
-class ToyLogger:
-    calls = []
-
-    def __init__(self, project="none"):
-        self.project = project
-
-    def start(self, config):
-        self.calls.append(("start", self.project, config["algorithm"]["name"]))
-
-    def log(self, step, metrics):
-        self.calls.append((step, metrics["time/total_s"] >= 0, "train/reward" in metrics))
-
-    def finish(self):
-        self.calls.append("finish")
-'''
+TOY = Path(__file__).parent / "toy_logger.py"
 
 
 class RecordingDisplay:
@@ -68,13 +50,12 @@ class FailingLogger:
 def test_a_logger_in_one_new_file_receives_all_steps_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(TOY.splitlines()) <= 40
+    assert len(TOY.read_text().splitlines()) <= 40
     (tmp_path / "run").mkdir()
-    (tmp_path / "toy_tracker.py").write_text(TOY)
-    monkeypatch.syspath_prepend(tmp_path)
-    loggers = ["jsonl", {"type": "toy_tracker:ToyLogger", "project": "sums"}]
+    monkeypatch.syspath_prepend(TOY.parent)
+    loggers = ["jsonl", {"type": "toy_logger:ToyLogger", "project": "sums"}]
     rows = asyncio.run(live(World(tmp_path / "run"), loggers=loggers))
-    start, *steps, finish = sys.modules["toy_tracker"].ToyLogger.calls
+    start, *steps, finish = sys.modules["toy_logger"].ToyLogger.calls
     assert start == ("start", "sums", "GRPO")
     assert [step for step, _, _ in steps] == [row["step"] for row in rows] == list(range(STEPS + 1))
     assert steps[-1] == (STEPS, True, True)

@@ -1,5 +1,4 @@
-"""The training loop over a real store, with learners and engines made up, killed at any moment: what comes
-out is the same."""
+"""The training loop on a real store, with fake learners and engines, killed at any moment."""
 
 import asyncio
 import contextlib
@@ -43,14 +42,14 @@ def mixed(*parts: Any) -> str:
 
 
 class World:
-    """What outlives a driver, and notes what happens."""
+    """State that outlives a driver, and a record of what happened."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.trained: list[tuple[str, tuple[str, ...]]] = []
         """Weights and the rollouts that they were trained on, of each update."""
         self.sampled: Counter[str] = Counter()
-        """How often a rollout was finished."""
+        """Number of times that each rollout finished."""
         self.published: dict[int, str] = {}
         self.faults: dict[int, int] = {}
         """Updates, counted from 0, that fail so often."""
@@ -58,7 +57,7 @@ class World:
         """Versions of weights of which a state is lost once while it is saved, with the learners."""
         self.lives = 0
         self.reward: float | None = None
-        """Of every rollout; None is by chance."""
+        """Reward of every rollout; None draws it at random."""
 
 
 class Learners:
@@ -252,7 +251,7 @@ def told(rows: list[dict]) -> list[tuple]:
 
 
 def weights_of(world: World) -> str:
-    """Of the model that a run left."""
+    """Return the weights of the model that a run saved."""
     return TrainingStates(str(world.folder / "checkpoint")).metadata(0)["weights"]
 
 

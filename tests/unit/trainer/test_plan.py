@@ -1,5 +1,4 @@
-"""The plan of a run: resources of the agent and of the Trainer, the model being trained among them, and whose
-calls are trained."""
+"""Plans of runs: merged resources, the trained model among them, and the pattern of trained agents."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The Trainer's arguments: each is read or refused before anything starts. No test here comes as far as
-Ray."""
+"""Arguments of the Trainer: each is read or rejected before anything starts. No test here starts Ray."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a Trainer says before a run starts: what nothing would read, and what the run could not do. None comes
-as far as Ray."""
+"""Errors that a Trainer raises before a run starts: arguments that nothing reads, runs that cannot work."""
 
 from __future__ import annotations
 
