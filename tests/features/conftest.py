@@ -64,7 +64,7 @@ def site(request: pytest.FixtureRequest, tiny: str) -> Iterator[Site]:
 
 @pytest.fixture
 def talk(site: Site, dialect: str, request: pytest.FixtureRequest) -> Iterator[Talk]:
-    """An attempt of its own at a site, and the SDK of a dialect."""
+    """Clients of one attempt at a site, with the SDK of a dialect."""
     (mark,) = request.node.iter_markers("feature")
     talk = Talk(site, DIALECTS[dialect](), mark.args[0])
     yield talk
@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def feature_table(stats: dict[str, list[Any]]) -> str:
-    """The table; a cell is "400" where a clear refusal was seen, and blank where no test ran."""
+    """Return the table. A cell is "400" after an expected rejection, and blank if no test ran."""
     failed = {report.nodeid for report in stats.get("failed", [])}
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for report in stats.get("", []):  # each test's teardown

@@ -95,7 +95,7 @@ class Site:
         self.call(self._start(model_path), START_S)
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float = DEADLINE_S) -> T:
-        """Do something where the site lives."""
+        """Run a coroutine in the event loop of the site."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     async def _start(self, model_path: str) -> None:
@@ -143,7 +143,7 @@ def small_engine(path: str) -> Engine:
 
 
 def vllm_engine(path: str) -> Engine:
-    """vLLM as a replica has it, without Ray."""
+    """vLLM as a replica runs it, without Ray."""
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app

@@ -73,7 +73,7 @@ class Dialect:
         raise NotImplementedError
 
     def results(self, *results: tuple[Call, str]) -> list[Any]:
-        """The turns that give a model its tools' results."""
+        """Return the turns that pass tool results to a model."""
         raise NotImplementedError
 
     def ask(self, client: Any, turns: list[Any], stream: bool = False, **asked: Any) -> DialectAnswer:

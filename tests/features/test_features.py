@@ -72,7 +72,7 @@ def feature(name: str, *dialects: str) -> Callable[[Callable[[Talk], None]], Any
 
 
 def check_call(call: Call) -> None:
-    """A call's arguments are what its tool takes."""
+    """The arguments of a call fit its tool."""
     arguments = json.loads(call.arguments) if isinstance(call.arguments, str) else call.arguments
     jsonschema.validate(arguments, SCHEMAS[call.name])
 
@@ -221,7 +221,7 @@ def test_tool_results(talk: Talk) -> None:
 
 
 def check_spliced(talk: Talk) -> None:
-    """The second prompt goes on from the tokens of the first call, where they are known."""
+    """The second prompt continues the tokens of the first call, if they are known."""
     found = talk.recorded()
     sources = [span.attributes[PROMPT_SOURCE] for span in found.spans if PROMPT_SOURCE in span.attributes]
     if talk.site.tokenizer is None:

@@ -420,8 +420,8 @@ async def test_a_server_that_gives_the_request_up_ends_it_too(bench: Bench) -> N
 
 
 async def test_a_client_that_leaves_after_the_end_changes_nothing(bench: Bench) -> None:
-    """Servers tell of the client's leaving as soon as the answer is out; the application may have something
-    to do still.
+    """Servers report the client's disconnect once the answer is sent; the application may still have work to
+    do.
     """
     done = []
 
@@ -464,7 +464,7 @@ async def test_an_engine_that_fails_in_mid_stream_leaves_an_aborted_call(bench: 
 
 
 async def test_a_choice_that_was_cut_off_is_aborted_and_the_other_is_not(bench: Bench) -> None:
-    """An engine may end requests early, when new weights come."""
+    """An engine may end requests early when new weights arrive."""
 
     async def cut(scope: AsgiScope, receive: Receive, send: Send) -> None:
         context = CURRENT.get()
@@ -659,7 +659,7 @@ async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: p
 
 
 class Replicas:
-    """Replicas of one policy with a store behind them, and an agent that talks with one after the other."""
+    """Replicas of one policy with a store, and an agent that calls one after the other."""
 
     def __init__(self, count: int) -> None:
         self.store, self.asked = StoreClient(StoreService()), 0
@@ -789,7 +789,7 @@ async def test_a_rollout_that_is_decided_meanwhile_ends_its_calls() -> None:
 
 
 async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
-    """The end counts only when all is sampled."""
+    """The end of a stream counts once everything is sampled."""
     known = Known()
     bench = Bench(known)
 

@@ -83,7 +83,7 @@ async def test_records_are_sent_in_order_in_batches_one_at_a_time() -> None:
 
 
 class Lanes(Sink):
-    """A store that can be slow or away for one kind of message only."""
+    """A store that is slow or unreachable for one kind of message only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +472,7 @@ DOWN: dict[str, set[str]] = {
 
 
 class Flaky:
-    """A store that is idempotent, as the real one is, and of which messages and answers get lost."""
+    """A store that is idempotent, as the real one is, and loses messages and answers."""
 
     def __init__(self) -> None:
         self.opened: dict[CallKey, float] = {}

@@ -64,7 +64,7 @@ async def test_a_retry_gets_the_same_bytes_and_nothing_is_sampled(bench: Bench, 
 
 
 async def test_the_same_request_without_a_retrys_header_is_sampled_anew(bench: Bench) -> None:
-    """An agent that asks the same twice wants two samples."""
+    """An agent that sends equal requests wants two samples."""
     await bench.call().answered()
     await bench.call().answered()
     assert bench.sampled == 2
@@ -117,7 +117,7 @@ async def test_the_answer_that_is_known_to_be_lost_is_the_one_that_is_given_agai
 
 @pytest.mark.parametrize("body", [ASKED, STREAMED])
 async def test_a_retry_joins_what_is_still_being_sampled(bench: Bench, body: Any) -> None:
-    """Something in between hid that the client had given up."""
+    """A proxy hid that the client had disconnected."""
     bench.app.gate.clear()
     first = bench.call(body)
     await bench.app.sampling.wait()
@@ -327,7 +327,7 @@ async def test_outside_of_attempts_nothing_is_kept(bench: Bench) -> None:
 
 
 class Losing:
-    """Loses answers after they were made: the client sees a broken connection."""
+    """Application that loses answers: the client sees a broken connection."""
 
     def __init__(self, app: Any, losses: int) -> None:
         self._app = app
@@ -335,7 +335,7 @@ class Losing:
         self.requests: list[Any] = []
 
     def client(self, library: ModuleType) -> Any:
-        """A client of `httpx`, or of its successor, which looks the same."""
+        """Return a client of `httpx`, or of its successor, which has the same interface."""
         losing, inner = self, library.ASGITransport(self._app)
 
         class Transport(library.AsyncBaseTransport):  # type: ignore[name-defined, misc]

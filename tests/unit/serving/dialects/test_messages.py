@@ -14,14 +14,14 @@ TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
 
 
 async def ask(*says: Say, **fields: Any) -> tuple[list[dict[str, Any]], anthropic.types.Message]:
-    """The chat requests made for one message, and the answer."""
+    """Return the chat requests made for one message, and the answer."""
     fake, app = translated(*says)
     answer = await anthropic_client(app).messages.create(**ASK | fields)
     return fake.asked, answer
 
 
 async def said(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    """The chat messages that a conversation becomes."""
+    """Return the chat messages of a conversation."""
     asked, _ = await ask(Say("ok"), messages=list(messages), **fields)
     return asked[0]["messages"]
 

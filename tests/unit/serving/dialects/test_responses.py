@@ -29,14 +29,14 @@ EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 async def ask(*says: Say, **fields: Any) -> tuple[list[dict[str, Any]], Response]:
-    """The chat requests made for one response, and the answer."""
+    """Return the chat requests made for one response, and the answer."""
     fake, app = translated(*says)
     answer = await openai_client(app).responses.create(**ASK | fields)
     return fake.asked, answer
 
 
 async def said(*items: Any, **fields: Any) -> list[dict[str, Any]]:
-    """The chat messages that input items become."""
+    """Return the chat messages of input items."""
     asked, _ = await ask(Say("ok"), input=list(items), **fields)
     return asked[0]["messages"]
 
@@ -290,7 +290,7 @@ async def test_dumped_items_with_their_nulls_come_back_too() -> None:
 
 
 async def test_two_answers_in_a_row_stay_two_messages() -> None:
-    """Their items' ids tell which belong together."""
+    """The ids of items show which belong together."""
     fake, app = translated(Say("one"), Say(calls=[call("t1", "{}")]), Say("ok"))
     client = openai_client(app)
     answers = [await client.responses.create(**ASK) for _ in range(2)]

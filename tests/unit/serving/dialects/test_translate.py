@@ -156,9 +156,7 @@ async def test_a_client_that_leaves_while_it_asks_reaches_no_engine() -> None:
 
 
 async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrives() -> None:
-    """An application that sends the next piece only when the client had the last; the client leaves in the
-    middle.
-    """
+    """The application sends the next piece after the client has the last one; the client disconnects midway."""
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     outbox: asyncio.Queue[Message] = asyncio.Queue()
     left = asyncio.Event()

@@ -131,7 +131,9 @@ async def test_a_refusal_may_quote_half_a_character() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("broken"), RequestError("late")])
 async def test_an_answer_that_breaks_off_is_cut(error: Exception) -> None:
-    """The server closes the connection on an exception, so that no client takes the half for the whole."""
+    """The server closes the connection on an exception, so that no client takes a half answer for a whole
+    one.
+    """
     site = Site()
     site.inner.app = raising(error, after=1)
 

@@ -287,7 +287,7 @@ TRICKS = [
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_another_spelling_leads_nowhere(trick: str, method: str) -> None:
-    """The application is called as a server would, since clients tidy up what they send."""
+    """The application is called as a server would, because clients normalize what they send."""
     site = Site()
     for prefix, key in (("", SECRET), (MINE, KEY), ("/x/.." + MINE, KEY)):
         sent = []

@@ -31,9 +31,7 @@ HIDDEN_FAILURES = ('"server_error"', '"api_error"', '"code": 500')
 
 
 class Site:
-    """A replica with the transformers engine, whose store takes everything. All requests are answered in one
-    event loop.
-    """
+    """A replica with the transformers engine, whose store accepts everything, in one event loop."""
 
     def __init__(self) -> None:
         import torch
@@ -68,7 +66,7 @@ class Site:
             return await client.request(method, MINE + path, content=content, headers=given)
 
     def check(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """Ask, and see that the answer is no failure of the server's."""
+        """Send a request, and check that its answer is no failure of the server."""
         answer = self.ask(path, json.dumps(body).encode(), **headers)
         told = f"{answer.status_code} {answer.text[:1000]} to {json.dumps(body)[:1000]}"
         assert answer.status_code < 500, told
@@ -235,7 +233,7 @@ NAMES = sorted(
 
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The ways to everything within a value."""
+    """Yield the paths to all values within a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
         yield (*here, name)
@@ -244,7 +242,7 @@ def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def spoiled(draw: st.DrawFn, path: str) -> Any:
-    """A sound body in which some things were replaced, removed or added."""
+    """A valid body in which some values are replaced, removed or added."""
     body = copy.deepcopy(draw(st.sampled_from(BODIES[path])))
     for _ in range(draw(st.integers(1, 3))):
         ways = list(places(body))
@@ -445,7 +443,7 @@ def test_no_address_is_a_failure_of_the_server(site: Site, method: str, path: st
 
 
 def test_every_call_that_was_opened_is_closed(site: Site) -> None:
-    """The last test: whatever went wrong before, the store has not been left waiting."""
+    """The last test: after all failures before, no record waits for the store."""
     site.check(CHAT, BODIES[CHAT][0])
 
     async def until_closed() -> None:

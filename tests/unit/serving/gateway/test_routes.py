@@ -151,7 +151,7 @@ def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
     ],
 )
 async def test_an_address_that_is_written_otherwise_names_no_attempt(path: str) -> None:
-    """Not even the run's own secret records a call for it."""
+    """The run's own secret records no call for it either."""
     site = Site()
     assert await status(site, path + CHAT, attempt_key(SECRET, "ro-2", "at-2")) == 401
     assert await status(site, path + CHAT, SECRET) == 404
@@ -170,7 +170,7 @@ async def test_two_attempts_in_one_address_are_none() -> None:
 
 @pytest.mark.parametrize("rollout_id", ["ro-1", "a/b c"])
 async def test_the_application_may_stand_below_a_prefix(rollout_id: str) -> None:
-    """As Serve has it: below the name of the run."""
+    """Serve mounts the application below the name of the run."""
     site = Site()
     outer = Starlette(routes=[Mount("/the run", app=site.app)])
     path = "/the%20run" + attempt_path(rollout_id, "at-1", "x/y") + CHAT
