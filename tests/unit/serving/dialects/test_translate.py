@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_while_it_asks_reaches_no_engine() -> None:
 
 
 async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrives() -> None:
-    """The application sends the next piece after the client has the last one; the client disconnects midway."""
+    """The application sends the next piece after the client has the last; the client disconnects midway."""
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     outbox: asyncio.Queue[Message] = asyncio.Queue()
     left = asyncio.Event()
