@@ -66,7 +66,9 @@ def _scope_of_file(path: str) -> str:
     if path.startswith("tests/vllm_cpu/"):
         return "vllm"  # its files share one engine
     sources = [ROOT / path, (ROOT / path).with_name("conftest.py")]
-    uses = any(USES_CLUSTER.search(file.read_text()) for file in sources if file.exists())
+    uses = any(
+        USES_CLUSTER.search(file.read_text()) for file in sources if file.exists() and file != Path(__file__)
+    )
     return "cluster" if uses else path
 
 
