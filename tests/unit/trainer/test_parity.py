@@ -194,7 +194,7 @@ async def test_a_tied_output_layer_is_never_stale(make_engine: Any, tied_model: 
 async def test_a_stale_output_layer_is_found_at_the_first_version(
     untied_model: str, make_engine: Any, size: float
 ) -> None:
-    """All weights but the output layer are new, as with vLLM's repacked copy; steps are below the tolerance."""
+    """All weights but the output layer are new, as with vLLM; steps are below the tolerance."""
     torch.manual_seed(0)
     learner = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
     engine, watch = make_engine(untied_model), ParityMonitor(0.5)
