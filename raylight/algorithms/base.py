@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -76,6 +76,10 @@ class RunContext(Protocol):
 
     def stage(self, text: str) -> None:
         """Display the current stage of the run."""
+        ...
+
+    def rollout_progress(self, mode: str) -> Callable[[int, int], None]:
+        """Return a callback that displays how many rollouts of a batch are done, and of how many."""
         ...
 
     def note(self, text: str) -> None:

@@ -50,8 +50,10 @@ class PlainDisplay:
         pass
 
     def stage(self, text: str) -> None:
-        if "rollouts" not in text:  # progress within a step would be a line for every update
-            self._print(text)
+        self._print(text)
+
+    def progress(self, text: str) -> None:
+        """Print nothing: each update would be a line of its own."""
 
     def step(self, step: int, metrics: Metrics) -> None:
         shown = [f"{name} {cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics]
@@ -85,6 +87,9 @@ class LiveDisplay:
 
     def stage(self, text: str) -> None:
         self._spinner.update(text=escape(text))
+
+    def progress(self, text: str) -> None:
+        self.stage(text)
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._rows.append((step, metrics))

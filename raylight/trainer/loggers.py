@@ -57,6 +57,10 @@ class Display(Protocol):
         """Show what the run is doing now."""
         ...
 
+    def progress(self, text: str) -> None:
+        """Show progress within a stage, where output can be redrawn."""
+        ...
+
     def step(self, step: int, metrics: Metrics) -> None:
         """Show the metrics of a step."""
         ...

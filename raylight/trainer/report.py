@@ -41,7 +41,7 @@ class ProgressReporter:
 
     def rollout_progress(self, mode: str) -> Callable[[int, int], None]:
         """Return a progress callback for a batch of rollouts."""
-        return lambda done, total: self._display.stage(f"{mode} rollouts {done}/{total}")
+        return lambda done, total: self._display.progress(f"{mode} rollouts {done}/{total}")
 
     def failures(self, finished: list[FinishedRollout]) -> None:
         """Count failed rollouts, and show the first one of each distinct error with its traceback."""

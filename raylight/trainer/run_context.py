@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,9 @@ class TrainerRunContext:
 
     def stage(self, text: str) -> None:
         self.report.stage(text)
+
+    def rollout_progress(self, mode: str) -> Callable[[int, int], None]:
+        return self.report.rollout_progress(mode)
 
     def note(self, text: str) -> None:
         self.report.note(text)

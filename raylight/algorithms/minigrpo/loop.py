@@ -144,12 +144,12 @@ class TrainingLoop:
             for _ in range(samples)
         ]
         ids = [rollout.rollout_id for rollout in await self._store.enqueue_many_rollouts(requests)]
-        done = 0
+        show_progress, done = self._context.rollout_progress(mode), 0
         try:
             while done < len(ids):
                 wanted = min(done + max(len(ids) // 20, 1), len(ids))
                 done = len(await self._store.wait_for_rollouts(rollout_ids=ids, at_least=wanted))
-                self._context.stage(f"{mode} rollouts {done}/{len(ids)}")
+                show_progress(done, len(ids))
         except asyncio.CancelledError:
             with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends anyway
                 await asyncio.wait_for(self._store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)

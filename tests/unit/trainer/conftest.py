@@ -17,6 +17,8 @@ class RecordingDisplay:
         self.steps: list[int] = []
         self.notes: list[str] = []
 
+    def progress(self, text: str) -> None: ...
+
     def stage(self, text: str) -> None:
         self.stages.append(text)
 

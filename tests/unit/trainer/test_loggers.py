@@ -25,6 +25,8 @@ class RecordingDisplay:
         self.steps: list[int] = []
         self.notes: list[str] = []
 
+    def progress(self, text: str) -> None: ...
+
     def stage(self, text: str) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
