@@ -49,9 +49,8 @@ async def adder(task: dict, llm: rl.LLM, prompt_template: rl.PromptTemplate) -> 
 
 
 CRITIQUE = (
-    "The attempts answer with stray digits. The words around the numbers are of no use to this "
-    "model; "
-    "an equation would be."
+    "The attempts answer with stray digits. The words around the numbers are of no use to this model; an "
+    "equation would be."
 )
 REWRITES = ("Add {a}.", "{a} plus {b} =", "{a}+{b}=", "Sum: {a}, {b}")
 

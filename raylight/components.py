@@ -60,8 +60,8 @@ def build_component(
     if _is_component(source, expected):
         if arguments:
             raise ConfigError(
-                f"{name}: {source!r:.80} is an instance and takes no {_quoted(arguments)}; "
-                "give its class as 'type'"
+                f"{name}: {source!r:.80} is an instance and takes no {_quoted(arguments)}; give its class as "
+                "'type'"
             )
         return source
     component = _call(source, expected, name, arguments, defaults)

@@ -82,8 +82,7 @@ def tank(rng: random.Random) -> Problem:
     used = rng.randint(7, 23)
     return Problem(
         f"A tank is {length} m long, {width} m wide and {height} m high, and full of water. {used} cubic "
-        "metres are taken out. "
-        "How many cubic metres remain?",
+        "metres are taken out. How many cubic metres remain?",
         [f"{length}*{width}*{height}", f"{{0}}-{used}"],
         f"{length}*{width}*{height}-{used}",
     )
@@ -93,8 +92,7 @@ def savings(rng: random.Random) -> Problem:
     start, rate, years = rng.randint(5, 40) * 100, rng.randint(2, 8), rng.randint(2, 4)
     return Problem(
         f"{start} dollars are saved at {rate}% interest a year, and the interest stays in the account. How "
-        "many dollars are there "
-        f"after {years} years?",
+        f"many dollars are there after {years} years?",
         [f"1+{rate}/100", f"{{0}}**{years}", f"{start}*{{1}}"],
         f"{start}*(1+{rate}/100)**{years}",
     )
@@ -115,8 +113,7 @@ def recipe(rng: random.Random) -> Problem:
     above, below, guests = rng.randint(1, 4), rng.choice([5, 7, 8, 9]), rng.randint(11, 25)
     return Problem(
         f"One portion of soup takes {above}/{below} of a litre of stock. How many litres are needed for "
-        f"{guests} portions? "
-        "Give a fraction or a decimal number.",
+        f"{guests} portions? Give a fraction or a decimal number.",
         [f"{above}/{below}*{guests}"],
         f"{guests}*{above}/{below}",
     )
@@ -131,8 +128,7 @@ def choice(rng: random.Random) -> Problem:
     options = ", ".join(f"({letter}) {show(offer)}" for letter, offer in zip("ABCDE", offers, strict=True))
     return Problem(
         f"{workers} workers build a wall in {days} days. How many days would {workers + more} such workers "
-        "take? Answer with the "
-        f"letter of the nearest option: {options}",
+        f"take? Answer with the letter of the nearest option: {options}",
         steps,
         f"{workers}*{days}/({workers}+{more})",
         "ABCDE"[offers.index(right)],
@@ -144,8 +140,7 @@ def pair(rng: random.Random) -> Problem:
     total = 2 * small + step
     return Problem(
         f"Two numbers add up to {total}, and one is larger than the other by {step}. Give both as a list, "
-        "the smaller one first, "
-        "such as [1, 2].",
+        "the smaller one first, such as [1, 2].",
         [f"({total}-{step})/2", f"{{0}}+{step}"],
         f"({total}+{step})/2",
         f"[{small}, {small + step}]",

@@ -6,9 +6,8 @@ from examples.math_agent.answers import EXTRACTORS
 
 INSTRUCTIONS = (
     "You solve word problems. Think about which quantities are given and which one is asked for. Leave all "
-    "arithmetic to the "
-    "calculator: call the tool for each calculation, one expression at a time, and read its result before "
-    "you go on."
+    "arithmetic to the calculator: call the tool for each calculation, one expression at a time, and read "
+    "its result before you go on."
 )
 
 

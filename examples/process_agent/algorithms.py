@@ -48,8 +48,7 @@ async def roll_out(
     if lost:
         raise RolloutsFailedError(
             f"{len(lost)} of {len(finished)} rollouts were lost through no fault of the agent: "
-            f"{errors_of(lost)}. Start again when "
-            "that is mended"
+            f"{errors_of(lost)}. Start again when that is mended"
         )
     return finished
 
@@ -88,8 +87,7 @@ def describe(item: FinishedRollout) -> str:
     found = grade(task, item.spans)
     return (
         f"{title}: reward {item.reward:.3f} (completion {found.completion:.2f}, efficiency "
-        f"{found.efficiency:.2f}, quality "
-        f"{found.quality:.2f}), {found.calls} calls, {found.failed} failed"
+        f"{found.efficiency:.2f}, quality {found.quality:.2f}), {found.calls} calls, {found.failed} failed"
     )
 
 

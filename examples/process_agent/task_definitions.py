@@ -116,8 +116,7 @@ TRAIN: list[dict[str, Any]] = [
         ),
         "text": (
             "Mix the two feeds in `mixer` (outlet `mixed`) and flash the mixture at 315 K and 5 bar in "
-            "`drum`, into `gas` and "
-            "`oil`."
+            "`drum`, into `gas` and `oil`."
         ),
         "specs": ["streams.mixed.flow_kmol_h", "streams.gas.T_K", "streams.gas.P_bar"],
         "asked": {
@@ -139,8 +138,7 @@ TRAIN: list[dict[str, Any]] = [
         ),
         "text": (
             "Pump the feed to 6 bar in `pump` (efficiency 0.75, outlet `high`) and vaporise it just "
-            "completely, to its dew point, "
-            "in `boiler` (outlet `steam`), which loses 0.5 bar."
+            "completely, to its dew point, in `boiler` (outlet `steam`), which loses 0.5 bar."
         ),
         "specs": ["streams.high.P_bar", "streams.steam.P_bar", "streams.steam.vapor_fraction"],
         "asked": {
@@ -175,8 +173,7 @@ TRAIN: list[dict[str, Any]] = [
         ),
         "text": (
             "Compress the feed to 12 bar in `compressor` (isentropic efficiency 0.78, outlet `hot`) and "
-            "condense it just "
-            "completely, to its bubble point, in `condenser` (outlet `liquid`)."
+            "condense it just completely, to its bubble point, in `condenser` (outlet `liquid`)."
         ),
         "specs": ["streams.hot.P_bar", "units.compressor.work_kW", "streams.liquid.vapor_fraction"],
         "asked": {
@@ -197,12 +194,10 @@ TRAIN: list[dict[str, Any]] = [
             },
         ),
         "text": (
-            "Pump the feed to 17 bar in `pump` (efficiency 0.75, outlet `high`), heat it to its bubble point "
-            "in `preheater` "
-            "(outlet `hot`) and distil it in `column` into `distillate` and `bottoms`: 98% of the propane "
-            "goes to the distillate, "
-            "97% of the n-butane to the bottoms. Choose the reflux so that the column has "
-            "<units.column.stages .2f> stages."
+            "Pump the feed to 17 bar in `pump` (efficiency 0.75, outlet `high`), heat it to its bubble "
+            "point in `preheater` (outlet `hot`) and distil it in `column` into `distillate` and `bottoms`: "
+            "98% of the propane goes to the distillate, 97% of the n-butane to the bottoms. Choose the "
+            "reflux so that the column has <units.column.stages .2f> stages."
         ),
         "specs": [
             "streams.high.P_bar",
@@ -226,10 +221,9 @@ TRAIN: list[dict[str, Any]] = [
         ),
         "text": (
             "Compress the feed to 16 bar in two stages with a cooler between them: `first` (outlet `warm`), "
-            "`cooler` (to 310 K, "
-            "losing 0.2 bar, outlet `cool`), `second` (outlet `high`), both stages with an isentropic "
-            "efficiency of 0.75. Choose "
-            "the pressure between them so that `warm` has <streams.warm.T_K .2f> K."
+            "`cooler` (to 310 K, losing 0.2 bar, outlet `cool`), `second` (outlet `high`), both stages with "
+            "an isentropic efficiency of 0.75. Choose the pressure between them so that `warm` has "
+            "<streams.warm.T_K .2f> K."
         ),
         "specs": [
             "streams.warm.T_K",
@@ -262,12 +256,10 @@ TRAIN: list[dict[str, Any]] = [
         ),
         "text": (
             "Mix the feeds in `mixer` (outlet `mixed`), heat the mixture at 10 bar in `heater` (outlet "
-            "`hot`), flash it without "
-            "heat at 2 bar in `drum` into `light` and `heavy`, and distil `heavy` in `column` into "
-            "`distillate` and `bottoms`: 97% "
-            "of its benzene goes to the distillate, 96% of its toluene to the bottoms, at 1.3 times the "
-            "minimum reflux. Choose the "
-            "temperature of `hot` so that `light` is <streams.light.flow_kmol_h .2f> kmol/h."
+            "`hot`), flash it without heat at 2 bar in `drum` into `light` and `heavy`, and distil `heavy` "
+            "in `column` into `distillate` and `bottoms`: 97% of its benzene goes to the distillate, 96% of "
+            "its toluene to the bottoms, at 1.3 times the minimum reflux. Choose the temperature of `hot` "
+            "so that `light` is <streams.light.flow_kmol_h .2f> kmol/h."
         ),
         "specs": [
             "streams.light.flow_kmol_h",
@@ -325,8 +317,7 @@ VALIDATION: list[dict[str, Any]] = [
         ),
         "text": (
             "Let the feed down to 8 bar without heat in `drum`, into `gas` and `oil`, and compress `gas` to "
-            "30 bar in `compressor` "
-            "(isentropic efficiency 0.75, outlet `export`)."
+            "30 bar in `compressor` (isentropic efficiency 0.75, outlet `export`)."
         ),
         "specs": ["streams.gas.P_bar", "units.drum.T_K", "streams.export.P_bar", "units.compressor.work_kW"],
         "asked": {
@@ -344,9 +335,8 @@ VALIDATION: list[dict[str, Any]] = [
         ),
         "text": (
             "Heat the feed at 4 bar in `heater` (outlet `hot`) and separate it without more heat in `drum` "
-            "into `gas` and `oil`. "
-            "Choose the duty of the heater so that `gas` holds <streams.gas.composition.n-butane .4f> mole "
-            "fraction of n-butane."
+            "into `gas` and `oil`. Choose the duty of the heater so that `gas` holds "
+            "<streams.gas.composition.n-butane .4f> mole fraction of n-butane."
         ),
         "specs": ["streams.gas.composition.n-butane", "streams.gas.P_bar"],
         "asked": {"duty_kW": "units.heater.duty_kW", "gas_kmol_h": "streams.gas.flow_kmol_h"},
@@ -365,10 +355,9 @@ VALIDATION: list[dict[str, Any]] = [
         ),
         "text": (
             "Heat the feed by 300 kW in `preheater` (outlet `hot`) and distil it in `column` into "
-            "`distillate` and `bottoms`: 99% "
-            "of the methanol goes to the distillate, 98.5% of the water to the bottoms. Choose the reflux so "
-            "that the reboiler "
-            "takes <units.column.reboiler_duty_kW .1f> kW."
+            "`distillate` and `bottoms`: 99% of the methanol goes to the distillate, 98.5% of the water to "
+            "the bottoms. Choose the reflux so that the reboiler takes <units.column.reboiler_duty_kW .1f> "
+            "kW."
         ),
         "specs": ["units.preheater.duty_kW", "units.column.min_stages", "units.column.reboiler_duty_kW"],
         "asked": {"reflux": "units.column.reflux", "stages": "units.column.stages"},
@@ -405,8 +394,7 @@ TEST: list[dict[str, Any]] = [
         ),
         "text": (
             "Mix the feeds in `mixer` (outlet `mixed`) and flash the mixture at 1.2 bar with a duty of 150 "
-            "kW in `drum`, into "
-            "`gas` and `liquid`."
+            "kW in `drum`, into `gas` and `liquid`."
         ),
         "specs": ["streams.mixed.flow_kmol_h", "units.drum.duty_kW", "streams.gas.P_bar"],
         "asked": {
@@ -428,11 +416,9 @@ TEST: list[dict[str, Any]] = [
         ),
         "text": (
             "Pump the feed to 9 bar in `pump` (efficiency 0.75, outlet `high`), heat it in `preheater` "
-            "(outlet `hot`) and distil "
-            "it in `column` into `distillate` and `bottoms`: 98.5% of the n-butane goes to the distillate, "
-            "98% of the n-pentane to "
-            "the bottoms, at 1.25 times the minimum reflux. Choose the duty of the preheater so that the "
-            "reboiler takes "
+            "(outlet `hot`) and distil it in `column` into `distillate` and `bottoms`: 98.5% of the "
+            "n-butane goes to the distillate, 98% of the n-pentane to the bottoms, at 1.25 times the "
+            "minimum reflux. Choose the duty of the preheater so that the reboiler takes "
             "<units.column.reboiler_duty_kW .1f> kW."
         ),
         "specs": ["streams.high.P_bar", "units.column.min_stages", "units.column.reboiler_duty_kW"],

@@ -50,8 +50,7 @@ def find_data() -> Path:
     places = ", ".join(layout if layout != "." else "that folder itself" for layout in LAYOUTS)
     raise ConfigError(
         f"the airline's {', '.join(FILES)} were not found below {VARIABLE}={root} (in {places}). Set it to "
-        "the `data` folder of a "
-        "copy of the tau2-bench repository"
+        "the `data` folder of a copy of the tau2-bench repository"
     )
 
 
@@ -71,9 +70,8 @@ def tau2() -> SimpleNamespace:
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"the airline needs tau2-bench, and {module} cannot be loaded ({error}); install it from a "
-                "copy of its "
-                "repository, `pip install -e path/to/tau2-bench` (the package `tau2` on PyPI is another "
-                "project)"
+                "copy of its repository, `pip install -e path/to/tau2-bench` (the package `tau2` on PyPI is "
+                "another project)"
             ) from error
     found.logger.disable("tau2")  # it logs every message of every task
     return found

@@ -211,8 +211,8 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
     unfillable = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
     if not parameters or unfillable:
         raise AgentSignatureError(
-            f"@rollout: {name} must take the task first and resources by name, such as (task, llm); "
-            f"its parameters are ({', '.join(str(p) for p in parameters)})"
+            f"@rollout: {name} must take the task first and resources by name, such as (task, llm); its "
+            f"parameters are ({', '.join(str(p) for p in parameters)})"
         )
     if parameters[0].name == "self":
         raise AgentSignatureError(

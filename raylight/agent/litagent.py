@@ -107,8 +107,8 @@ class LitAgent(Generic[Task]):
             if inspect.iscoroutine(returned):
                 returned.close()
             raise AgentSignatureError(
-                f"{self._method_title(name)} returns an awaitable; make it `async def` ({name}_async, "
-                f"as a method)"
+                f"{self._method_title(name)} returns an awaitable; make it `async def` ({name}_async, as a "
+                "method)"
             )
         return returned
 

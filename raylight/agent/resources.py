@@ -157,8 +157,8 @@ class ProxyLLM(LLM):
         """
         if rollout.attempt is None:
             raise ConfigError(
-                f"rollout {rollout.rollout_id} has no attempt yet, and so its model has no URL; "
-                "dequeue the rollout first"
+                f"rollout {rollout.rollout_id} has no attempt yet, and so its model has no URL; dequeue the "
+                "rollout first"
             )
         fields = self.model_dump(exclude={"resource_type"})
         return LLM(**fields | {"endpoint": self.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id)})

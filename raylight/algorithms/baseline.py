@@ -197,9 +197,9 @@ class BaselineReport:
         reward = "no reward" if finished.reward is None else f"reward {finished.reward:g}"
         calls = len(finished.generations)
         self.print(
-            f"{position} {rollout.rollout_id} ({mode}) {rollout.status}, {reward}"
-            f"{_duration(rollout.start_time, rollout.end_time)}"
-            f"{f', {calls} model calls' if calls else ''}: {_excerpt(rollout.input)}",
+            f"{position} {rollout.rollout_id} ({mode}) {rollout.status}, "
+            f"{reward}{_duration(rollout.start_time, rollout.end_time)}{f', {calls} model calls' if calls else ''}: "
+            f"{_excerpt(rollout.input)}",
             style="green" if succeeded else "red",
         )
 
@@ -207,8 +207,8 @@ class BaselineReport:
         """Print an attempt and its failure, if any; the traceback is printed once per error."""
         by = f" by {attempt.worker_id}" if attempt.worker_id else ""
         self.print(
-            f"  attempt {attempt.sequence_id}{by}: {attempt.status}"
-            f"{_duration(attempt.start_time, attempt.end_time)}"
+            f"  attempt {attempt.sequence_id}{by}: "
+            f"{attempt.status}{_duration(attempt.start_time, attempt.end_time)}"
         )
         if (failure := attempt.failure) is None:
             return

@@ -103,9 +103,9 @@ def load_weights(engine: Any, weights: dict[str, torch.Tensor]) -> None:
         )
         first = differing[0]
         raise CheckpointError(
-            f"the training state is of another model or another adapter: {len(differing)} parameters "
-            f"differ, such as {first} (state: {saved.get(first, 'missing')}, model: "
-            f"{shapes.get(first, 'missing')}); resume with the same model and lora"
+            f"the training state is of another model or another adapter: {len(differing)} parameters differ, "
+            f"such as {first} (state: {saved.get(first, 'missing')}, model: {shapes.get(first, 'missing')}); "
+            "resume with the same model and lora"
         )
     set_model_state_dict(engine.module, dict(weights), options=SCATTER)
 

@@ -70,9 +70,8 @@ async def find_rendezvous(run: str, timeout: float) -> Any:
             if clock() >= deadline:
                 raise ConfigError(
                     f"no run {run!r} that runners can join began on this cluster within {timeout:g} s; start "
-                    "its "
-                    f"algorithm with Trainer(role='algorithm', run_name={run!r}), or RAYLIGHT_ROLE=algorithm "
-                    f"RAYLIGHT_RUN={run}"
+                    f"its algorithm with Trainer(role='algorithm', run_name={run!r}), or "
+                    f"RAYLIGHT_ROLE=algorithm RAYLIGHT_RUN={run}"
                 ) from None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(never.wait(), LOOKUP_INTERVAL_S)
@@ -151,6 +150,5 @@ class ExternalRunners:
     def _no_runner_message(self, seconds: float) -> str:
         return (
             f"run {self._run} had no runner for {seconds:.0f} s; start one with `raylight runner AGENT --run "
-            f"{self._run}`, or wait "
-            "longer: runner={'start_timeout_s': ...}"
+            f"{self._run}`, or wait longer: runner={{'start_timeout_s': ...}}"
         )

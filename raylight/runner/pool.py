@@ -106,15 +106,14 @@ class RunnerPool:
         if errors:
             raise RunnerLostError(
                 f"the runners did not start: {summarize_ray_error(errors[0])}. A module that the agent needs "
-                "must be importable on every "
-                "node: put it next to the script, in the job's working directory, or install it"
+                "must be importable on every node: put it next to the script, in the job's working "
+                "directory, or install it"
             )
         if late:
             raise PlacementError(
                 f"{len(late)} of {config.n} runners of {config.num_cpus:g} CPU were not up within "
-                f"{config.start_timeout_s:g} s; "
-                f"free now: {ray.available_resources().get('CPU', 0):g} CPU. Lower n_runners, or num_cpus of "
-                f"runner={{...}}"
+                f"{config.start_timeout_s:g} s; free now: {ray.available_resources().get('CPU', 0):g} CPU. "
+                "Lower n_runners, or num_cpus of runner={...}"
             )
 
     async def watch(self) -> None:
@@ -195,8 +194,7 @@ class RunnerPool:
         if self._lost_in_a_row > self._config.max_restarts:
             raise RunnerLostError(
                 f"{self._lost_in_a_row} runners died and no rollout succeeded meanwhile; the last error: "
-                f"{reason}. See its log "
-                "with `ray logs actor`, or raise RunnerConfig.max_restarts"
+                f"{reason}. See its log with `ray logs actor`, or raise RunnerConfig.max_restarts"
             )
         logger.warning(
             "%s ended (%s); %d rollouts go back to the queue and another runner starts",
@@ -214,8 +212,7 @@ class RunnerPool:
         except TimeoutError:
             raise RunnerLostError(
                 f"{name} ended ({reason}), and its replacement did not start within "
-                f"{self._config.start_timeout_s:g} s; check the "
-                "cluster's free CPU with `ray status`"
+                f"{self._config.start_timeout_s:g} s; check the cluster's free CPU with `ray status`"
             ) from None
         return replacement
 
@@ -259,6 +256,6 @@ def _put_in_object_store(payload: RunnerPayload) -> Any:
     except (PickleError, TypeError, AttributeError) as error:
         raise ConfigError(
             "the agent (or its tracer, or a hook) cannot be sent to the runners: "
-            f"{str(error).splitlines()[0]}. Create clients, "
-            "locks and caches inside the rollout function, or define them in an importable module"
+            f"{str(error).splitlines()[0]}. Create clients, locks and caches inside the rollout function, or "
+            "define them in an importable module"
         ) from None

@@ -62,10 +62,9 @@ class AttemptState(NamedTuple):
 
 SELECT_STATE = (
     "SELECT a.attempt_id, a.rollout_id, a.sequence_id, a.status, a.worker_id, a.start_time, "
-    "a.last_heartbeat_time,"
-    " a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.next_span,"
-    " json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts, r.suspect"
-    " FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
+    "a.last_heartbeat_time, a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.next_span, "
+    "json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts, r.suspect FROM "
+    "attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
 )
 """Columns of AttemptState."""
 
@@ -153,8 +152,8 @@ class Attempts:
         )
         attempt = attempt._replace(unresponsive_at=self._unresponsive_at(attempt, now))
         self._journal.execute(
-            "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time,"
-            " request_id, silence, timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time, "
+            "request_id, silence, timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 attempt_id,
                 rollout_id,

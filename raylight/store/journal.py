@@ -251,8 +251,7 @@ class Journal:
         if version not in (0, VERSION):
             raise StoreError(
                 f"{self.path} was written by another version of raylight (schema {version}, not {VERSION}); "
-                "use that version, or another "
-                "output_dir"
+                "use that version, or another output_dir"
             )
         if version == 0 and db.execute("SELECT 1 FROM sqlite_master").fetchone():
             raise StoreError(

@@ -79,8 +79,7 @@ class Leases:
         """Rollouts that a dequeue request has leased and still holds."""
         rows = self._journal.execute(
             "SELECT a.rollout_id FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id WHERE "
-            "a.request_id = ?"
-            f" AND {IS_LIVE} AND a.sequence_id = r.n_attempts ORDER BY a.rowid",
+            f"a.request_id = ? AND {IS_LIVE} AND a.sequence_id = r.n_attempts ORDER BY a.rowid",
             (request_id,),
         )
         return [rollout_id for (rollout_id,) in rows.fetchall()]

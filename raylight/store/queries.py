@@ -118,8 +118,7 @@ SPAN_ORDER = _columns(
 RESOURCES_ORDER = _columns("resources_id, version, create_time, update_time")
 WORKER_ORDER = _columns(
     "worker_id, status, last_heartbeat_time, last_dequeue_time, last_busy_time, last_idle_time, "
-    "current_rollout_id,"
-    " current_attempt_id"
+    "current_rollout_id, current_attempt_id"
 )
 LATEST_ATTEMPT = "(SELECT attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1)"
 
@@ -167,8 +166,7 @@ class Queries:
         )
         calls = self._fetch_all(
             "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND "
-            "generation IS NOT NULL"
-            " ORDER BY start_time, rowid",
+            "generation IS NOT NULL ORDER BY start_time, rowid",
             [attempt_id],
         )
         spans: list[Row] = []
@@ -250,9 +248,8 @@ class Queries:
         """Arguments of `generation_from_row` for those of these calls that have tokens."""
         return self._fetch_all(
             "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE generation IS NOT NULL AND "
-            "attempt_id IN"
-            " (SELECT attempt_id FROM attempts WHERE rollout_id = ?) AND call_id IN (SELECT value FROM "
-            "json_each(?))",
+            "attempt_id IN (SELECT attempt_id FROM attempts WHERE rollout_id = ?) AND call_id IN (SELECT "
+            "value FROM json_each(?))",
             [rollout_id, json.dumps(call_ids)],
         )
 

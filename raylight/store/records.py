@@ -106,8 +106,7 @@ class Records:
                 continue
             self._journal.execute(
                 "INSERT INTO calls (call_id, rollout_id, attempt_id, start_time, recorder, request) VALUES "
-                "(?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT DO NOTHING",
+                "(?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (call_id, rollout_id, attempt_id, start, recorder, request),
             )
             if self._lost_recorders:
@@ -134,11 +133,9 @@ class Records:
         lost = sorted(self._lost_recorders)
         dropped = self._journal.execute(
             f"DELETE FROM calls WHERE {condition} AND generation IS NULL AND recorder IN "
-            f"({', '.join('?' * len(lost))}) AND EXISTS ("
-            "SELECT 1 FROM calls AS retry WHERE retry.attempt_id = calls.attempt_id AND retry.request = "
-            "calls.request "
-            "AND retry.request != '' AND retry.recorder != calls.recorder AND retry.start_time >= "
-            "calls.start_time)",
+            f"({', '.join('?' * len(lost))}) AND EXISTS (SELECT 1 FROM calls AS retry WHERE retry.attempt_id "
+            "= calls.attempt_id AND retry.request = calls.request AND retry.request != '' AND "
+            "retry.recorder != calls.recorder AND retry.start_time >= calls.start_time)",
             (*values, *lost),
         ).rowcount
         self._journal.increment("calls_repeated", by=dropped)

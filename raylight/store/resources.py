@@ -38,8 +38,8 @@ class Resources:
         """
         if self.get(resources_id)[-1] != body:  # a client's retry changes nothing
             self._journal.execute(
-                "UPDATE resources SET version = version + 1, update_time = ?, body = ?"
-                " WHERE resources_id = ?",
+                "UPDATE resources SET version = version + 1, update_time = ?, body = ? WHERE resources_id = "
+                "?",
                 (self._clock(), body, resources_id),
             )
         self._journal.execute(

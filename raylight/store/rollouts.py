@@ -90,8 +90,7 @@ class Rollouts:
             self._check_resources(resources_id)
         self._journal.execute(
             "INSERT INTO rollouts (rollout_id, status, mode, group_id, resources_id, start_time, config, "
-            "metadata, input, queue)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "metadata, input, queue) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 rollout_id,
                 status,
@@ -120,8 +119,7 @@ class Rollouts:
         attempt."""
         row = self._journal.fetch_one(
             "UPDATE rollouts SET status = 'preparing', queue = NULL, end_time = NULL, n_attempts = "
-            "n_attempts + 1"
-            " WHERE rollout_id = ? RETURNING config, n_attempts",
+            "n_attempts + 1 WHERE rollout_id = ? RETURNING config, n_attempts",
             (rollout_id,),
         )
         assert row is not None, "the caller looked the rollout up"

@@ -35,8 +35,8 @@ from raylight.types import (
 Row = tuple[Any, ...]
 
 ATTEMPT = (
-    "attempt_id, rollout_id, sequence_id, status, worker_id, start_time, end_time, "
-    "last_heartbeat_time, failure, metadata"
+    "attempt_id, rollout_id, sequence_id, status, worker_id, start_time, end_time, last_heartbeat_time, "
+    "failure, metadata"
 )
 ROLLOUT = "rollout_id, status, mode, group_id, resources_id, start_time, end_time, config, metadata, input"
 SPAN = (
@@ -74,8 +74,8 @@ def pickled(value: Any, what: str = "this value") -> bytes:
     except Exception as error:  # whatever the value's own classes raise
         raise StoreError(
             f"{what} ({type(value).__name__}) cannot be pickled to send it to a runner: "
-            f"{type(error).__name__}: {error}. "
-            "Pass plain data, and open files, connections and locks in the agent"
+            f"{type(error).__name__}: {error}. Pass plain data, and open files, connections and locks in the "
+            "agent"
         ) from error
 
 

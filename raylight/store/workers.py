@@ -37,8 +37,8 @@ class Workers:
         The poll of a released worker may outlive its process, and must not receive a rollout.
         """
         row = self._journal.fetch_one(
-            "INSERT INTO workers (worker_id, last_dequeue_time) VALUES (?, ?)"
-            " ON CONFLICT DO UPDATE SET last_dequeue_time = excluded.last_dequeue_time RETURNING gone",
+            "INSERT INTO workers (worker_id, last_dequeue_time) VALUES (?, ?) ON CONFLICT DO UPDATE SET "
+            "last_dequeue_time = excluded.last_dequeue_time RETURNING gone",
             (worker_id, self._clock()),
         )
         return row == (0,)
@@ -58,9 +58,8 @@ class Workers:
         """Record a heartbeat and its statistics (JSON); returns columns of WORKERS."""
         self._journal.execute(
             "INSERT INTO workers (worker_id, heartbeat_stats, last_heartbeat_time) VALUES (?, ?, ?) ON "
-            "CONFLICT DO UPDATE SET"
-            " heartbeat_stats = COALESCE(excluded.heartbeat_stats, heartbeat_stats),"
-            " last_heartbeat_time = excluded.last_heartbeat_time",
+            "CONFLICT DO UPDATE SET heartbeat_stats = COALESCE(excluded.heartbeat_stats, heartbeat_stats), "
+            "last_heartbeat_time = excluded.last_heartbeat_time",
             (worker_id, stats, self._clock()),
         )
         row = self._journal.fetch_one(f"{_WORKER} WHERE w.worker_id = ?", (worker_id,))
@@ -70,15 +69,15 @@ class Workers:
     def mark_busy(self, worker_id: str, now: float) -> None:
         """Record that the worker began an attempt."""
         self._journal.execute(
-            "INSERT INTO workers (worker_id, last_busy_time) VALUES (?, ?)"
-            " ON CONFLICT DO UPDATE SET last_busy_time = excluded.last_busy_time",
+            "INSERT INTO workers (worker_id, last_busy_time) VALUES (?, ?) ON CONFLICT DO UPDATE SET "
+            "last_busy_time = excluded.last_busy_time",
             (worker_id, now),
         )
 
     def mark_idle(self, worker_id: str, now: float) -> None:
         """Record that the worker ended its last attempt; no effect while it has others."""
         self._journal.execute(
-            "UPDATE workers SET last_idle_time = ? WHERE worker_id = ? AND NOT EXISTS ("
-            "SELECT 1 FROM attempts WHERE worker_id = ? AND status IN ('preparing', 'running'))",
+            "UPDATE workers SET last_idle_time = ? WHERE worker_id = ? AND NOT EXISTS (SELECT 1 FROM "
+            "attempts WHERE worker_id = ? AND status IN ('preparing', 'running'))",
             (now, worker_id, worker_id),
         )

@@ -74,8 +74,7 @@ def parse_store(store: Any) -> StoreConfig | StoreClient:
     if not isinstance(store, StoreClient):
         raise ConfigError(
             f"store is {store!r:.80}; give a dict of settings ({', '.join(StoreConfig.model_fields)}), a "
-            "StoreConfig, or the "
-            "StoreClient of an existing store"
+            "StoreConfig, or the StoreClient of an existing store"
         )
     if store.is_in_process:
         raise ConfigError(

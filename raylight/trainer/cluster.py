@@ -85,8 +85,7 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
         except (ConnectionError, RuntimeError) as error:
             raise ConfigError(
                 f"the Ray cluster {wanted or 'on this machine'} cannot be joined: {error}. If it requires a "
-                "token, set "
-                "RAY_AUTH_MODE=token; if it has crashed, run `ray stop`"
+                "token, set RAY_AUTH_MODE=token; if it has crashed, run `ray stop`"
             ) from None
     if local:
         context = ray.init(address="local", include_dashboard=True, **options)
@@ -118,8 +117,7 @@ async def reserve(
     has, free = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
     raise PlacementError(
         f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s{_demand(strategy)}; it has "
-        f"{has}, free now {free}. "
-        "Reduce learner.n or the resources of each learner, or add nodes"
+        f"{has}, free now {free}. Reduce learner.n or the resources of each learner, or add nodes"
     )
 
 

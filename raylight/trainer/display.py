@@ -152,8 +152,7 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     failed = summary["rollouts_failed"]
     console.print(
         f"{summary['steps']} steps, {summary['rollouts']} "
-        f"rollouts{f', {failed} failed' if failed else ''}{lost}, "
-        f"{summary['seconds']:.0f} s",
+        f"rollouts{f', {failed} failed' if failed else ''}{lost}, {summary['seconds']:.0f} s",
         highlight=False,
     )
     kept = ("checkpoint", "best") if best else ("checkpoint",)
@@ -205,10 +204,8 @@ def print_scores(figures: dict[str, Any], folder: str) -> None:
     unscored = f", {figures['unscored']} without a reward" if figures["unscored"] else ""
     console.print(
         f"{figures['tasks']} tasks, {figures['rollouts']} rollouts, {figures['failed']} "
-        f"failed{lost}{unscored}; {figures['calls']} "
-        f"calls, {figures['tokens_per_rollout']:.1f} tokens per rollout; {figures['seconds']:.1f} s, "
-        f"{figures['tokens_per_s']:.0f} "
-        "tokens/s",
+        f"failed{lost}{unscored}; {figures['calls']} calls, {figures['tokens_per_rollout']:.1f} tokens per "
+        f"rollout; {figures['seconds']:.1f} s, {figures['tokens_per_s']:.0f} tokens/s",
         highlight=False,
         soft_wrap=True,
     )

@@ -88,8 +88,8 @@ class Evaluator:
         assert self._best is not None
         return (
             f"training ends early: {algorithm.best} did not improve by {algorithm.min_delta:g} in the last "
-            f"{self._stale} evaluations "
-            f"(patience); its best value is {self._best['value']:.4g}, at step {self._best['step']}"
+            f"{self._stale} evaluations (patience); its best value is {self._best['value']:.4g}, at step "
+            f"{self._best['step']}"
         )
 
     def state_dict(self) -> dict[str, Any]:

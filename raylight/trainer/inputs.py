@@ -55,8 +55,7 @@ def as_agent(spec: Any) -> LitAgent:
         return rollout(spec)
     raise ConfigError(
         f"agent is {spec!r:.80}; give a function decorated with @rollout or an instance of LitAgent (or its "
-        "class, a dotted name, "
-        "or a dict with a 'type')"
+        "class, a dotted name, or a dict with a 'type')"
     )
 
 

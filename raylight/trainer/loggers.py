@@ -162,8 +162,7 @@ def _find(entry: Any) -> Any:
     nearest = difflib.get_close_matches(entry, LOGGERS, n=3, cutoff=0.5) or LOGGERS
     raise ConfigError(
         f"loggers: there is no logger {entry!r}; the nearest are: {', '.join(nearest)}. A logger of your own "
-        "has a dotted name: "
-        "package.module:MyLogger"
+        "has a dotted name: package.module:MyLogger"
     )
 
 
@@ -220,8 +219,7 @@ class LoggerGroup:
                 logger.warning("metric logger %s failed in %s()", name, method, exc_info=True)
                 self._display.note(
                     f"metric logger {name} failed in {method}(), and the run continues: "
-                    f"{summarize_ray_error(error)}. Further failures of "
-                    "it are not reported"
+                    f"{summarize_ray_error(error)}. Further failures of it are not reported"
                 )
 
 

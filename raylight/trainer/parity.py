@@ -89,12 +89,10 @@ def compare(engine: Sequence[float], learner: Sequence[float], tolerance: float)
     if not (parity.mean_abs <= tolerance and parity.max_abs <= SPIKE * tolerance):  # true for NaN
         raise MismatchError(
             f"log-probs of engine and learner differ by {parity.mean_abs:.2g} on average and up to "
-            f"{parity.max_abs:.2g} on a probe "
-            f"of {parity.tokens} tokens, more than {tolerance:g}. Either they compute from different weights "
-            "(another model folder, "
-            "a quantised engine, a layer that the engine did not load) or in different precision. Compare "
-            "the dtype of engine and "
-            "learner; max_logprob_mismatch sets the limit"
+            f"{parity.max_abs:.2g} on a probe of {parity.tokens} tokens, more than {tolerance:g}. Either "
+            "they compute from different weights (another model folder, a quantised engine, a layer that "
+            "the engine did not load) or in different precision. Compare the dtype of engine and learner; "
+            "max_logprob_mismatch sets the limit"
         )
     return parity
 
@@ -152,10 +150,9 @@ class ParityMonitor:
         if difference > MAX_STALE_SHARE * change:
             raise MismatchError(
                 f"replica {replica} lacks some of the weights of version {version}: since version "
-                f"{reference.version} the learner's "
-                f"log-probs of the probe changed by {change:.2g} on average, and the replica's differ from "
-                f"them by {difference:.2g} "
-                f"(usual: {reference.noise:.2g}). A tensor was not loaded; check that a tied output layer is "
+                f"{reference.version} the learner's log-probs of the probe changed by {change:.2g} on "
+                f"average, and the replica's differ from them by {difference:.2g} (usual: "
+                f"{reference.noise:.2g}). A tensor was not loaded; check that a tied output layer is "
                 "exported too"
             )
         self._reference = _Reference(version, tuple(learner), max(difference, reference.noise))

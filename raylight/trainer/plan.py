@@ -126,8 +126,7 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
     if not unfilled and "llm" in resources:
         raise ConfigError(
             "the resource `llm` has an endpoint, and no resource is left for the trained model; give the "
-            "fixed model another "
-            "name, or declare a model without an endpoint, such as @rollout(model=LLM())"
+            "fixed model another name, or declare a model without an endpoint, such as @rollout(model=LLM())"
         )
     kept = ("sampling_parameters", "agent_id")
     filled = {
@@ -159,6 +158,5 @@ def must_have_endpoints(resources: Iterable[tuple[str, Any]], algorithm: Any) ->
     if empty := [name for name, resource in resources if is_unfilled(resource)]:
         raise ConfigError(
             f"{', '.join(empty)}: {type(algorithm).__name__} serves no model, and this LLM has no endpoint; "
-            "give one: "
-            "LLM(endpoint=..., model=...)"
+            "give one: LLM(endpoint=..., model=...)"
         )

@@ -41,8 +41,7 @@ def trainable_engine(trainer: Trainer) -> str:
     if kind == "upstream":
         raise ConfigError(
             "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "
-            "out, and pass a fixed "
-            "model to the agent as a resource: LLM(endpoint=..., traced=True)"
+            "out, and pass a fixed model to the agent as a resource: LLM(endpoint=..., traced=True)"
         )
     return kind
 
@@ -67,8 +66,7 @@ def trained_agents_pattern(trainer: Trainer, inputs: Inputs) -> str | None:
     if trainer.adapter is not None and adapter_pattern is None:
         raise ConfigError(
             f"nothing reads the adapter: {type(trainer.algorithm).__name__} trains on the tokens that the "
-            "engine recorded; give an adapter "
-            "with agent_match, or none"
+            "engine recorded; give an adapter with agent_match, or none"
         )
     if agent_pattern is not None and adapter_pattern is not None and agent_pattern != adapter_pattern:
         raise ConfigError(

@@ -129,9 +129,8 @@ class Report(ProgressReporter):
             self._reported_drift = True
             self.note(
                 f"{drifts} of {content.calls} calls have a prompt that renders earlier turns to other tokens "
-                "than those that were "
-                "sampled (trace/drifts_* in metrics.jsonl). Each starts a new row, for which the earlier "
-                "turns are computed again"
+                "than those that were sampled (trace/drifts_* in metrics.jsonl). Each starts a new row, for "
+                "which the earlier turns are computed again"
             )
 
     def mismatch(self, metrics: Metrics) -> None:
@@ -144,12 +143,9 @@ class Report(ProgressReporter):
             self._reported_mismatch = True
             self.note(
                 f"log-probs of engine and learner differ by up to {metrics['mismatch/logprob_abs_max']:.2g} "
-                "for the same weights "
-                "(mismatch/* in metrics.jsonl). Causes: the agent samples with top_p, top_k or a grammar, or "
-                "engine and learner "
-                "compute in different precision. rollout_is or rollout_rs correct for it; "
-                "warn_logprob_mismatch sets the "
-                "threshold of this note"
+                "for the same weights (mismatch/* in metrics.jsonl). Causes: the agent samples with top_p, "
+                "top_k or a grammar, or engine and learner compute in different precision. rollout_is or "
+                "rollout_rs correct for it; warn_logprob_mismatch sets the threshold of this note"
             )
 
     def finish(self, counts: dict[str, int]) -> dict[str, Any]:

@@ -127,8 +127,7 @@ def find_resume_point(
         available = f"has only those of steps {steps}" if steps else "has none"
         raise ConfigError(
             f"no complete training state at {source if step is None else resume}: the folder {available}; "
-            "name one of these, or "
-            "pass resume='auto' to start fresh where there is none"
+            "name one of these, or pass resume='auto' to start fresh where there is none"
         )
     step = steps[-1] if step is None else step
     return resume_after(
@@ -225,8 +224,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     if incompatible := "; ".join(f"{name}: {text}" for name, text in changed.items() if _is_fixed(name)):
         raise ConfigError(
             f"the training state belongs to another run: {incompatible}. Restore these settings, or start "
-            "fresh in another "
-            "output_dir"
+            "fresh in another output_dir"
         )
     return changed
 

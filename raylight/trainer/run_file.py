@@ -199,8 +199,7 @@ def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str
         if not isinstance(target, dict):
             raise ConfigError(
                 f"--set {text}: {'.'.join(path[:depth])} is {target!r} and has no settings; leave the last "
-                "part of the "
-                "name out"
+                "part of the name out"
             )
     try:
         parsed = yaml.safe_load(value)
@@ -229,8 +228,7 @@ def _check_expressible(value: Any, name: str, path: str) -> None:
     elif name == "agent" and isinstance(value, str) and value.startswith("__main__:"):
         raise ConfigError(
             f"{path}: the agent was defined in __main__, a script or a notebook; move it to a module and "
-            "give agent: "
-            "package.module:name"
+            "give agent: package.module:name"
         )
     elif value == IN_CODE:
         hint = "a file or a dotted name" if name.startswith("data") else "a dotted name or settings"

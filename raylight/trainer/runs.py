@@ -239,8 +239,7 @@ class PolicyRun(Run):
         ):
             raise ConfigError(
                 f"checkpoint.path {self.plan.state_url} has training states of another run; choose another "
-                "folder, remove the states, "
-                "or resume that run"
+                "folder, remove the states, or resume that run"
             )
 
     def begin(self, report: Report, owns_cluster: bool) -> None:

@@ -91,8 +91,8 @@ def test_kl_names_have_verls_meaning() -> None:
 
 def test_reading_a_configuration_imports_neither_verl_nor_torch() -> None:
     code = (
-        "import sys; from raylight.algorithms.verl import VERL; "
-        "VERL({'actor_rollout_ref': {'model': {'path': 'm'}, 'rollout': {'name': 'hf'}}}); "
-        "heavy = {'torch', 'transformers', 'vllm', 'verl', 'ray'} & set(sys.modules); assert not heavy, heavy"
+        "import sys; from raylight.algorithms.verl import VERL; VERL({'actor_rollout_ref': {'model': "
+        "{'path': 'm'}, 'rollout': {'name': 'hf'}}}); heavy = {'torch', 'transformers', 'vllm', 'verl', "
+        "'ray'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

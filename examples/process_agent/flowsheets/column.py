@@ -31,13 +31,11 @@ class Column(Unit):
     """Distils a stream with a total condenser and a partial reboiler."""
 
     takes = (
-        "inlet, distillate, bottoms (the two outlets, both boiling liquids), light_key, heavy_key (component "
-        "names, adjacent in "
-        "volatility), light_key_recovery (share of it in the distillate, 0.5 to 0.9999), heavy_key_recovery "
-        "(share of it in the "
-        "bottoms), reflux_factor (reflux over the minimum reflux, above 1, default 1.3), P_bar (default: the "
-        "inlet's). Results: "
-        "min_stages, min_reflux, reflux, stages, feed_stage (from the top), condenser_duty_kW (negative), "
+        "inlet, distillate, bottoms (the two outlets, both boiling liquids), light_key, heavy_key "
+        "(component names, adjacent in volatility), light_key_recovery (share of it in the distillate, 0.5 "
+        "to 0.9999), heavy_key_recovery (share of it in the bottoms), reflux_factor (reflux over the "
+        "minimum reflux, above 1, default 1.3), P_bar (default: the inlet's). Results: min_stages, "
+        "min_reflux, reflux, stages, feed_stage (from the top), condenser_duty_kW (negative), "
         "reboiler_duty_kW."
     )
     type: Literal["column"]
@@ -113,10 +111,8 @@ class Column(Unit):
             if min(at_top[light], at_bottom[light]) <= 1.001:
                 raise UnitError(
                     f"{self.light_key} is not more volatile than {self.heavy_key} all the way through the "
-                    "column (relative "
-                    f"volatility {at_top[light]:.3f} at the top, {at_bottom[light]:.3f} at the bottom): swap "
-                    "the keys, or the "
-                    "mixture has an azeotrope, which no recovery can pass"
+                    f"column (relative volatility {at_top[light]:.3f} at the top, {at_bottom[light]:.3f} at "
+                    "the bottom): swap the keys, or the mixture has an azeotrope, which no recovery can pass"
                 )
             change = max(abs(a - b) / b for a, b in zip(volatilities, better, strict=True) if b > 0)
             volatilities = better

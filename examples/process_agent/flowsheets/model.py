@@ -98,8 +98,7 @@ class Flowsheet(BaseModel):
                 circle = self._circle(left)
                 raise CyclicFlowsheetError(
                     f"units feed one another in a circle: {' -> '.join(circle)}. Recycles are not solved; "
-                    "break it, for example by "
-                    "giving the recycled stream as a feed"
+                    "break it, for example by giving the recycled stream as a feed"
                 )
             for name in able:
                 ready.update(left.pop(name).outlets)

@@ -215,8 +215,7 @@ class Properties:
         except Exception as error:  # thermo raises any error of its solvers
             raise NotConvergedError(
                 f"the phase equilibrium did not converge for {what} ({self.package}; "
-                f"{type(error).__name__}). Choose conditions in "
-                "which the mixture has such a state"
+                f"{type(error).__name__}). Choose conditions in which the mixture has such a state"
             ) from error
         liquid, gas = found.liquid0 if found.liquid_count else None, found.gas
         return State(

@@ -74,8 +74,7 @@ class Heater(Unit):
 
     takes = (
         "inlet, outlet, one of outlet_T_K | duty_kW | outlet_vapor_fraction (0 bubble point, 1 dew point), "
-        "pressure_drop_bar "
-        "(default 0). Cools with a negative duty. Result: duty_kW."
+        "pressure_drop_bar (default 0). Cools with a negative duty. Result: duty_kW."
     )
     type: Literal["heater"]
     inlet: Name
@@ -158,8 +157,7 @@ class Compressor(Unit):
         if state.vapor_fraction < 1 - VAPOR_TOLERANCE:
             raise UnitError(
                 f"a compressor takes vapour, and {1 - state.vapor_fraction:.1%} of its inlet is liquid; heat "
-                "it, or take the "
-                "vapour of a flash"
+                "it, or take the vapour of a flash"
             )
         if self.outlet_P_bar < feed.P:
             raise UnitError(
@@ -178,8 +176,7 @@ class Flash(Unit):
 
     takes = (
         "inlet, vapor, liquid (the two outlets), one of T_K | vapor_fraction | duty_kW (0 is adiabatic), "
-        "P_bar (default: the "
-        "inlet's). Result: duty_kW."
+        "P_bar (default: the inlet's). Result: duty_kW."
     )
     type: Literal["flash"]
     inlet: Name

@@ -58,9 +58,9 @@ def check_memory(
     if needed.peak > limit:
         raise DeviceMemoryError(
             f"the run needs {needed} on {device}, where {limit / 1e9:.2f} GB are available; lower "
-            "max_model_len, max_concurrent or max_tokens_per_micro_batch"
-            f"{'' if settings.gradient_checkpointing else ', set gradient_checkpointing=True'}"
-            f"{', set dtype=bf16' if dtype == torch.float32 else ''}, or use a smaller model"
+            "max_model_len, max_concurrent or "
+            f"max_tokens_per_micro_batch{'' if settings.gradient_checkpointing else ', set gradient_checkpointing=True'}{', set dtype=bf16' if dtype == torch.float32 else ''}, "
+            "or use a smaller model"
         )
     return needed
 

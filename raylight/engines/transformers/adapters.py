@@ -74,8 +74,8 @@ class PeftAdapters:
         """
         if version <= self._newest.get(name, -1):
             raise WeightSyncError(
-                f"adapter {name!r}: version {version} is not newer than {self._newest[name]}; "
-                "versions are never reused"
+                f"adapter {name!r}: version {version} is not newer than {self._newest[name]}; versions are "
+                "never reused"
             )
         key = f"adapter{next(self._numbers)}"
         try:

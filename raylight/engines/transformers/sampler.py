@@ -135,8 +135,8 @@ class Sampler:
         """
         if len(text) > self._max_text_len:
             raise RequestError(
-                f"the text has {len(text)} characters; "
-                f"this model takes at most {self.max_model_len - 1} tokens"
+                f"the text has {len(text)} characters; this model takes at most {self.max_model_len - 1} "
+                "tokens"
             )
 
     def _check_prompt(self, ids: list[int]) -> None:

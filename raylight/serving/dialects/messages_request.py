@@ -201,8 +201,8 @@ class MessagesRequest(CountTokensRequest):
         """
         if self.messages[-1].role == "assistant":
             raise RequestError(
-                "messages: the last message is the assistant's, which this endpoint cannot continue; "
-                "end with a message of the user"
+                "messages: the last message is the assistant's, which this endpoint cannot continue; end "
+                "with a message of the user"
             )
         chat = super().to_chat() | {"max_completion_tokens": self.max_tokens} | _tool_choice(self.tool_choice)
         settings = {

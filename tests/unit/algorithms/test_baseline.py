@@ -355,8 +355,8 @@ async def test_it_tells_that_nobody_takes_the_rollouts(capsys: pytest.CaptureFix
             await asyncio.sleep(0.01)
             printed += capsys.readouterr().out
         assert (
-            "0/2 finished; 0 running, 2 waiting for a runner "
-            "(no rollout is running; check that runners are alive)" in printed
+            "0/2 finished; 0 running, 2 waiting for a runner (no rollout is running; check that runners are "
+            "alive)" in printed
         )
         async with runner(store, lambda rollout: 1.0):
             await work

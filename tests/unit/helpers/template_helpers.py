@@ -35,8 +35,8 @@ SPECIAL = [
 ]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEXT = (
-    "the cat sat on the mat and then the other cat sat there too, "
-    "so that they sat together and that was that "
+    "the cat sat on the mat and then the other cat sat there too, so that they sat together and that was "
+    "that "
 )
 ADD = {
     "type": "function",

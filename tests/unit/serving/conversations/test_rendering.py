@@ -20,10 +20,9 @@ WITHIN = TURNS.replace(
 """Renders a tool's result within the turn that called it."""
 
 WITHIN_CALL = (
-    "{%- for m in messages %}{{ m.role if m.role != 'tool' else '' }}"
-    "{{ '<|end|>' if m.role != 'assistant' else m.content }}"
-    "{%- for c in m.tool_calls or [] %}{{ (c.function.arguments | tojson) + '<|call|>|' }}"
-    "{{ messages[2].content if messages | length > 2 else '' }}|{% endfor %}{% endfor %}"
+    "{%- for m in messages %}{{ m.role if m.role != 'tool' else '' }}{{ '<|end|>' if m.role != 'assistant' "
+    "else m.content }}{%- for c in m.tool_calls or [] %}{{ (c.function.arguments | tojson) + '<|call|>|' "
+    "}}{{ messages[2].content if messages | length > 2 else '' }}|{% endfor %}{% endfor %}"
 )
 """The same, with a special token before the result that does not end the turn."""
 
@@ -91,10 +90,10 @@ def test_what_follows_an_answer(name: str, messages: list[dict[str, Any]], text:
 def test_a_tool_that_answers_within_the_turn_after_a_token_of_its_own() -> None:
     """Text before the calls is rendered after their results."""
     within = (
-        "{%- for m in messages %}{%- if m.role != 'tool' %}{%- for c in m.tool_calls or [] %}"
-        "{{ c.function.name + (c.function.arguments | tojson) + '<|call|>' }}{% endfor %}"
-        "{%- if m.tool_calls and not loop.last %}{{ messages[loop.index].content + '<|end|>' }}{% endif %}"
-        "{{ m.content }}{{ '<|im_end|>' if m.content }}{% endif %}{% endfor %}"
+        "{%- for m in messages %}{%- if m.role != 'tool' %}{%- for c in m.tool_calls or [] %}{{ "
+        "c.function.name + (c.function.arguments | tojson) + '<|call|>' }}{% endfor %}{%- if m.tool_calls "
+        "and not loop.last %}{{ messages[loop.index].content + '<|end|>' }}{% endif %}{{ m.content }}{{ "
+        "'<|im_end|>' if m.content }}{% endif %}{% endfor %}"
     )
     assert after(within, CALLED) == "<|call|>3.5<|end|>"
     assert after(within, [user("U1"), says("Let me.", CALL), result("3.5")]) == "<|call|>3.5<|end|>"
