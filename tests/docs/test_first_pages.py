@@ -100,3 +100,12 @@ def test_the_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch: pytes
     assert words((DOCS / "architecture.svg").read_text()) == drawn, (
         "run `python docs/architecture_picture.py`"
     )
+
+
+def test_contributing_names_files_that_exist_and_toys_of_at_most_40_lines() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = [ROOT / path for path in re.findall(r"`((?:raylight|tests|docs|scripts|\.ci)/[\w./]+)`", text)]
+    assert [path for path in paths if not path.exists()] == []
+    toys = [path for path in paths if "toy" in path.stem or path.stem == "echo_engine"]
+    assert len(toys) == 4
+    assert {toy.name: n for toy in toys if (n := len(toy.read_text().splitlines())) > 40} == {}

@@ -21,11 +21,8 @@ class EchoEngine(InferenceOnlyEngine):
         self.suffix = suffix
 
     async def app(self) -> ASGIApp:
-        routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/models", self._models),
-        ]
-        return Starlette(routes=routes)
+        chat = Route("/v1/chat/completions", self._chat, methods=["POST"])
+        return Starlette(routes=[chat, Route("/v1/models", self._models)])
 
     async def _chat(self, request: Request) -> JSONResponse:
         text = (await request.json())["messages"][-1]["content"] + self.suffix
