@@ -1,7 +1,9 @@
-"""A bare GRPO loop in one process: python tests/benchmarks/bare_grpo.py [--steps N] [--seed S] [--lr LR]
+"""Bare GRPO loop in one process, as a baseline for raylight's quickstart.
 
-The quickstart's model and task without Ray, HTTP or an inference engine: what a step costs when nothing is in between, and
-how fast the model can learn. It is the baseline that the framework's own quickstart is compared to.
+    python tests/benchmarks/bare_grpo.py [--steps N] [--seed S] [--lr LR]
+
+It trains the quickstart's model on its task without Ray, HTTP or an inference engine. Its time per step is
+the lower bound for the framework, and its accuracy shows how fast the model can learn.
 """
 
 import argparse
@@ -16,21 +18,21 @@ from raylight.quickstart.additions import additions, is_right, question
 
 MODEL = Path(__file__).parents[2] / "raylight" / "quickstart" / "model"
 TASKS, GROUP = 16, 8  # 128 rollouts a step
-ANSWER_TOKENS = 6  # two more than a right answer takes
+ANSWER_TOKENS = 6  # two more than a correct answer needs
 VALIDATE_EVERY = 5
-VALIDATION_SAMPLES = 4  # answers to each validation task: one alone leaves 4 points of noise
+VALIDATION_SAMPLES = 4  # per validation task; a single sample leaves 4 points of noise
 CLIP = 0.2
 
 
 def encode(tokenizer, tasks):
-    """The prompts as one tensor: every question has the same number of tokens, so there is nothing to pad."""
+    """Return the prompts as one tensor. All questions have the same length: no padding is needed."""
     chats = [[{"role": "user", "content": question(task)}] for task in tasks]
     return torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
 
 
 @torch.no_grad()
 def sample(model, prompts):
-    """Answers at temperature 1: their tokens, log-probabilities and a mask that ends with the end-of-turn token."""
+    """Sample answers at temperature 1. Return tokens, log-probs and a mask up to the end-of-turn token."""
     end, pad = model.config.eos_token_id, model.config.pad_token_id
     alive = torch.ones(len(prompts), dtype=torch.bool)
     inputs, cache, tokens, logps, mask = prompts, None, [], [], []
@@ -49,13 +51,13 @@ def sample(model, prompts):
 
 
 def score(tokenizer, tasks, tokens):
-    """1 for each right answer, else 0."""
+    """Return 1 for each correct answer, otherwise 0."""
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return torch.tensor([float(is_right(task, text)) for task, text in zip(tasks, texts, strict=True)])
 
 
 def update(model, optimizer, prompts, tokens, old_logps, mask, rewards):
-    """One optimizer step of the clipped loss, averaged over all tokens."""
+    """Take one optimizer step on the clipped loss, averaged over all tokens."""
     groups = rewards.view(-1, GROUP)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
     inputs = torch.cat([prompts, tokens[:, :-1]], dim=1)
@@ -94,7 +96,7 @@ def main() -> None:
     validate(0)
     seconds = {"sampling": [], "update": []}
     for step in range(args.steps):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         tasks = [train[(step * TASKS + i) % len(train)] for i in range(TASKS) for _ in range(GROUP)]
         prompts = encode(tokenizer, tasks)
         tokens, logps, mask = sample(model, prompts)
@@ -102,9 +104,9 @@ def main() -> None:
         sampled = time.perf_counter()
         update(model, optimizer, prompts, tokens, logps, mask, rewards)
         updated = time.perf_counter()
-        seconds["sampling"].append(sampled - begun)
+        seconds["sampling"].append(sampled - started)
         seconds["update"].append(updated - sampled)
-        times = "  ".join(f"{stage} {taken[-1]:.3f} s" for stage, taken in seconds.items())
+        times = "  ".join(f"{stage} {values[-1]:.3f} s" for stage, values in seconds.items())
         print(f"step {step + 1:3d}  mean reward {rewards.mean():.3f}  {times}", flush=True)
         if (step + 1) % VALIDATE_EVERY == 0:
             validate(step + 1)

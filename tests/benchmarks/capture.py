@@ -1,10 +1,12 @@
-"""What capture costs: an engine that answers at once, bare and behind raylight's gateway, in turn, through Ray Serve.
+"""Latency and throughput cost of capture: a mock engine in Ray Serve, bare and behind raylight's gateway.
 
     python tests/benchmarks/capture.py [--count 3000] [--engine-ms MS] [--default-ingress] [--peer-url URL]
 
-Prints p50 at 1 concurrent and requests per second at 32, each three times in turn. With `--engine-ms` the engine takes that
-long; what capture does meanwhile costs nobody anything. With `--peer-url`, a peer's proxy in front of such an engine is loaded in
-the same way, and the ratios are printed. `--default-ingress` takes Serve's own HTTP proxy in place of HAProxy.
+Prints p50 latency at concurrency 1 and requests per second at concurrency 32. All targets are measured in
+turn, three times. The mock engine answers immediately, or after `--engine-ms` milliseconds: work that capture
+does while the engine computes then adds no latency. With `--peer-url`, another project's proxy in front of a
+mock engine gets the same load, and the ratios are printed. `--default-ingress` uses Serve's own HTTP proxy
+instead of HAProxy.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ CONCURRENT = 32
 
 
 async def load(url: str, key: str, count: int, concurrency: int) -> None:
-    """Load a URL from a process of its own; prints requests per second and p50 in milliseconds."""
+    """Send `count` requests to a URL. Print requests per second and p50 in milliseconds."""
     import aiohttp
 
     latencies: list[float] = []
@@ -56,6 +58,7 @@ async def load(url: str, key: str, count: int, concurrency: int) -> None:
 
 
 def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, float]:
+    """Return requests per second and p50 in milliseconds, measured by a separate process."""
     command = [
         sys.executable,
         __file__,
@@ -73,7 +76,7 @@ def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, fl
 
 
 class MockEngine:
-    """Answers every chat request with 32 tokens, after some time."""
+    """Engine that answers every chat request with 32 tokens after a fixed delay."""
 
     kind, model, tokenizer, max_model_len = "mock", "m", None, None
 
@@ -92,9 +95,9 @@ class MockEngine:
             body = await request.json()
             if self._seconds:
                 await asyncio.sleep(self._seconds)
-            exchange = CURRENT.get()
-            if exchange is not None:
-                sample = exchange.sample(0, list(range(200)), {"temperature": 1.0})
+            context = CURRENT.get()
+            if context is not None:
+                sample = context.sample(0, list(range(200)), {"temperature": 1.0})
                 sample.output_ids, sample.logprobs, sample.weight_versions = (
                     [1] * TOKENS,
                     [-0.5] * TOKENS,
@@ -121,7 +124,7 @@ class MockEngine:
 
 
 def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
-    """Serve the engine bare and captured; returns their base URLs."""
+    """Serve the engine bare and captured. Return both base URLs."""
     from ray import serve
 
     from raylight.serving.capture.recorder import Recorder
@@ -152,7 +155,7 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
     return f"http://{host}:{port}/bare/v1", f"http://{host}:{port}/captured"
 
 
-async def attempt_of(store: Any) -> tuple[str, str]:
+async def start_attempt(store: Any) -> tuple[str, str]:
     from raylight.types import EnqueueRolloutRequest
 
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")])
@@ -166,7 +169,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--key", default="unused", help=argparse.SUPPRESS)
-    parser.add_argument("--peer-url", help="chat-completions URL of a peer's proxy in front of a mock engine")
+    parser.add_argument(
+        "--peer-url", help="chat-completions URL of another project's proxy in front of a mock engine"
+    )
     parser.add_argument("--default-ingress", action="store_true")
     parser.add_argument("--engine-ms", type=float, default=0.0)
     options = parser.parse_args()
@@ -195,30 +200,27 @@ def compare(count: int, peer_url: str | None, engine_s: float) -> None:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
         store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
         bare, captured = deploy(store, "secret", engine_s)
-        ids = asyncio.run(attempt_of(store))
+        ids = asyncio.run(start_attempt(store))
         targets = {
             "bare": (f"{bare}/chat/completions", "unused"),
             "captured": (f"{captured}{attempt_path(*ids)}/v1/chat/completions", attempt_key("secret", *ids)),
         } | ({"peer": (peer_url, "unused")} if peer_url else {})
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in targets}
+        results: dict[str, list[tuple[float, float]]] = {name: [] for name in targets}
         for _ in range(3):
             for name, (url, key) in targets.items():
-                few = count if name != "peer" else count // 20
-                p50 = measure(url, key, few // 3, 1)[1]
-                rate = measure(url, key, few, CONCURRENT)[0]
-                found[name].append((p50, rate))
+                requests = count if name != "peer" else count // 20
+                p50 = measure(url, key, requests // 3, 1)[1]
+                rate = measure(url, key, requests, CONCURRENT)[0]
+                results[name].append((p50, rate))
                 print(
                     f"{name:9} p50 {p50:6.2f} ms at 1    {rate:7.0f} requests/s at {CONCURRENT}", flush=True
                 )
-        best = {name: (min(p for p, _ in runs), max(r for _, r in runs)) for name, runs in found.items()}
-        print(
-            f"\ncapture adds {best['captured'][0] - best['bare'][0]:.2f} ms at p50; {best['captured'][1]:.0f} requests/s captured"
-        )
+        best = {name: (min(p for p, _ in runs), max(r for _, r in runs)) for name, runs in results.items()}
+        (bare_p50, _), (p50, rate) = best["bare"], best["captured"]
+        print(f"\ncapture adds {p50 - bare_p50:.2f} ms at p50; {rate:.0f} requests/s captured")
         if peer_url:
-            peer = best["peer"]
-            print(
-                f"against the peer: {peer[0] / best['captured'][0]:.1f} x lower p50, {best['captured'][1] / peer[1]:.1f} x the rate"
-            )
+            peer_p50, peer_rate = best["peer"]
+            print(f"against the peer: {peer_p50 / p50:.1f} x lower p50, {rate / peer_rate:.1f} x the rate")
         ray.shutdown()
 
 

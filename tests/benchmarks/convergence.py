@@ -1,10 +1,10 @@
-"""What every algorithm learns: reward before and after some steps, over several seeds, as a Markdown table.
+"""Reward gain of every policy-gradient algorithm over several seeds, as a Markdown table.
 
-    python tests/benchmarks/convergence.py [--algorithms GRPO,PPO] [--seeds 3] [--steps 10] [--plot curves.png]
+    python tests/benchmarks/convergence.py [--algorithms GRPO,PPO] [--seeds 3] [--steps 10] [--plot PNG]
 
-The quickstart's additions and starter model, 128 rollouts a step, in one process without Ray, HTTP or an engine: answers are
-sampled by plain transformers. What is done with them (groups, dynamic sampling, batches, advantages, losses, optimizer) is what
-raylight does everywhere.
+Each run trains the starter model on the quickstart's additions with 128 rollouts a step, in one process
+without Ray, HTTP or an engine: plain transformers sample the answers. Groups, dynamic sampling, batches,
+advantages, losses and the optimizer are raylight's own.
 """
 
 import argparse
@@ -31,48 +31,49 @@ from raylight.quickstart.additions import additions, is_right, question
 from raylight.trainer.gather import gather
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
-FAMILY = sorted(
+ALGORITHMS = sorted(
     name
     for name in set(algorithms.__all__) - {"VERL", "algo"}
     if algorithms.PolicyAlgorithm in getattr(algorithms, name).__mro__[1:]
 )
 ROLLOUTS = 128
-"""Of a step, whatever the size of the groups; ReMax has its greedy ones beside them, DAPO those of its further rounds."""
+"""Rollouts of a step, for any group size. ReMax adds greedy rollouts, DAPO those of further rounds."""
 ANSWER_TOKENS = 6
-"""Two more than a right answer takes."""
+"""Most tokens of an answer: two more than a correct answer needs."""
 VALIDATION_SAMPLES = 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "PPO": {"critic": {"lr": 1e-3}},
 }
-"""What an algorithm needs beside its defaults."""
+"""Settings of an algorithm that differ from its defaults."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a seed came to."""
+    """Result of training with one seed."""
 
     before: float
+    """Mean reward on the validation tasks before training."""
     after: float
-    """Mean reward on the validation tasks."""
+    """Mean reward on the validation tasks after training."""
     curve: list[float]
     """Mean reward of the rollouts of each step."""
     seconds: float
-    """Of the steps, without validation."""
+    """Duration of the steps, without validation."""
 
     @property
     def gain(self) -> float:
         return self.after - self.before
 
 
-class Quiet:
-    """The part of a report that gathering speaks to."""
+class NoProgress:
+    """Progress reporter without output."""
 
     def rollout_progress(self, name: str) -> Any:
         return lambda done, total: None
 
 
 class Sampler:
-    """Stands where a session of the trainer stands: rolls tasks out with a copy of the policy's weights."""
+    """Stand-in for the trainer's session: rolls out tasks with a copy of the policy's weights."""
 
     def __init__(self) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
@@ -86,19 +87,21 @@ class Sampler:
     async def rollout(
         self, tasks: list[Any], mode: str, samples: int, progress: Any, step: int = 0, part: int = 0
     ) -> list[FinishedRollout]:
-        return self.play(tasks, samples, f"{mode}-{step}-{part}")
+        return self.answer(tasks, samples, f"{mode}-{step}-{part}")
 
     async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
-        return self.play(tasks, 1, f"train-{step}-{part}", greedy=True)
+        return self.answer(tasks, 1, f"train-{step}-{part}", greedy=True)
 
-    def play(self, tasks: list[Any], samples: int, name: str, greedy: bool = False) -> list[FinishedRollout]:
-        """Every task answered `samples` times, as one group each."""
-        places = [place for place in range(len(tasks)) for _ in range(samples)]
-        chats = [[{"role": "user", "content": question(tasks[place])}] for place in places]
+    def answer(
+        self, tasks: list[Any], samples: int, name: str, greedy: bool = False
+    ) -> list[FinishedRollout]:
+        """Answer every task `samples` times. The answers to a task are one group."""
+        task_indices = [index for index in range(len(tasks)) for _ in range(samples)]
+        chats = [[{"role": "user", "content": question(tasks[index])}] for index in task_indices]
         prompts = self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
         finished = []
-        for i, (place, prompt, (ids, logprobs)) in enumerate(
-            zip(places, prompts, self._answers(prompts, greedy), strict=True)
+        for i, (index, prompt, (ids, logprobs)) in enumerate(
+            zip(task_indices, prompts, self._answers(prompts, greedy), strict=True)
         ):
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             key = CallKey(f"{name}-{i}-{greedy}", "attempt", "call")
@@ -115,19 +118,19 @@ class Sampler:
                 {"temperature": float(not greedy)},
             )
             rollout = Rollout(
-                input=tasks[place],
-                group_id=f"{name}-{place}",
+                input=tasks[index],
+                group_id=f"{name}-{index}",
                 rollout_id=key.rollout_id,
                 status="succeeded",
                 start_time=0.0,
                 metadata={GREEDY: True} if greedy else {},
             )
-            finished.append(FinishedRollout(rollout, float(is_right(tasks[place], text)), [call]))
+            finished.append(FinishedRollout(rollout, float(is_right(tasks[index], text)), [call]))
         return finished
 
     @torch.no_grad()
     def _answers(self, prompts: list[list[int]], greedy: bool) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probs of an answer to each prompt, up to its end; all prompts are equally long."""
+        """Return tokens and log-probs of one answer to each prompt. All prompts have the same length."""
         end, inputs, cache = self._model.config.eos_token_id, torch.tensor(prompts), None
         tokens, logprobs = [], []
         for _ in range(ANSWER_TOKENS):
@@ -136,15 +139,17 @@ class Sampler:
             inputs = log_p.argmax(-1, keepdim=True) if greedy else torch.multinomial(log_p.exp(), 1)
             tokens.append(inputs)
             logprobs.append(log_p.gather(1, inputs))
-        found = []
-        for ids, chances in zip(torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True):
+        answers = []
+        for ids, ids_logprobs in zip(
+            torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True
+        ):
             length = ids.index(end) + 1 if end in ids else len(ids)
-            found.append((ids[:length], chances[:length]))
-        return found
+            answers.append((ids[:length], ids_logprobs[:length]))
+        return answers
 
 
-def algorithm_of(name: str, lr: float, mini_batches: int) -> algorithms.PolicyAlgorithm:
-    """An algorithm with its own defaults, but for the learning rate, the mini-batches and the number of tasks."""
+def build_algorithm(name: str, lr: float, mini_batches: int) -> algorithms.PolicyAlgorithm:
+    """Build an algorithm with its defaults, except the learning rate, mini-batches and tasks per step."""
     kind = getattr(algorithms, name)
     group = kind.model_fields["group_size"].default
     common = {"lr": lr, "mini_batches": mini_batches, "tasks_per_step": ROLLOUTS // group}
@@ -152,7 +157,7 @@ def algorithm_of(name: str, lr: float, mini_batches: int) -> algorithms.PolicyAl
 
 
 async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
-    """Take the steps, and measure before and after."""
+    """Train for `steps` steps, and validate before and after."""
     from raylight.learner.policy import Policy
 
     torch.manual_seed(seed)
@@ -165,12 +170,12 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
     batches = TaskSampler(tasks, algorithm.tasks_per_step, seed)
 
     def validate() -> float:
-        return statistics.fmean(item.reward or 0.0 for item in sampler.play(val, VALIDATION_SAMPLES, "val"))
+        return statistics.fmean(item.reward or 0.0 for item in sampler.answer(val, VALIDATION_SAMPLES, "val"))
 
     before, started = validate(), time.perf_counter()
     curve = []
     for step in range(1, steps + 1):
-        finished = await gather(sampler, algorithm, batches, step, Quiet())  # type: ignore[arg-type]
+        finished = await gather(sampler, algorithm, batches, step, NoProgress())  # type: ignore[arg-type]
         curve.append(
             statistics.fmean(item.reward or 0.0 for item in finished if not item.rollout.metadata.get(GREEDY))
         )
@@ -185,13 +190,13 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
 
 
 def spread(values: list[float]) -> str:
-    """Mean and sample standard deviation."""
+    """Format the mean and the sample standard deviation."""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{deviation}"
 
 
 def draw(runs: dict[str, list[Run]], path: str) -> None:
-    """The reward of each step's rollouts, a panel for each algorithm and a line for each seed."""
+    """Plot the mean reward of each step: one panel per algorithm, one line per seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -208,11 +213,11 @@ def draw(runs: dict[str, list[Run]], path: str) -> None:
     )
     for panel in axes.flat[len(runs) :]:
         panel.axis("off")
-    for panel, (name, of_seeds) in zip(axes.flat, runs.items(), strict=False):
+    for panel, (name, seed_runs) in zip(axes.flat, runs.items(), strict=False):
         panel.set_title(name, fontsize=9)
         panel.set_ylim(0, 1)
         panel.grid(alpha=0.3)
-        for run in of_seeds:
+        for run in seed_runs:
             panel.plot(range(1, len(run.curve) + 1), run.curve, linewidth=1)
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("reward of its rollouts", fontsize=9)
@@ -224,31 +229,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithms", default=",".join(FAMILY), help="names, by comma")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="comma-separated names")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds; they count from 0")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
         "--mini-batches",
         type=int,
         default=2,
-        help="updates of a step, so that losses see ratios other than 1",
+        help="mini-batches of a step; with two or more, losses see ratios other than 1",
     )
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--plot", help="where to draw the curves (PNG)")
+    parser.add_argument("--plot", help="PNG file for the reward curves")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(Path(folder) / "ranks"), 1), rank=0, world_size=1
         )
-        print(f"| algorithm | rollouts of a task | reward before | after {args.steps} steps | gain | s |")
+        print(f"| algorithm | rollouts per task | reward before | after {args.steps} steps | gain | s |")
         print("|---|---|---|---|---|---|")
-        found: dict[str, list[Run]] = {}
+        results: dict[str, list[Run]] = {}
         for name in args.algorithms.split(","):
-            algorithm = algorithm_of(name, args.lr, args.mini_batches)
+            algorithm = build_algorithm(name, args.lr, args.mini_batches)
             with contextlib.redirect_stdout(sys.stderr):  # verl prints
                 runs = [asyncio.run(train(algorithm, args.steps, seed)) for seed in range(args.seeds)]
-            found[name] = runs
+            results[name] = runs
             columns = [
                 spread([run.before for run in runs]),
                 spread([run.after for run in runs]),
@@ -257,7 +262,7 @@ def main() -> None:
             seconds = statistics.fmean(run.seconds for run in runs)
             print(f"| {name} | {algorithm.group_size} | {' | '.join(columns)} | {seconds:.1f} |", flush=True)
         if args.plot:
-            draw(found, args.plot)
+            draw(results, args.plot)
         dist.destroy_process_group()
 
 

@@ -1,9 +1,10 @@
-"""Tokens per second of an engine, bare and behind the whole gateway with a durable store, in turn; and the time of a weight sync.
+"""Tokens per second of an engine, bare and behind the gateway and a durable store, and time of a weight sync.
 
-    python tests/benchmarks/engine_tokens.py --engine transformers|vllm [--concurrent 64] [--tokens 64] [--rounds 5]
+    python tests/benchmarks/engine_tokens.py --engine transformers|vllm [--concurrent 64] [--tokens 64]
 
-Bare is the engine's own `generate`, with nothing around it (for vLLM also with the log-probs that training needs); captured is a
-chat-completions request through every layer, whose record reaches the store. The model is the quickstart's.
+"bare" calls the engine's own `generate`; for vLLM also with the log-probs that training needs. "captured"
+sends a chat-completions request through every layer of the gateway, and its record reaches the store. The
+modes are measured in turn, with the quickstart's model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SECRET = "secret"
 
 
 async def call(app: Any, path: str, key: str, body: dict[str, Any]) -> None:
-    """A request without a client library, whose time would count too."""
+    """Send a request by plain ASGI: a client library's time would be measured too."""
     sent = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"authorization", f"Bearer {key}".encode())]
     scope = {
@@ -95,7 +96,7 @@ async def vllm_engine(
     from raylight.engines.vllm.args import vllm_args
     from raylight.engines.vllm.engine import VllmEngine
 
-    given = vllm_args(
+    engine_args = vllm_args(
         STARTER_MODEL,
         {},
         dtype="float32",
@@ -106,8 +107,8 @@ async def vllm_engine(
         gpus=0,
         max_adapters=0,
     )
-    frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
-    args = AsyncEngineArgs(model=STARTER_MODEL, served_model_name=["policy"], **given)
+    frontend = {name: engine_args.pop(name) for name in list(engine_args) if hasattr(FrontendArgs(), name)}
+    args = AsyncEngineArgs(model=STARTER_MODEL, served_model_name=["policy"], **engine_args)
     client = AsyncLLM.from_engine_args(args)
     namespace = Namespace(**(vars(FrontendArgs(**frontend)) | vars(args)))
 
@@ -152,7 +153,7 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
         ids = (rollout.rollout_id, rollout.attempt.attempt_id)
         async with (transformers_engine if kind == "transformers" else vllm_engine)(concurrent) as (
             engine,
-            ways,
+            modes,
         ):
             app = build_gateway(await engine.app(), engine, SECRET, Recorder(store.capture), None)
             path, key = f"{attempt_path(*ids)}/v1/chat/completions", attempt_key(SECRET, *ids)
@@ -171,20 +172,19 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
 
                 return ask
 
-            ways = ways | {"captured": captured(False), "captured, streaming": captured(True)}
-            rates: dict[str, list[float]] = {name: [] for name in ways}
+            modes = modes | {"captured": captured(False), "captured, streaming": captured(True)}
+            rates: dict[str, list[float]] = {name: [] for name in modes}
             for turn in range(rounds + 1):
-                for name, way in ways.items():
+                for name, send_request in modes.items():
                     start = time.perf_counter()
-                    await asyncio.gather(*(way(tokens) for _ in range(concurrent)))
+                    await asyncio.gather(*(send_request(tokens) for _ in range(concurrent)))
                     if turn:  # the first round warms up
                         rates[name].append(concurrent * tokens / (time.perf_counter() - start))
             bare = statistics.median(rates["bare"])
-            for name, found in rates.items():
-                rate = statistics.median(found)
-                print(
-                    f"{name:22} {rate:8.0f} tokens/s   {rate / bare:6.1%} of the bare engine   (best {max(found):.0f})"
-                )
+            for name, values in rates.items():
+                rate = statistics.median(values)
+                share = f"{rate / bare:6.1%} of the bare engine"
+                print(f"{name:22} {rate:8.0f} tokens/s   {share}   (best {max(values):.0f})")
             weights = dict(
                 AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32).state_dict()
             )

@@ -1,10 +1,11 @@
-"""Tokens per second of `Policy.update` against a bare torch loop on the same batch, in turn; peak memory; scaling over ranks.
+"""Tokens per second of `Policy.update` and of a bare torch loop, with peak memory and scaling over ranks.
 
-    python tests/benchmarks/learner_tokens.py [--rounds 9] [--shape tiny|small] [--ranks 2] [--packed] [--profile]
+    python tests/benchmarks/learner_tokens.py [--rounds 9] [--shape tiny|small] [--ranks 2] [--packed]
 
-Bare is plain transformers: a padded batch, one forward, the clipped loss, one backward, clipping and AdamW. The shapes are 128 rows
-of about 20 tokens on the quickstart's model, and 64 rows of 64-token answers on a random Qwen2 of 20 million parameters. With
---ranks each rank has one thread, and the same batch is dealt to all.
+The bare loop is plain transformers: a padded batch, one forward pass, the clipped loss, one backward pass,
+gradient clipping and AdamW. Both loops update on the same batch in turn. Shape "tiny" has 128 rows of about
+20 tokens on the quickstart's model. Shape "small" has 64 rows with answers of 64 tokens on a random Qwen2 of
+20 million parameters. With `--ranks`, each rank has one thread, and the batch is sharded across the ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 
 SHAPES = {"tiny": (128, 13, (4, 10)), "small": (64, 32, (64, 64))}
-"""Rows, tokens of a prompt, and the shortest and longest answer."""
+"""Rows, prompt tokens, and tokens of the shortest and the longest answer, by shape."""
 GROUP = 8
 
 
 def small_model(folder: Path) -> str:
-    """A random Qwen2 of 20 million parameters."""
+    """Save a random Qwen2 of 20 million parameters. Return its path."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -89,7 +90,7 @@ def as_batch(rows: list[tuple[list[int], list[int]]], version: int) -> TrainBatc
 
 
 def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Callable[[], None]:
-    """An update as one writes it by hand, from lists of tokens to new weights."""
+    """Return a hand-written update, from lists of tokens to new weights."""
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM
 
@@ -103,10 +104,10 @@ def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Calla
         ids = pad_sequence([torch.tensor(p + a) for p, a in rows], batch_first=True)
         lengths = torch.tensor([len(p) + len(a) for p, a in rows])[:, None]
         starts = torch.tensor([len(p) for p, _ in rows])[:, None]
-        places = torch.arange(ids.shape[1])[None]
-        logits = model(ids, attention_mask=(places < lengths).long(), use_cache=False).logits[:, :-1]
+        positions = torch.arange(ids.shape[1])[None]
+        logits = model(ids, attention_mask=(positions < lengths).long(), use_cache=False).logits[:, :-1]
         logps = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-        mask = ((places >= starts) & (places < lengths))[:, 1:]
+        mask = ((positions >= starts) & (positions < lengths))[:, 1:]
         ratio = (logps - logps.detach()).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         loss = -(gain * mask).sum() / mask.sum()
@@ -142,34 +143,34 @@ def seconds(step: Callable[[], None], clock: Callable[[], float]) -> float:
 
 
 def peak_mb() -> float:
-    """The most memory that this process has held."""
+    """Return the peak memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank; the first prints."""
+    """Run one rank. Rank 0 prints the results."""
     torch.set_num_threads(args.threads)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(args.meet, args.ranks), rank=args.rank, world_size=args.ranks
+        "gloo", store=dist.FileStore(args.rendezvous, args.ranks), rank=args.rank, world_size=args.ranks
     )
     model_path = args.model
     vocabulary = 8192 if args.shape == "small" else 200
     rows = make_rows(args.shape, vocabulary)
     tokens = sum(len(p) + len(a) for p, a in rows)
     steps: dict[str, Callable[[], None]] = {}
-    if args.side != "bare":
+    if args.loop != "bare":
         steps["learner"] = learner_step(model_path, rows, args)
-    if args.side != "learner":
+    if args.loop != "learner":
         steps["bare"] = bare_step(model_path, rows)
-    taken: dict[str, list[float]] = {name: [] for name in steps}
+    durations: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     for _ in range(args.rounds):
         for name, step in steps.items():
-            taken[name].append(seconds(step, clock))
+            durations[name].append(seconds(step, clock))
     if args.rank == 0:
-        _show(args, taken, tokens)
+        _show(args, durations, tokens)
     if args.profile and "learner" in steps:
         profile = cProfile.Profile()
         profile.runcall(lambda: [steps["learner"]() for _ in range(args.rounds)])
@@ -179,19 +180,16 @@ def rank_main(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _show(args: argparse.Namespace, taken: dict[str, list[float]], tokens: int) -> None:
-    medians = {name: statistics.median(values) for name, values in taken.items()}
+def _show(args: argparse.Namespace, durations: dict[str, list[float]], tokens: int) -> None:
+    medians = {name: statistics.median(values) for name, values in durations.items()}
     for name, value in medians.items():
-        print(
-            f"{args.shape:5s} {name:7s} {args.ranks} ranks: {value * 1e3:8.1f} ms, {tokens / value:9.0f} tokens/s",
-            flush=True,
-        )
+        rate = f"{value * 1e3:8.1f} ms, {tokens / value:9.0f} tokens/s"
+        print(f"{args.shape:5s} {name:7s} {args.ranks} ranks: {rate}", flush=True)
     if len(medians) == 2:
-        ratios = [bare / ours for bare, ours in zip(taken["bare"], taken["learner"], strict=True)]
+        ratios = [bare / ours for bare, ours in zip(durations["bare"], durations["learner"], strict=True)]
         overall = medians["bare"] / medians["learner"]
-        print(
-            f"{args.shape:5s} learner/bare: {overall:.2f} of its speed (pairs {min(ratios):.2f} to {max(ratios):.2f})"
-        )
+        pairs = f"pairs {min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"{args.shape:5s} learner: {overall:.2f} x the speed of the bare loop ({pairs})")
     print(f"{args.shape:5s} peak memory of the process: {peak_mb():.0f} MB", flush=True)
 
 
@@ -204,44 +202,47 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--side", choices=["both", "learner", "bare"], default=None, help="one alone tells its peak memory"
+        "--loop",
+        choices=["both", "learner", "bare"],
+        default=None,
+        help="loops to run; run only one to measure its peak memory",
     )
     parser.add_argument(
         "--clock",
         choices=["wall", "cpu"],
         default="wall",
-        help="time of the process, where others are busy too",
+        help="wall-clock time, or CPU time of the process if the machine is busy",
     )
     parser.add_argument("--packed", action="store_true")
     parser.add_argument(
         "--entropy",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="compute it for the metrics too",
+        help="also compute the entropy metric",
     )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--meet", help=argparse.SUPPRESS)
+    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
         rank_main(args)
         return
-    side = args.side or ("both" if args.ranks == 1 else "learner")
+    loop = args.loop or ("both" if args.ranks == 1 else "learner")
     with tempfile.TemporaryDirectory() as folder:
         for shape in SHAPES if args.shape == "all" else [args.shape]:
             model = small_model(Path(folder) / "small") if shape == "small" else str(STARTER_MODEL)
-            given: dict[str, Any] = {
+            values: dict[str, Any] = {
                 "shape": shape,
                 "rounds": args.rounds,
                 "ranks": args.ranks,
                 "threads": args.threads,
-                "side": side,
+                "loop": loop,
                 "model": model,
                 "clock": args.clock,
-                "meet": f"{folder}/meet-{shape}",
+                "rendezvous": f"{folder}/rendezvous-{shape}",
             }
-            flags = [f"--{name}={value}" for name, value in given.items()]
+            flags = [f"--{name}={value}" for name, value in values.items()]
             flags += ["--packed"] * args.packed + ["--profile"] * args.profile + ["--entropy"] * args.entropy
             processes = [
                 subprocess.Popen([sys.executable, __file__, *flags, f"--rank={rank}"])

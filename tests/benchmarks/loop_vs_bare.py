@@ -1,9 +1,9 @@
-"""Time per step of the whole loop (agent, HTTP, capture, update, sync) against a bare torch loop of the same size, and against
-TRL's GRPOTrainer where that is installed.
+"""Time per step of raylight's full loop, of a bare torch loop and, if installed, of TRL's GRPOTrainer.
 
     python tests/benchmarks/loop_vs_bare.py [--steps 15]
 
-All run in turn on this machine, each in a process of its own: 128 rollouts a step, the quickstart's model and task.
+The full loop has an agent, HTTP, capture, updates and weight syncs. The programs run one after the other,
+each in its own process, with the quickstart's model and task and 128 rollouts a step.
 """
 
 import argparse
@@ -22,21 +22,21 @@ STAGES = ("rollout", "update", "sync")
 
 
 def bare(steps: int) -> dict[str, float]:
-    """Median seconds of a step of the bare loop, from its last line."""
+    """Return the median seconds per step of the bare loop, which its last line of output shows."""
     command = [sys.executable, str(HERE / "bare_grpo.py"), "--steps", str(steps)]
     last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[-1]
-    found = {name: float(value) for name, value in re.findall(r"(\w+) (\d+\.\d+)", last)}
-    return {"rollout": found["sampling"], "update": found["update"], "sync": 0.0}
+    stages = {name: float(value) for name, value in re.findall(r"(\w+) (\d+\.\d+)", last)}
+    return {"rollout": stages["sampling"], "update": stages["update"], "sync": 0.0}
 
 
 def trl(steps: int) -> float:
-    """Median seconds of a step of TRL's trainer."""
+    """Return the median seconds per step of TRL's trainer."""
     command = [sys.executable, str(HERE / "trl_grpo.py"), "--steps", str(steps)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
-def whole(steps: int) -> dict[str, float]:
-    """Median seconds of a step of `raylight quickstart`."""
+def quickstart(steps: int) -> dict[str, float]:
+    """Return the median seconds per step of `raylight quickstart`."""
     raylight = Path(sys.executable).parent / "raylight"
     with tempfile.TemporaryDirectory() as folder:
         command = [str(raylight), "quickstart", "--steps", str(steps), "--output-dir", folder]
@@ -52,16 +52,16 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=15)
     steps = parser.parse_args().steps
-    ours, theirs = whole(steps), bare(steps)
+    ours, theirs = quickstart(steps), bare(steps)
     print(f"{'seconds per step':18}{'raylight':>10}{'bare':>10}")
     for name in STAGES:
         print(f"{name:18}{ours[name]:10.3f}{theirs[name]:10.3f}")
-    total, least = sum(ours.values()), sum(theirs.values())
-    print(f"{'all':18}{total:10.3f}{least:10.3f}")
-    print(f"ratio {total / least:.1f}; overhead per rollout {1e3 * (total - least) / 128:.1f} ms")
+    total, bare_total = sum(ours.values()), sum(theirs.values())
+    print(f"{'all':18}{total:10.3f}{bare_total:10.3f}")
+    print(f"ratio {total / bare_total:.1f}; overhead per rollout {1e3 * (total - bare_total) / 128:.1f} ms")
     if importlib.util.find_spec("trl") is not None:
         peer = trl(steps)
-        print(f"TRL: {peer:.3f} s a step; {peer / total:.2f} of its rollouts per second")
+        print(f"TRL: {peer:.3f} s a step; raylight does {peer / total:.2f} x its rollouts per second")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The whole loop (agent, HTTP, capture, update, sync) against TRL's GRPOTrainer where computing dominates: a random model of 20
-million parameters, answers of 64 tokens, 64 rollouts a step.
+"""Time per step of raylight's full loop and of TRL's GRPOTrainer, where compute dominates.
 
     python tests/benchmarks/loop_vs_trl.py [--steps 4] [--threads 2]        (needs `pip install trl`)
 
-Both run in turn on this machine, each in a process of its own, with the same number of threads for whatever computes. The reward is
-the share of an answer's characters that are digits. Prints the median seconds of a step and the ratio of rollouts per second.
+The model has 20 million random parameters; a step has 64 rollouts with answers of 64 tokens. The reward is
+the share of an answer's characters that are digits. Both programs run one after the other, each in its own
+process and with the same number of compute threads. Prints the median seconds per step and the ratio of
+rollouts per second.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def reward_of(text: str) -> float:
 
 
 def build(folder: Path) -> None:
-    """A random Qwen3 of 20 million parameters, with the quickstart's tokenizer: one byte is one token."""
+    """Save a random Qwen3 of 20 million parameters with the quickstart's byte-level tokenizer."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -57,7 +58,7 @@ def build(folder: Path) -> None:
 
 
 def ours(model: str, folder: str, steps: int, threads: int) -> None:
-    """Print the seconds of raylight's stages."""
+    """Train with raylight. Print the median seconds of each stage."""
     import raylight as rl
 
     @rl.rollout
@@ -89,15 +90,15 @@ def ours(model: str, folder: str, steps: int, threads: int) -> None:
     trainer.fit(agent, list(range(TASKS)))
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] > 1 and "time/sync_s" in row]
-    found = {
+    stages = {
         name: statistics.median(row[f"time/{name}_s"] for row in rows)
         for name in ("rollout", "update", "sync")
     }
-    print(json.dumps(found | {"all": sum(found.values())}))
+    print(json.dumps(stages | {"all": sum(stages.values())}))
 
 
 def theirs(model: str, folder: str, steps: int, threads: int) -> None:
-    """Print the seconds of a step of TRL's trainer."""
+    """Train with TRL. Print the median seconds per step."""
     import torch
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -139,22 +140,22 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--side", choices=["raylight", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", choices=["raylight", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.side:
+    if args.trainer:
         with tempfile.TemporaryDirectory() as folder:
-            {"raylight": ours, "trl": theirs}[args.side](args.model, folder, args.steps, args.threads)
+            {"raylight": ours, "trl": theirs}[args.trainer](args.model, folder, args.steps, args.threads)
         return
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
-        found = {}
-        for side in ("raylight", "trl"):
+        seconds = {}
+        for trainer in ("raylight", "trl"):
             command = [
                 sys.executable,
                 __file__,
-                "--side",
-                side,
+                "--trainer",
+                trainer,
                 "--model",
                 folder,
                 "--steps",
@@ -166,9 +167,10 @@ def main() -> None:
                 .stdout.strip()
                 .splitlines()[-1]
             )
-            found[side] = json.loads(last)
-            print(side, {name: round(seconds, 2) for name, seconds in found[side].items()}, flush=True)
-    print(f"raylight does {found['trl']['all'] / found['raylight']['all']:.2f} of TRL's rollouts per second")
+            seconds[trainer] = json.loads(last)
+            print(trainer, {name: round(s, 2) for name, s in seconds[trainer].items()}, flush=True)
+    ratio = seconds["trl"]["all"] / seconds["raylight"]["all"]
+    print(f"raylight does {ratio:.2f} x TRL's rollouts per second")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""No-op rollouts per second, end to end: three OpenTelemetry spans and a reward each, two runners, the durable store.
+"""No-op rollouts per second, end to end, with two runners and the durable store.
 
     python tests/benchmarks/noop_rollouts.py [--count 3000] [--runners 2] [--peer DIR]
 
-With `--peer`, the Python environment of agent-lightning 0.3 in DIR runs `--peer-script` in turn, and the ratio is printed. Its
-default strategy is cs (processes and HTTP); shm is threads around a store in memory.
+Each rollout emits three OpenTelemetry spans and a reward. With `--peer`, the virtual environment of
+agent-lightning 0.3 in DIR runs `--peer-script` afterwards, and the ratio is printed. Its default strategy is
+cs (processes and HTTP); shm is threads around an in-memory store.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 import raylight as rl
 
 
-class Enqueue(rl.Algorithm):
-    """Enqueues rollouts in batches, and waits for each batch; measures the last ones apart from the first."""
+class TimedRollouts(rl.Algorithm):
+    """Algorithm that runs a warm-up batch of rollouts, then times a second batch."""
 
     def __init__(self, count: int, warm_up: int = 100) -> None:
         self.count = count
@@ -56,7 +57,7 @@ async def agent(task: str, llm: rl.LLM) -> float:
 
 
 def ours(count: int, runners: int) -> float:
-    algorithm = Enqueue(count)
+    algorithm = TimedRollouts(count)
     with tempfile.TemporaryDirectory() as folder:
         trainer = rl.Trainer(
             algorithm=algorithm,
@@ -67,9 +68,8 @@ def ours(count: int, runners: int) -> float:
         )
         trainer.fit(agent)
         size = (Path(folder) / "store.db").stat().st_size
-    print(
-        f"raylight: {algorithm.per_second:.0f} rollouts/s ({count} rollouts, {runners} runners, store.db {size / 1e6:.1f} MB)"
-    )
+    scale = f"{count} rollouts, {runners} runners, store.db {size / 1e6:.1f} MB"
+    print(f"raylight: {algorithm.per_second:.0f} rollouts/s ({scale})")
     return algorithm.per_second
 
 
@@ -84,12 +84,12 @@ def peer(python: Path, script: Path, count: int, runners: int, strategy: str) ->
         output += line
         if "RESULT" in line:
             break
-    os.killpg(running.pid, signal.SIGKILL)  # it may not end by itself
-    found = re.search(r"RESULT .* ([\d.]+) rollouts/s", output)
-    if found is None:
-        raise SystemExit(f"the peer failed: {output[-1500:]}")
-    print(f"agent-lightning 0.3, {strategy}: {found[1]} rollouts/s ({count} rollouts, {runners} runner(s))")
-    return float(found[1])
+    os.killpg(running.pid, signal.SIGKILL)  # it may not exit by itself
+    result = re.search(r"RESULT .* ([\d.]+) rollouts/s", output)
+    if result is None:
+        raise SystemExit(f"{script} printed no RESULT line; its output ends with: {output[-1500:]}")
+    print(f"agent-lightning 0.3, {strategy}: {result[1]} rollouts/s ({count} rollouts, {runners} runner(s))")
+    return float(result[1])
 
 
 def main() -> None:
@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--runners", type=int, default=2)
     parser.add_argument("--peer", type=Path, help="virtual environment of agent-lightning 0.3")
-    parser.add_argument("--peer-script", type=Path, help="its script: agl03_rollouts.py N RUNNERS cs|shm")
+    parser.add_argument(
+        "--peer-script", type=Path, help="script for agent-lightning, called as: SCRIPT COUNT RUNNERS cs|shm"
+    )
     args = parser.parse_args()
     os.environ.setdefault("RAY_ADDRESS", "local")
     mine = ours(args.count, args.runners)
@@ -107,7 +109,7 @@ def main() -> None:
         for strategy, count, runners in (
             ("cs", 200, args.runners),
             ("shm", 1000, 1),
-        ):  # shm takes no second runner
+        ):  # shm supports one runner only
             theirs = peer(args.peer / "bin" / "python", args.peer_script, count, runners, strategy)
             print(f"ratio to {strategy}: {mine / theirs:.1f}")
     print(f"driver's peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")

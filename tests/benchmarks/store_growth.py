@@ -1,9 +1,9 @@
-"""Cost per rollout and memory of the store while it grows from 1,000 to 100,000 rollouts; ingestion and query of spans.
+"""Cost per rollout and memory of the store as it grows to 100,000 rollouts; rates of span writes and queries.
 
     python tests/benchmarks/store_growth.py [--count 100000]
 
-In one process, without Ray: what is measured is the store itself. Each rollout goes its whole way: enqueued, dequeued, four spans
-(one with a reward), decided, collected.
+The store runs in this process without Ray, so that only the store is measured. Each rollout is enqueued,
+dequeued, finished with four spans (one with a reward) and collected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raylight.types import EnqueueRolloutRequest, Rollout, Span
 BATCH = 500
 
 
-def spans_of(rollout: Rollout) -> list[Span]:
+def make_spans(rollout: Rollout) -> list[Span]:
     assert rollout.attempt
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
     steps = [
@@ -48,35 +48,36 @@ async def one_batch(store: StoreClient) -> None:
     ]
     left = BATCH
     while left:
-        taken = await store.dequeue_many_rollouts(limit=8, worker_id="w")
-        left -= len(taken)
+        rollouts = await store.dequeue_many_rollouts(limit=8, worker_id="w")
+        left -= len(rollouts)
         await asyncio.gather(
-            *(store.finish_attempt(rollout, "succeeded", spans=spans_of(rollout)) for rollout in taken)
+            *(store.finish_attempt(rollout, "succeeded", spans=make_spans(rollout)) for rollout in rollouts)
         )
-    found = await store.collect(ids)
-    assert all(item.reward == 1.0 for item in found)
+    finished = await store.collect(ids)
+    assert all(item.reward == 1.0 for item in finished)
 
 
 async def grow(store: StoreClient, path: Path, count: int) -> None:
     print(f"{'rollouts':>9}{'us/rollout':>12}{'memory MB':>11}{'file MB':>9}")
-    shown, started, since = 1000, time.perf_counter(), 0
+    next_row, started, since = 1000, time.perf_counter(), 0
     first = None
     for done in range(BATCH, count + 1, BATCH):
         await one_batch(store)
-        if done >= shown or done == count:
+        if done >= next_row or done == count:
             cost = (time.perf_counter() - started) / (done - since) * 1e6
             memory = psutil.Process().memory_info().rss / 1e6
             print(f"{done:9}{cost:12.0f}{memory:11.0f}{_megabytes(path):9.0f}", flush=True)
             first = first or (cost, memory)
             last = (cost, memory)
-            shown, started, since = shown * 10 if done >= 10_000 else done + 3000, time.perf_counter(), done
+            next_row = next_row * 10 if done >= 10_000 else done + 3000
+            started, since = time.perf_counter(), done
     assert first
-    print(f"from the first to the last: cost x {last[0] / first[0]:.2f}, memory {last[1] - first[1]:+.0f} MB")
+    print(f"first to last row: cost x {last[0] / first[0]:.2f}, memory {last[1] - first[1]:+.0f} MB")
 
 
 async def spans(store: StoreClient) -> None:
     (rollout,) = [await store.start_rollout("many spans")]
-    many = [span for _ in range(2500) for span in spans_of(rollout)]
+    many = [span for _ in range(2500) for span in make_spans(rollout)]
     started = time.perf_counter()
     for i in range(0, len(many), 500):
         await store.add_many_spans(many[i : i + 500])

@@ -1,8 +1,8 @@
-"""The quickstart's model and task under TRL's GRPOTrainer, which samples in its own process, without an agent.
+"""Time per step of TRL's GRPOTrainer on the quickstart's model and task, without an agent.
 
     python tests/benchmarks/trl_grpo.py [--steps 15]        (needs `pip install trl`)
 
-Prints the median seconds of a step of 128 rollouts.
+TRL samples in its own process. Prints the median seconds per step of 128 rollouts.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ROLLOUTS, GROUP, RESPONSE_TOKENS = 128, 8, 8
 
 
 class Clock(TrainerCallback):
-    """Notes when steps begin and end."""
+    """Callback that measures the duration of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -43,12 +43,12 @@ def main() -> None:
     torch.manual_seed(0)
     train, _ = additions(0)
     rows = [
-        {"prompt": [{"role": "user", "content": question(task)}], "place": i} for i, task in enumerate(train)
+        {"prompt": [{"role": "user", "content": question(task)}], "index": i} for i, task in enumerate(train)
     ]
 
-    def reward(completions: list, place: list[int], **rest: object) -> list[float]:
+    def reward(completions: list, index: list[int], **rest: object) -> list[float]:
         return [
-            float(is_right(train[i], text[0]["content"])) for i, text in zip(place, completions, strict=True)
+            float(is_right(train[i], text[0]["content"])) for i, text in zip(index, completions, strict=True)
         ]
 
     clock = Clock()
