@@ -1,7 +1,8 @@
-"""The environment that every test needs before it imports Ray, the shared Ray cluster, and how the tests are divided.
+"""Environment for tests that import Ray, the shared Ray cluster, and the scheduling of tests on processes.
 
-`pytest -n 2` gives whole files to two processes: all files that use the shared Ray cluster to one, all others to the other, until
-one is done and takes what is left. `pytest -m slow --slow-part HASH` runs a tenth of the slow tests, another one for each commit.
+`pytest -n 2` schedules whole files on two processes. All files that use the shared Ray cluster go to one
+process and all others to the other; the process that finishes first takes files that are left.
+`pytest -m slow --slow-part HASH` runs a tenth of the slow tests; the commit hash selects the part.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head, restore_interrupts
 
-# `ray start` asks for a token once this user has one, and a driver with an explicit address sends it only with this set
+# once the user has a token, `ray start` requires it; drivers with an explicit address need this mode
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ |= SESSION
 if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
@@ -25,14 +26,14 @@ restore_interrupts()
 SLOW_PARTS = 10
 ROOT = Path(__file__).parent.parent
 USES_CLUSTER = re.compile(r"\b(shared_)?cluster: (Cluster|Any)\b")
-"""A parameter of a test or fixture that uses the shared cluster."""
+"""Parameter of a test or fixture that uses the shared cluster."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow-part",
         metavar="HASH",
-        help=f"of the slow tests, run the {SLOW_PARTS}th part that belongs to this hexadecimal commit hash",
+        help=f"run one of {SLOW_PARTS} parts of the slow tests, selected by this hexadecimal commit hash",
     )
 
 
@@ -57,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _scope(nodeid: str) -> str:
-    """Return the name of the tests that run in one process with this one: the cluster's, those of vLLM, or its file's."""
+    """Return the scheduling group of a test: "cluster", "vllm" or its file. A group runs in one process."""
     return _scope_of_file(nodeid.split("::", 1)[0])
 
 
@@ -66,20 +67,20 @@ def _scope_of_file(path: str) -> str:
     if path.startswith("tests/vllm_cpu/"):
         return "vllm"  # its files share one engine
     sources = [ROOT / path, (ROOT / path).with_name("conftest.py")]
-    uses = any(
+    uses_cluster = any(
         USES_CLUSTER.search(file.read_text()) for file in sources if file.exists() and file != Path(__file__)
     )
-    return "cluster" if uses else path
+    return "cluster" if uses_cluster else path
 
 
 def _slow_part(nodeid: str) -> int:
-    """Return the part of a test. It stays the same as long as the test has its name."""
+    """Return the part of a slow test. It depends on the test's name only."""
     return int(hashlib.sha256(nodeid.encode()).hexdigest(), 16) % SLOW_PARTS
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """Escape lone surrogates, which some tests log and which no process can send to another."""
+    """Escape lone surrogates: some tests log them, and xdist cannot send them to its controller."""
     return _encodable((yield))
 
 
@@ -106,14 +107,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
-    """The one cluster of this pytest process. A test that uses it leaves it as it was."""
+    """Ray cluster shared by all tests of this pytest process. A test must leave it unchanged."""
     with ray_head() as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    """The shared cluster, to which RAY_ADDRESS points while the tests of a module run."""
+    """Shared cluster; RAY_ADDRESS points to it while the tests of a module run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", shared_cluster.address)
         yield shared_cluster
@@ -121,6 +122,6 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def no_processes_left() -> Iterator[None]:
-    """Ray's and Serve's processes that the test starts end with it."""
+    """Assert that all processes of Ray and Serve that the test starts also end."""
     with assert_no_new_ray_processes():
         yield

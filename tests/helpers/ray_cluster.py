@@ -1,7 +1,8 @@
-"""A Ray cluster in processes of its own, shared by all integration tests of one pytest process, and checks that nothing stays behind.
+"""Ray cluster shared by the tests of one pytest process, and checks that tests leave nothing behind.
 
-Every process that a test starts inherits SESSION from the environment, so the checks see the processes of this pytest process
-only. Two pytest processes (`pytest -n 2`), or two checkouts, can therefore test on one machine at the same time.
+Every process that a test starts inherits SESSION from the environment, so the checks see only processes of
+this pytest process. Two pytest processes (`pytest -n 2`) or two checkouts can therefore test on one machine
+in parallel.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import psutil
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 60.0
-"""Seconds within which the processes of a run that is over have ended."""
+"""Seconds within which the processes of a finished run must end."""
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""File in which Ray keeps the address of the cluster that `ray start` started last. Only `ray stop` would remove it."""
+"""File with the address of the cluster that `ray start` started last. Only `ray stop` removes it."""
 SESSION = {"RAYLIGHT_TEST_SESSION": str(os.getpid())}
-"""Environment variable of all processes that this pytest process starts, directly or through others."""
+"""Environment variable of all processes that this pytest process starts, directly or indirectly."""
 CLUSTER_VARIABLE = "RAYLIGHT_TEST_CLUSTER"
 """Environment variable of all processes of a cluster that `ray_head` started."""
 RAY_PROCESSES = ("raylet", "gcs_server", "haproxy", "ray::")
@@ -33,17 +34,17 @@ RAY_PROCESSES = ("raylet", "gcs_server", "haproxy", "ray::")
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that was free a moment ago."""
+    """Return a free port of the loopback interface. Nothing reserves it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def eventually(check: Callable[[], bool], deadline_s: float, what: str) -> None:
-    """Poll a condition of other processes, for which no event exists.
+    """Poll a condition of other processes until it is true. No event exists for it.
 
     Raises:
-        AssertionError: the condition did not hold within `deadline_s` seconds; `what` names it in the message.
+        AssertionError: the condition was not true within `deadline_s` seconds; the message contains `what`.
     """
     end = time.monotonic() + deadline_s
     while not check():
@@ -52,7 +53,7 @@ def eventually(check: Callable[[], bool], deadline_s: float, what: str) -> None:
 
 
 def processes_with(environment: dict[str, str]) -> list[psutil.Process]:
-    """Return the processes that have these environment variables. Orphans count: they inherited the environment too."""
+    """Return the processes that have these environment variables, orphans included."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -62,24 +63,24 @@ def processes_with(environment: dict[str, str]) -> list[psutil.Process]:
 
 
 def ray_processes(names: tuple[str, ...] = RAY_PROCESSES) -> dict[int, str]:
-    """Return the command lines of Ray's and Serve's processes that this pytest process started, by process ID.
+    """Return the processes of Ray and Serve that this pytest process started: command lines by process ID.
 
-    Those of the shared cluster are left out: it starts and ends idle workers at any time.
+    Processes of the shared cluster are excluded: it starts and stops idle workers at any time.
     """
-    found = {}
+    lines = {}
     for process in processes_with(SESSION):
         with contextlib.suppress(psutil.NoSuchProcess):
             if CLUSTER_VARIABLE in process.environ():
                 continue
             line = " ".join(process.cmdline())
             if any(name in line for name in names):
-                found[process.pid] = line
-    return found
+                lines[process.pid] = line
+    return lines
 
 
 @contextlib.contextmanager
 def assert_no_new_ray_processes(deadline_s: float = DEADLINE_S) -> Iterator[None]:
-    """Assert that Ray's and Serve's processes that start inside the block end within `deadline_s` seconds after it."""
+    """Assert that processes of Ray and Serve that the block starts end within `deadline_s` seconds."""
     before = ray_processes()
     yield
     left: list[str] = []
@@ -96,12 +97,12 @@ def assert_no_new_ray_processes(deadline_s: float = DEADLINE_S) -> Iterator[None
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running Ray cluster of one node with two CPUs.
+    """Running Ray cluster of one node with two CPUs.
 
     Attributes:
-        address: of the GCS, as HOST:PORT.
-        dashboard: URL of the dashboard, which takes jobs.
-        environment: variables in the environment of all processes of the cluster.
+        address: address of the GCS, as HOST:PORT.
+        dashboard: URL of the dashboard, which accepts jobs.
+        environment: environment variables of all processes of the cluster.
     """
 
     address: str
@@ -117,8 +118,8 @@ class Cluster:
         """Connect this process as a driver.
 
         Args:
-            import_path: folder from which the workers import modules, besides that of this module.
-            env_vars: further environment variables of the workers.
+            import_path: folder from which the workers import modules, besides this module's folder.
+            env_vars: additional environment variables of the workers.
         """
         import ray
 
@@ -142,27 +143,29 @@ class Cluster:
         """Assert that no run left a named actor, a placement group or HAProxy behind.
 
         Args:
-            allowed: parts of the names of what may stay.
+            allowed: parts of the names of actors and groups that may remain.
         """
-        seen: list[str] = []
+        remaining: list[str] = []
 
         def clean() -> bool:
-            seen[:] = [item for item in self.leftovers() if not any(word in item for word in allowed)]
-            return not seen
+            remaining[:] = [item for item in self.leftovers() if not any(word in item for word in allowed)]
+            return not remaining
 
         with self.connected():
             try:
                 eventually(clean, DEADLINE_S, "cleaning up")
             except AssertionError as error:
-                self._clean()  # so that only this test fails
-                raise AssertionError(f"left on the cluster: {seen}") from error
+                self._clean()  # later tests must not fail too
+                raise AssertionError(f"left on the cluster: {remaining}") from error
         if "haproxy" not in allowed:
             eventually(
-                lambda: not self._proxies(), DEADLINE_S, "the end of HAProxy, whose ports the next one needs"
+                lambda: not self._proxies(),
+                DEADLINE_S,
+                "the end of HAProxy, whose ports the next proxy needs",
             )
 
     def stop_serve(self) -> None:
-        """Shut down a Serve whose driver is gone."""
+        """Shut down Serve after its driver has ended."""
         from ray import serve
 
         with self.connected():
@@ -179,12 +182,12 @@ class Cluster:
                 ray.kill(ray.get_actor(**actor))
 
     def _proxies(self) -> list[psutil.Process]:
-        found = []
+        proxies = []
         for process in processes_with(self.environment):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "haproxy" in process.name():
-                    found.append(process)
-        return found
+                    proxies.append(process)
+        return proxies
 
 
 @contextlib.contextmanager
@@ -241,7 +244,7 @@ def _kill(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_orphaned_proxies(before: dict[int, str]) -> None:
-    """Kill the HAProxy processes that started after `before` was taken and whose parents are gone."""
+    """Kill orphaned HAProxy processes that are not in `before`, an earlier result of `ray_processes`."""
     for pid in ray_processes(("haproxy",)):
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -250,5 +253,5 @@ def kill_orphaned_proxies(before: dict[int, str]) -> None:
 
 
 def restore_interrupts() -> None:
-    """Let SIGINT interrupt this process and its children. A shell starts background jobs with SIGINT ignored."""
+    """Restore SIGINT in this process and its children. Shells start background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
