@@ -1,9 +1,9 @@
-"""The Python blocks of documentation pages, so that tests run what the pages show.
+"""Python blocks of documentation pages, so that tests can run them.
 
-Every fenced block that begins with ```` ```python ```` counts. An HTML comment right above it may say more:
+A block is fenced and begins with ```` ```python ````. An HTML comment directly above it marks it:
 
-    <!-- run: agent -->             its name, by which a test asks for it
-    <!-- not run: needs a GPU -->   a test leaves it out; the reason must be given
+    <!-- run: agent -->             the name by which a test finds the block
+    <!-- not run: needs a GPU -->   tests skip the block; the reason is required
 
     for block in snippets(DOCS / "clients" / "openai.md"):
         names = block.run()
@@ -25,58 +25,58 @@ MARK = re.compile(r"^ *<!-- *(?P<kind>run|not run) *(?:: *(?P<text>.*?) *)?-->$"
 
 @dataclass(frozen=True)
 class Snippet:
-    """One block of a page."""
+    """Python block of a page."""
 
     page: Path
     line: int
-    """Of its first line of code in the page, from 1."""
+    """Line number of the first line of code in the page, from 1."""
     code: str
     name: str = ""
     not_run: str = ""
-    """Why it is left out; empty where it is run."""
+    """Reason for not running the block; empty if it is run."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(DOCS) if DOCS in self.page.parents else self.page}:{self.line}"
 
     def run(self, names: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Run it, after `names`, and return all names that are known then.
+        """Run the block with `names` defined, and return all names that are defined afterwards.
 
-        Errors show the line in the page. Functions and classes are of no importable module, so that Ray sends them to other
-        processes by value, as it does those of a notebook.
+        Errors show the line in the page. The module of functions and classes is not importable, so that Ray
+        pickles them by value, as it does with those of a notebook.
         """
-        known = {"__name__": f"page_{self.page.stem}"} | (names or {})
-        exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), known)
-        return known
+        namespace = {"__name__": f"page_{self.page.stem}"} | (names or {})
+        exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
+        return namespace
 
 
 def snippets(*pages: Path) -> Iterator[Snippet]:
-    """The Python blocks of pages, in order.
+    """Iterate over the Python blocks of pages, in order.
 
     Raises:
-        ValueError: a page has a mark without a block or a reason, a block without an end, or no block at all.
+        ValueError: a page has no block, an unclosed block, or a mark without a block or a reason.
     """
     for page in pages:
-        found = list(_of_page(page))
-        if not found:
+        blocks = list(_parse(page))
+        if not blocks:
             raise ValueError(f"{page} has no Python block")
-        yield from found
+        yield from blocks
 
 
 def snippet(page: Path, name: str) -> Snippet:
-    """The block with this name.
+    """Return the block with this name.
 
     Raises:
-        ValueError: there is none, or more than one.
+        ValueError: no block or several blocks have this name.
     """
-    found = [block for block in snippets(page) if block.name == name]
-    if len(found) != 1:
+    blocks = [block for block in snippets(page) if block.name == name]
+    if len(blocks) != 1:
         raise ValueError(
-            f"{page} has {len(found)} blocks named {name!r}; it should have one below <!-- run: {name} -->"
+            f"{page} has {len(blocks)} blocks named {name!r}; it should have one below <!-- run: {name} -->"
         )
-    return found[0]
+    return blocks[0]
 
 
-def _of_page(page: Path) -> Iterator[Snippet]:
+def _parse(page: Path) -> Iterator[Snippet]:
     mark: re.Match[str] | None = None
     lines = iter(enumerate(page.read_text().splitlines(), start=1))
     for number, text in lines:
@@ -88,7 +88,7 @@ def _of_page(page: Path) -> Iterator[Snippet]:
             continue
         code = _body(page, number, fence["indent"], lines)
         if fence["language"] == "python":
-            yield Snippet(page, number + 1, code, **_meaning(page, number, mark))
+            yield Snippet(page, number + 1, code, **_marked(page, number, mark))
         elif mark is not None:
             raise ValueError(f"{page}:{number}: a mark stands above a Python block only")
         mark = None
@@ -97,16 +97,16 @@ def _of_page(page: Path) -> Iterator[Snippet]:
 
 
 def _body(page: Path, number: int, indent: str, lines: Iterator[tuple[int, str]]) -> str:
-    """The lines up to the end of the block."""
-    taken: list[str] = []
+    """Return the lines up to the end of the block."""
+    body: list[str] = []
     for _, text in lines:
         if text.rstrip() == f"{indent}```":
-            return textwrap.dedent("\n".join(taken)) + "\n"
-        taken.append(text)
+            return textwrap.dedent("\n".join(body)) + "\n"
+        body.append(text)
     raise ValueError(f"{page}:{number}: the block does not end")
 
 
-def _meaning(page: Path, number: int, mark: re.Match[str] | None) -> dict[str, str]:
+def _marked(page: Path, number: int, mark: re.Match[str] | None) -> dict[str, str]:
     if mark is None:
         return {}
     if mark["kind"] == "run":

@@ -1,4 +1,4 @@
-"""Tables of documentation pages, so that tests compare them with the code."""
+"""Tables of documentation pages, so that tests can compare them with the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Table:
-    """One Markdown table: its header's cells and those of each row."""
+    """Markdown table: the cells of its header and of each row."""
 
     page: Path
     header: list[str]
@@ -18,7 +18,7 @@ class Table:
 
 
 def tables(page: Path) -> Iterator[Table]:
-    """All tables of a page, in order."""
+    """Iterate over the tables of a page, in order."""
     block: list[str] = []
     for line in [*page.read_text().splitlines(), ""]:
         if line.startswith("|"):
@@ -36,17 +36,17 @@ def tables(page: Path) -> Iterator[Table]:
 
 
 def cells(line: str) -> list[str]:
-    """The cells of a line; `\\|` is no border."""
+    """Return the cells of a line. An escaped `\\|` does not separate cells."""
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def code(cell: str) -> str:
-    """What a cell shows as code, and nothing else.
+    """Return the code of a cell, which must contain nothing else.
 
     Raises:
-        ValueError: it shows something else.
+        ValueError: the cell contains something else.
     """
-    found = re.fullmatch(r"`([^`]+)`", cell)
-    if found is None:
+    match = re.fullmatch(r"`([^`]+)`", cell)
+    if match is None:
         raise ValueError(f"{cell!r} is not code alone")
-    return found[1]
+    return match[1]

@@ -1,4 +1,4 @@
-"""A model at an OpenAI-compatible address that adds by rule: with the tool `add` if it is offered, else in its head."""
+"""OpenAI-compatible mock model that adds two numbers, with a tool if the request offers one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from starlette.routing import Route
 
 
 def reply(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that answers a conversation: a call of the tool, then its result; without tools the sum, or what is there.
+    """Return the answer to a conversation.
+
+    Two numbers are answered by a call of the first tool, or by their sum if there are no tools. A tool result
+    or a single number is repeated.
 
     Raises:
-        ValueError: nothing in it can be answered.
+        ValueError: the last message contains neither a tool result nor one or two numbers.
     """
     last = messages[-1]
     text = (
@@ -32,7 +35,7 @@ def reply(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[s
     if last["role"] == "tool":
         return {"role": "assistant", "content": text}
     numbers = re.findall(r"\d+", text)
-    if len(numbers) == 1:  # another agent's answer
+    if len(numbers) == 1:  # the answer of another agent
         return {"role": "assistant", "content": numbers[0]}
     if len(numbers) != 2:
         raise ValueError(f"no two numbers in {text!r}")
@@ -49,7 +52,7 @@ def reply(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[s
 
 @contextmanager
 def scripted_model() -> Iterator[str]:
-    """Serve it on a free port of this machine; gives its base URL, ending in `/v1`."""
+    """Serve the model on a free local port. Yield its base URL, which ends in `/v1`."""
     numbers = iter(range(1, 1_000_000))
 
     async def chat(request: Request) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""What the page on agents shows of the store and of algorithms, run with a store in this process."""
+"""The blocks of the page on agents that use a store or an algorithm run with a store in this process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from raylight.semconv import ANNOTATION, reward_attributes
 PAGE = DOCS / "agents.md"
 
 
-async def serve(store: rl.StoreClient) -> None:
-    """A runner whose agent is rewarded with its task."""
+async def run_agent(store: rl.StoreClient) -> None:
+    """Process rollouts as a runner whose agent's reward is its task."""
     while True:
         rollout = await store.dequeue_rollout("runner", timeout=60.0)
         assert rollout is not None
@@ -33,13 +33,13 @@ async def serve(store: rl.StoreClient) -> None:
 
 @contextlib.asynccontextmanager
 async def runner(store: rl.StoreClient) -> AsyncIterator[None]:
-    serving = asyncio.create_task(serve(store))
+    running = asyncio.create_task(run_agent(store))
     try:
         async with asyncio.timeout(20):
             yield
     finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_the_algorithm_as_a_class(capsys: pytest.CaptureFixture[str]) -> None:

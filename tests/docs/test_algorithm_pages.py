@@ -1,4 +1,4 @@
-"""The pages of the algorithms say what the code does: settings with their defaults, advantages, and how far a token is pushed."""
+"""The algorithm pages match the code: settings with defaults, advantages, and loss gradients per token."""
 
 from collections import Counter
 from typing import Any

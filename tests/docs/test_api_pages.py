@@ -20,13 +20,15 @@ def generator() -> ModuleType:
 
 
 def test_the_reference_is_not_stale(generator: ModuleType) -> None:
-    written = generator.pages()
-    there = {path.name: path.read_text() for path in (DOCS / "api").iterdir()}
-    stale = sorted(name for name in written.keys() | there.keys() if written.get(name) != there.get(name))
-    assert not stale, (
-        f"docs/api: {', '.join(stale)} is not what the docstrings say; run `python docs/generate_api.py`"
+    generated = generator.pages()
+    committed = {path.name: path.read_text() for path in (DOCS / "api").iterdir()}
+    stale = sorted(
+        name for name in generated.keys() | committed.keys() if generated.get(name) != committed.get(name)
     )
-    assert generator.pages() == written
+    assert not stale, (
+        f"docs/api: {', '.join(stale)} differs from the docstrings; run `python docs/generate_api.py`"
+    )
+    assert generator.pages() == generated
 
 
 def test_every_public_name_has_one_section(generator: ModuleType) -> None:
@@ -41,10 +43,10 @@ def test_the_section_of_a_class(generator: ModuleType) -> None:
     dapo = text.partition("## `DAPO`")[2].partition("\n## ")[0]
     assert "class DAPO(GRPO)" in dapo
     assert (
-        "| `overlong_buffer` | `int` | `4096` (≥ 1) | Tokens below `max_response_tokens` over which the penalty "
-        "rises from 0. |" in dapo
+        "| `overlong_buffer` | `int` | `4096` (≥ 1) | Tokens below `max_response_tokens` over which "
+        "the penalty rises from 0. |" in dapo
     )
     assert "**`reward_of(item: FinishedRollout) -> float | None`**" in dapo
     assert "_buffer_fits" not in text
     general = text.partition("## `PolicyAlgorithm`")[2].partition("\n## ")[0]
-    assert "| `lr` |" in general, "settings of parents that are on no page are shown with the class"
+    assert "| `lr` |" in general, "a class shows the settings of parents that have no page"

@@ -1,5 +1,8 @@
-"""The agents of docs/clients, as their pages show them, on a real Ray cluster: those without tools are trained with a small model,
-those with tools run in front of a scripted one. Each page's agent is one of the tasks of a run, which all share."""
+"""The agents that the pages of docs/clients show run on a real Ray cluster.
+
+Agents without tools are trained with the starter model. Agents with tools use a scripted model. One run
+covers all pages of a kind: each task names the page whose agent runs it.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,13 @@ RESPONSES = {
     "openai_agents": ("OpenAIChatCompletionsModel", "OpenAIResponsesModel"),
     "agent_framework": ("OpenAIChatCompletionClient", "OpenAIChatClient"),
 }
-"""What a page says may be written in the place of what it shows."""
+"""Chat class that a page shows and the Responses class that it names as the alternative, by page."""
 VERSION = re.compile(r"\b([a-z]+(?:-[a-z]+)*) (\d+\.\d+\.\d+)\b")
 TASKS, _ = additions(0)
 
 
-class Pages(rl.LitAgent):
-    """Runs the agent of the page that a task names, as that page's own decorator would."""
+class PageAgents(rl.LitAgent):
+    """Agent that runs the agent of the page that a task names, as that page's own decorator would."""
 
     def __init__(self, agents: dict[str, Any]) -> None:
         super().__init__()
@@ -53,17 +56,17 @@ class Pages(rl.LitAgent):
         return await asyncio.to_thread(agent, task, resources["llm"])
 
 
-class Roll(rl.FastAlgorithm):
-    """Rolls every task out once, and keeps what came of it."""
+class RunTasks(rl.FastAlgorithm):
+    """Algorithm that rolls out every task once and keeps the results."""
 
-    found: list[FinishedRollout]
+    results: list[FinishedRollout]
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
         requests = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
         await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
-        self.found = await store.collect(ids, with_spans=True)
+        self.results = await store.collect(ids, with_spans=True)
 
 
 def agent_of(block: Snippet) -> Any:
@@ -78,10 +81,10 @@ def connected(shared_cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of the index page, in which every agent without tools has two tasks."""
+    """Output folder of the index page's run, in which every agent without tools has two tasks."""
     folder = tmp_path_factory.mktemp("trained")
     tasks = [task | {"page": page} for task, page in zip(TASKS, TRAINED * 2, strict=False)]
-    agents = Pages({page: agent_of(snippet(CLIENTS / f"{page}.md", "agent")) for page in TRAINED})
+    agents = PageAgents({page: agent_of(snippet(CLIENTS / f"{page}.md", "agent")) for page in TRAINED})
     settings = {"model": STARTER_MODEL, "n_steps": 1, "output_dir": folder, "agent": agents, "tasks": tasks}
     snippet(CLIENTS / "README.md", "train").run(settings)
     return folder
@@ -89,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRollout]:
-    """What came of each agent with tools, also of what its page says it may be instead."""
+    """Rollout of each agent with tools, and of its variant with the Responses API, by page."""
     agents = {}
     for page in WITH_TOOLS:
         block = snippet(CLIENTS / f"{page}.md", "agent")
@@ -101,7 +104,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRoll
     shown = snippet(CLIENTS / "agent_framework.md", "tracer").run({"rl": rl, "model": STARTER_MODEL})[
         "trainer"
     ]
-    algorithm = Roll()
+    algorithm = RunTasks()
     with scripted_model() as url:
         trainer = rl.Trainer(
             algorithm=algorithm,
@@ -111,8 +114,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRoll
             initial_resources={"llm": rl.LLM(endpoint=url, model="scripted", traced=True)},
             tracer=shown.tracer,
         )
-        trainer.fit(Pages(agents), tasks)
-    return {item.rollout.input["page"]: item for item in algorithm.found}
+        trainer.fit(PageAgents(agents), tasks)
+    return {item.rollout.input["page"]: item for item in algorithm.results}
 
 
 async def test_agents_without_tools_are_trained(trained: Path) -> None:
@@ -138,7 +141,7 @@ async def test_agents_without_tools_are_trained(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*WITH_TOOLS, *(f"{page}/responses" for page in RESPONSES)])
-def test_agents_with_tools_answer_right(scripted: dict[str, FinishedRollout], page: str) -> None:
+def test_agents_with_tools_answer_correctly(scripted: dict[str, FinishedRollout], page: str) -> None:
     item = scripted[page]
     failure = item.rollout.attempt.failure if item.rollout.attempt else None
     assert (item.rollout.status, item.reward) == ("succeeded", 1.0), failure
@@ -151,7 +154,7 @@ def test_agents_with_tools_answer_right(scripted: dict[str, FinishedRollout], pa
 
 
 @pytest.mark.parametrize("page", ["agent_framework", "agent_framework/responses"])
-def test_agent_framework_tells_of_agents_tools_and_executors(
+def test_agent_framework_traces_agents_tools_and_executors(
     scripted: dict[str, FinishedRollout], page: str
 ) -> None:
     spans = {span.name: span for span in scripted[page].spans}
@@ -168,14 +171,14 @@ def test_agent_framework_tells_of_agents_tools_and_executors(
 
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in CLIENTS.glob("*.md") if path.stem != "README"))
-def test_a_page_names_versions_like_those_that_are_run(page: str) -> None:
+def test_a_page_names_compatible_versions(page: str) -> None:
     assert page in TRAINED + WITH_TOOLS
-    told = VERSION.findall((CLIENTS / f"{page}.md").read_text())
-    for name, version in told:  # those here may be newer, but not of another kind
+    named = VERSION.findall((CLIENTS / f"{page}.md").read_text())
+    for name, version in named:  # the installed version may be newer, but of the same major version
         assert (
             Version(version)
             <= Version(importlib.metadata.version(name))
             < Version(str(Version(version).major + 1))
         ), name
-    assert told or page == "plain_http"
+    assert named or page == "plain_http"
     assert f"]({page}.md)" in (CLIENTS / "README.md").read_text()

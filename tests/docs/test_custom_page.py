@@ -1,4 +1,4 @@
-"""The estimator and the loss that docs/algorithms/custom.md shows: they run, and the policy is moved by them."""
+"""The estimator and the loss that docs/algorithms/custom.md shows run and update the policy."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +27,8 @@ REWARDS = [1.0, 0.2, 0.0, 1.0, 0.2, 0.2]
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    known = snippet(PAGE, "custom").run()
-    return snippet(PAGE, "class").run(known)
+    names = snippet(PAGE, "custom").run()
+    return snippet(PAGE, "class").run(names)
 
 
 @pytest.fixture
@@ -42,24 +42,24 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def logprobs(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Of the answer's tokens, by plain transformers."""
+    """Return the log-probs of the answer's tokens, computed by plain transformers."""
     logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
 
 
 @torch.no_grad()
-def test_the_policy_is_moved_towards_who_wins_the_duels(names: dict[str, Any], one_rank: None) -> None:
+def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any], one_rank: None) -> None:
     from raylight.learner.policy import Policy
 
     tokenizer, model = (
         AutoTokenizer.from_pretrained(STARTER_MODEL),
         AutoModelForCausalLM.from_pretrained(STARTER_MODEL),
     )
-    asked = [
+    prompts = [
         tokenizer.encode(f"<|im_start|>user\n{a}+{b}=<|im_end|>\n<|im_start|>assistant\n") for a, b in PAIRS
     ]
     answers = [tokenizer.encode(text + "<|im_end|>") for text in ANSWERS]
-    before = [logprobs(model, *pair) for pair in zip(asked, answers, strict=True)]
+    before = [logprobs(model, *pair) for pair in zip(prompts, answers, strict=True)]
     rows = [
         Trajectory(
             str(i),
@@ -68,16 +68,16 @@ def test_the_policy_is_moved_towards_who_wins_the_duels(names: dict[str, Any], o
             [0.0] * len(p) + lp.tolist(),
             [-1] * len(p) + [0] * len(a),
         )
-        for i, (p, a, lp) in enumerate(zip(asked, answers, before, strict=True))
+        for i, (p, a, lp) in enumerate(zip(prompts, answers, before, strict=True))
     ]
     settings = PolicySettings(
         **{field: getattr(names["algorithm"], field) for field in PolicySettings.model_fields} | {"lr": 5e-5}
     )
-    there = cloudpickle.loads(cloudpickle.dumps(settings))  # as it reaches a learner in another process
+    pickled = cloudpickle.loads(cloudpickle.dumps(settings))  # as a learner in another process receives it
     with torch.enable_grad():
-        policy = Policy(STARTER_MODEL, names["rl"].LearnerConfig(), there, total_steps=1)
+        policy = Policy(STARTER_MODEL, names["rl"].LearnerConfig(), pickled, total_steps=1)
         metrics = policy.update(TrainBatch(REWARDS, list("aaabbb"), rows, list(range(6))))
-    # of the two groups, duels are won by 1, 0, -1 and by 1, -1/2, -1/2: GRPO's advantages are others
+    # duel scores are 1, 0, -1 in the first group and 1, -1/2, -1/2 in the second; GRPO's advantages differ
     tokens = [len(answer) for answer in answers]
     wins = [1.0, 0.0, -1.0, 1.0, -0.5, -0.5]
     mean = sum(abs(w) * n for w, n in zip(wins, tokens, strict=True)) / sum(tokens)
@@ -85,13 +85,13 @@ def test_the_policy_is_moved_towards_who_wins_the_duels(names: dict[str, Any], o
     assert metrics["learner/grad_norm"] > 0
     weights = policy.export()
     model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    after = [logprobs(model, *pair) for pair in zip(asked, answers, strict=True)]
+    after = [logprobs(model, *pair) for pair in zip(prompts, answers, strict=True)]
     gained = [float((b - a).sum()) for a, b in zip(before, after, strict=True)]
     assert gained[0] > gained[2], gained
     assert gained[3] > max(gained[4:]), gained
 
 
-def test_the_loss_has_its_optimum_where_the_page_says(names: dict[str, Any]) -> None:
+def test_the_loss_has_the_optimum_that_the_page_states(names: dict[str, Any]) -> None:
     low = names["algorithm"].clip_ratio_low
     ratio = torch.tensor([1.0, 1 + low, 1 + 2 * low]).log().requires_grad_()
     loss = names["pulled_back"](ratio, torch.zeros(3), torch.ones(3), names["algorithm"]).sum()
@@ -111,9 +111,9 @@ def test_a_class_names_the_combination(names: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "given"),
+    ("title", "arguments"),
     [("estimator parameter", ESTIMATOR_ARGUMENTS), ("loss parameter", LOSS_ARGUMENTS)],
 )
-def test_all_parameters_are_documented(title: str, given: tuple[str, ...]) -> None:
+def test_all_parameters_are_documented(title: str, arguments: tuple[str, ...]) -> None:
     (table,) = (table for table in tables(PAGE) if table.header[0] == title)
-    assert {code(word) for row in table.rows for word in row[0].split(", ")} == {*given}
+    assert {code(word) for row in table.rows for word in row[0].split(", ")} == {*arguments}

@@ -1,4 +1,4 @@
-"""docs/first_agent.md, followed to the letter: the agent is tried, trained and scored, in processes of their own."""
+"""The commands and scripts of docs/first_agent.md try, train and score the agent in separate processes."""
 
 import json
 import os
@@ -23,8 +23,8 @@ ENV = {**os.environ, "RAY_ADDRESS": "local"}
 START_DEADLINE_S = 120
 
 
-def written(folder: Path, name: str, *blocks: str) -> Path:
-    """A file of the page's blocks with these names."""
+def write_script(folder: Path, name: str, *blocks: str) -> Path:
+    """Write the page's blocks with these names to a file."""
     path = folder / name
     path.write_text("\n\n".join(snippet(PAGE, block).code for block in blocks))
     return path
@@ -32,7 +32,7 @@ def written(folder: Path, name: str, *blocks: str) -> Path:
 
 @pytest.fixture
 def served() -> Iterator[str]:
-    """`raylight serve` as on the page, on a free port; its base URL."""
+    """Base URL of `raylight serve` as on the page, but on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,7 +59,7 @@ def served() -> Iterator[str]:
 
 
 def wait_for(url: str, server: subprocess.Popen[str]) -> None:
-    """Ask another process until it answers; there is no event to wait for."""
+    """Poll a server in another process until it answers."""
     end = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < end:
         assert server.poll() is None, server.communicate()[0]
@@ -69,12 +69,12 @@ def wait_for(url: str, server: subprocess.Popen[str]) -> None:
             time.sleep(0.2)
         else:
             return
-    raise AssertionError(f"{url} does not answer within {START_DEADLINE_S} s")
+    raise AssertionError(f"{url} did not answer within {START_DEADLINE_S} s")
 
 
 @pytest.mark.slow
 def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
-    script = written(tmp_path, "try_it.py", "agent", "rollout", "tasks", "dev")
+    script = write_script(tmp_path, "try_it.py", "agent", "rollout", "tasks", "dev")
     code = script.read_text()
     assert code.count("http://127.0.0.1:8000/v1") == 1
     script.write_text(code.replace("http://127.0.0.1:8000/v1", served))
@@ -88,7 +88,7 @@ def test_the_agent_is_tried(served: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
-    script = written(tmp_path, "my_agent.py", "agent", "rollout", "tasks", "train")
+    script = write_script(tmp_path, "my_agent.py", "agent", "rollout", "tasks", "train")
     done = subprocess.run(
         [sys.executable, script.name], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=280
     )

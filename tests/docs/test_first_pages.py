@@ -1,4 +1,4 @@
-"""Installing, clusters and architecture: the extras, commands, settings and packages that they name are there."""
+"""The extras, commands, settings and packages that the pages name exist."""
 
 import re
 import sys
@@ -22,13 +22,13 @@ PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "algorithms").g
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script that is in no package, as a module."""
+    """Load a script that belongs to no package as a module."""
     name = f"loaded_{path.stem}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look it up here
     spec.loader.exec_module(module)
     return module
 
@@ -48,7 +48,7 @@ def test_extras_and_versions_are_those_of_the_project() -> None:
         assert (ROOT / file).exists()
 
 
-def test_commands_and_their_options_are_those_of_the_program() -> None:
+def test_commands_and_options_match_the_program() -> None:
     program = typer.main.get_command(app)
     options = {
         name: {option for p in command.params for option in p.opts}
@@ -74,7 +74,7 @@ def test_the_cluster_page_makes_a_trainer() -> None:
         {"engine": rl.EngineConfig, "learner": rl.LearnerConfig}[group].parse(yaml.safe_load(written))
 
 
-def test_packages_that_the_architecture_names_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_the_architecture_page_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "architecture.md").read_text()
     steps, _, floors = tables(DOCS / "architecture.md")
     named = [code for row in steps.rows for code in re.findall(r"`([\w./]+)`", row[2])]
@@ -87,7 +87,9 @@ def test_packages_that_the_architecture_names_are_there(monkeypatch: pytest.Monk
     assert (DOCS / "architecture.svg").read_text().startswith("<?xml")
 
 
-def test_the_picture_is_what_its_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_picture_is_the_output_of_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture = load(DOCS / "architecture_picture.py", monkeypatch)
     monkeypatch.setattr(picture, "PICTURE", tmp_path / "picture.svg")
     picture.main()

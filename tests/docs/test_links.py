@@ -1,4 +1,4 @@
-"""Every relative link and anchor of the documentation points to something that is there."""
+"""Every relative link and anchor of the documentation has a target."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^()\s<>]+)>?(?: \"[^\"]*\
 
 
 def links(text: str) -> list[str]:
-    """Targets of links outside of code."""
+    """Return the targets of links outside of code."""
     return LINK.findall(re.sub(r"`[^`\n]*`", "code", FENCED.sub("", text)))
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives to headings."""
+    """Return the anchors that GitHub generates for headings."""
     found: set[str] = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *#*$", FENCED.sub("", text), re.MULTILINE):
         shown = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
@@ -34,8 +34,8 @@ def anchors(text: str) -> set[str]:
     return found
 
 
-def dead(page: Path) -> list[str]:
-    """Links of a page that lead nowhere, or out of the repository."""
+def dead_links(page: Path) -> list[str]:
+    """Return the links of a page whose target is missing or outside of the repository."""
     wrong = []
     for link in links(page.read_text()):
         if re.match(r"[a-z]+:", link):
@@ -50,8 +50,8 @@ def dead(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    assert dead(page) == []
+def test_links_have_targets(page: Path) -> None:
+    assert dead_links(page) == []
 
 
 def test_every_page_can_be_reached_from_the_index() -> None:
@@ -66,15 +66,18 @@ def test_every_page_can_be_reached_from_the_index() -> None:
     assert [str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md") if page not in reached] == []
 
 
-def test_what_a_dead_link_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     page, other = tmp_path / "page.md", tmp_path / "other.md"
     other.write_text("# A `b_c` & d!\n\n## Twice\n\n## Twice\n\n```\n# no heading\n```\n")
-    good = "[a](other.md) [b](other.md#a-b_c--d) [c](other.md#twice-1) [d](https://x.org/y) [`e`](#here)\n\n# Here\n\n`[x](gone.md)`\n"
+    good = (
+        "[a](other.md) [b](other.md#a-b_c--d) [c](other.md#twice-1) [d](https://x.org/y) [`e`](#here)\n\n"
+        "# Here\n\n`[x](gone.md)`\n"
+    )
     page.write_text(good + "\n```\n[x](gone.md)\n```\n")
-    assert dead(page) == []
+    assert dead_links(page) == []
     page.write_text("[a](gone.md) [b](other.md#no-heading) [c](#nowhere) [d](../outside.md) ![e](gone.svg)")
-    assert [line.partition(":")[0] for line in dead(page)] == [
+    assert [line.partition(":")[0] for line in dead_links(page)] == [
         "gone.md",
         "other.md#no-heading",
         "#nowhere",

@@ -1,4 +1,4 @@
-"""Every Python block of every page is Python, and what it takes from raylight is there: names, and the arguments that they take."""
+"""Every Python block of every page is valid Python, and uses names and arguments that raylight has."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ METHODS = {
     for name, method in inspect.getmembers(cls, inspect.isfunction)
     if not name.startswith("_")
 }
-"""What `trainer`, `store`, `llm` and `apo` can do, by name."""
+"""Methods of variables called `trainer`, `store`, `llm` and `apo`, by method name."""
 
 
 def arguments(called: Any) -> set[str] | None:
-    """Names that it takes by keyword; None if it takes any."""
+    """Return the keyword arguments that a callable accepts; None if it accepts any."""
     if inspect.isclass(called) and issubclass(called, BaseModel):
-        return {*called.model_fields} | ({"name"} if called is rl.LLM else set())  # another word for `model`
+        return {*called.model_fields} | ({"name"} if called is rl.LLM else set())  # alias of `model`
     parameters = inspect.signature(called).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 
 
-def called_by(call: ast.Call, known: dict[str, Any]) -> tuple[str, Any] | None:
-    """What of raylight a call is of, if the block shows it."""
+def called_object(call: ast.Call, known: dict[str, Any]) -> tuple[str, Any] | None:
+    """Return name and object of raylight that a call refers to; None if the block does not show it."""
     match call.func:
         case ast.Attribute(ast.Name("rl"), name):
             return f"rl.{name}", getattr(rl, name, None)
@@ -51,33 +51,35 @@ def called_by(call: ast.Call, known: dict[str, Any]) -> tuple[str, Any] | None:
     return None
 
 
-def wrong(block: Snippet) -> Iterator[str]:
+def unknown_names(block: Snippet) -> Iterator[str]:
+    """Yield a message for each name or argument that raylight does not have."""
     tree = ast.parse(block.code)
     bare = {name: getattr(rl, name) for name in rl.__all__ if inspect.isclass(getattr(rl, name))}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rl":
             if node.attr not in rl.__all__:
                 yield f"{block}: there is no rl.{node.attr}"
-        elif isinstance(node, ast.Call) and (called := called_by(node, bare)) and called[1] is not None:
-            takes = arguments(called[1])
+        elif isinstance(node, ast.Call) and (called := called_object(node, bare)) and called[1] is not None:
+            accepted = arguments(called[1])
             for keyword in node.keywords:
-                if takes is not None and keyword.arg is not None and keyword.arg not in takes:
+                if accepted is not None and keyword.arg is not None and keyword.arg not in accepted:
                     yield f"{block}: {called[0]} takes no {keyword.arg}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_are_python_and_name_what_there_is(page: Path) -> None:
-    assert [line for block in snippets(page) for line in wrong(block)] == []
+def test_blocks_are_python_and_use_existing_names(page: Path) -> None:
+    assert [line for block in snippets(page) for line in unknown_names(block)] == []
 
 
-def test_what_is_wrong(tmp_path: Path) -> None:
+def test_unknown_names_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nrl.Trainr()\nrl.Trainer(n_runner=2, n_runners=1).fit(agents=1)\nGRPO(model='m', rate=1)\n"
-        "trainer.fit(a, data=1)\nstore.wait_for_rollouts(rollout_ids=[], seconds=1)\nother(x=1)\nrl.rollout(judge=1)\n```\n"
+        "trainer.fit(a, data=1)\nstore.wait_for_rollouts(rollout_ids=[], seconds=1)\nother(x=1)\n"
+        "rl.rollout(judge=1)\n```\n"
     )
     (block,) = snippets(page)
-    assert sorted(line.partition(": ")[2] for line in wrong(block)) == [
+    assert sorted(line.partition(": ")[2] for line in unknown_names(block)) == [
         "GRPO takes no rate",
         "Trainer.fit takes no agents",
         "rl.Trainer takes no n_runner",

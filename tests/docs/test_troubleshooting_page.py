@@ -1,4 +1,4 @@
-"""Every typed error has a section in docs/troubleshooting.md, and what the page says of settings and metrics is so."""
+"""Every typed error has a section in docs/troubleshooting.md, whose settings and metrics exist."""
 
 import inspect
 import re
@@ -15,12 +15,12 @@ SOURCE = "".join(path.read_text() for path in (DOCS.parent / "raylight").rglob("
 
 
 def sections() -> dict[str, str]:
-    """The text below each heading."""
+    """Return the text below each heading."""
     parts = re.split(r"^#{2,3} (.+)$", PAGE.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_every_error_has_a_section_that_says_something() -> None:
+def test_every_error_has_a_section_with_cause_and_remedy() -> None:
     public = {
         name
         for name, cls in vars(errors).items()
@@ -29,13 +29,13 @@ def test_every_error_has_a_section_that_says_something() -> None:
         and cls.__module__ == errors.__name__
         and not name.startswith("_")
     }
-    told = sections()
-    assert {name for name in told if name.endswith("Error")} == public
-    short = {name for name in public if len(told[name].split()) < 15}
-    assert not short, "a section says the cause and what to do"
+    texts = sections()
+    assert {name for name in texts if name.endswith("Error")} == public
+    short = {name for name in public if len(texts[name].split()) < 15}
+    assert not short, f"sections too short for a cause and a remedy: {short}"
 
 
-def test_settings_that_the_page_names_are_there() -> None:
+def test_settings_that_the_page_names_exist() -> None:
     groups = {
         "engine": config.EngineConfig,
         "learner": config.LearnerConfig,
@@ -60,7 +60,7 @@ def test_settings_that_the_page_names_are_there() -> None:
     assert not wrong
 
 
-def test_metrics_and_names_in_code_are_those_of_the_source() -> None:
+def test_metrics_and_names_that_the_page_shows_exist() -> None:
     known = {*PolicyAlgorithm.model_fields, *CriticSettings.model_fields}
     for name in re.findall(r"`([a-z]+/[a-z_]+)`", PAGE.read_text()):
         assert f'"{name}"' in SOURCE, f"there is no metric {name}"
