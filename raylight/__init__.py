@@ -1,8 +1,8 @@
 """raylight: train existing AI agents with reinforcement learning on Ray, without changing the agent.
 
 Public names are loaded on first use, so that importing the package is quick and loads neither torch nor Ray.
-`_EXPORTS` is the one list of them: after changing it, run `python scripts/generate_stubs.py`, which writes the
-stubs that type checkers and editors read.
+`_EXPORTS` is the one list of them. After changing it, run `python scripts/generate_stubs.py`, which writes
+the stubs that type checkers and editors read.
 """
 
 from __future__ import annotations

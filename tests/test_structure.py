@@ -137,14 +137,18 @@ def test_no_two_classes_have_one_name() -> None:
 )
 def test_light_imports(module: str) -> None:
     code = (
-        f"import sys, {module}; heavy = {{'torch', 'transformers', 'vllm', 'verl', 'ray'}} & set(sys.modules); "
+        f"import sys, {module}; "
+        "heavy = {'torch', 'transformers', 'vllm', 'verl', 'ray'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_the_package_takes_under_a_second() -> None:
-    code = "import time; t = time.perf_counter(); import raylight, raylight.agent; print(time.perf_counter() - t)"
+    code = (
+        "import time; t = time.perf_counter(); import raylight, raylight.agent; "
+        "print(time.perf_counter() - t)"
+    )
     runs = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
     assert min(runs) < 1.0
 

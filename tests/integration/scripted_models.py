@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 Script = Callable[[str, str], "str | int | tuple[str, str]"]
-"""From the model's name and the last message to the answer, an HTTP status, or the answer and its finish reason."""
+"""Function of model name and last message. Returns a text, a text and finish reason, or an HTTP status."""
 
 
 @dataclass

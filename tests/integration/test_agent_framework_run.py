@@ -1,4 +1,4 @@
-"""A workflow of agent-framework in a GRPO run: its executors name the calls, of which those of one are trained."""
+"""GRPO trains one executor of an agent-framework workflow; the executors' names select its calls."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ TRAIN, _ = additions(0)
 
 
 async def checker(request: Request) -> JSONResponse:
-    """Looks the sum up with the tool, then repeats what the tool said."""
+    """Answer with a call of the tool, then with the tool's result."""
     body = await request.json()
     last = body["messages"][-1]
     if last["role"] == "tool":
@@ -63,7 +63,7 @@ def fixed_model() -> Iterator[str]:
 
 @rl.rollout(trained_agents="^solver$")
 async def workflow(task: dict[str, int], llm: rl.LLM, fixed: rl.LLM, rollout: rl.Rollout) -> float:
-    """The solver answers, at the same time as a critic; then a checker with a tool, at another model, has the last word."""
+    """Run solver and critic in parallel, then a checker with a tool, whose answer counts."""
     from agent_framework import (
         Agent,
         AgentExecutor,

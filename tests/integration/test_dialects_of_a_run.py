@@ -1,4 +1,4 @@
-"""A rollout that talks in turns through two SDKs, and asks a traced judge elsewhere: one trajectory, all recorded."""
+"""A rollout that alternates between two SDKs and calls a traced external judge yields one trajectory."""
 
 import json
 import threading

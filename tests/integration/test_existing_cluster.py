@@ -231,7 +231,7 @@ def test_a_dead_learner_ends_the_run_with_its_name(cluster: Cluster, tmp_path: P
 
 @pytest.mark.slow
 def test_a_driver_killed_outright_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    """Not even the driver can clean up; the actors die with the job, and the replica removes its own application."""
+    """A killed driver cannot clean up: actors die with the job, and the replica removes its application."""
     command = [sys.executable, "examples/quickstart.py", "--steps", "1000", "--output-dir", str(tmp_path)]
     with (tmp_path / "log").open("w") as log:
         driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(), stdout=log, stderr=subprocess.STDOUT)

@@ -1,4 +1,4 @@
-"""Learners that die, hang or run out of memory, on a real cluster: a typed error soon, and a gang that comes back."""
+"""Learners that die, hang or run out of memory on a real cluster raise a typed error and are restarted."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""MiniGRPO on a real Ray cluster: runners, the durable store, HTTP, and one process that samples and trains."""
+"""MiniGRPO on a real Ray cluster: runners, durable store, HTTP, one process that samples and trains."""
 
 import json
 import sqlite3

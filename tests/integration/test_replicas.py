@@ -1,4 +1,4 @@
-"""Two replicas of the engine on a real cluster: rollouts stick to one, and move on when it is killed in mid-stream."""
+"""Rollouts stick to one of two engine replicas, and move to the other if theirs is killed mid-stream."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What a GRPO run leaves in its store: captured calls as spans, read by every adapter; several agents, of which one is trained;
-spans from another process by OTLP; models declared by the agent."""
+"""Traces that a GRPO run leaves in its store.
+
+Captured calls are spans that every adapter reads. One of several agents is trained. Another process adds
+spans by OTLP. The agent declares further models.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A process that has one cluster after another, as a notebook has: each run finds the Serve of its own cluster, or none."""
+"""A process that uses one cluster after another, like a notebook: each run uses its own cluster's Serve."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def make_engine(tied_model: str) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Runs that a Trainer planned; where it would connect to Ray, ReachedRay is raised: all its checks have passed."""
+    """Runs that a Trainer planned. Instead of connecting to Ray, after all checks, it raises ReachedRay."""
     from unit_helpers import ReachedRay
 
     from raylight.trainer import trainer

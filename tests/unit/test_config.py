@@ -1,4 +1,4 @@
-"""Settings: unknown keys and values that do not fit are refused, in `config.py` and in the classes that derive from it."""
+"""Unknown keys and invalid values of settings are rejected, in `config.py` and in derived classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Toy algorithm in one file: GRPO whose advantage is 1 for the best rollouts of a group and -1 for the others."""
+"""Toy algorithm: GRPO whose advantage is 1 for the best rollouts of a group and -1 for the others."""
 
 from __future__ import annotations
 
