@@ -195,10 +195,10 @@ class BaselineReport:
             failure = rollout.attempt.failure if rollout.attempt else None
             self.failures[failure.error if failure else rollout.status] += 1
         reward = "no reward" if finished.reward is None else f"reward {finished.reward:g}"
-        calls = len(finished.generations)
+        duration = _duration(rollout.start_time, rollout.end_time)
+        calls = f", {len(finished.generations)} model calls" if finished.generations else ""
         self.print(
-            f"{position} {rollout.rollout_id} ({mode}) {rollout.status}, "
-            f"{reward}{_duration(rollout.start_time, rollout.end_time)}{f', {calls} model calls' if calls else ''}: "
+            f"{position} {rollout.rollout_id} ({mode}) {rollout.status}, {reward}{duration}{calls}: "
             f"{_excerpt(rollout.input)}",
             style="green" if succeeded else "red",
         )

@@ -56,10 +56,11 @@ def check_memory(
     logger.info("MiniGRPO on %s: %s", device, needed)
     limit = int(settings.memory_limit_gb * 1e9) if settings.memory_limit_gb else free_bytes(device)
     if needed.peak > limit:
+        checkpointing = "" if settings.gradient_checkpointing else ", set gradient_checkpointing=True"
+        bf16 = ", set dtype=bf16" if dtype == torch.float32 else ""
         raise DeviceMemoryError(
-            f"the run needs {needed} on {device}, where {limit / 1e9:.2f} GB are available; lower "
-            "max_model_len, max_concurrent or "
-            f"max_tokens_per_micro_batch{'' if settings.gradient_checkpointing else ', set gradient_checkpointing=True'}{', set dtype=bf16' if dtype == torch.float32 else ''}, "
+            f"the run needs {needed} on {device}, where {limit / 1e9:.2f} GB are available; "
+            f"lower max_model_len, max_concurrent or max_tokens_per_micro_batch{checkpointing}{bf16}, "
             "or use a smaller model"
         )
     return needed
