@@ -5,20 +5,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+
+class _TaskGroup(asyncio.TaskGroup):
+    """A task group that lists its tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[asyncio.Task[Any]] = []
+
+    def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        task = super().create_task(*args, **kwargs)
+        self.started.append(task)
+        return task
 
 
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """An `asyncio.TaskGroup` that raises the first error of its tasks, not an ExceptionGroup.
 
-    Callers catch typed errors, and users read them: neither should have to unwrap a group.
+    Callers catch typed errors, and users read them: neither should have to unwrap a group. A cancellation
+    from outside stays a CancelledError, even if tasks fail while they are cancelled.
     """
+    task = asyncio.current_task()
+    assert task is not None, "only a task can use a task group"
+    cancellations = task.cancelling()
     first: BaseException | None = None
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _TaskGroup() as group:
             yield group
+            # Wait for the tasks within the block: Python 3.11 uncounts the group's own cancellation of this
+            # task only if it comes before the block ends.
+            waited_for = 0
+            while waited_for < len(group.started):
+                waited_for = len(group.started)
+                await asyncio.wait(group.started)
     except BaseExceptionGroup as errors:
-        first = errors.exceptions[0]
+        cancelled = task.cancelling() > cancellations
+        first = asyncio.CancelledError() if cancelled else errors.exceptions[0]
     if first is not None:  # outside the handler, so that the error keeps its own cause and context
         raise first
 

@@ -30,6 +30,7 @@ async def test_the_first_error_is_raised_as_it_is() -> None:
     error.__cause__ = cause
     with pytest.raises(ValueError, match="first") as caught:
         await run_group(error, OSError("second"))
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
     assert caught.value is error
     assert error.__cause__ is cause
 
@@ -53,6 +54,27 @@ async def test_an_error_cancels_the_other_tasks_and_waits_for_them() -> None:
     with pytest.raises(ValueError, match="wrong"):
         await group()
     assert cleaned_up.is_set()
+
+
+async def test_a_cancelled_group_raises_the_cancellation_and_not_the_errors_of_its_tasks() -> None:
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("clean-up failed")
+
+    async def group() -> None:
+        async with task_group() as tasks:
+            tasks.create_task(work())
+
+    outer = asyncio.create_task(group())
+    await asyncio.sleep(0.01)
+    outer.cancel()
+    await asyncio.wait([outer])
+    assert outer.cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await group()
 
 
 async def test_nested_groups_raise_the_error_itself() -> None:
