@@ -60,7 +60,7 @@ def choose_engine(config: EngineConfig) -> str:
         automatic = "vllm" if config.num_gpus and has_vllm() else "transformers"
         kind = automatic if config.url is None else "upstream"
     if kind not in ENGINES:
-        _check_args(kind, config.args, _accepted_args(load_factory(kind)))
+        _check_args(kind, config.args, _accepted_args(kind, load_factory(kind)))
         return kind
     if kind == "vllm" and not has_vllm():
         raise ConfigError(
@@ -89,16 +89,32 @@ def load_factory(kind: str) -> EngineFactory:
             "class, 'package.module:Engine'"
         )
     factory = import_dotted_name(kind, "EngineConfig.kind")
-    missing = [name for name in METHODS if isinstance(factory, type) and not hasattr(factory, name)]
-    if missing or not callable(factory):
-        what = f"lacks {', '.join(missing)}" if missing else "is not callable"
-        raise ConfigError(f"EngineConfig.kind: {kind} {what}; see raylight.engines.protocol.Engine")
+    if not callable(factory):
+        raise ConfigError(f"EngineConfig.kind: {kind} is not callable; see raylight.engines.protocol.Engine")
+    if isinstance(factory, type):
+        _check_methods(kind, factory)
     return factory
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Construct the engine that `settings.config.kind` names."""
-    return load_factory(settings.config.kind)(settings, **settings.config.args)
+    """Construct the engine that `settings.config.kind` names.
+
+    Raises:
+        ConfigError: a function returned an object that is not an engine.
+    """
+    kind = settings.config.kind
+    engine = load_factory(kind)(settings, **settings.config.args)
+    _check_methods(kind, engine)
+    return engine
+
+
+def _check_methods(kind: str, engine: Any) -> None:
+    """Raise a ConfigError if an engine, or its class, lacks a method of the protocol."""
+    missing = [name for name in METHODS if not callable(getattr(engine, name, None))]
+    if missing:
+        raise ConfigError(
+            f"EngineConfig.kind: {kind} lacks {', '.join(missing)}; see raylight.engines.protocol.Engine"
+        )
 
 
 def has_vllm() -> bool:
@@ -109,9 +125,18 @@ def has_vllm() -> bool:
         return False
 
 
-def _accepted_args(factory: EngineFactory) -> frozenset[str] | None:
-    """Return the parameters of a factory after its settings; None if it accepts any keyword."""
-    _, *parameters = inspect.signature(factory).parameters.values()
+def _accepted_args(kind: str, factory: EngineFactory) -> frozenset[str] | None:
+    """Return the parameters of a factory after its settings; None if it accepts any keyword.
+
+    Raises:
+        ConfigError: it has no parameter for the settings.
+    """
+    parameters = list(inspect.signature(factory).parameters.values())
+    if not parameters:
+        raise ConfigError(
+            f"EngineConfig.kind: {kind} takes no arguments; its first one must be the EngineSettings"
+        )
+    parameters = parameters[1:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters)

@@ -28,6 +28,13 @@ class Incomplete:
     async def sleep(self) -> None: ...
 
 
+def factory_without_parameters() -> None: ...
+
+
+def factory_of_something_else(settings: EngineSettings) -> str:
+    return settings.model
+
+
 @pytest.mark.parametrize("kind", [name for name, row in ENGINES.items() if row.factory])
 def test_every_built_in_factory_exists(kind: str) -> None:
     assert callable(load_factory(kind))
@@ -72,6 +79,7 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
             "Incomplete lacks check_health, close, .*load_weights.*protocol",
         ),
         ({"kind": f"{__name__}:ECHO"}, "ECHO is not callable"),
+        ({"kind": f"{__name__}:factory_without_parameters"}, "takes no arguments; its first one must be"),
         ({"kind": ECHO, "args": {"prefix": "?"}}, "no argument 'prefix'; its arguments: suffix"),
         ({"args": {"tool_praser": "hermes"}}, "'tool_praser'; its arguments: reasoning, tool_parser"),
         (
@@ -83,6 +91,13 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
 def test_settings_that_name_no_engine_or_do_not_fit_it(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_engine(EngineConfig(**settings))
+
+
+def test_a_factory_that_returns_no_engine_is_an_error() -> None:
+    config = EngineConfig(kind=f"{__name__}:factory_of_something_else")
+    assert choose_engine(config) == config.kind
+    with pytest.raises(ConfigError, match=r"factory_of_something_else lacks app, .*load_weights"):
+        build_engine(EngineSettings("", "policy", config))
 
 
 def test_the_protocol_has_methods_to_check() -> None:
