@@ -49,7 +49,7 @@ class Translation(ABC):
         engine_request: the body for the engine's route.
 
     Attributes:
-        engine_path: route of the engine that answers.
+        engine_path: route of the engine that answers: chat completions, or one that does not sample.
     """
 
     engine_path: ClassVar[str] = "/v1/chat/completions"

@@ -169,15 +169,15 @@ class Gateway:
         }
         token = SCOPE.set(attempt)
         try:
-            if route.name == "health":
+            if route.inner == "/health":
                 await self._answer_health(inner, receive, answer)
-            elif route.name == "metrics":
+            elif route.inner == "/metrics":
                 await Response(self._metrics.page(), media_type=CONTENT_TYPE)(inner, receive, answer)
-            elif route.name == "traces":
+            elif route.inner == "/v1/traces":
                 if self._traces is None:
                     raise RequestError("this server stores no spans", 404, "not_found_error")
                 await self._traces(inner, receive, answer)
-            elif route.name == "models":
+            elif route.inner == "/v1/models":
                 await self._list_models(route.model, inner, receive, answer)
             else:
                 await self._forward(inner, receive, answer)

@@ -92,5 +92,14 @@ async def test_errors_of_every_layer_have_its_shape(replica: Replica) -> None:
     assert engine_error.json() == {"toy_error": "no"}
 
 
+@pytest.mark.parametrize("name", ["health", "metrics", "models", "traces"])
+async def test_a_dialect_may_have_the_name_of_a_route(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DIALECTS, name, type("Named", (ToyDialect,), {"name": name}))
+    replica = Replica()
+    answer = await replica.post(QUESTION)
+    assert answer.json()["text"] == "hello"
+    await replica.sink.has(1, 1)
+
+
 async def test_an_unregistered_dialect_has_no_route() -> None:
     assert (await Replica().post(QUESTION)).status_code == 404
