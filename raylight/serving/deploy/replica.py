@@ -74,13 +74,20 @@ class ReplicaRuntime:
         await self._settings.coordinator.report_start_failure.remote(f"{type(error).__name__}: {error}")
 
     async def start(self, engine: Engine, engine_metrics: Callable[[], bytes] | None = None) -> ASGIApp:
-        """Apply all current orders to the engine, then build the application that agents call.
+        """Apply all current orders to the engine, and build the application that agents call.
+
+        The engine's application comes first: once the replica has subscribed, the run counts it as started.
 
         Args:
             engine_metrics: returns the engine's own metrics in Prometheus text format.
         """
         self._engine = engine
         settings, config = self._settings, self._settings.config
+        try:
+            engine_app = await engine.app()
+        except Exception as error:
+            await self.report_start_failure(error)
+            raise
         self._executor = OrderExecutor(self._replica, engine, settings.coordinator, self._delete_application)
         await self._executor.catch_up([settings.coordinator.wait_forever.remote()])
         self._executing = asyncio.create_task(self._executor.run())
@@ -88,7 +95,7 @@ class ReplicaRuntime:
         if store is not None:
             self._recorder = Recorder(functools.partial(store.capture, recorder=self._replica))
         gateway = build_gateway(
-            await engine.app(),
+            engine_app,
             engine,
             settings.secret,
             self._recorder,
