@@ -36,9 +36,8 @@ class JsonRequest:
     """A request's JSON body, decoded once, and an ASGI `receive` that replays it.
 
     A layer takes the decoded fields with `json_request`. An application that reads bodies by itself, such as
-    vLLM's, calls
-    this object as its `receive`: it gets the whole body as one message, and after it the messages of the
-    client.
+    vLLM's, calls this object as its `receive`: it gets the whole body as one message, and after it the
+    messages of the client.
 
     Args:
         fields: the decoded object. Layers share it: none may change it.
@@ -118,9 +117,8 @@ async def read_request(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_
     """
     headers = dict(scope["headers"])
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if (
-        content_type != b"application/json"
-    ):  # browsers send this type to another site only if that site agrees
+    # Browsers send this type to another site only if that site agrees.
+    if content_type != b"application/json":
         raise RequestError(
             f"the content type must be application/json, not {content_type.decode('latin-1')[:80]!r}", 415
         )
