@@ -153,10 +153,11 @@ def resume_after(
         same_run: True if the state is of the run in this directory, whose store has the rollouts after it.
 
     Raises:
-        ConfigError: the state belongs to another model, algorithm or adapter.
+        ConfigError: the state belongs to another model, algorithm or adapter, or was written by another
+            version of raylight.
     """
+    progress = _read_progress(metadata)
     changed = changed_settings(metadata["config"], config)
-    progress = {name: metadata[name] for name in PROGRESS_KEYS}
     if not same_run:
         progress["evaluation"] = None  # the best model so far is in the other run directory
     notes = [f"resuming after step {step}"]
@@ -186,8 +187,7 @@ def resume_after(
 def resume_point_of(states: TrainingStates, step: int) -> ResumePoint:
     """Return the position of a training state that the current run wrote itself."""
     metadata = states.metadata(step)
-    progress = {name: metadata[name] for name in PROGRESS_KEYS}
-    return ResumePoint(metadata["lineage"], states.url, step, **progress, same_run=True)
+    return ResumePoint(metadata["lineage"], states.url, step, **_read_progress(metadata), same_run=True)
 
 
 def prepare_states(start: ResumePoint, state_url: str, config: dict[str, Any]) -> None:
@@ -227,6 +227,16 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
             "fresh in another output_dir"
         )
     return changed
+
+
+def _read_progress(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `PROGRESS_KEYS`; raise ConfigError if another version wrote other keys."""
+    if missing := [name for name in PROGRESS_KEYS if name not in metadata]:
+        raise ConfigError(
+            f"the training state was written by another version of raylight: it has no {', '.join(missing)}; "
+            "resume with that version, or start fresh in another output_dir"
+        )
+    return {name: metadata[name] for name in PROGRESS_KEYS}
 
 
 def _is_fixed(name: str) -> bool:

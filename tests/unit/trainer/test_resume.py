@@ -134,6 +134,13 @@ def test_another_learning_rate_starts_a_lineage_with_new_versions():
     assert (same.version, same.starts_new_lineage) == (5, False)
 
 
+def test_a_state_of_another_version_raises():
+    old = metadata(fresh_start())
+    old["taken"] = old.pop("tasks_consumed")
+    with pytest.raises(ConfigError, match="another version of raylight: it has no tasks_consumed"):
+        resume_after("u", 10, old, CONFIG, highest_version=0)
+
+
 def test_a_state_of_another_folder_starts_a_lineage_without_parent(tmp_path: Path):
     url = str(tmp_path / "state")
     TrainingStates(url).write(10, metadata(fresh_start()), write_content)
