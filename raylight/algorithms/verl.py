@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any, ClassVar, Self
 
 from omegaconf import OmegaConf
@@ -45,10 +47,7 @@ class VERL(PolicyAlgorithm):
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that construct an equal algorithm, as JSON values."""
-        config = self._config
-        if OmegaConf.is_config(config):
-            config = OmegaConf.to_container(config, resolve=True)
-        return {"config": config, "strict": self._strict}
+        return {"config": _to_plain(self._config), "strict": self._strict}
 
     def adjust_run_settings(self, settings: RunSettings) -> RunSettings:
         """Return the settings of a run: the Trainer's, and the configuration's where the Trainer has none.
@@ -77,3 +76,14 @@ class VERL(PolicyAlgorithm):
         copy = self.model_copy(update={"n_epochs": n_epochs})
         copy._config = {**self.arguments()["config"], "trainer.total_epochs": n_epochs}
         return copy
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a configuration as YAML values, with paths as text."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {key: _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value

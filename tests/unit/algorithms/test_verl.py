@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from unit_helpers import ReachedRay
 from verl_configs import BASE, MATH, OPEN, TAU2, changed, doc_row, settings_of
@@ -337,6 +338,14 @@ def test_its_arguments_construct_an_equal_algorithm(config: Any) -> None:
     again = VERL(**algorithm.arguments())
     assert again.model_dump() == algorithm.model_dump()
     assert again.n_epochs == 2
+
+
+def test_its_arguments_are_yaml_values() -> None:
+    inner = OmegaConf.create(MATH["actor_rollout_ref"])
+    config = {**MATH, "actor_rollout_ref": inner, "actor_rollout_ref.model.path": Path("models/tiny")}
+    inner.model.pop("path")
+    arguments = yaml.safe_load(yaml.safe_dump(VERL(config).arguments()))
+    assert VERL(**arguments).model_dump() == VERL(MATH).model_dump()
 
 
 def test_remax_has_its_greedy_rollouts() -> None:
