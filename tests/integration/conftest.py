@@ -7,8 +7,8 @@ from ray_cluster import kill_orphaned_proxies, ray_processes
 
 
 @pytest.fixture
-def proxies_of_the_killed(no_processes_left: None) -> Iterator[None]:
-    """Ends the HAProxy that Ray leaves behind when a driver is killed, and with it the local cluster."""
+def kill_leftover_proxies(no_processes_left: None) -> Iterator[None]:
+    """Kill the HAProxy processes that Ray leaves behind if a driver and its local cluster are killed."""
     before = ray_processes(("haproxy",))
     yield
     kill_orphaned_proxies(before)

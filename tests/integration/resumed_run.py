@@ -1,4 +1,4 @@
-"""A short run of the quickstart's agent: python resumed_run.py OUTPUT_DIR STEPS LEARNERS RESUME LR"""
+"""Short run of the quickstart's agent: python resumed_run.py OUTPUT_DIR STEPS LEARNERS RESUME"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Models elsewhere that answer by script: a real OpenAI-compatible server in a thread."""
+"""Scripted models behind a real OpenAI-compatible server in a thread."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ Script = Callable[[str, str], "str | int | tuple[str, str]"]
 
 
 @dataclass
-class Elsewhere:
+class ScriptedModels:
+    """Server application that answers every request with a script."""
+
     script: Script
     url: str = ""
-    asked: list[tuple[str, str]] = field(default_factory=list)
-    """Every request that came: the model's name and the last message."""
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    """Model name and last message of every request."""
 
     async def chat(self, request: Request) -> JSONResponse:
         body = await request.json()
         name, text = body["model"], body["messages"][-1]["content"]
-        self.asked.append((name, text))
-        said: Any = self.script(name, text)
-        if isinstance(said, int):
-            return JSONResponse({"error": {"message": "by script"}}, status_code=said)
-        content, reason = said if isinstance(said, tuple) else (said, "stop")
+        self.requests.append((name, text))
+        reply: Any = self.script(name, text)
+        if isinstance(reply, int):
+            return JSONResponse({"error": {"message": "by script"}}, status_code=reply)
+        content, reason = reply if isinstance(reply, tuple) else (reply, "stop")
         choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": reason}
         return JSONResponse(
             {
@@ -46,10 +48,10 @@ class Elsewhere:
 
 
 @contextlib.contextmanager
-def elsewhere(script: Script) -> Iterator[Elsewhere]:
-    """Serve such models while the block lasts."""
-    found = Elsewhere(script)
-    app = Starlette(routes=[Route("/v1/chat/completions", found.chat, methods=["POST"])])
+def serve_script(script: Script) -> Iterator[ScriptedModels]:
+    """Serve models with this script until the block ends."""
+    models = ScriptedModels(script)
+    app = Starlette(routes=[Route("/v1/chat/completions", models.chat, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     started = threading.Event()
     begin = server.startup
@@ -62,9 +64,9 @@ def elsewhere(script: Script) -> Iterator[Elsewhere]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert started.wait(20)
-    found.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    models.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
     try:
-        yield found
+        yield models
     finally:
         server.should_exit = True
         thread.join(20)

@@ -86,12 +86,12 @@ async def workflow(task: dict[str, int], llm: rl.LLM, fixed: rl.LLM, rollout: rl
     class Join(Executor):
         @handler
         async def join(self, answers: list[AgentExecutorResponse], ctx: WorkflowContext[str, str]) -> None:
-            said = {answer.executor_id: answer.agent_response.text for answer in answers}
-            await ctx.yield_output(said["solver"])
+            texts = {answer.executor_id: answer.agent_response.text for answer in answers}
+            await ctx.yield_output(texts["solver"])
             await ctx.send_message("check it")
 
     def look_up() -> int:
-        """The right answer."""
+        """Return the correct answer."""
         return task["a"] + task["b"]
 
     async with (
@@ -178,18 +178,18 @@ def test_triplets_have_tokens_and_the_names_of_executors(finished: list[Finished
         } == tokens
 
 
-def test_the_solver_and_the_critic_are_not_mixed_up(finished: list[FinishedRollout]) -> None:
-    """agent-framework's own spans say which response each of the two was given."""
+def test_responses_belong_to_the_right_executor(finished: list[FinishedRollout]) -> None:
+    """agent-framework's own spans record the response that each executor received."""
     for item in finished:
         by_id = {span.span_id: span for span in item.spans}
-        said: dict[str, str] = {}
+        expected: dict[str, str] = {}
         for chat in (span for span in item.spans if span.name.startswith("chat ")):
             agent = by_id[chat.parent_id or ""]
-            said[chat.attributes["gen_ai.response.id"]] = by_id[agent.parent_id or ""].attributes[
+            expected[chat.attributes["gen_ai.response.id"]] = by_id[agent.parent_id or ""].attributes[
                 "executor.id"
             ]
         triplets = rl.TracerTraceToTriplet().adapt(item.spans)
-        assert {t.metadata["response_id"]: t.metadata["agent_name"] for t in triplets} == said
+        assert {t.metadata["response_id"]: t.metadata["agent_name"] for t in triplets} == expected
 
 
 def test_spans_of_agents_tools_and_executors_are_in_the_store(finished: list[FinishedRollout]) -> None:

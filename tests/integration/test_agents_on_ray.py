@@ -24,12 +24,12 @@ def connected(shared_cluster: Cluster) -> Iterator[None]:
         yield
 
 
-class Roll(rl.FastAlgorithm):
-    """Rolls every task out once, and keeps what came of it."""
+class RunTasks(rl.FastAlgorithm):
+    """Algorithm that rolls out every task once and keeps the results."""
 
     def __init__(self, config: rl.RolloutConfig | None = None) -> None:
         self.config = config or rl.RolloutConfig()
-        self.found: list[FinishedRollout] = []
+        self.results: list[FinishedRollout] = []
         self.workers: list[rl.Worker] = []
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
@@ -42,13 +42,15 @@ class Roll(rl.FastAlgorithm):
         ]  # type: ignore[arg-type]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
         await store.wait_for_rollouts(rollout_ids=ids, timeout=100)
-        self.found = await store.collect(ids, with_spans=True)
+        self.results = await store.collect(ids, with_spans=True)
         self.workers = await store.query_workers()
 
 
-def roll(agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = None, **settings: Any) -> Roll:
+def run_tasks(
+    agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = None, **settings: Any
+) -> RunTasks:
     config = settings.pop("config", None)
-    algorithm = Roll(config)
+    algorithm = RunTasks(config)
     trainer = rl.Trainer(
         algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, initial_resources=LLM, **settings
     )
@@ -57,8 +59,8 @@ def roll(agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = Non
     return algorithm
 
 
-class Emitting(rl.LitAgent):
-    """Records its mode in spans; emits two rewards and returns none."""
+class EmittingAgent(rl.LitAgent):
+    """Agent that records its mode in spans, emits two rewards and returns none."""
 
     async def training_rollout_async(
         self, task: Any, resources: rl.NamedResources, rollout: rl.Rollout
@@ -74,9 +76,9 @@ class Emitting(rl.LitAgent):
 
 
 def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
-    done = roll(Emitting(), list(range(6)), tmp_path, val=[1])
-    by_task = {(item.rollout.mode, item.rollout.input): item for item in done.found}
-    assert all(item.rollout.status == "succeeded" for item in done.found)
+    done = run_tasks(EmittingAgent(), list(range(6)), tmp_path, val=[1])
+    by_task = {(item.rollout.mode, item.rollout.input): item for item in done.results}
+    assert all(item.rollout.status == "succeeded" for item in done.results)
     for task in range(6):
         item = by_task["train", task]
         assert item.reward == task / 10
@@ -90,11 +92,11 @@ def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
     )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["by_status"] == {"succeeded": 7}
-    with sqlite3.connect(tmp_path / "store.db") as db:  # what the store acknowledged is on disk
+    with sqlite3.connect(tmp_path / "store.db") as db:  # acknowledged data is on disk
         assert db.execute("SELECT COUNT(*) FROM rollouts WHERE status = 'succeeded'").fetchone() == (7,)
 
 
-class Grading(rl.Hook):
+class GradingHook(rl.Hook):
     def on_trace_end(self, *, rollout: rl.Rollout, spans: list[rl.Span]) -> None:
         rl.emit_message(f"{len(spans)} spans")
 
@@ -110,14 +112,14 @@ def failing_on_odd(task: int) -> None:
 
 
 def test_hooks_set_rewards_before_success_and_run_after_failures(tmp_path: Path) -> None:
-    done = roll(failing_on_odd, [0, 1], tmp_path, hooks=[Grading(), rl.LoggingHook()])
-    even, odd = done.found
+    done = run_tasks(failing_on_odd, [0, 1], tmp_path, hooks=[GradingHook(), rl.LoggingHook()])
+    even, odd = done.results
     assert (even.rollout.status, even.reward) == ("succeeded", 0.25)
     assert odd.rollout.status == "failed"
     assert odd.rollout.attempt is not None
     assert odd.rollout.attempt.failure is not None
     assert odd.rollout.attempt.failure.error == "ValueError: odd"
-    assert [rl.find_final_reward(item.spans) for item in done.found] == [0.25, 0.25]
+    assert [rl.find_final_reward(item.spans) for item in done.results] == [0.25, 0.25]
 
 
 @rl.rollout
@@ -133,12 +135,12 @@ def test_agents_that_hang_are_left_alone_and_their_runner_is_replaced(tmp_path: 
     from raylight.runner.runner import MAX_HUNG_AGENTS
 
     tasks = [*range(3 * MAX_HUNG_AGENTS), *[-1] * 20]
-    done = roll(
+    done = run_tasks(
         hangs, tasks, tmp_path, config=rl.RolloutConfig(timeout_seconds=1.0), runner={"max_concurrent": 12}
     )
-    by_status = Counter((item.rollout.status, item.rollout.input >= 0) for item in done.found)
+    by_status = Counter((item.rollout.status, item.rollout.input >= 0) for item in done.results)
     assert by_status == {("failed", True): 3 * MAX_HUNG_AGENTS, ("succeeded", False): 20}
-    assert {item.rollout.attempt.status for item in done.found if item.rollout.attempt} == {
+    assert {item.rollout.attempt.status for item in done.results if item.rollout.attempt} == {
         "timeout",
         "succeeded",
     }
@@ -162,8 +164,8 @@ def test_an_agent_that_blocks_the_event_loop_costs_its_runner_but_no_other_rollo
             threading.Event().wait()
         return 1.0
 
-    done = roll(blocks_once, list(range(10)), tmp_path / "run", runner={"stuck_after_s": 3.0})
-    assert {item.rollout.status for item in done.found} == {"succeeded"}
+    done = run_tasks(blocks_once, list(range(10)), tmp_path / "run", runner={"stuck_after_s": 3.0})
+    assert {item.rollout.status for item in done.results} == {"succeeded"}
     assert done.summary["counts"]["runners_lost"] == 1  # type: ignore[attr-defined]
 
 
@@ -177,22 +179,22 @@ def test_an_agent_that_kills_its_runner_costs_only_itself(tmp_path: Path) -> Non
         await asyncio.sleep(0.1)
         return 1.0
 
-    done = roll(one_is_deadly, list(range(12)), tmp_path)
-    assert {item.rollout.input for item in done.found if item.rollout.status == "failed"} == {3}
-    assert Counter(item.rollout.status for item in done.found) == {"succeeded": 11, "failed": 1}
+    done = run_tasks(one_is_deadly, list(range(12)), tmp_path)
+    assert {item.rollout.input for item in done.results if item.rollout.status == "failed"} == {3}
+    assert Counter(item.rollout.status for item in done.results) == {"succeeded": 11, "failed": 1}
 
 
 @pytest.mark.slow
-def test_max_rollouts_ends_runners_and_says_so_to_who_waits(tmp_path: Path) -> None:
+def test_max_rollouts_ends_runners_and_fails_the_remaining_rollouts(tmp_path: Path) -> None:
     @rl.rollout
     def quick(task: int) -> float:
         return 1.0
 
-    done = roll(quick, list(range(10)), tmp_path, max_rollouts=3)
-    assert Counter(item.rollout.status for item in done.found) == {"succeeded": 6, "failed": 4}
+    done = run_tasks(quick, list(range(10)), tmp_path, max_rollouts=3)
+    assert Counter(item.rollout.status for item in done.results) == {"succeeded": 6, "failed": 4}
     errors = {
         item.rollout.attempt.failure.error
-        for item in done.found
+        for item in done.results
         if item.rollout.attempt and item.rollout.attempt.failure
     }
     assert len(errors) == 1
@@ -200,17 +202,17 @@ def test_max_rollouts_ends_runners_and_says_so_to_who_waits(tmp_path: Path) -> N
 
 
 def test_dev_shows_what_the_agent_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = rl.Trainer(agent=Emitting(), output_dir=tmp_path, initial_resources=LLM)
+    trainer = rl.Trainer(agent=EmittingAgent(), output_dir=tmp_path, initial_resources=LLM)
     trainer.dev(train_dataset=[1, 2, 3, 4])
     shown = capsys.readouterr().out
     assert "agentlightning.operation" in shown
     assert "4 rollouts" in shown
     with pytest.raises(TypeError, match="FastAlgorithm"):
-        rl.Trainer(algorithm=rl.GRPO(model="anything"), agent=Emitting()).dev(train_dataset=[1])
+        rl.Trainer(algorithm=rl.GRPO(model="anything"), agent=EmittingAgent()).dev(train_dataset=[1])
 
 
 async def test_train_can_be_awaited_and_cancelled(tmp_path: Path) -> None:
-    trainer = rl.Trainer(algorithm=Roll(), agent=failing_on_odd, output_dir=tmp_path, progress=False)
+    trainer = rl.Trainer(algorithm=RunTasks(), agent=failing_on_odd, output_dir=tmp_path, progress=False)
     summary = await trainer.train([0, 2, 4])
     assert summary["by_status"] == {"succeeded": 3}
 
@@ -233,7 +235,7 @@ async def test_train_can_be_awaited_and_cancelled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_of_ones_own_outlives_the_run(tmp_path: Path) -> None:
+def test_a_store_passed_by_the_user_outlives_the_run(tmp_path: Path) -> None:
     import ray
 
     from raylight.config import StoreConfig
@@ -241,9 +243,9 @@ def test_a_store_of_ones_own_outlives_the_run(tmp_path: Path) -> None:
 
     actor = start_store("mine", str(tmp_path / "mine.db"), StoreConfig())
     client = rl.StoreClient(actor)
-    for run in (1, 2):  # runners of the first are gone, and take nothing of the second
-        done = roll(failing_on_odd, [0, 2], tmp_path / f"run-{run}", store=client)
-        assert [item.rollout.attempt.sequence_id for item in done.found if item.rollout.attempt] == [1, 1]
+    for run in (1, 2):  # the first run's runners have ended and take no rollout of the second run
+        done = run_tasks(failing_on_odd, [0, 2], tmp_path / f"run-{run}", store=client)
+        assert [item.rollout.attempt.sequence_id for item in done.results if item.rollout.attempt] == [1, 1]
         assert asyncio.run(_count(client)) == 2 * run
     ray.kill(actor)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 from ray_cluster import Cluster
-from scripted_models import elsewhere
+from scripted_models import serve_script
 
 import raylight as rl
 from raylight.errors import CheckpointError, ConfigError, CriticError, RolloutsFailedError
@@ -48,9 +48,8 @@ def trainer(algorithm: rl.APO, folder: Path, **settings: Any) -> rl.Trainer:
     )
 
 
-def answer_of(text: str) -> str:
-    """Return the answer of the agent's model: the sum, without other words only if the prompt asks for
-    that."""
+def scripted_answer(text: str) -> str:
+    """Return the answer of the agent's model: the sum, alone only if the prompt asks for that."""
     total = sum(
         int(word)
         for word in text.replace("?", " ").replace(".", " ").replace(",", " ").split()
@@ -74,10 +73,10 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
 
     def script(model: str, text: str) -> str | int | tuple[str, str]:
         if model == "worker":
-            return answer_of(text)
+            return scripted_answer(text)
         if model == "critic":
             return "it talks too much" if "The answer is" in text else "fine as it is"
-        number = next(edits)  # the third of the editor's answers fails twice, the client's retry included
+        number = next(edits)  # the editor's third answer fails twice, including the client's retry
         script = [
             "<prompt>Add {a}. Write only the number.</prompt>",
             "<prompt>Add {a} and {b}, please.</prompt>",
@@ -87,7 +86,7 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
         ]
         return script[number] if number < len(script) else ("<prompt>{a}", "length")
 
-    with elsewhere(script) as models:
+    with serve_script(script) as models:
         algorithm = apo(models.url, max_concurrent=1, beam_rounds=2)
         worker = rl.LLM(endpoint=models.url, model="worker", traced=True)
         run = trainer(algorithm, tmp_path, resources={"worker": worker})
@@ -100,12 +99,12 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
     tried = [candidate.template.template for candidate in history.candidates]
     assert tried == [SEED.template, "Add {a} and {b}, please.", algorithm.get_best_prompt().template]
     assert history.rejected_by_kind() == {"cut off": 4, "placeholders": 1, "endpoint": 1}
-    criticised = [text for model, text in models.asked if model == "critic"]
+    criticised = [text for model, text in models.requests if model == "critic"]
     assert all("The answer is" in text or "write only" in text.lower() for text in criticised), (
         "it reads the conversation"
     )
     assert any("[user] What is" in text and "Reward: 0" in text for text in criticised)
-    assert any("it talks too much" in text for model, text in models.asked if model == "editor")
+    assert any("it talks too much" in text for model, text in models.requests if model == "editor")
     shown = capsys.readouterr().out
     assert "prompts tried" in shown
     assert "6 rewrites rejected: 4 cut off" in shown
@@ -119,14 +118,16 @@ def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFi
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["val/reward"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 1.0)]
     # seed on 6; 4 branches on 2; 3 prompts on 3; the leader on 6
-    # 4 branches on 2; 2 prompts on 3, as the other rewrites were rejected
+    # 4 branches on 2; 2 prompts on 3, because the other rewrites were rejected
     assert summary["rollouts"] == summary["by_status"]["succeeded"] == 6 + 8 + 9 + 6 + 8 + 6
 
 
 @rl.rollout
-async def by_words(task: dict, prompt_template: rl.PromptTemplate) -> float:
-    """Agent rewarded by the number of words; it hangs on half of the tasks at "ponder" and fails at
-    "fail"."""
+async def rewarded_by_length(task: dict, prompt_template: rl.PromptTemplate) -> float:
+    """Agent rewarded by the number of words.
+
+    It hangs on half of the tasks if the prompt contains "ponder", and fails on "fail".
+    """
     import asyncio
 
     text = prompt_template.format(**task)
@@ -138,9 +139,9 @@ async def by_words(task: dict, prompt_template: rl.PromptTemplate) -> float:
     return float(len(text.split()))
 
 
-def test_rollouts_that_hang_or_fail_count_as_nothing(tmp_path: Path) -> None:
+def test_rollouts_that_hang_or_fail_have_no_reward(tmp_path: Path) -> None:
     edits = iter(["ponder {a} {b} for long, really long", "fail at {a} {b} with so very many words here"] * 2)
-    with elsewhere(lambda model, text: next(edits) if model == "editor" else "longer!") as models:
+    with serve_script(lambda model, text: next(edits) if model == "editor" else "longer!") as models:
         algorithm = apo(
             models.url,
             beam_width=1,
@@ -149,8 +150,8 @@ def test_rollouts_that_hang_or_fail_count_as_nothing(tmp_path: Path) -> None:
             rollout_batch_timeout=5.0,
             max_concurrent=1,
         )
-        trainer(algorithm, tmp_path, progress=False).fit(by_words, TRAIN, VAL)
-        criticised = [text for model, text in models.asked if model == "critic"]
+        trainer(algorithm, tmp_path, progress=False).fit(rewarded_by_length, TRAIN, VAL)
+        criticised = [text for model, text in models.requests if model == "critic"]
     history = algorithm.history
     assert history is not None
     seed, hung, failed = history.candidates
@@ -162,7 +163,7 @@ def test_rollouts_that_hang_or_fail_count_as_nothing(tmp_path: Path) -> None:
     assert "Reward: 5" in criticised[0]
 
 
-def test_an_endpoint_that_fails_ends_the_run_and_resume_goes_on(tmp_path: Path) -> None:
+def test_a_failing_endpoint_ends_the_run_and_resume_continues_it(tmp_path: Path) -> None:
     down, words = [False], itertools.count()
 
     def script(model: str, text: str) -> str | int:
@@ -170,17 +171,17 @@ def test_an_endpoint_that_fails_ends_the_run_and_resume_goes_on(tmp_path: Path) 
             return 503
         return "say more" if model == "critic" else "{a} {b}" + " more" * next(words)
 
-    with elsewhere(script) as models:
+    with serve_script(script) as models:
         algorithm = apo(models.url, beam_rounds=1)
-        first = trainer(algorithm, tmp_path, progress=False).fit(by_words, TRAIN, VAL)
+        first = trainer(algorithm, tmp_path, progress=False).fit(rewarded_by_length, TRAIN, VAL)
         before = algorithm.history
         assert before is not None
         algorithm.settings = algorithm.settings.model_copy(update={"beam_rounds": 2})
         down[0] = True
         with pytest.raises(CriticError, match="InternalServerError"):
-            trainer(algorithm, tmp_path, progress=False).fit(by_words, TRAIN, VAL, resume="auto")
+            trainer(algorithm, tmp_path, progress=False).fit(rewarded_by_length, TRAIN, VAL, resume="auto")
         down[0] = False  # the same client again, in another event loop
-        second = trainer(algorithm, tmp_path, progress=False).fit(by_words, TRAIN, VAL, resume=True)
+        second = trainer(algorithm, tmp_path, progress=False).fit(rewarded_by_length, TRAIN, VAL, resume=True)
     after = algorithm.history
     assert after is not None
     assert after.rounds_done == 2
@@ -191,19 +192,21 @@ def test_an_endpoint_that_fails_ends_the_run_and_resume_goes_on(tmp_path: Path) 
     assert after.best_candidate.val_score >= before.best_candidate.val_score  # type: ignore[operator]
     assert second["rollouts"] < first["rollouts"] + 6, "the seed is not validated again"
     with pytest.raises(CheckpointError, match="another val_dataset"):
-        trainer(algorithm, tmp_path, progress=False).fit(by_words, TRAIN, TRAIN, resume="auto")
+        trainer(algorithm, tmp_path, progress=False).fit(rewarded_by_length, TRAIN, TRAIN, resume="auto")
     with pytest.raises(ConfigError, match="to resume from"):
-        trainer(algorithm, tmp_path / "other", progress=False).fit(by_words, TRAIN, VAL, resume=True)
+        trainer(algorithm, tmp_path / "other", progress=False).fit(
+            rewarded_by_length, TRAIN, VAL, resume=True
+        )
     with pytest.raises(ConfigError, match="nothing reads resume"):
-        trainer(rl.Baseline(), tmp_path).fit(by_words, TRAIN, VAL, resume=True)  # type: ignore[arg-type]
+        trainer(rl.Baseline(), tmp_path).fit(rewarded_by_length, TRAIN, VAL, resume=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("status", [401, pytest.param(404, marks=pytest.mark.slow)])
 def test_a_wrong_key_or_name_ends_the_run_at_once(status: int, tmp_path: Path) -> None:
-    with elsewhere(lambda model, text: status) as models:
+    with serve_script(lambda model, text: status) as models:
         with pytest.raises(CriticError, match="api_key"):
-            trainer(apo(models.url), tmp_path, progress=False).fit(by_words, TRAIN, VAL)
-        assert len(models.asked) <= 4
+            trainer(apo(models.url), tmp_path, progress=False).fit(rewarded_by_length, TRAIN, VAL)
+        assert len(models.requests) <= 4
 
 
 @pytest.mark.slow
@@ -216,7 +219,7 @@ def test_an_agent_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     def silent(task: dict, prompt_template: rl.PromptTemplate) -> None:
         return None
 
-    with elsewhere(lambda model, text: "x") as models:
+    with serve_script(lambda model, text: "x") as models:
         with pytest.raises(RolloutsFailedError, match="no such thing"):
             trainer(apo(models.url), tmp_path, progress=False).fit(broken, TRAIN, VAL)
         with pytest.raises(RolloutsFailedError, match="return a float"):
@@ -224,7 +227,7 @@ def test_an_agent_that_always_fails_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_served_where_apo_is_told_to(tmp_path: Path) -> None:
+def test_apo_serves_a_model_if_configured(tmp_path: Path) -> None:
     """The starter model adds only with the prompt that it was trained on."""
     from raylight.quickstart import STARTER_MODEL
     from raylight.quickstart.additions import additions
@@ -242,14 +245,14 @@ def test_a_model_is_served_where_apo_is_told_to(tmp_path: Path) -> None:
             )
         return 1.0 if reply.choices[0].message.content == str(task["a"] + task["b"]) else 0.0
 
-    with elsewhere(lambda model, text: "be terse" if model == "critic" else "{a}+{b}=") as models:
+    with serve_script(lambda model, text: "be terse" if model == "critic" else "{a}+{b}=") as models:
         algorithm = apo(
             models.url, served_model=STARTER_MODEL, beam_width=1, branch_factor=1, val_batch_size=16
         )
         trainer(algorithm, tmp_path, progress=False, engine={"max_model_len": 256}).fit(
             asks, train[:8], val[:32]
         )
-        criticised = [text for model, text in models.asked if model == "critic"]
+        criticised = [text for model, text in models.requests if model == "critic"]
     history = algorithm.history
     assert history is not None
     assert history.candidates[0].val_score == 0.0

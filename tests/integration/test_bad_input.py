@@ -1,4 +1,4 @@
-"""A user's mistake ends with one typed error that says what to do, and leaves the cluster unchanged."""
+"""A user's mistake raises one typed error with a remedy, and leaves the cluster unchanged."""
 
 import json
 import socket
@@ -36,8 +36,10 @@ def fit(
 
 
 def agents() -> dict[str, Callable[..., Any]]:
-    """Agents that give nothing to learn. Defined in a function, so that they travel by value: runners cannot
-    import this test."""
+    """Return agents that give nothing to learn.
+
+    They are local functions and therefore pickled by value: runners cannot import this test.
+    """
 
     def raises_always(task: dict, llm: Any) -> float:
         raise ValueError("my tool broke")
@@ -210,7 +212,7 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
         ),
     ],
 )
-def test_what_is_wrong_before_anything_starts(
+def test_mistakes_found_before_anything_starts(
     call: Callable[[Path], Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     import ray

@@ -40,7 +40,7 @@ async def judge_app(request: Request) -> JSONResponse:
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[str]:
-    """A model elsewhere; answers under its own key only."""
+    """Base URL of an external model that requires its own key."""
     app = Starlette(routes=[Route("/v1/chat/completions", judge_app, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     started = threading.Event()
@@ -60,7 +60,7 @@ def judge() -> Iterator[str]:
 
 
 @rl.rollout
-async def talker(task: dict[str, int], llm: rl.LLM, judge: rl.LLM) -> float:
+async def two_sdk_agent(task: dict[str, int], llm: rl.LLM, judge: rl.LLM) -> float:
     from anthropic import AsyncAnthropic
     from openai import AsyncOpenAI
 
@@ -110,7 +110,7 @@ def folder(judge: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         address="local",
         initial_resources={"judge": fixed},
     )
-    trainer.fit(talker, TRAIN)
+    trainer.fit(two_sdk_agent, TRAIN)
     return folder
 
 

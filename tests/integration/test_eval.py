@@ -35,7 +35,7 @@ async def ask(task, llm):
 
 @rl.rollout
 async def graded(task, llm):
-    """Two rewards; every fourth task fails."""
+    """Return two rewards; every fourth task fails."""
     text = await ask(task, llm)
     if task["number"] % 4 == 3:
         raise ValueError("no tool")
@@ -78,7 +78,7 @@ def digest(folder: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """32 validation tasks, numbered."""
+    """File with 32 numbered validation tasks."""
     path = tmp_path_factory.mktemp("data") / "val.jsonl"
     path.write_text(
         "".join(json.dumps(task | {"number": i}) + "\n" for i, task in enumerate(additions(0)[1][:32]))
@@ -99,7 +99,7 @@ def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_le
     figures = json.loads((tmp_path / "eval.json").read_text())
     reward = figures["rewards"]["reward"]
     low, high = reward["interval_95"]
-    assert 0.3 < reward["mean"] < 0.7  # the starter is right about half of the time
+    assert 0.3 < reward["mean"] < 0.7  # the starter model answers about half of the tasks correctly
     assert low < reward["mean"] < high
     assert figures["pass_at"]["1"] == pytest.approx(reward["mean"])
     assert figures["pass_at"]["1"] < figures["pass_at"]["2"] < figures["pass_at"]["4"]
@@ -124,8 +124,8 @@ def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_le
 
 
 @pytest.mark.slow
-def test_nothing_that_learns_is_started(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    """An agent of the user's own, with two rewards and failures, at a temperature that it passes on."""
+def test_evaluation_starts_no_learner(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    """A user's agent has two rewards and failures, and passes the temperature on."""
     import ray
     from ray.util.state import list_actors
 
@@ -151,7 +151,7 @@ def test_nothing_that_learns_is_started(cluster: Cluster, data: Path, tmp_path: 
     for first, second in zip(lines[::2], lines[1::2], strict=True):
         assert first["text"] == second["text"]  # temperature 0 reached the engine
     with ray.init(address=cluster.address, log_to_driver=False):
-        started = {actor.class_name for actor in list_actors(limit=1000)}  # those that have ended too
+        started = {actor.class_name for actor in list_actors(limit=1000)}  # also actors that have ended
     assert {"RunnerActor", "CoordinatorActor"} <= started
     assert not {name for name in started if "earner" in name}
     cluster.assert_clean(allowed=("SERVE", "haproxy"))
@@ -174,7 +174,7 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
     done = evaluate(*args, "--limit", "8", "--output-dir", str(tmp_path / "out"), env=cluster.env())
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert figures["rewards"]["reward"]["mean"] < 0.2  # noise of this size spoils the model
+    assert figures["rewards"]["reward"]["mean"] < 0.2  # noise of this size ruins the model
     assert figures["lora_adapter"] == str(tmp_path / "adapter")
 
 
@@ -197,7 +197,7 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
         ),
     ],
 )
-def test_what_does_not_fit_is_one_message(
+def test_bad_arguments_end_with_one_message(
     change: dict[str, str], code: int, says: str, data: Path, tmp_path: Path
 ) -> None:
     given = {"--model": STARTER_MODEL, "--data": str(data)} | change
@@ -235,7 +235,7 @@ def test_an_agent_without_a_reward_is_an_error(cluster: Cluster, data: Path, tmp
 
 
 @pytest.mark.slow
-def test_training_ends_when_its_patience_does_and_keeps_the_best(
+def test_early_stopping_ends_training_and_keeps_the_best(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(STOPS_EARLY)
@@ -252,7 +252,7 @@ def test_training_ends_when_its_patience_does_and_keeps_the_best(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (
         summary["steps"] == 2
-    )  # of 20: the evaluations after steps 1 and 2 do not better that before training by 100
+    )  # of 20: the evaluations after steps 1 and 2 do not exceed the initial reward by 100
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all("val/response_tokens" in row for row in rows)
     best = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
@@ -260,7 +260,7 @@ def test_training_ends_when_its_patience_does_and_keeps_the_best(
     assert best["value"] == min(row["val/response_tokens"] for row in rows)
     assert (tmp_path / "run" / "checkpoint" / "config.json").exists()
 
-    # the best one is a model of its own, which can be scored where it lies without touching the run
+    # the best checkpoint is a complete model, which can be scored in place without changing the run
     kept = digest(tmp_path / "run" / "best")
     args = (ADDER, "--model", "run/best", "--data", str(data), "--limit", "4", "--output-dir", "run")
     scored = evaluate(*args, env=cluster.env(), cwd=tmp_path)

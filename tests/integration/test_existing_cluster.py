@@ -1,4 +1,4 @@
-"""On a cluster that was there before: runs join it, are seen on it by name, and leave it as it was."""
+"""Runs on an existing cluster join it, have named actors, and leave it unchanged."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def test_a_job_submitted_to_the_cluster_succeeds(cluster: Cluster, tmp_path: Pat
     jobs: list[str] = []
 
     def submitted() -> bool:
-        """The dashboard is up before the agent on the node that takes jobs."""
+        """Submit the job; False until the node's agent, which runs jobs, has started."""
         try:
             jobs.append(
                 client.submit_job(
@@ -70,13 +70,13 @@ def test_a_job_submitted_to_the_cluster_succeeds(cluster: Cluster, tmp_path: Pat
     cluster.assert_clean()
 
 
-def test_actors_are_named_while_a_run_goes_on_and_gone_after(cluster: Cluster, tmp_path: Path) -> None:
+def test_actors_have_names_during_a_run_and_are_gone_afterwards(cluster: Cluster, tmp_path: Path) -> None:
     import ray
     from ray.util.state import list_actors, list_placement_groups
 
     seen: dict[str, Any] = {}
 
-    def look() -> None:
+    def inspect_cluster() -> None:
         actors = [a for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name]
         seen["names"] = {a.name for a in actors}
         seen["namespaces"] = {a.ray_namespace for a in actors if a.name.startswith("learner")}
@@ -86,12 +86,12 @@ def test_actors_are_named_while_a_run_goes_on_and_gone_after(cluster: Cluster, t
         running = trainer(tmp_path, steps=1000, learner={"n": 2})
         main = threading.get_ident()
 
-        def look_and_interrupt() -> None:
+        def inspect_and_interrupt() -> None:
             _wait_for_steps(tmp_path, 2)
-            look()
+            inspect_cluster()
             signal.pthread_kill(main, signal.SIGINT)
 
-        threading.Thread(target=look_and_interrupt).start()
+        threading.Thread(target=inspect_and_interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             running.fit(adder, TRAIN)
         assert {"store", COORDINATOR_NAME, "learner-0", "learner-1", "runner-0", "runner-1"} <= seen["names"]
@@ -110,7 +110,7 @@ def _wait_for_steps(folder: Path, steps: int) -> None:
     )
 
 
-def test_the_serve_application_of_somebody_else_stays(cluster: Cluster, tmp_path: Path) -> None:
+def test_other_serve_applications_stay(cluster: Cluster, tmp_path: Path) -> None:
     import httpx
     import ray
     from ray import serve
@@ -157,7 +157,7 @@ def test_a_killed_runner_is_replaced_and_nothing_is_lost(cluster: Cluster, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_store_costs_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_store_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
     import ray
 
     def kill_twice() -> None:
@@ -230,7 +230,7 @@ def test_a_dead_learner_ends_the_run_with_its_name(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_driver_killed_outright_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """A killed driver cannot clean up: actors die with the job, and the replica removes its application."""
     command = [sys.executable, "examples/quickstart.py", "--steps", "1000", "--output-dir", str(tmp_path)]
     with (tmp_path / "log").open("w") as log:
@@ -240,6 +240,6 @@ def test_a_driver_killed_outright_leaves_nothing(cluster: Cluster, tmp_path: Pat
         finally:
             driver.kill()
             driver.wait()
-    # Serve itself stays, as for every Serve application whose driver is gone
+    # Serve itself stays, as it does for every application whose driver has ended
     cluster.assert_clean(allowed=("SERVE_CONTROLLER", "SERVE_PROXY", "HAProxy", "haproxy"))
     cluster.stop_serve()

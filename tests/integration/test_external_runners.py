@@ -47,74 +47,76 @@ LLM = {"llm": rl.LLM(endpoint="http://unused", model="m")}
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def workspace(tmp_path: Path) -> Path:
     (tmp_path / "my_agent.py").write_text(AGENT)
     (tmp_path / "seen").mkdir()
     return tmp_path
 
 
-class Sum(rl.Algorithm):
+class SumRewards(rl.Algorithm):
     total = 0.0
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
-        asked = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
-        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(asked)]
+        requests = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
+        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
         await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
         self.total = sum(item.reward or 0.0 for item in await store.collect(ids))
 
 
-def agent_of(place: Path) -> Any:
-    sys.path.insert(0, str(place))
+def import_agent(workspace: Path) -> Any:
+    sys.path.insert(0, str(workspace))
     try:
         from my_agent import doubler  # type: ignore[import-not-found]
     finally:
-        sys.path.remove(str(place))
+        sys.path.remove(str(workspace))
         sys.modules.pop("my_agent", None)
     return doubler
 
 
-def start_runner(cluster: Cluster, place: Path, run: str, *more: str) -> subprocess.Popen[str]:
+def start_runner(cluster: Cluster, workspace: Path, run: str, *more: str) -> subprocess.Popen[str]:
     command = [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", run, *more]
-    env = cluster.env() | {"PYTHONPATH": str(place)}
+    env = cluster.env() | {"PYTHONPATH": str(workspace)}
     return subprocess.Popen(
-        command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=workspace, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def trainer(cluster: Cluster, place: Path, run: str, algorithm: Any, **settings: Any) -> rl.Trainer:
+def trainer(cluster: Cluster, workspace: Path, run: str, algorithm: Any, **settings: Any) -> rl.Trainer:
     return rl.Trainer(
         algorithm=algorithm,
         role="algorithm",
         run_name=run,
         address=cluster.address,
-        output_dir=place / "run",
+        output_dir=workspace / "run",
         progress=False,
         **{"initial_resources": LLM} | settings,
     )
 
 
-def tasks(place: Path, n: int, **more: Any) -> list[dict[str, Any]]:
-    return [{"n": i, "folder": str(place / "seen"), **more} for i in range(n)]
+def tasks(workspace: Path, n: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"n": i, "folder": str(workspace / "seen"), **more} for i in range(n)]
 
 
-def pids(place: Path) -> set[str]:
-    return {file.name.split("-")[1] for file in (place / "seen").iterdir()}
+def pids(workspace: Path) -> set[str]:
+    return {file.name.split("-")[1] for file in (workspace / "seen").iterdir()}
 
 
-def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cluster, place: Path) -> None:
-    runners = start_runner(cluster, place, "external-1", "--n-runners", "2")  # they may be there first
-    helper = start_runner(cluster, place, "external-1", "--max-rollouts", "1")
-    gate, algorithm, n = place / "gate", Sum(), 100  # more than one runner has room for
+def test_external_runners_run_all_rollouts_and_end_with_the_run(cluster: Cluster, workspace: Path) -> None:
+    runners = start_runner(
+        cluster, workspace, "external-1", "--n-runners", "2"
+    )  # they may start before the run
+    helper = start_runner(cluster, workspace, "external-1", "--max-rollouts", "1")
+    gate, algorithm, n = workspace / "gate", SumRewards(), 100  # more than one runner can hold
 
     def open_gate() -> None:
-        eventually(lambda: len(pids(place)) >= 2, 90, "the work of a second runner")
+        eventually(lambda: len(pids(workspace)) >= 2, 90, "the work of a second runner")
         gate.touch()
 
     opening = threading.Thread(target=open_gate)
     opening.start()
-    summary = trainer(cluster, place, "external-1", algorithm).fit(
-        agent_of(place), tasks(place, n, until=str(gate))
+    summary = trainer(cluster, workspace, "external-1", algorithm).fit(
+        import_agent(workspace), tasks(workspace, n, until=str(gate))
     )
     opening.join()
     assert algorithm.total == 2.0 * sum(range(n))
@@ -129,12 +131,12 @@ def test_runners_of_another_process_do_the_work_and_end_with_the_run(cluster: Cl
 
 
 @pytest.mark.slow
-def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: Path) -> None:
+def test_one_script_takes_its_role_from_the_environment(cluster: Cluster, workspace: Path) -> None:
     def start(role: str) -> subprocess.Popen[str]:
-        named = {"RAYLIGHT_ROLE": role, "RAYLIGHT_RUN": "external-2", "TASK_FOLDER": str(place / "seen")}
+        named = {"RAYLIGHT_ROLE": role, "RAYLIGHT_RUN": "external-2", "TASK_FOLDER": str(workspace / "seen")}
         return subprocess.Popen(
             [sys.executable, "my_agent.py"],
-            cwd=place,
+            cwd=workspace,
             env=cluster.env() | named,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -150,35 +152,35 @@ def test_one_script_has_its_role_from_the_environment(cluster: Cluster, place: P
 
 
 @pytest.mark.slow
-def test_runners_that_are_killed_are_replaced_by_others_that_join(cluster: Cluster, place: Path) -> None:
-    gate = place / "gate"
-    first = start_runner(cluster, place, "external-3")
+def test_killed_runners_are_replaced_by_runners_that_join(cluster: Cluster, workspace: Path) -> None:
+    gate = workspace / "gate"
+    first = start_runner(cluster, workspace, "external-3")
     second: list[subprocess.Popen[str]] = []
 
     def swap() -> None:
-        eventually(lambda: bool(pids(place)), 90, "the first rollout")
-        first.send_signal(signal.SIGKILL)  # its actors die with it, and nobody releases them
+        eventually(lambda: bool(pids(workspace)), 90, "the first rollout")
+        first.send_signal(signal.SIGKILL)  # its actors die with it, and nothing releases them
         first.wait()
         gate.touch()
-        second.append(start_runner(cluster, place, "external-3"))
+        second.append(start_runner(cluster, workspace, "external-3"))
 
     swapping = threading.Thread(target=swap)
     swapping.start()
-    algorithm = Sum()
-    trainer(cluster, place, "external-3", algorithm, store={"lease_seconds": 3.0}).fit(
-        agent_of(place), tasks(place, 3, until=str(gate))
+    algorithm = SumRewards()
+    trainer(cluster, workspace, "external-3", algorithm, store={"lease_seconds": 3.0}).fit(
+        import_agent(workspace), tasks(workspace, 3, until=str(gate))
     )
     swapping.join()
     assert algorithm.total == 6.0
-    assert len(pids(place)) == 2
+    assert len(pids(workspace)) == 2
     shown, _ = second[0].communicate(timeout=60)
     assert second[0].returncode == 0, shown
     cluster.assert_clean()
 
 
 @pytest.mark.slow
-def test_a_policy_is_trained_with_runners_of_another_process(cluster: Cluster, tmp_path: Path) -> None:
-    """Their attempts' keys derive from the run's secret, else the engine would refuse them."""
+def test_a_policy_is_trained_with_external_runners(cluster: Cluster, tmp_path: Path) -> None:
+    """The keys of attempts derive from the run's secret; the engine rejects any other key."""
     from raylight.quickstart import STARTER_MODEL
     from raylight.quickstart.additions import additions
     from raylight.quickstart.agent import adder
@@ -200,18 +202,20 @@ def test_a_policy_is_trained_with_runners_of_another_process(cluster: Cluster, t
     cluster.assert_clean()
 
 
-def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_combinations_raise_errors(
+    cluster: Cluster, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from raylight.config import StoreConfig
     from raylight.store.actor import start_store
 
-    agent = agent_of(place)
+    agent = import_agent(workspace)
     with pytest.raises(PlacementError, match="raylight runner AGENT --run external-5"):
-        trainer(cluster, place, "external-5", Sum(), runner={"start_timeout_s": 1.0}).fit(
-            agent, tasks(place, 1)
+        trainer(cluster, workspace, "external-5", SumRewards(), runner={"start_timeout_s": 1.0}).fit(
+            agent, tasks(workspace, 1)
         )
     late = subprocess.run(
         [str(BIN / "raylight"), "runner", "my_agent:doubler", "--run", "nowhere", "--wait", "1"],
-        cwd=place,
+        cwd=workspace,
         env=cluster.env(),
         capture_output=True,
         text=True,
@@ -223,27 +227,27 @@ def test_what_cannot_be(cluster: Cluster, place: Path, monkeypatch: pytest.Monke
     import ray
 
     with ray.init(address=cluster.address, log_to_driver=False):
-        actor = start_store("external-6", str(place / "other.db"), StoreConfig())
+        actor = start_store("external-6", str(workspace / "other.db"), StoreConfig())
         with pytest.raises(ConfigError, match="another run_name"):
-            trainer(cluster, place, "external-6", Sum()).fit(agent, tasks(place, 1))
+            trainer(cluster, workspace, "external-6", SumRewards()).fit(agent, tasks(workspace, 1))
         ray.kill(actor)
     cluster.assert_clean()
 
 
 @pytest.mark.slow
-def test_a_run_that_all_runners_left_ends_with_an_error(cluster: Cluster, place: Path) -> None:
-    runners = start_runner(cluster, place, "external-7")
+def test_a_run_without_runners_ends_with_an_error(cluster: Cluster, workspace: Path) -> None:
+    runners = start_runner(cluster, workspace, "external-7")
 
     def leave() -> None:
-        eventually(lambda: bool(pids(place)), 90, "the first rollout")
+        eventually(lambda: bool(pids(workspace)), 90, "the first rollout")
         runners.send_signal(signal.SIGINT)
 
     leaving = threading.Thread(target=leave)
     leaving.start()
     slow = {"start_timeout_s": 20.0, "stuck_after_s": 2.0}
     with pytest.raises(RunnerLostError, match="had no runner"):
-        trainer(cluster, place, "external-7", Sum(), runner=slow).fit(
-            agent_of(place), tasks(place, 2, until=str(place / "never"))
+        trainer(cluster, workspace, "external-7", SumRewards(), runner=slow).fit(
+            import_agent(workspace), tasks(workspace, 2, until=str(workspace / "never"))
         )
     leaving.join()
     runners.communicate(timeout=60)

@@ -28,7 +28,7 @@ LIMIT_S = 30.0
 
 
 def make_batch(answer: int = 4) -> TrainBatch:
-    """Four rollouts in two groups, with this many tokens in the answer."""
+    """Return four rollouts in two groups, with `answer` response tokens each."""
     prompt = [258, 84, 82, 68]
     rows = [
         Trajectory(
@@ -70,29 +70,31 @@ async def gang(config: LearnerConfig, actor: type = LearnerActor) -> AsyncIterat
         remove_placement_group(placement)
 
 
-async def ask(group: LearnerGroup, rank: int, question: Any) -> Any:
+async def call_rank(group: LearnerGroup, rank: int, question: Any) -> Any:
     return await group._actors[rank].__ray_call__.remote(question)
 
 
 async def pids(group: LearnerGroup) -> list[int]:
-    return [await ask(group, rank, lambda actor: os.getpid()) for rank in range(len(group._actors))]
+    return [await call_rank(group, rank, lambda actor: os.getpid()) for rank in range(len(group._actors))]
 
 
-async def waits_for_another(group: LearnerGroup, rank: int) -> None:
-    """Until the rank is inside a collective."""
+async def wait_until_in_collective(group: LearnerGroup, rank: int) -> None:
+    """Wait until the rank is inside a collective."""
     end = time.monotonic() + LIMIT_S
     while "torch/distributed" not in (stacks := await group._actors[rank].dump_stacks.remote()).summary:
         assert time.monotonic() < end, stacks.text
         await asyncio.sleep(0.1)
 
 
-async def test_a_killed_rank_is_told_of_in_seconds_and_the_gang_comes_back_as_new(connected: None) -> None:
+async def test_a_killed_rank_is_reported_in_seconds_and_the_gang_restarts_identically(
+    connected: None,
+) -> None:
     async with gang(LearnerConfig(n=2)) as group:
         before = await pids(group)
         fresh = await group.update(make_batch())
-        os.kill(before[1], signal.SIGSTOP)  # so that the other one surely waits for it
+        os.kill(before[1], signal.SIGSTOP)  # the other rank then waits for it
         update = asyncio.create_task(group.update(make_batch()))
-        await waits_for_another(group, 0)
+        await wait_until_in_collective(group, 0)
         os.kill(before[1], signal.SIGKILL)
         killed = time.monotonic()
         with pytest.raises(
@@ -103,7 +105,7 @@ async def test_a_killed_rank_is_told_of_in_seconds_and_the_gang_comes_back_as_ne
         with pytest.raises(LearnerLostError, match="have failed and were not restarted: learner 1 died"):
             await group.update(make_batch())
 
-        for _ in range(2):  # the second time nobody was dead before
+        for _ in range(2):  # the second time, no rank was dead before
             await group.restart()
             assert untimed(await group.update(make_batch())) == pytest.approx(untimed(fresh), rel=1e-6)
         after = await pids(group)
@@ -117,7 +119,7 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
 ) -> None:
     stuck = tmp_path / "stuck"
 
-    class Sticking(LearnerActor):
+    class HangingLearner(LearnerActor):
         def update(self, batch: TrainBatch) -> dict[str, float]:
             import threading
 
@@ -125,23 +127,23 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
                 threading.Event().wait()
             return super().update(batch)
 
-    async with gang(LearnerConfig(n=2, collective_timeout_s=15), Sticking) as group:
+    async with gang(LearnerConfig(n=2, collective_timeout_s=15), HangingLearner) as group:
         await group.update(make_batch())
         stuck.touch()
-        began = time.monotonic()
+        started = time.monotonic()
         with (
             caplog.at_level(logging.ERROR),
             pytest.raises(LearnerLostError, match="collective_timeout_s") as caught,
         ):
             await group.update(make_batch())
-        assert 15 <= time.monotonic() - began < 30
-        for told in (
+        assert 15 <= time.monotonic() - started < 30
+        for part in (
             "2 of 2 learners did not finish update within 15 s",
             "learner/policy.py",
             "torch/distributed",
             "threading.py",
         ):
-            assert told in str(caught.value)
+            assert part in str(caught.value)
         for logged in (
             "learner 0 after 15 s of update",
             "learner 1 after 15 s of update",
@@ -156,15 +158,15 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
 
 
 @pytest.mark.slow
-async def test_a_rank_that_cannot_even_tell_its_stacks_writes_them_into_its_log(connected: None) -> None:
-    class Selfish(LearnerActor):
+async def test_a_rank_that_cannot_return_its_stacks_logs_them(connected: None) -> None:
+    class BlockingLearner(LearnerActor):
         def update(self, batch: TrainBatch) -> dict[str, float]:
             import ctypes
 
-            ctypes.PyDLL(None).sleep(60)  # which keeps the interpreter's lock
+            ctypes.PyDLL(None).sleep(60)  # holds the GIL
             return {}
 
-    async with gang(LearnerConfig(n=1, collective_timeout_s=2), Selfish) as group:
+    async with gang(LearnerConfig(n=1, collective_timeout_s=2), BlockingLearner) as group:
         with pytest.raises(LearnerLostError, match=r"learner 0 does not respond .* see `ray logs actor"):
             await group.update(make_batch())
         from ray.util.state import get_log
@@ -175,7 +177,7 @@ async def test_a_rank_that_cannot_even_tell_its_stacks_writes_them_into_its_log(
 
 async def test_too_little_memory_names_the_three_settings(connected: None) -> None:
     def keep_within(actor: Any) -> None:
-        """Leave this process 300 MB more than it has."""
+        """Limit this process to 300 MB more memory than it uses."""
         import resource
 
         used = psutil.Process().memory_info().vms
@@ -183,7 +185,7 @@ async def test_too_little_memory_names_the_three_settings(connected: None) -> No
 
     async with gang(LearnerConfig(n=2)) as group:
         await group.update(make_batch())
-        await ask(group, 1, keep_within)
+        await call_rank(group, 1, keep_within)
         with pytest.raises(LearnerMemoryError, match="learner 1 ran out of memory") as caught:
             await group.update(make_batch(answer=12_000))
         for setting in (
@@ -197,7 +199,7 @@ async def test_too_little_memory_names_the_three_settings(connected: None) -> No
         assert (await group.update(make_batch()))["learner/grad_norm"] > 0
 
 
-async def test_an_error_of_code_is_no_reason_to_start_anew(connected: None) -> None:
+async def test_an_error_in_code_causes_no_restart(connected: None) -> None:
     class Broken(LearnerActor):
         def update(self, batch: TrainBatch) -> dict[str, float]:
             raise ZeroDivisionError("no more")
@@ -218,7 +220,7 @@ async def test_an_error_of_code_is_no_reason_to_start_anew(connected: None) -> N
         pytest.param(3, 1, "SPREAD", r"3 x 1 CPU \(SPREAD\)", marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_placed_is_told_with_the_reason(
+def test_an_impossible_placement_is_reported_with_the_reason(
     connected: None, learners: int, cpus: float, strategy: Any, message: str
 ) -> None:
     config = LearnerConfig(n=learners, num_cpus=cpus, strategy=strategy)

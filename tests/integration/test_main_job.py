@@ -71,7 +71,7 @@ def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes
 
 @pytest.mark.slow
 def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left: None) -> None:
-    """Here only its ports are seen: 8000 and the two that HAProxy takes besides."""
+    """The other Serve is represented by its ports: 8000 and the two that HAProxy also uses."""
     with contextlib.ExitStack() as held:
         for port in (8000, *PROXY_PORT_FLAGS.values()):
             held.enter_context(socket.create_server(("0.0.0.0", port)))
@@ -81,8 +81,7 @@ def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left
 
 
 def checkpoint_answers(folder: Path) -> None:
-    """The checkpoint loads by plain transformers and is the trained model: it adds better than the
-    starter."""
+    """Assert that plain transformers load the checkpoint, and that it adds better than the starter model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -25,7 +25,7 @@ def connected(shared_cluster: Cluster) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def right_share(model: torch.nn.Module) -> float:
+def accuracy(model: torch.nn.Module) -> float:
     """Return the share of correct sampled answers to the validation tasks, by plain transformers."""
     from transformers import AutoTokenizer
 
@@ -38,7 +38,7 @@ def right_share(model: torch.nn.Module) -> float:
     return sum(is_right(task, text) for task, text in zip(tasks, texts, strict=True)) / len(tasks)
 
 
-def test_the_agent_learns_by_an_adapter(tmp_path: Path) -> None:
+def test_the_agent_learns_with_an_adapter(tmp_path: Path) -> None:
     """The reward rises from about 0.5 to at least 0.8 in 12 steps."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -84,8 +84,8 @@ def test_the_agent_learns_by_an_adapter(tmp_path: Path) -> None:
     }
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
-    assert right_share(base) <= 0.65
-    assert right_share(PeftModel.from_pretrained(base, tmp_path / "checkpoint")) >= 0.75
+    assert accuracy(base) <= 0.65
+    assert accuracy(PeftModel.from_pretrained(base, tmp_path / "checkpoint")) >= 0.75
     with sqlite3.connect(tmp_path / "store.db") as store:
         assert store.execute("select count(*) from rollouts").fetchone()[0] == 12 * 128 + 3 * 128
 

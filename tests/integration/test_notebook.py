@@ -1,4 +1,4 @@
-"""The notebook runs in a real kernel, where an event loop is running already."""
+"""The notebook runs in a real kernel, in which an event loop is already running."""
 
 import json
 import os

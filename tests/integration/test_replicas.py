@@ -58,7 +58,7 @@ def ids(rollout: Rollout) -> tuple[str, str]:
 
 @asynccontextmanager
 async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
-    """A store, a coordinator and the engine's replicas, without runners and learners."""
+    """Start a store, a coordinator and the engine's replicas, without runners and learners."""
     actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_seconds=600))
     store = StoreClient(actor)
     coordinator = start_coordinator(NAME, store)
@@ -83,13 +83,13 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
 
 
 async def ask(client: openai.AsyncOpenAI, messages: list[Any] = HI, **settings: Any) -> tuple[str, Any]:
-    """One call; returns the replica that answered, and the answer."""
-    given = {"model": "policy", "max_tokens": 4} | settings
-    raw = await client.chat.completions.with_raw_response.create(messages=messages, **given)
+    """Send a request. Return the name of the replica and the answer."""
+    body = {"model": "policy", "max_tokens": 4} | settings
+    raw = await client.chat.completions.with_raw_response.create(messages=messages, **body)
     return raw.headers["x-raylight-replica"], raw.parse()
 
 
-def pid_of(replica: str) -> int:
+def replica_pid(replica: str) -> int:
     (found,) = [
         a
         for a in list_actors(filters=[("state", "=", "ALIVE")], detail=True, limit=1000)
@@ -106,10 +106,10 @@ def connected(cluster: Cluster) -> Any:
 
 
 @pytest.mark.usefixtures("connected")
-async def test_a_replica_dies_in_mid_stream(tmp_path: Path) -> None:
+async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), served(tmp_path, replicas=2, num_cpus=0.5) as model:
         homes: list[str] = []
-        while len(set(homes)) < 2:  # the ingress hears of a replica a moment after it is ready
+        while len(set(homes)) < 2:  # the ingress learns of a replica shortly after it is ready
             rollouts = await model.rollouts(12)
             homes = [(await ask(model.client(rollout)))[0] for rollout in rollouts]
         again = await asyncio.gather(*(ask(model.client(rollout)) for rollout in rollouts for _ in range(3)))
@@ -122,12 +122,12 @@ async def test_a_replica_dies_in_mid_stream(tmp_path: Path) -> None:
             model="policy", messages=HI, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         )
         await anext(aiter(stream))
-        os.kill(pid_of(home), signal.SIGKILL)
+        os.kill(replica_pid(home), signal.SIGKILL)
         with pytest.raises((openai.APIError, Exception), match=r".+"):
             async for _ in stream:
                 pass
 
-        # one retryable error, and on it goes: in tokens, on a replica that never saw this conversation
+        # one retryable error; then another replica continues from the stored tokens
         turns = [
             *HI,
             {"role": "assistant", "content": first.choices[0].message.content},
@@ -138,10 +138,10 @@ async def test_a_replica_dies_in_mid_stream(tmp_path: Path) -> None:
         await asyncio.gather(*(ask(model.client(rollout, retries=8)) for rollout in rollouts[1:]))
         await ask(
             model.client(victim), max_tokens=1500, extra_body={"ignore_eos": True}
-        )  # what broke off, once more
+        )  # the interrupted call, repeated
 
         done = await model.store.finish_attempt(victim, "succeeded")
-        assert done.status == "succeeded", "the dead replica's call holds the rollout up"
+        assert done.status == "succeeded", "the dead replica's call blocks the rollout"
         (finished,) = await model.store.collect([victim.rollout_id], with_spans=True)
         kept = [call for call in finished.generations if call.finish_reason != "aborted"]
         assert len(kept) == 1 + 3 + 1 + 1 + 1
@@ -159,7 +159,7 @@ async def test_a_replica_dies_in_mid_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("connected")
-async def test_the_key_of_an_attempt_dies_with_it(tmp_path: Path) -> None:
+async def test_the_key_of_a_finished_attempt_is_revoked(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), served(tmp_path) as model:
         one, other = await model.rollouts(2)
         await ask(model.client(one))

@@ -18,27 +18,27 @@ ROLLOUTS = 32
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 
 
-def started(folder: Path, learners: int = 1, resume: str = "auto") -> subprocess.Popen:
+def start_run(folder: Path, learners: int = 1, resume: str = "auto") -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
     with (folder / "log").open("a") as log:
         command = [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(learners), resume]
         return subprocess.Popen(command, env=LOCAL, stdout=log, stderr=subprocess.STDOUT)
 
 
-def rows_of(folder: Path) -> list[dict]:
+def read_metrics(folder: Path) -> list[dict]:
     file = folder / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-def until_step(run: subprocess.Popen, folder: Path, step: int) -> None:
-    def there() -> bool:
+def wait_for_step(run: subprocess.Popen, folder: Path, step: int) -> None:
+    def reached() -> bool:
         assert run.poll() is None, (folder / "log").read_text()
-        return any(row["step"] >= step for row in rows_of(folder))
+        return any(row["step"] >= step for row in read_metrics(folder))
 
-    eventually(there, 240, f"step {step}")
+    eventually(reached, 240, f"step {step}")
 
 
-def rollouts_of(folder: Path) -> list[tuple[str, str, int, float]]:
+def read_rollouts(folder: Path) -> list[tuple[str, str, int, float]]:
     """Return name, status, number of attempts and end time of the training rollouts."""
     with sqlite3.connect(f"file:{folder}/store.db?mode=ro", uri=True) as db:
         return db.execute(
@@ -51,31 +51,29 @@ def finish(run: subprocess.Popen, folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
-def learners_of(run: subprocess.Popen) -> list[psutil.Process]:
+def learner_processes(run: subprocess.Popen) -> list[psutil.Process]:
     inside = psutil.Process(run.pid).children(recursive=True)
     return [process for process in inside if "LearnerActor" in " ".join(process.cmdline()[:1])]
 
 
 @pytest.mark.timeout(400)
-def test_a_run_whose_driver_was_killed_goes_on(tmp_path: Path, proxies_of_the_killed: None) -> None:
-    run = started(tmp_path)
-    until_step(run, tmp_path, 5)
+def test_a_run_resumes_after_its_driver_was_killed(tmp_path: Path, kill_leftover_proxies: None) -> None:
+    run = start_run(tmp_path)
+    wait_for_step(run, tmp_path, 5)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    before = {name: end for name, status, _, end in rollouts_of(tmp_path) if status == "succeeded"}
+    before = {name: end for name, status, _, end in read_rollouts(tmp_path) if status == "succeeded"}
     assert len(before) >= 5 * ROLLOUTS
-    rewards = {row["step"]: row["train/reward"] for row in rows_of(tmp_path) if "train/reward" in row}
+    rewards = {row["step"]: row["train/reward"] for row in read_metrics(tmp_path) if "train/reward" in row}
 
-    summary = finish(started(tmp_path, learners=2), tmp_path)
-    after = rollouts_of(tmp_path)
-    assert (
-        len(after) == STEPS * ROLLOUTS
-    )  # as many as without the kill: none was rolled out again for a step that had it
+    summary = finish(start_run(tmp_path, learners=2), tmp_path)
+    after = read_rollouts(tmp_path)
+    assert len(after) == STEPS * ROLLOUTS  # as many as without the kill: no finished rollout was repeated
     assert {
         name: end for name, _, _, end in after if name in before
-    } == before  # what was finished was used as it was
+    } == before  # finished rollouts were reused unchanged
     assert {status for _, status, _, _ in after} == {"succeeded"}
-    rows = rows_of(tmp_path)
+    rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert {row["step"]: row["train/reward"] for row in rows if row["step"] in rewards} == rewards
     versions = [row["weights/version"] for row in rows if "weights/version" in row]
@@ -85,23 +83,23 @@ def test_a_run_whose_driver_was_killed_goes_on(tmp_path: Path, proxies_of_the_ki
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["step-6", "step-8"]
     assert (tmp_path / "checkpoint" / "config.json").exists()
 
-    again = finish(started(tmp_path, resume="yes"), tmp_path)  # it is over already: nothing is left to do
-    assert (again["steps"], len(rollouts_of(tmp_path))) == (STEPS, STEPS * ROLLOUTS)
+    again = finish(start_run(tmp_path, resume="yes"), tmp_path)  # the run is finished: nothing is left to do
+    assert (again["steps"], len(read_rollouts(tmp_path))) == (STEPS, STEPS * ROLLOUTS)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_run_goes_on_when_a_learner_is_killed(tmp_path: Path, no_processes_left: None) -> None:
-    run = started(tmp_path, learners=2, resume="no")
-    until_step(run, tmp_path, 4)
-    learners_of(run)[-1].kill()
+def test_a_run_continues_after_a_learner_was_killed(tmp_path: Path, no_processes_left: None) -> None:
+    run = start_run(tmp_path, learners=2, resume="no")
+    wait_for_step(run, tmp_path, 4)
+    learner_processes(run)[-1].kill()
     summary = finish(run, tmp_path)
     assert summary["steps"] == STEPS
     assert summary["counts"]["learner_restarts"] == 1
-    after = rollouts_of(tmp_path)
+    after = read_rollouts(tmp_path)
     assert len(after) == STEPS * ROLLOUTS
     assert {attempts for _, _, attempts, _ in after} == {1}
-    rows = rows_of(tmp_path)
+    rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert rows[-1]["learner/restarts"] == 1
     versions = [row["weights/version"] for row in rows if "weights/version" in row]

@@ -27,13 +27,13 @@ HI = [{"role": "user", "content": "12+30="}]
 class Server:
     process: subprocess.Popen[str]
     url: str
-    """Without `/v1`."""
-    said: str
+    """Base URL, without `/v1`."""
+    output: str
 
 
 @contextlib.contextmanager
 def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """`raylight serve` until the block ends; then Ctrl-C, after which it must end by itself."""
+    """Run `raylight serve` until the block ends. It must then exit by itself on Ctrl-C."""
     command = [str(BIN / "raylight"), "serve", *args]
     process = subprocess.Popen(
         command,
@@ -44,14 +44,14 @@ def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
         start_new_session=True,
     )
     assert process.stdout
-    said = ""
+    output = ""
     try:
         for line in process.stdout:
-            said += line
+            output += line
             if " is served at " in line:
                 break
-        assert " is served at " in said, said
-        yield Server(process, said.rpartition(" is served at ")[2].split("/v1")[0], said)
+        assert " is served at " in output, output
+        yield Server(process, output.rpartition(" is served at ")[2].split("/v1")[0], output)
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=60)[0]
         assert "Traceback" not in rest, rest
@@ -128,10 +128,10 @@ def test_health_metrics_and_nothing_else(server: Server, client: openai.OpenAI) 
             assert json.loads(answer.text)["error"]["message"]
 
 
-def test_it_passes_an_upstream_on_under_a_key_and_leaves_nothing(
+def test_an_upstream_is_served_under_a_key_and_nothing_is_left(
     server: Server, no_processes_left: None
 ) -> None:
-    """A second server in front of the first one."""
+    """A second server uses the first one as its upstream."""
     args = (
         "--url",
         f"{server.url}/v1",
@@ -190,7 +190,9 @@ def test_an_engine_by_dotted_name_is_served(no_processes_left: None) -> None:
         pytest.param(("--model", STARTER_MODEL, "--set", "nothing"), "NAME=VALUE", marks=pytest.mark.slow),
     ],
 )
-def test_what_does_not_fit_is_said(args: tuple[str, ...], says: str, no_processes_left: None) -> None:
+def test_bad_arguments_end_with_one_message(
+    args: tuple[str, ...], says: str, no_processes_left: None
+) -> None:
     done = subprocess.run(
         [str(BIN / "raylight"), "serve", *args], env=LOCAL, capture_output=True, text=True, timeout=120
     )

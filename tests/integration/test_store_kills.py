@@ -1,5 +1,4 @@
-"""The store's actor is killed outright, again and again, while runners work: nothing acknowledged is lost or
-appears twice."""
+"""The store's actor is killed repeatedly while runners work: no acknowledged data is lost or duplicated."""
 
 import asyncio
 import os
@@ -21,7 +20,7 @@ BATCH = 40
 
 @rl.rollout
 async def agent(task: int, llm: rl.LLM) -> float:
-    """Three spans, a message and a reward, in a few milliseconds."""
+    """Emit three spans, a message and a reward."""
     import asyncio
 
     from opentelemetry import trace
@@ -34,21 +33,20 @@ async def agent(task: int, llm: rl.LLM) -> float:
     return float(task)
 
 
-class UntilKilledEnough(rl.Algorithm):
-    """Enqueues batch after batch, and a version of the resources with each, until the store was killed often
-    enough."""
+class EnqueueUntilDone(rl.Algorithm):
+    """Algorithm that enqueues batches, each with new resources, until the store was killed often enough."""
 
     def __init__(self) -> None:
-        self.over = threading.Event()
+        self.done = threading.Event()
         self.started = threading.Event()
         self.acknowledged: dict[str, int] = {}
         self.versions: list[str] = []
-        self.found: list[Any] = []
+        self.results: list[Any] = []
         self.statistics: dict[str, int] = {}
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
-        while not self.over.is_set():
+        while not self.done.is_set():
             update = await store.add_resources(
                 {"llm": rl.LLM(endpoint="http://unused", model=f"m{len(self.versions)}")}
             )
@@ -61,14 +59,14 @@ class UntilKilledEnough(rl.Algorithm):
             await store.wait_for_rollouts(
                 rollout_ids=[rollout.rollout_id for rollout in rollouts], timeout=120
             )
-        self.found = await store.collect(list(self.acknowledged), with_spans=True)
+        self.results = await store.collect(list(self.acknowledged), with_spans=True)
         self.statistics = await store.statistics()
         self.versions_found = [update.resources_id for update in await store.query_resources()]
-        self.everything = await store.query_rollouts()
+        self.all_rollouts = await store.query_rollouts()
 
 
-def kill_the_store(store: StoreClient, algorithm: UntilKilledEnough) -> None:
-    """Kill it at random moments, each time as soon as it answers again."""
+def kill_the_store(store: StoreClient, algorithm: EnqueueUntilDone) -> None:
+    """Kill the store's actor at random moments, each time after it has restarted."""
     import ray
 
     assert algorithm.started.wait(60)
@@ -82,30 +80,30 @@ def kill_the_store(store: StoreClient, algorithm: UntilKilledEnough) -> None:
             os.kill(pid, signal.SIGKILL)
             last = pid
     finally:
-        algorithm.over.set()
+        algorithm.done.set()
 
 
-class Capturing(UntilKilledEnough):
-    """Starts the killer as soon as there is a store."""
+class EnqueueWhileKilling(EnqueueUntilDone):
+    """Algorithm that starts the killer as soon as it has a store."""
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-        killing = asyncio.create_task(asyncio.to_thread(kill_the_store, self.get_store(), self))
+        killer = asyncio.create_task(asyncio.to_thread(kill_the_store, self.get_store(), self))
         await super().run()
-        await killing
+        await killer
 
 
 @pytest.mark.timeout(280)
 def test_nothing_acknowledged_is_lost_and_nothing_appears_twice(
     tmp_path: Path, no_processes_left: None
 ) -> None:
-    algorithm = Capturing()
+    algorithm = EnqueueWhileKilling()
     trainer = rl.Trainer(
         algorithm=algorithm, n_runners=4, output_dir=tmp_path, progress=False, address="local"
     )
     summary = trainer.fit(agent)
 
-    assert len(algorithm.found) == len(algorithm.acknowledged) >= BATCH
-    for item in algorithm.found:
+    assert len(algorithm.results) == len(algorithm.acknowledged) >= BATCH
+    for item in algorithm.results:
         task = algorithm.acknowledged[item.rollout.rollout_id]
         assert item.rollout.status == "succeeded", item.rollout
         assert item.rollout.input == task
@@ -119,8 +117,8 @@ def test_nothing_acknowledged_is_lost_and_nothing_appears_twice(
             "agentlightning.annotation": 1,
         }
         assert [span.sequence_id for span in item.spans] == sorted({span.sequence_id for span in item.spans})
-    assert {rollout.rollout_id for rollout in algorithm.everything} >= algorithm.acknowledged.keys()
-    assert len(algorithm.everything) == len({rollout.rollout_id for rollout in algorithm.everything})
+    assert {rollout.rollout_id for rollout in algorithm.all_rollouts} >= algorithm.acknowledged.keys()
+    assert len(algorithm.all_rollouts) == len({rollout.rollout_id for rollout in algorithm.all_rollouts})
     assert [v for v in algorithm.versions_found if v in set(algorithm.versions)] == algorithm.versions
     print(
         f"{summary['rollouts']} rollouts through {KILLS} kills, {summary['seconds']} s, "

@@ -24,7 +24,7 @@ TRAIN, VAL = additions(0)
     model=rl.LLM(name="any"), judge=rl.LLM(endpoint="http://judge", model="fixed"), trained_agents="^solver$"
 )
 async def solver_and_critic(task: dict[str, int], model: rl.LLM, judge: rl.LLM, rollout: rl.Rollout) -> float:
-    """A solver answers, a critic looks at it by the same model; a tool in another process reports by OTLP."""
+    """Run a solver and a critic with one model, and a tool in another process that exports spans by OTLP."""
     import httpx
     from openai import AsyncOpenAI
 

@@ -14,10 +14,11 @@ from raylight.quickstart.agent import adder
 
 
 @pytest.mark.slow
-def test_a_run_on_a_new_cluster_knows_nothing_of_the_serve_of_the_last_one(
-    tmp_path: Path, no_processes_left: None
-) -> None:
-    for number in (1, 2):  # the second asks for another port, which only a Serve of before would refuse
+def test_a_run_on_a_new_cluster_starts_its_own_serve(tmp_path: Path, no_processes_left: None) -> None:
+    for number in (
+        1,
+        2,
+    ):  # the second run requests another port, which a Serve that is already running would reject
         trainer = rl.Trainer(
             output_dir=tmp_path / str(number),
             n_runners=1,
