@@ -167,7 +167,7 @@ def test_tasks_of_another_shape_are_told_before_anything_starts(tmp_path: Path) 
         '{"question": "1+1?", "result": "2"}\n{"question": "1+2?", "answer": 3}\n'
     )
     assert len(train.read_questions(tmp_path / "test.jsonl", 1)) == 1
-    with pytest.raises(rl.errors.DatasetError, match="task 2 must have texts for question and result"):
+    with pytest.raises(rl.errors.DatasetError, match="task 2 needs the strings question and result"):
         train.read_questions(tmp_path / "test.jsonl")
 
 
@@ -175,7 +175,7 @@ def test_tasks_of_another_shape_are_told_before_anything_starts(tmp_path: Path) 
     ("arguments", "complaint"),
     [
         (("--model", "no/such/folder/here"), "ModelNotFoundError"),
-        (("--model", STARTER_MODEL, "--data", "nowhere"), "DatasetError: there is no file nowhere"),
+        (("--model", STARTER_MODEL, "--data", "nowhere"), f"DatasetError: there is no file {ROOT}/nowhere/"),
         (("--model", STARTER_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
         (("--debug",), "--model is missing"),
     ],

@@ -108,10 +108,11 @@ def connected(cluster: Cluster) -> Any:
 @pytest.mark.usefixtures("connected")
 async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), served(tmp_path, replicas=2, num_cpus=0.5) as model:
-        homes: list[str] = []
-        while len(set(homes)) < 2:  # the ingress learns of a replica shortly after it is ready
-            rollouts = await model.rollouts(12)
-            homes = [(await ask(model.client(rollout)))[0] for rollout in rollouts]
+        known: set[str] = set()
+        while len(known) < 2:  # the ingress learns of a replica shortly after it is ready
+            known |= {(await ask(model.client(rollout)))[0] for rollout in await model.rollouts(12)}
+        rollouts = await model.rollouts(12)
+        homes = [(await ask(model.client(rollout)))[0] for rollout in rollouts]
         again = await asyncio.gather(*(ask(model.client(rollout)) for rollout in rollouts for _ in range(3)))
         moved = sum(home != homes[i // 3] for i, (home, _) in enumerate(again))
         assert moved <= len(again) // 4, "rollouts do not stick to their replica"
