@@ -214,6 +214,19 @@ class PolicyRun(Run):
     def last_logged_step(self) -> int | None:
         return self.start.last_logged_step
 
+    def config(self) -> dict[str, Any]:
+        content = super().config()
+        if isinstance(self.plan.algorithm, VERL):
+            # VERL derives the rest from its configuration again, and rejects other values beside it
+            requested = self.trainer.requested_settings
+            for name in ("engine", "learner", "checkpoint"):
+                content[name] = getattr(requested, name).model_dump(mode="json", exclude_unset=True)
+            if requested.seed is None:
+                del content["seed"]
+            if requested.output_dir is None and self.trainer.output_dir is not None:
+                del content["output_dir"]
+        return content
+
     def _describe_algorithm(self) -> dict[str, Any]:
         return describe_algorithm(self.plan.algorithm) | (
             {} if isinstance(self.plan.algorithm, VERL) else {"model": self.plan.model_path}

@@ -171,6 +171,26 @@ def test_every_algorithm_can_be_written_and_read(algorithm: Any, tmp_path: Path,
         )
 
 
+def test_a_verl_run_on_several_ranks_can_be_written_and_read(tmp_path: Path, write: Any) -> None:
+    config = {
+        "actor_rollout_ref.model.path": STARTER_MODEL,
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.n": 4,
+        "data.train_batch_size": 16,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+        "data.seed": 3,
+        "trainer.n_gpus_per_node": 2,
+        "trainer.default_local_dir": str(tmp_path),
+    }
+    agent, tasks = "raylight.quickstart.agent:adder", read_tasks_of(tmp_path)
+    trainer = rl.Trainer(algorithm=rl.VERL(config, strict=False), engine={"max_body_bytes": 9_000_000})
+    written = config_of(trainer, agent, tasks, None, tmp_path)
+    again = rl.Trainer(**load_run_file(write(written)).trainer_arguments())
+    assert again.run_settings == trainer.run_settings
+    assert (again.run_settings.engine.replicas, again.seed, again.learner.n) == (2, 3, 2)
+    assert config_of(again, agent, tasks, None, tmp_path) == written
+
+
 def read_tasks_of(folder: Path) -> Any:
     file = folder / "few.jsonl"
     file.write_text('{"a": 1, "b": 2}\n' * 16)
