@@ -1,4 +1,4 @@
-"""A connection to the shared Ray cluster, which the runs of a module join."""
+"""Connection to the shared Ray cluster, which the runs of a module join."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,5 +9,7 @@ from ray_cluster import Cluster
 
 @pytest.fixture(scope="module", autouse=True)
 def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected(import_path=Path(__file__).parent):  # the runners import the modules here
+    with shared_cluster.connected(
+        import_path=Path(__file__).parent
+    ):  # the runners import modules of this folder
         yield

@@ -1,9 +1,9 @@
-"""A task of two turns that needs a tool's answer, and a model that solves it now and then.
+"""Two-turn task that needs a tool's answer, and a model that sometimes solves it.
 
 The user asks for a sum; the model's answer is the number of an item, which a tool looks up. The tool returns
 the item's price and its shipping, and the model must answer with the sum of these. Prices are random for
 every task, so only the tool's answer contains the price, and a wrong number returns the price of another
-item. The reward needs both answers to be right.
+item. The reward requires both answers to be correct.
 """
 
 import functools
@@ -56,7 +56,7 @@ def conversation(task: dict[str, int], item: str | None = None) -> list[dict[str
 
 
 def score(task: dict[str, int], total: str) -> float:
-    """Return 1 for the price of the right item with shipping, else 0."""
+    """Return 1 for the price of the correct item with shipping, else 0."""
     return float(total == str(price(task, str(task["a"] + task["b"])) + task["shipping"]))
 
 

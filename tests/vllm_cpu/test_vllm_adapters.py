@@ -1,4 +1,4 @@
-"""LoRA adapters in a live vLLM, as peft makes them: several at once, each version immutable."""
+"""LoRA adapters from peft in a live vLLM: several in parallel, and each version is immutable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raylight.errors import WeightSyncError
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
-async def no_adapter_is_left(bench: Any) -> AsyncIterator[None]:
+async def no_adapters_left(bench: Any) -> AsyncIterator[None]:
     yield
     for name in list(bench.engine._adapters.served):
         await bench.engine.drop_adapter(name)
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180
 
 
 def make_adapter(bench: Any, folder: Path, seed: int, rank: int = 4) -> tuple[LoraAdapter, Any]:
-    """An adapter with random weights, and the model with it."""
+    """Return an adapter with random weights, and the reference model with this adapter."""
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
 
@@ -44,7 +44,7 @@ def make_adapter(bench: Any, folder: Path, seed: int, rank: int = 4) -> tuple[Lo
     return LoraAdapter(settings, load_file(folder / "adapter_model.safetensors")), model
 
 
-async def test_two_adapters_and_the_model_itself_at_once(bench: Any, tmp_path: Path) -> None:
+async def test_two_adapters_and_the_base_model_in_parallel(bench: Any, tmp_path: Path) -> None:
     models: dict[str, Any] = {"policy": bench.reference()}
     for number, name in enumerate(["red", "blue"]):
         adapter, models[name] = make_adapter(bench, tmp_path / name, number)
@@ -70,7 +70,7 @@ async def test_two_adapters_and_the_model_itself_at_once(bench: Any, tmp_path: P
     assert not await bench.engine._client.list_loras()
 
 
-async def test_requests_in_flight_end_with_the_version_they_began_with(bench: Any, tmp_path: Path) -> None:
+async def test_requests_in_flight_keep_their_adapter_version(bench: Any, tmp_path: Path) -> None:
     first, old = make_adapter(bench, tmp_path / "1", 1)
     second, new = make_adapter(bench, tmp_path / "2", 2)
     await bench.engine.load_adapter("learner", 1, first)
@@ -110,7 +110,7 @@ async def test_an_adapter_outlives_new_weights_of_the_model(bench: Any, learner:
     assert difference(model, bench.sample).max() < TOLERANCE
 
 
-async def test_an_adapter_that_does_not_fit_is_refused(bench: Any, tmp_path: Path) -> None:
+async def test_an_incompatible_adapter_is_rejected(bench: Any, tmp_path: Path) -> None:
     adapter, _ = make_adapter(bench, tmp_path / "1", 5)
     wide, _ = make_adapter(bench, tmp_path / "2", 5, rank=128)
     await bench.engine.load_adapter("learner", 30, adapter)

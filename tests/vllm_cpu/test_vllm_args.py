@@ -1,4 +1,4 @@
-"""Arguments of vLLM: all pass through, and mistakes are reported before the start."""
+"""All arguments pass through to vLLM, and mistakes are reported before the start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raylight.engines.vllm.deployment import llm_config
 from raylight.errors import ConfigError
 
 
-def args_of(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+def build_args(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     defaults = {
         "dtype": "float32",
         "max_model_len": 512,
@@ -32,7 +32,7 @@ def test_arguments_of_the_engine_and_of_its_frontend_pass_through(model_path: st
         "enable_prompt_tokens_details": True,
         "enforce_eager": False,
     }
-    found = args_of(model_path, given)
+    found = build_args(model_path, given)
     assert given.items() <= found.items()
     assert found["logprobs_mode"] == "processed_logprobs"
     assert (found["max_num_seqs"], found["max_num_queued_reqs"], found["seed"]) == (8, 12, 5)
@@ -51,17 +51,17 @@ def test_arguments_of_the_engine_and_of_its_frontend_pass_through(model_path: st
 )
 def test_a_mistake_is_an_error(model_path: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        args_of(model_path, args)
+        build_args(model_path, args)
 
 
-def test_what_follows_from_the_model_and_the_settings(model_path: str) -> None:
-    assert args_of(model_path, max_model_len=10**6)["max_model_len"] == 1024, "the model's own limit"
-    assert args_of(model_path)["enforce_eager"]
-    assert "enforce_eager" not in args_of(model_path, gpus=1)
-    assert "enable_lora" not in args_of(model_path)
-    assert args_of(model_path, {"max_lora_rank": 8}, max_adapters=2)["max_lora_rank"] == 8
-    assert args_of(model_path)["tool_call_parser"] == "hermes"
-    assert args_of(model_path, {"tool_call_parser": "xlam"})["tool_call_parser"] == "xlam"
+def test_arguments_derived_from_the_model_and_the_settings(model_path: str) -> None:
+    assert build_args(model_path, max_model_len=10**6)["max_model_len"] == 1024, "the model's own limit"
+    assert build_args(model_path)["enforce_eager"]
+    assert "enforce_eager" not in build_args(model_path, gpus=1)
+    assert "enable_lora" not in build_args(model_path)
+    assert build_args(model_path, {"max_lora_rank": 8}, max_adapters=2)["max_lora_rank"] == 8
+    assert build_args(model_path)["tool_call_parser"] == "hermes"
+    assert build_args(model_path, {"tool_call_parser": "xlam"})["tool_call_parser"] == "xlam"
 
 
 def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_path: Path) -> None:
@@ -74,14 +74,16 @@ def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_
     assert find_tool_parser("<tool_call>\n<function={{ name }}>") == "qwen3_coder"
     assert find_tool_parser("{{ messages }}") is find_tool_parser(None) is None
     (tmp_path / "t.jinja").write_text("[TOOL_CALLS]{{ x }}")
-    assert args_of(model_path, {"chat_template": str(tmp_path / "t.jinja")})["tool_call_parser"] == "mistral"
+    assert (
+        build_args(model_path, {"chat_template": str(tmp_path / "t.jinja")})["tool_call_parser"] == "mistral"
+    )
 
 
-def test_the_deployment_of_a_cpu_and_of_gpus(model_path: str) -> None:
+def test_the_deployment_on_a_cpu_and_on_gpus(model_path: str) -> None:
     cpu = llm_config(
         model_path,
         "policy",
-        args_of(model_path),
+        build_args(model_path),
         server=object,
         num_cpus=0.5,
         threads=1,
@@ -94,7 +96,7 @@ def test_the_deployment_of_a_cpu_and_of_gpus(model_path: str) -> None:
     assert cpu.runtime_env["env_vars"]["HF_HUB_OFFLINE"] == "1"
     assert cpu.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert cpu.runtime_env["env_vars"]["OMP_NUM_THREADS"] == "1"
-    args = args_of(model_path, {"tensor_parallel_size": 2}, gpus=1)
+    args = build_args(model_path, {"tensor_parallel_size": 2}, gpus=1)
     gpu = llm_config(model_path, "policy", args, server=object, num_cpus=1, threads=1, gpus=1, env={"A": "b"})
     assert gpu.get_engine_config().placement_bundles == [{"GPU": 1, "CPU": 1}, {"GPU": 1}]
     assert gpu.runtime_env["env_vars"]["A"] == "b"

@@ -48,9 +48,9 @@ async def test_logprobs_that_the_agent_asked_for_are_answered_as_captured(bench:
     answer = await bench.openai.chat.completions.create(
         model="policy", messages=HI, max_tokens=8, logprobs=True, top_logprobs=3
     )
-    told = answer.choices[0].logprobs.content
-    assert [entry.logprob for entry in told] == pytest.approx(bench.sample.logprobs, abs=1e-5)
-    assert {len(entry.top_logprobs) for entry in told} == {3}
+    expected = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in expected] == pytest.approx(bench.sample.logprobs, abs=1e-5)
+    assert {len(entry.top_logprobs) for entry in expected} == {3}
 
 
 async def test_a_stream_is_captured(bench: Any) -> None:
@@ -74,12 +74,12 @@ async def test_each_of_n_choices_is_captured(bench: Any, stream: bool) -> None:
     answer = await bench.openai.chat.completions.create(
         model="policy", messages=HI, max_tokens=12, n=3, stream=stream, extra_body=TOKENS
     )
-    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    expected: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for part in [part async for part in answer] if stream else [answer]:
         for choice in part.choices:
-            told[choice.index] += getattr(choice, "token_ids", None) or []
+            expected[choice.index] += getattr(choice, "token_ids", None) or []
     samples = bench.context.samples
-    assert {index: sample.output_ids for index, sample in samples.items()} == told
+    assert {index: sample.output_ids for index, sample in samples.items()} == expected
     assert len({tuple(sample.output_ids) for sample in samples.values()}) == 3
     for sample in samples.values():
         assert difference(bench.reference(), sample).max() < TOLERANCE
@@ -98,7 +98,7 @@ async def test_each_prompt_of_completions_is_captured(bench: Any) -> None:
         assert sample.output_ids == choice.token_ids
 
 
-async def test_temperature_0_takes_the_likeliest(bench: Any) -> None:
+async def test_temperature_0_samples_the_most_likely_token(bench: Any) -> None:
     for _ in range(2):
         await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=12, temperature=0)
     assert bench.contexts[-1].samples[0].output_ids == bench.contexts[-2].samples[0].output_ids
@@ -125,7 +125,7 @@ async def test_a_stop_string_ends_the_answer_with_all_its_tokens_captured(bench:
 
 
 def no_blanks(bench: Any) -> dict[str, int]:
-    """A random model samples much of the white space that JSON allows anywhere."""
+    """Logit bias against white space, which JSON allows everywhere and a random model samples often."""
     return {str(token): -100 for token in bench.engine.tokenizer.encode(" \t\n\r")}
 
 
@@ -158,7 +158,7 @@ async def test_an_answer_follows_a_json_schema(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_in_tokens_is_sampled_from_as_it_is(bench: Any, stream: bool) -> None:
+async def test_a_token_prompt_is_used_unchanged(bench: Any, stream: bool) -> None:
     prompt = [300, 301, *b"spliced"]
     body = {
         "model": "policy",
@@ -174,7 +174,7 @@ async def test_a_prompt_in_tokens_is_sampled_from_as_it_is(bench: Any, stream: b
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_was_sampled_before_the_client_left_is_captured(bench: Any, stream: bool) -> None:
+async def test_tokens_sampled_before_a_disconnect_are_captured(bench: Any, stream: bool) -> None:
     body = {"model": "policy", "messages": HI, "max_tokens": 400, "stream": stream, "ignore_eos": True}
     left = asyncio.Event()
 
@@ -220,7 +220,7 @@ async def test_what_was_sampled_before_the_client_left_is_captured(bench: Any, s
     assert difference(bench.reference(), sample).max() < TOLERANCE
 
 
-async def test_beam_search_is_refused(bench: Any) -> None:
+async def test_beam_search_is_rejected(bench: Any) -> None:
     body = {"model": "policy", "messages": HI, "max_tokens": 4, "use_beam_search": True, "n": 2}
     answer = await bench.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400, answer.text
@@ -243,7 +243,7 @@ async def test_beam_search_is_refused(bench: Any) -> None:
         ("completions", {"n": 500, "prompt": ["a"] * 500}, "250000"),
     ],
 )
-async def test_what_vllm_would_ignore_or_never_serve_is_refused(
+async def test_requests_that_vllm_would_ignore_or_never_serve_are_rejected(
     bench: Any, path: str, wrong: dict[str, Any], named: str
 ) -> None:
     base = {"messages": HI} if path == "chat/completions" else {"prompt": "a"}
@@ -264,20 +264,20 @@ LABELS = {
 }
 
 
-async def test_labels_that_change_nothing_are_taken(bench: Any) -> None:
+async def test_labels_without_effect_are_accepted(bench: Any) -> None:
     answer = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=2, **LABELS)
     assert len(bench.sample.output_ids) == answer.usage.completion_tokens
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"", b'{"model": "policy"}'])
-async def test_vllm_itself_refuses_what_is_no_request(bench: Any, content: bytes) -> None:
+async def test_vllm_itself_rejects_malformed_requests(bench: Any, content: bytes) -> None:
     answer = await bench.http.post(
         "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
     )
     assert 400 <= answer.status_code < 500
 
 
-async def test_outside_of_an_exchange_nothing_is_recorded(bench: Any) -> None:
+async def test_nothing_is_recorded_without_a_capture_context(bench: Any) -> None:
     import httpx
 
     before = len(bench.contexts)
@@ -307,7 +307,7 @@ async def test_log_probs_of_given_tokens(bench: Any) -> None:
     )
 
 
-async def test_sleep_says_why_it_does_nothing_on_a_cpu(bench: Any) -> None:
+async def test_sleep_returns_why_it_has_no_effect_on_a_cpu(bench: Any) -> None:
     assert "CPU" in await bench.engine.sleep()
     await bench.engine.wake()
     await bench.engine.check_health()

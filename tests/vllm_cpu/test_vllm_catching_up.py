@@ -1,4 +1,4 @@
-"""New weights wait until every token of the old ones is recorded; with a stand-in for vLLM's client."""
+"""New weights wait until every token of the old weights is recorded. A stub replaces vLLM's client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Core:
-    """The link to the engine core."""
+    """Stub of the client that connects vLLM to its engine core."""
 
     def __init__(self) -> None:
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -43,12 +43,12 @@ async def handle(core: Core, done: list[Any], turns: int = 3) -> None:
         done.append(output)
 
 
-async def test_it_has_caught_up_when_all_that_came_is_dealt_with() -> None:
+async def test_waiting_ends_when_all_outputs_are_processed() -> None:
     core, capture = make_capture()
     done: list[Any] = []
     handler = asyncio.create_task(handle(core, done))
     async with within():
-        await capture.wait_until_recorded()  # nothing ever came
+        await capture.wait_until_recorded()  # there was no output yet
         for count in (1, 3):
             for _ in range(count):
                 core.outputs_queue.put_nowait("output")
@@ -63,7 +63,7 @@ async def test_it_has_caught_up_when_all_that_came_is_dealt_with() -> None:
     handler.cancel()
 
 
-async def test_it_does_not_wait_for_ever_where_vllm_died() -> None:
+async def test_waiting_ends_if_vllm_died() -> None:
     core, capture = make_capture()
     handler = asyncio.create_task(handle(core, []))
     core.outputs_queue.put_nowait(RuntimeError("dead"))

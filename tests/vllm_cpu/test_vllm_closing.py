@@ -1,4 +1,4 @@
-"""The end of the engine of all these tests; run last (see conftest)."""
+"""The shared engine after a failed load. These tests run last (see conftest.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylight.errors import WeightSyncError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(DEADLINE_S)]
 
 
-async def test_an_engine_that_may_be_half_loaded_samples_no_more(
+async def test_a_possibly_half_loaded_engine_stops_sampling(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks, contexts = await in_flight(bench, 2, 400)

@@ -1,4 +1,4 @@
-"""Weight updates in a live vLLM: every token has the version that sampled it, and no old weights remain."""
+"""Weight updates in a live vLLM: tokens have the version that sampled them, and no old weights remain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylight.errors import WeightSyncError
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 
-async def test_new_weights_sample_alone(bench: Any, learner: Any) -> None:
+async def test_only_the_new_weights_sample(bench: Any, learner: Any) -> None:
     version = next(bench.versions)
     await bench.engine.load_weights(version, change(learner, 1))
     await ask(bench, 24)
@@ -48,7 +48,7 @@ async def test_the_tied_output_layer_is_sent(
     assert difference(learner, bench.sample).max() < TOLERANCE
 
 
-async def test_numpy_arrays_do(bench: Any, learner: Any) -> None:
+async def test_weights_can_be_numpy_arrays(bench: Any, learner: Any) -> None:
     await bench.engine.load_weights(
         next(bench.versions), {name: t.numpy() for name, t in change(learner, 3).items()}
     )
@@ -57,7 +57,7 @@ async def test_numpy_arrays_do(bench: Any, learner: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_requests_in_flight_go_on_with_the_new_weights_under_keep(
+async def test_keep_lets_requests_in_flight_continue_with_the_new_weights(
     bench: Any, learner: Any, stream: bool
 ) -> None:
     old, new = bench.engine.version, next(bench.versions)
@@ -107,7 +107,7 @@ async def test_requests_in_flight_are_aborted(bench: Any, learner: Any) -> None:
         assert 3 < len(sample.output_ids) < 400
 
 
-async def test_a_request_that_comes_meanwhile_gets_the_new_weights(
+async def test_a_request_during_an_update_gets_the_new_weights(
     bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, state = next(bench.versions), change(learner, 7)
@@ -125,7 +125,7 @@ async def test_a_request_that_comes_meanwhile_gets_the_new_weights(
     assert difference(learner, bench.sample).max() < TOLERANCE
 
 
-async def test_what_was_cached_of_a_prompt_is_computed_anew(bench: Any, learner: Any) -> None:
+async def test_the_prefix_cache_is_recomputed(bench: Any, learner: Any) -> None:
     prompt = [{"role": "user", "content": "the same long prompt " * 10}]
     await bench.openai.chat.completions.create(model="policy", messages=prompt, max_tokens=4)
     await bench.engine.load_weights(next(bench.versions), change(learner, 8))
@@ -151,7 +151,7 @@ async def test_weights_that_do_not_fit_change_nothing(bench: Any, learner: Any) 
     await bench.engine.check_health()
 
 
-async def test_a_cancelled_wait_lets_the_engine_go_on(bench: Any, learner: Any) -> None:
+async def test_a_cancelled_wait_resumes_the_engine(bench: Any, learner: Any) -> None:
     version = bench.engine.version
     tasks, contexts = await in_flight(bench, 2, 400)
     waiting = asyncio.create_task(

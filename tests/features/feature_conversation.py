@@ -1,4 +1,4 @@
-"""A conversation of a test: calls in one dialect for an attempt of its own, and their records."""
+"""Conversation of a test: calls in one dialect for a separate attempt, and their records."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from feature_site import SECRET, Site
-from feature_speakers import Dialect, DialectAnswer
+from feature_dialects import Dialect, DialectAnswer
+from feature_server import SECRET, EngineServer
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.semconv import DIALECT, PROMPT_SOURCE
@@ -20,31 +20,31 @@ from raylight.types import FinishedRollout
 REFUSALS = (openai.BadRequestError, anthropic.BadRequestError)
 
 
-class Talk:
-    """An attempt and its clients.
+class Conversation:
+    """Attempt with its clients.
 
     Attributes:
         refused: True if the engine rejected a request as expected.
-        answers: the answers so far.
+        answers: all answers received so far.
     """
 
-    def __init__(self, site: Site, dialect: Dialect, feature: str) -> None:
-        self.site, self.dialect, self.feature = site, dialect, feature
+    def __init__(self, server: EngineServer, dialect: Dialect, feature: str) -> None:
+        self.server, self.dialect, self.feature = server, dialect, feature
         self.refused = False
         self.answers: list[DialectAnswer] = []
-        self._rollout = site.call(site.store.start_rollout("task"))
+        self._rollout = server.call(server.store.start_rollout("task"))
         assert self._rollout.attempt is not None
         ids = self._rollout.rollout_id, self._rollout.attempt.attempt_id
-        base = f"http://127.0.0.1:{site.port}{attempt_path(*ids)}"
-        self._given: dict[str, Any] = {
+        base = f"http://127.0.0.1:{server.port}{attempt_path(*ids)}"
+        self._client_options: dict[str, Any] = {
             "base_url": dialect.base(base),
             "api_key": attempt_key(SECRET, *ids),
             "max_retries": 0,
         }
-        self.client = dialect.sync_client(**self._given)
+        self.client = dialect.sync_client(**self._client_options)
 
     def ask(self, *turns: Any, **asked: Any) -> DialectAnswer:
-        """Have the model continue a conversation, and keep its answer."""
+        """Send the turns of a conversation, and keep the model's answer."""
         self.answers.append(self.dialect.ask(self.client, [*turns], **asked))
         return self.answers[-1]
 
@@ -52,7 +52,7 @@ class Talk:
         """Send several requests concurrently with the asynchronous client."""
 
         async def ask_all() -> list[DialectAnswer]:
-            async with self.dialect.async_client(**self._given) as client:
+            async with self.dialect.async_client(**self._client_options) as client:
                 return await asyncio.gather(
                     *(self.dialect.ask_async(client, [user(text)], **asked) for text in texts)
                 )
@@ -61,26 +61,26 @@ class Talk:
         return self.answers
 
     def recorded(self) -> FinishedRollout:
-        """Finish the attempt, and return its records in the order of time.
+        """Finish the attempt, and return its records in chronological order.
 
-        Every answer must have a call with its tokens.
+        Assert that every answer has a recorded call with its tokens.
         """
-        self.site.call(self.site.store.finish_attempt(self._rollout, "succeeded"))
-        (found,) = self.site.call(self.site.store.collect([self._rollout.rollout_id], with_spans=True))
-        assert found.rollout.status == "succeeded"
-        found.generations.sort(key=lambda generation: generation.start_time)
-        found.spans.sort(key=lambda span: span.start_time or 0)
-        lengths = [len(generation.output_ids) for generation in found.generations]
-        spans = [span.attributes[DIALECT] for span in found.spans if PROMPT_SOURCE in span.attributes]
+        self.server.call(self.server.store.finish_attempt(self._rollout, "succeeded"))
+        (finished,) = self.server.call(self.server.store.collect([self._rollout.rollout_id], with_spans=True))
+        assert finished.rollout.status == "succeeded"
+        finished.generations.sort(key=lambda generation: generation.start_time)
+        finished.spans.sort(key=lambda span: span.start_time or 0)
+        lengths = [len(generation.output_ids) for generation in finished.generations]
+        spans = [span.attributes[DIALECT] for span in finished.spans if PROMPT_SOURCE in span.attributes]
         calls = sum(len(answer.texts) for answer in self.answers)
         assert spans.count(self.dialect.name) == calls
-        assert len(lengths) == (calls if self.site.tokenizer else 0)
-        if self.site.tokenizer:
+        assert len(lengths) == (calls if self.server.tokenizer else 0)
+        if self.server.tokenizer:
             assert sum(lengths) == sum(answer.tokens for answer in self.answers)
             assert calls > len(self.answers) or sorted(lengths) == sorted(
                 answer.tokens for answer in self.answers
             )
-        return found
+        return finished
 
     @contextlib.contextmanager
     def refusal(self) -> Iterator[None]:

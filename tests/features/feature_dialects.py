@@ -1,4 +1,4 @@
-"""Clients of the dialects, each through its SDK, with requests and answers in one shape."""
+"""Clients of the dialects through their SDKs, with a common form of requests and answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = "policy"
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call. `arguments` is JSON text, or the object that the SDK decoded."""
+    """Tool call. `arguments` is JSON text, or the object that the SDK decoded."""
 
     id: str
     name: str
@@ -22,20 +22,20 @@ class Call:
 
 @dataclass
 class DialectAnswer:
-    """An answer."""
+    """Answer of a model, in the form common to all dialects."""
 
     texts: list[str]
     """Text of each choice."""
     prompt_tokens: int
     tokens: int
     end: str | None
-    """Finish reason, in the word of the dialect."""
+    """Finish reason, as the dialect spells it."""
     calls: list[Call] = field(default_factory=list)
     turn: list[Any] = field(default_factory=list)
-    """The answer, as it is sent back with the next request."""
+    """Turns that repeat the answer in the next request."""
     logprobs: list[float] | None = None
     pieces: int = 0
-    """Number of events of a stream with content."""
+    """Number of stream events with content."""
     id: str = ""
 
     @property
@@ -44,7 +44,7 @@ class DialectAnswer:
 
 
 class Dialect:
-    """Client of a dialect; this class holds what OpenAI's dialects share.
+    """Client of a dialect. This base class has the defaults of OpenAI's dialects.
 
     Settings of `ask`: max_tokens, temperature, seed, stop, n, logprobs, tools, tool_choice ("required" or a
     tool's name), parallel, schema, system, image, previous.
@@ -63,7 +63,7 @@ class Dialect:
         raise NotImplementedError
 
     def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
-        """The SDK's arguments."""
+        """Return the SDK's arguments for a request."""
         raise NotImplementedError
 
     def read(self, answer: Any) -> DialectAnswer:
@@ -269,7 +269,7 @@ class Messages(Dialect):
             asked["tool_choice"]["disable_parallel_tool_use"] = not asked.pop("parallel", True)
         if schema := asked.pop("schema", None):
             asked["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
-        if "temperature" in asked:  # the SDK has no such argument any more
+        if "temperature" in asked:  # the SDK no longer has this argument
             asked["extra_body"] = {"temperature": asked.pop("temperature")}
         return {"messages": turns, "max_tokens": 16, **renamed(asked, stop="stop_sequences")}
 

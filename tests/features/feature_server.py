@@ -1,4 +1,4 @@
-"""An engine behind the whole gateway, served on a port by a thread, with a store in this process."""
+"""Engine behind the complete gateway, served on a port by a thread, with a store in this process."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def build_tiny(folder: Path) -> str:
     return str(folder)
 
 
-class Site:
-    """A replica's whole application.
+class EngineServer:
+    """Complete application of a replica, served on a port.
 
     Attributes:
-        kind: of its engine.
-        port: on which it is served.
-        tokenizer: of the model; None where the engine does not tell its tokens.
+        kind: kind of the engine.
+        port: port on which the application is served.
+        tokenizer: tokenizer of the model; None if the engine does not return tokens.
     """
 
     def __init__(self, kind: str, model_path: str) -> None:
@@ -95,7 +95,7 @@ class Site:
         self.call(self._start(model_path), START_S)
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float = DEADLINE_S) -> T:
-        """Run a coroutine in the event loop of the site."""
+        """Run a coroutine in the event loop of the server."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     async def _start(self, model_path: str) -> None:
@@ -116,12 +116,14 @@ class Site:
             return vllm_engine(path)
         from raylight.engines.upstream import UpstreamEngine
 
-        behind = small_engine(path)
-        self._stack.callback(behind.close)
-        return UpstreamEngine(f"http://127.0.0.1:{await self._serve(await behind.app())}/v1", "up-key", MODEL)
+        upstream = small_engine(path)
+        self._stack.callback(upstream.close)
+        return UpstreamEngine(
+            f"http://127.0.0.1:{await self._serve(await upstream.app())}/v1", "up-key", MODEL
+        )
 
     async def _serve(self, app: ASGIApp) -> int:
-        """Serve an application until the site closes; returns its port."""
+        """Serve an application until the server closes. Return its port."""
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)
@@ -143,7 +145,7 @@ def small_engine(path: str) -> Engine:
 
 
 def vllm_engine(path: str) -> Engine:
-    """vLLM as a replica runs it, without Ray."""
+    """Build a vLLM engine as a replica runs it, without Ray."""
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -153,7 +155,7 @@ def vllm_engine(path: str) -> Engine:
     from raylight.engines.vllm.args import vllm_args
     from raylight.engines.vllm.engine import VllmEngine
 
-    given = vllm_args(
+    options = vllm_args(
         path,
         {},
         dtype="float32",
@@ -164,8 +166,8 @@ def vllm_engine(path: str) -> Engine:
         gpus=0,
         max_adapters=0,
     )
-    frontend = {name: given.pop(name) for name in list(given) if hasattr(FrontendArgs(), name)}
-    engine_args = AsyncEngineArgs(path, served_model_name=[MODEL], **given)
+    frontend = {name: options.pop(name) for name in list(options) if hasattr(FrontendArgs(), name)}
+    engine_args = AsyncEngineArgs(path, served_model_name=[MODEL], **options)
     args = Namespace(**vars(FrontendArgs(**frontend)) | vars(engine_args))
     client = AsyncLLM.from_engine_args(engine_args)
 
