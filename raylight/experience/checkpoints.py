@@ -44,7 +44,7 @@ class TrainingStates:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ConfigError(
-                f"checkpoint.path {url!r} cannot be opened: {error}; give a folder or a URL that fsspec knows"
+                f"checkpoint.path {url!r} cannot be opened: {error}; give a folder or a URL of fsspec"
             ) from None
         self.url = url
         protocol = self._fs.protocol

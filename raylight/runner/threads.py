@@ -21,7 +21,7 @@ class AgentThreads:
     def __init__(self) -> None:
         self._threads = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        """Strong references, because asyncio keeps only weak ones to a task that nobody awaits."""
+        """Strong references, because asyncio keeps only weak ones to a task that is not awaited."""
 
     @property
     def abandoned(self) -> int:

@@ -275,7 +275,7 @@ def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[
 def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
     """Add the tokens of generations to the spans of their calls; both are stored separately.
 
-    A response that was cut off gets none, so that nobody trains on it.
+    A response that was cut off gets none, so that it is never trained on.
     """
     by_id = {generation.key.call_id: generation for generation in generations}
     for span in spans:

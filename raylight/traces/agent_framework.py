@@ -31,7 +31,7 @@ def init(contents: bool = True) -> None:
 
     Args:
         contents: True if spans include messages, instructions, and the arguments and results of tools
-            (agent-framework's "sensitive data"). False: as ENABLE_SENSITIVE_DATA says.
+            (agent-framework's "sensitive data"). False: the variable ENABLE_SENSITIVE_DATA decides.
 
     Raises:
         TracerError: agent-framework is not installed or too old, or the program called its

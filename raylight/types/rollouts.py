@@ -113,7 +113,7 @@ class Rollout(EnqueueRolloutRequest):
 
 
 class Worker(StrictModel):
-    """State of a runner, as the store knows it."""
+    """State of a runner in the store."""
 
     worker_id: str
     status: WorkerStatus = "unknown"

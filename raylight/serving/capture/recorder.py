@@ -88,7 +88,7 @@ class _Announcement:
             self.timer.cancel()
         if not self.known.done():
             self.known.set_exception(error) if error else self.known.set_result(None)
-            self.known.exception()  # marks it as retrieved: a cancelled request leaves nobody to do so
+            self.known.exception()  # marks it as retrieved, which a cancelled request no longer does
 
 
 class Recorder:

@@ -90,6 +90,12 @@ class Dialect(ABC):
     id_prefix: ClassVar[str | None] = None
     native: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a dialect with a name whose other attributes are incomplete."""
+        missing = [name for name in ("path", "span_name") if hasattr(cls, "name") and not hasattr(cls, name)]
+        if missing:
+            raise TypeError(f"dialect {cls.__name__} does not define {' and '.join(missing)}")
+
     @abstractmethod
     def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
         """Translate a request to one of the dialect's routes.

@@ -14,6 +14,7 @@ from gateway_helpers import KEY, MINE, SECRET, within
 from raylight.http.sse import SseReader
 from raylight.semconv import DIALECT, RESPONSE_ID
 from raylight.serving.capture.recorder import Recorder
+from raylight.serving.dialects.dialect import Dialect
 from raylight.serving.dialects.registry import DIALECTS
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -103,3 +104,8 @@ async def test_a_dialect_may_have_the_name_of_a_route(name: str, monkeypatch: py
 
 async def test_an_unregistered_dialect_has_no_route() -> None:
     assert (await Replica().post(QUESTION)).status_code == 404
+
+
+def test_an_incomplete_dialect_is_refused_when_it_is_defined() -> None:
+    with pytest.raises(TypeError, match="dialect Half does not define path and span_name"):
+        type("Half", (Dialect,), {"name": "half"})
