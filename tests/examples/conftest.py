@@ -1,4 +1,4 @@
-"""The examples are imported from the repository's root, as they are run."""
+"""Import path of the examples: the repository's root, as when they are run."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A model that answers by script, behind a real OpenAI-compatible server, for the math agent's tests."""
+"""Scripted model behind a real OpenAI-compatible server, for the math agent's tests."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SERVER = ROOT / "examples" / "math_agent" / "calculator_server.py"
 START_S = 30.0
 
 Script = Callable[[list[dict[str, Any]], list[dict[str, Any]]], dict[str, Any]]
-"""Makes a message of the messages and tools that were sent."""
+"""Function that returns a message for the messages and tools of a request."""
 
 
 def logging_command(log: Path) -> tuple[str, ...]:
-    """The calculator, which notes every call in a file."""
+    """Return the command of the calculator server, which logs every call to a file."""
     return (sys.executable, str(SERVER), "--log", str(log))
 
 
@@ -40,7 +40,7 @@ def text_of(message: dict[str, Any]) -> str:
 def calling(
     expression: str, name: str | None = None, arguments: str | None = None
 ) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    """A message that calls the first tool that is offered."""
+    """Return a function that builds a call of the first tool of a request."""
 
     def message(tools: list[dict[str, Any]]) -> dict[str, Any]:
         function = {
@@ -56,7 +56,7 @@ def calling(
 
 
 def solving(expressions: dict[str, str]) -> Script:
-    """Calls the tool once with the expression that belongs to the question, and answers with its result."""
+    """Return a script that calls the tool with the question's expression, and answers with the result."""
 
     def answer(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         last = messages[-1]
@@ -68,16 +68,16 @@ def solving(expressions: dict[str, str]) -> Script:
 
 
 def wrong(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Calls the tool, and does not believe it."""
+    """Call the tool, and answer with another number."""
     return calling("1+1")(tools) if messages[-1]["role"] != "tool" else {"content": "Surely not.\n### 999999"}
 
 
 class ScriptedModel:
-    """Serves a script on a port of this machine.
+    """Server on a local port that answers with a script.
 
     Attributes:
-        requests: bodies of the calls, in their order.
-        ids: of the answers.
+        requests: bodies of the requests, in order of arrival.
+        ids: IDs of the answers.
     """
 
     def __init__(self, script: Script) -> None:
@@ -92,7 +92,7 @@ class ScriptedModel:
 
     def __enter__(self) -> ScriptedModel:
         self._thread.start()
-        assert self._listening.wait(START_S), "the scripted model does not listen"
+        assert self._listening.wait(START_S), "the scripted model did not start to listen"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,17 +129,17 @@ class ScriptedModel:
             "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
         }
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        told = {
+        answer = {
             "id": self.ids[-1],
             "object": "chat.completion",
             "created": int(time.time()),
             "model": body["model"],
         }
-        return JSONResponse(told | {"choices": [choice], "usage": usage})
+        return JSONResponse(answer | {"choices": [choice], "usage": usage})
 
 
 def first_step(task: dict[str, str]) -> str:
-    """The first expression of a task's chain."""
-    found = re.search(r"<gadget id=\"calculator\">(.*?)</gadget>", task["chain"])
-    assert found
-    return found[1]
+    """Return the first expression of a task's chain."""
+    match = re.search(r"<gadget id=\"calculator\">(.*?)</gadget>", task["chain"])
+    assert match
+    return match[1]

@@ -1,4 +1,4 @@
-"""Helpers of the process agent's tests: modules, a simulator, and a scripted model that calls its tools."""
+"""Helpers for the process agent's tests: a scripted model that calls the simulator's tools, and a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.process_agent.task_definitions import TEST, TRAIN, VALIDATION
 DEFINITIONS = {definition["id"]: definition for definition in [*TRAIN, *VALIDATION, *TEST]}
 MODEL, KEY = "scripted", "the-key"
 RULES = "Call get_schema first. Read every number with get_result before you report it."
-"""What the scripted model obeys when its prompt says it. The scripted writer of prompts adds it."""
+"""Rules that the scripted prompt writer adds, and that make the scripted model work carefully."""
 
 
 def tool_call(name: str, arguments: dict[str, Any], number: int) -> dict[str, Any]:
@@ -31,11 +31,11 @@ def tool_call(name: str, arguments: dict[str, Any], number: int) -> dict[str, An
 
 @dataclass
 class ScriptedModel:
-    """Designs by the references: carefully where its prompt tells it to, and otherwise badly.
+    """Scripted model that designs from the references: carefully if the prompt contains RULES, else badly.
 
     Attributes:
-        tasks: id by text.
-        requests: bodies in the order in which they came.
+        tasks: task IDs by text.
+        requests: bodies of the requests, in order of arrival.
     """
 
     tasks: dict[str, str]
@@ -43,7 +43,7 @@ class ScriptedModel:
     writings: int = 0
 
     def answer(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The next message of the assistant."""
+        """Return the next message of the assistant."""
         if len(messages) == 2 and messages[1]["content"] not in self.tasks:
             return {"role": "assistant", "content": self.write(messages[1]["content"])}
         definition = DEFINITIONS[self.tasks[messages[1]["content"]]]
@@ -52,7 +52,7 @@ class ScriptedModel:
         return self.careful(definition, results) if careful else self.careless(definition, results)
 
     def careful(self, definition: dict[str, Any], results: list[Any]) -> dict[str, Any]:
-        """Schema, simulation, numbers, and these as they are."""
+        """Get the schema, simulate, read the numbers, and report them unchanged."""
         if not results:
             return tool_call("get_schema", {}, 0)
         if len(results) == 1:
@@ -60,11 +60,11 @@ class ScriptedModel:
         run_id = results[1]["run_id"]
         if len(results) == 2:
             return tool_call("get_result", {"run_id": run_id}, 2)
-        values = {name: look(results[2], path) for name, path in definition["asked"].items()}
+        values = {name: look_up(results[2], path) for name, path in definition["asked"].items()}
         return self.final(run_id, values)
 
     def careless(self, definition: dict[str, Any], results: list[Any]) -> dict[str, Any]:
-        """A flowsheet that is none, then a good one of which no number is read; the answer is made up."""
+        """Simulate an invalid and then a valid flowsheet, and report invented numbers without reading any."""
         if not results:
             return tool_call("run_simulation", {"flowsheet": {"units": definition["reference"]["units"]}}, 0)
         if len(results) == 1:
@@ -77,7 +77,7 @@ class ScriptedModel:
         return {"role": "assistant", "content": text}
 
     def write(self, case: str) -> str:
-        """A new prompt for the one shown between <<< and >>>: every second one forgets the placeholder."""
+        """Rewrite the prompt between <<< and >>>. Every second rewrite drops the placeholder."""
         present = case.partition("<<<\n")[2].partition("\n>>>")[0]
         self.writings += 1
         return (
@@ -88,7 +88,7 @@ class ScriptedModel:
 
     @property
     def route(self) -> Route:
-        """Where an OpenAI client finds it."""
+        """Route at which OpenAI clients send chat completions."""
         return Route("/v1/chat/completions", self.respond, methods=["POST"])
 
     async def respond(self, request: Request) -> JSONResponse:
@@ -102,20 +102,20 @@ class ScriptedModel:
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         choice = {"index": 0, "message": message, "finish_reason": reason}
-        told = {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": MODEL}
-        return JSONResponse(told | {"choices": [choice], "usage": usage})
+        answer = {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": MODEL}
+        return JSONResponse(answer | {"choices": [choice], "usage": usage})
 
 
-def look(results: dict[str, Any], path: str) -> Any:
-    found: Any = results
+def look_up(results: dict[str, Any], path: str) -> Any:
+    value: Any = results
     for part in path.split("."):
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 @contextlib.contextmanager
 def serving(*routes: Route) -> Iterator[str]:
-    """A server on a free port, in a thread; gives its URL as OpenAI's clients take it."""
+    """Serve routes on a free port in a thread. Yield the base URL for OpenAI's clients."""
     app = Starlette(routes=routes)
     listening = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Models that answer by script behind a real OpenAI-compatible server, for the multi-agent example."""
+"""Scripted models behind a real OpenAI-compatible server, for the multi-agent example."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from examples.tau2_agent.helpdesk.desk import HelpDesk
 
 START_S = 30.0
 TASKS = {task["id"]: task for task in HelpDesk().tasks()}
-OF_OPENING = {task["script"]["opening"]: task for task in TASKS.values()}
-OF_GOAL = {task["user"]["goal"]: task for task in TASKS.values()}
+TASK_BY_OPENING = {task["script"]["opening"]: task for task in TASKS.values()}
+TASK_BY_GOAL = {task["user"]["goal"]: task for task in TASKS.values()}
 
 Script = Callable[[list[dict[str, Any]]], dict[str, Any]]
-"""Makes the next message of the messages that were sent."""
+"""Function that returns the next message of a conversation."""
 
 
-def using(*calls: tuple[str, Any]) -> dict[str, Any]:
-    """A message that calls tools; arguments that are no dict are sent as they are."""
+def tool_calls(*calls: tuple[str, Any]) -> dict[str, Any]:
+    """Return a message that calls tools. Arguments given as text are sent unchanged."""
     numbers = itertools.count()
     functions = [
         {"name": name, "arguments": args if isinstance(args, str) else json.dumps(args)}
@@ -39,39 +39,38 @@ def using(*calls: tuple[str, Any]) -> dict[str, Any]:
     }
 
 
-def facts_told(task: dict[str, Any]) -> str:
-    """A sentence with every fact of a task, in its first wording."""
+def facts_sentence(task: dict[str, Any]) -> str:
+    """Return a sentence with every fact of a task, in its first wording."""
     facts = [fact.split("|")[0] for fact in task["expected"]["facts"]]
     return f"It is done. To know: {'; '.join(facts)}."
 
 
-def solving(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Does what the task's gold actions are, one call at a time, and then tells the facts, whatever the user
-    says."""
-    task = OF_OPENING[next(message["content"] for message in messages if message["role"] == "user")]
+def scripted_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take the task's gold actions, one call at a time, and then report the facts."""
+    task = TASK_BY_OPENING[next(message["content"] for message in messages if message["role"] == "user")]
     done = sum(message["role"] == "tool" for message in messages)
     if done < len(task["gold"]):
         call = task["gold"][done]
-        return using((call["name"], call["arguments"]))
-    return {"content": facts_told(task)}
+        return tool_calls((call["name"], call["arguments"]))
+    return {"content": facts_sentence(task)}
 
 
-def wanting(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Plays the user of a task: says the opening, and is done as soon as it has an answer."""
-    task = next(task for goal, task in OF_GOAL.items() if goal in messages[0]["content"])
+def scripted_user(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Play the user of a task: send the opening, and end the conversation after the first answer."""
+    task = next(task for goal, task in TASK_BY_GOAL.items() if goal in messages[0]["content"])
     return {"content": task["script"]["opening"] if len(messages) == 2 else "[[END]]"}
 
 
-class Refused(Exception):
-    """What a script raises to have its server answer with an error of status 400."""
+class BadRequest(Exception):
+    """Error in a script to which the server responds with status 400."""
 
 
 class ScriptedServer:
-    """Serves scripts, each as a model of its name, on a port of this machine.
+    """Server on a local port with one model per script.
 
     Attributes:
-        requests: bodies in the order in which they came.
-        keys: the Authorization headers.
+        requests: bodies of the requests, in order of arrival.
+        keys: Authorization headers of the requests.
     """
 
     def __init__(self, **scripts: Script) -> None:
@@ -90,7 +89,7 @@ class ScriptedServer:
 
     def __enter__(self) -> ScriptedServer:
         self._thread.start()
-        assert self._listening.wait(START_S), "the scripted server does not listen"
+        assert self._listening.wait(START_S), "the scripted server did not start to listen"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,8 +101,8 @@ class ScriptedServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/v1"
 
-    def of(self, model: str) -> list[dict[str, Any]]:
-        """The requests to one model."""
+    def requests_to(self, model: str) -> list[dict[str, Any]]:
+        """Return the requests to one model."""
         return [body for body in self.requests if body["model"] == model]
 
     async def _run(self) -> None:
@@ -122,14 +121,14 @@ class ScriptedServer:
         body = await request.json()
         self.requests.append(body)
         self.keys.add(request.headers.get("authorization"))
-        for message in body["messages"]:  # as engines do, whose templates take mappings
+        for message in body["messages"]:  # as engines do: chat templates expect mappings
             for call in message.get("tool_calls") or ():
                 assert isinstance(json.loads(call["function"]["arguments"]), dict)
         try:
             message = {"role": "assistant", **self._scripts[body["model"]](body["messages"])}
-        except Refused as refused:
+        except BadRequest as error:
             return JSONResponse(
-                {"error": {"message": str(refused), "type": "invalid_request_error", "code": None}}, 400
+                {"error": {"message": str(error), "type": "invalid_request_error", "code": None}}, 400
             )
         choice = {
             "index": 0,

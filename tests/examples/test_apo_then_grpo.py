@@ -1,4 +1,4 @@
-"""The example that chains APO and GRPO, as a user runs it."""
+"""The example that chains APO and GRPO, run as a script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_help() -> None:
     assert "--critic-url" in run("--help")
 
 
-def test_a_model_that_is_not_there_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_in_one_line(tmp_path: Path) -> None:
     done = start("--model", "/no/such/model", "--output-dir", str(tmp_path))
     assert done.returncode == 1
     line = "ModelNotFoundError: there is no model folder /no/such/model; give the path of one"

@@ -28,10 +28,10 @@ from raylight.types import FinishedRollout
 
 TASKS = [task for split in ("train", "val", "test") for task in read_tasks(DATA / f"{split}.jsonl")]
 TASKS_OF_ONE_STEP = [task for task in TASKS if task["source"] == "raylight/recipe"]
-"""Their first calculation gives the answer."""
+"""Tasks whose first calculation gives the answer."""
 ONE_STEP, MISTRUSTED, FATAL = TASKS_OF_ONE_STEP[:2], TASKS_OF_ONE_STEP[2:3], TASKS_OF_ONE_STEP[3]
 TWO_STEPS = next(task for task in TASKS if task["source"] == "raylight/shopping")
-"""Its first calculation does not give the answer."""
+"""Task whose first calculation does not give the answer."""
 SOLVED = [*ONE_STEP, TWO_STEPS]
 MISTRUSTED_QUESTIONS = {task["question"] for task in MISTRUSTED}
 FATAL_SERVER = """
@@ -48,7 +48,7 @@ server.run("stdio")
 
 @dataclass(frozen=True)
 class Run:
-    """One evaluation of the agent.
+    """Evaluation of the agent.
 
     Attributes:
         figures: what `Trainer.evaluate` returned.
@@ -91,7 +91,7 @@ def script(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[
 
 
 def agent_of_tasks() -> Any:
-    """The math agent with the client and the MCP server of its task.
+    """Return the math agent with the client and the MCP server of its task.
 
     A local function, so that it is pickled by value.
     """
@@ -166,7 +166,7 @@ def test_every_client_calls_the_tool_and_is_rewarded_for_the_answer(client: str,
         assert by_expression[first_step(task)] in json.dumps(returned["content"])
 
 
-def test_every_call_is_captured_once_with_the_run_s_sampling(run: Run) -> None:
+def test_every_call_is_captured_once_with_the_sampling_of_the_run(run: Run) -> None:
     spans = [span for items in run.items.values() for item in items for span in captured(item)]
     assert sorted(span.attributes[RESPONSE_ID] for span in spans) == sorted(run.model.ids)
     assert all(request["temperature"] == 0.5 for request in run.model.requests)
@@ -183,7 +183,7 @@ def test_chats_of_agent_framework_are_the_captured_calls(run: Run) -> None:
     assert any(span.name == "execute_tool calculate" for span in item.spans)
 
 
-def test_a_wrong_answer_is_worth_nothing(run: Run) -> None:
+def test_a_wrong_answer_has_reward_0(run: Run) -> None:
     assert [item.reward for item in run.items["openai", "mistrusted"]] == [0.0]
     assert run.figures["rewards"]["reward"]["mean"] == pytest.approx(8 / 13)
     assert run.figures["failed"] == len(CLIENTS) + 1

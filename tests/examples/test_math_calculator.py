@@ -1,5 +1,4 @@
-"""The calculator as a real MCP server over stdio: what it answers, how it is shared, and what happens when it
-dies."""
+"""The calculator as a real MCP server over stdio: answers, sharing between rollouts, and crashes."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ async def calculate(expression: str) -> str:
         return await tools.call("calculate", {"expression": expression})
 
 
-async def test_it_calculates_and_refuses_over_mcp(tmp_path: Path) -> None:
+async def test_it_calculates_and_rejects_over_mcp(tmp_path: Path) -> None:
     async with calculator(logging_command(tmp_path / "log")) as tools:
         assert [tool.name for tool in tools.tools] == ["calculate"]
         assert await tools.call("calculate", {"expression": "2*(3+4)"}) == "14"
@@ -61,7 +60,7 @@ async def test_one_server_serves_all_rollouts_of_a_process() -> None:
     assert len(servers()) == 1
 
 
-async def test_a_server_that_dies_is_told_of_and_replaced() -> None:
+async def test_a_server_that_dies_is_reported_and_replaced() -> None:
     async with calculator(CALCULATOR_COMMAND):
         (server,) = servers()
     server.kill()
@@ -71,7 +70,7 @@ async def test_a_server_that_dies_is_told_of_and_replaced() -> None:
     assert server.pid not in [one.pid for one in servers()]
 
 
-async def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_does_not_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_S", 0.5)
     async with calculator(CALCULATOR_COMMAND):
         servers()[0].suspend()
@@ -86,8 +85,8 @@ async def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
         ((sys.executable, "-c", "raise SystemExit(1)"), "Connection closed"),
     ],
 )
-async def test_a_server_that_does_not_start_is_told_of(command: tuple[str, ...], why: str) -> None:
-    for _ in range(2):  # also to those who come later
+async def test_a_server_that_does_not_start_is_reported(command: tuple[str, ...], why: str) -> None:
+    for _ in range(2):  # later users get the same error
         with pytest.raises(CalculatorError, match=f"did not start.*{why}"):
             async with calculator(command):
                 pass
@@ -123,10 +122,10 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed() -> None:
     server.wait(timeout=30)
 
 
-# the loops of the client libraries, without Ray
+# agent loops of the client libraries, without Ray
 
 
-async def said_by(client: Any, script: Script, max_turns: int = 4) -> tuple[str, ScriptedModel]:
+async def run_agent(client: Any, script: Script, max_turns: int = 4) -> tuple[str, ScriptedModel]:
     with ScriptedModel(script) as model:
         llm = rl.LLM(
             endpoint=model.url, model="scripted", sampling_parameters={"temperature": 0.5, "max_tokens": 64}
@@ -138,8 +137,8 @@ async def said_by(client: Any, script: Script, max_turns: int = 4) -> tuple[str,
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_sampling_parameters_and_instructions_reach_the_model(client: str) -> None:
-    said, model = await said_by(client, solving({QUESTION: "6*7"}))
-    assert said.endswith("### 42")
+    answer_text, model = await run_agent(client, solving({QUESTION: "6*7"}))
+    assert answer_text.endswith("### 42")
     for request in model.requests:
         assert request["temperature"] == 0.5
         assert request.get("max_tokens", request.get("max_completion_tokens")) == 64
@@ -162,9 +161,9 @@ async def test_the_agent_asks_for_and_reads_the_mark_of_its_settings(extractor: 
         assert await math_agent(task, llm, MathSettings(extractor=extractor)) == 1.0
         other: Any = "four_hashes" if extractor != "four_hashes" else "hashes"
         assert await math_agent(task, llm, MathSettings(extractor=other)) == 0.0
-    told = [text_of(request["messages"][0]) for request in model.requests]
+    prompts = [text_of(request["messages"][0]) for request in model.requests]
     assert [
-        EXTRACTORS[name].instruction in text for name, text in zip((extractor, other), told, strict=True)
+        EXTRACTORS[name].instruction in text for name, text in zip((extractor, other), prompts, strict=True)
     ] == [True, True]
 
 
@@ -173,8 +172,8 @@ async def test_a_model_that_never_stops_calling_is_stopped(client: str) -> None:
     def endless(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         return calling("1+1")(tools) if tools else {"content": "no tools left"}
 
-    said, model = await said_by(client, endless)
-    assert "###" not in said
+    answer_text, model = await run_agent(client, endless)
+    assert "###" not in answer_text
     assert len(model.requests) == 4
 
 
@@ -187,8 +186,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_a_models_mistakes_are_its_own(client: str) -> None:
-    """The model receives the error, or the rollout ends without an answer; the agent never raises."""
+async def test_mistakes_of_the_model_do_not_raise(client: str) -> None:
+    """The model receives the error or the rollout ends without an answer. The agent never raises."""
     for mistake in MISTAKES:
 
         def answer(
@@ -197,8 +196,8 @@ async def test_a_models_mistakes_are_its_own(client: str) -> None:
             last = messages[-1]
             return mistake(tools) if last["role"] != "tool" else {"content": f"### {text_of(last)}"}
 
-        said, _ = await said_by(client, answer)
-        assert said == "" or "rror" in said
+        answer_text, _ = await run_agent(client, answer)
+        assert answer_text == "" or "rror" in answer_text
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

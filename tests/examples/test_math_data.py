@@ -1,4 +1,4 @@
-"""The math agent's questions: the files are what the script writes, and they are right."""
+"""The math agent's question files equal the script's output, and their results are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the math agent: how they are found, and when they are right."""
+"""Extraction and grading of the math agent's answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.math_agent.prompts import instructions
 
 
 @pytest.mark.parametrize(
-    ("extractor", "said", "answer"),
+    ("extractor", "text", "answer"),
     [
         ("hashes", "so\n### 42", "42"),
         ("hashes", "### 1\nno, wait\n### 2\n", "2"),
@@ -41,14 +41,14 @@ from examples.math_agent.prompts import instructions
         ("hashes", "### " + "9" * (MAX_ANSWER + 1), None),
     ],
 )
-def test_extractors(extractor: str, said: str, answer: str | None) -> None:
-    assert extract(said, extractor) == answer
+def test_extractors(extractor: str, text: str, answer: str | None) -> None:
+    assert extract(text, extractor) == answer
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
-def test_what_the_model_is_told_is_what_is_found(extractor: str) -> None:
-    told = instructions(extractor)
-    assert extract(told, extractor) == ("42" if "42" in told else None)
+def test_the_instructions_match_the_extractor(extractor: str) -> None:
+    prompt = instructions(extractor)
+    assert extract(prompt, extractor) == ("42" if "42" in prompt else None)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_the_model_is_told_is_what_is_found(extractor: str) -> None:
         ("sin(x)^2 + cos(x)^2", "1", True),
     ],
 )
-async def test_what_is_right(answer: str | None, expected: str, right: bool) -> None:
+async def test_grading(answer: str | None, expected: str, right: bool) -> None:
     assert await is_right(answer, expected) is right
 
 
@@ -163,17 +163,17 @@ async def test_what_is_right(answer: str | None, expected: str, right: bool) -> 
         ("max(x, sqrt(-1))", "x"),
     ],
 )
-async def test_a_hostile_answer_is_wrong_in_no_time(answer: str, expected: str) -> None:
+async def test_a_hostile_answer_is_rejected_quickly(answer: str, expected: str) -> None:
     started = time.monotonic()
     assert await is_right(answer, expected) is False
-    assert time.monotonic() - started < 20  # a start of sympy's process on a busy machine
+    assert time.monotonic() - started < 20  # allows for the start of sympy's process on a busy machine
 
 
 SLOW = "*".join(f"(sin({letter})**7+cos(x*{letter})**5+{letter})**9" for letter in "abcdefgh")
 
 
 def children() -> set[psutil.Process]:
-    """Of this process, which may have some of earlier tests."""
+    """Return the child processes of this process, including those of earlier tests."""
     return set(psutil.Process().children())
 
 
@@ -184,7 +184,7 @@ async def test_sympy_is_stopped_at_its_deadline() -> None:
     assert children() <= others
 
 
-async def test_sympys_process_does_not_outlive_who_asked() -> None:
+async def test_the_sympy_process_does_not_outlive_its_parent() -> None:
     others = children()
     asking = asyncio.create_task(equal_by_sympy(SLOW, f"{SLOW}+x/7", deadline_s=60.0))
     while children() <= others:
@@ -196,7 +196,7 @@ async def test_sympys_process_does_not_outlive_who_asked() -> None:
     assert children() <= others
 
 
-async def test_a_comparison_that_fails_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_comparison_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("examples.math_agent.grading.__file__", "/nowhere/grading.py")
     with pytest.raises(GradingError, match="No such file"):
         await equal_by_sympy("x", "y")

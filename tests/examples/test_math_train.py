@@ -1,5 +1,4 @@
-"""The math agent's script, as it is called: training by the VERL dict, scoring at an endpoint, and the trace
-of one question."""
+"""The math agent's script: training with the VERL dict, scoring at an endpoint, and tracing a question."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ TASK = read_tasks(DATA / "test.jsonl", 1)[0]
 
 
 def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the script from the repository's root, on a Ray of its own."""
+    """Run the script from the repository's root, with its own local Ray."""
     kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
         [sys.executable, "examples/math_agent/train.py", *arguments],
@@ -51,8 +50,10 @@ def test_the_config_is_grpo_on_8_questions_4_times() -> None:
 
 
 def alternating(folder: Path) -> Any:
-    """The agent, whose rollouts of a task are worth 0 and 1 in turn: the tiny model gets all wrong, which
-    teaches nothing."""
+    """Return the agent with alternating rewards 0 and 1: the tiny model's answers are all wrong.
+
+    Equal rewards would give no training signal.
+    """
 
     @rl.rollout(settings=MathSettings())
     async def agent(task: dict[str, Any], llm: rl.LLM, settings: MathSettings) -> float:
@@ -77,8 +78,7 @@ async def read(path: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model calls no tool, but it is asked as a real one would be, and its calls are captured,
-    joined and trained on."""
+    """The tiny model calls no tool, but its requests are real: they are captured, joined and trained on."""
     claims, run = tmp_path / "claims", tmp_path / "run"
     claims.mkdir()
     monkeypatch.setattr(train, "math_agent", alternating(claims))
@@ -159,10 +159,10 @@ def test_the_readmes_line_for_raylight_eval_runs(tmp_path: Path) -> None:
         2,
         0,
         0.0,
-    )  # it only adds
+    )  # the starter model can only add
 
 
-def test_tasks_of_another_shape_are_told_before_anything_starts(tmp_path: Path) -> None:
+def test_tasks_of_another_shape_are_reported_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text(
         '{"question": "1+1?", "result": "2"}\n{"question": "1+2?", "answer": 3}\n'
     )
@@ -180,7 +180,7 @@ def test_tasks_of_another_shape_are_told_before_anything_starts(tmp_path: Path) 
         (("--debug",), "--model is missing"),
     ],
 )
-def test_a_bad_argument_is_told_in_a_line(arguments: tuple[str, ...], complaint: str) -> None:
+def test_a_bad_argument_is_reported_in_one_line(arguments: tuple[str, ...], complaint: str) -> None:
     done = call(*arguments)
     assert done.returncode != 0
     assert complaint in done.stderr

@@ -1,5 +1,4 @@
-"""The process agent as a user runs it: fresh processes, real Ray, the real simulator, a scripted model behind
-raylight's proxy."""
+"""The process agent's script with real Ray, the real simulator and a scripted model behind a proxy."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def endpoint(model: ScriptedModel) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_processes_left() -> Iterator[None]:
-    """Neither Ray nor a simulator that a test started outlives it."""
+    """Assert that no process of Ray and no simulator of a test outlives it."""
     words = ("raylet", "gcs_server", "haproxy", "ray::", "flowsheets.service")
 
     def running() -> set[psutil.Process]:
@@ -77,7 +76,7 @@ def train(
 
 
 async def stored(path: Path) -> list[tuple[rl.Rollout, list[rl.Span]]]:
-    """Rollouts of a run with the spans of their latest attempts."""
+    """Return the rollouts of a run with the spans of their latest attempts."""
     service = rl.StoreService(str(path), read_only=True)
     store = rl.StoreClient(service)
     rollouts = await store.query_rollouts()
@@ -94,13 +93,13 @@ def test_the_baseline_measures_every_split(model: ScriptedModel, endpoint: str, 
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["scores"]["train"].keys() == {"easy", "medium", "hard", "all"}
     for scores in (report["scores"]["train"], report["scores"]["val"], report["test"]):
-        for value in scores.values():  # thrifty, and neither complete nor right
+        for value in scores.values():  # within the budget, but neither complete nor correct
             assert value == pytest.approx(0.3, abs=0.02)
     log = (tmp_path / "training.log").read_text()
     for task in TASKS.values():
         assert f"{task}: reward 0.3" in log
 
-    # the rewards are those of the spans that the store has, and the model's calls went through the proxy
+    # the rewards equal those of the stored spans, and the model's calls went through the proxy
     found = asyncio.run(stored(tmp_path / "baseline" / "store.db"))
     assert len(found) == 15
     for rollout, spans in found:
@@ -152,7 +151,7 @@ def test_a_rewritten_prompt_is_found_by_its_score(
         for r in model.requests
         if "Rollouts with it" in r["messages"][1]["content"]
     )
-    assert "bad_flowsheet" in case  # the writer is told what went wrong
+    assert "bad_flowsheet" in case  # the writer receives the error
     assert "Completion 0.00" in case
     assert not any(task["text"] in case for split in ("val", "test") for task in load_tasks(split))  # type: ignore[arg-type]
 
@@ -218,8 +217,7 @@ def test_a_simulator_that_breaks_is_not_held_against_the_agent(endpoint: str, tm
 
 @pytest.mark.slow
 def test_a_folder_is_served_here(tmp_path: Path) -> None:
-    """The starter model only adds, so that it designs nothing; but it is told of the tools, and its answers
-    are recorded."""
+    """The starter model can only add, and designs nothing. It receives the tools; its answers are stored."""
     from transformers import AutoTokenizer
 
     folder = tmp_path / "model"
@@ -262,7 +260,7 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
         (("--algorithm", "prompt_opt", "--candidates", "0"), {}, 2, "--candidates at least 1"),
     ],
 )
-def test_what_does_not_fit_is_one_message(
+def test_bad_arguments_end_with_one_message(
     args: tuple[str, ...], env: dict[str, str], code: int, says: str, tmp_path: Path
 ) -> None:
     done = train(tmp_path, *args, **env)

@@ -1,5 +1,4 @@
-"""The prompt optimiser's own rules, without a run: what it refuses, what it keeps, and what it says of a
-writer that fails."""
+"""Rules of the prompt optimiser, without a run: rejected prompts, the best prompt, failing writers."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from raylight.store.service import StoreService
         ("old {max_calls}", "it was tried before"),
     ],
 )
-def test_a_prompt_that_lost_its_placeholders_is_refused(text: str, why: str | None) -> None:
+def test_a_prompt_without_its_placeholders_is_rejected(text: str, why: str | None) -> None:
     found = refusal(text, {"max_calls"}, [Candidate(0, None, "old {max_calls}", 0.5)])
     assert found is None if why is None else why in str(found)
 
 
-def test_a_fence_around_a_prompt_is_taken_off() -> None:
+def test_a_fence_around_a_prompt_is_removed() -> None:
     assert unfenced("```text\nDo it.\nWell.\n```") == "Do it.\nWell.\n"
     assert unfenced(" Do ``` it. \n") == "Do ``` it.\n"
 
@@ -52,7 +51,7 @@ async def test_a_writer_that_refuses_is_named() -> None:
                 await PromptOptimiser(client, MODEL)._write(Candidate(0, None, "p {max_calls}"), [])
 
 
-async def test_what_is_missing_is_told_before_anything_runs() -> None:
+async def test_missing_settings_are_reported_before_anything_runs() -> None:
     store = rl.StoreClient(StoreService())
     for algorithm in (DesignBaseline(), PromptOptimiser(AsyncOpenAI(api_key="unused"), MODEL)):
         algorithm.set_store(store)
@@ -63,6 +62,6 @@ async def test_what_is_missing_is_told_before_anything_runs() -> None:
 
 
 def test_only_the_baseline_is_fast() -> None:
-    """So that `Trainer.dev` takes it, and not the other."""
+    """`Trainer.dev` accepts fast algorithms only."""
     assert issubclass(DesignBaseline, rl.FastAlgorithm)
     assert not issubclass(PromptOptimiser, rl.FastAlgorithm)

@@ -93,7 +93,7 @@ def test_a_boiling_pure_component_is_found_by_its_enthalpy() -> None:
 
 
 def balances(results: dict[str, Any], inlets: list[str], outlets: list[str], power_kW: float) -> None:
-    """Moles of each component, and energy."""
+    """Assert the balances of energy and of the moles of each component."""
     streams = results["streams"]
 
     def total(names: list[str], value: Any) -> float:
@@ -122,7 +122,7 @@ def test_a_flash_and_a_mixer_balance() -> None:
     assert (gas["vapor_fraction"], oil["vapor_fraction"]) == (1.0, 0.0)
     assert gas["composition"]["propane"] > 0.3 > oil["composition"]["propane"]
     balances(results, ["feed"], ["gas", "oil"], results["units"]["drum"]["duty_kW"])
-    assert results["streams"]["again"]["T_K"] == pytest.approx(320, abs=1e-4)  # apart and together again
+    assert results["streams"]["again"]["T_K"] == pytest.approx(320, abs=1e-4)  # separated and mixed again
 
 
 def test_an_adiabatic_flash_takes_no_duty() -> None:
@@ -162,8 +162,7 @@ def test_a_pump_takes_volume_times_pressure() -> None:
 
 
 def test_a_compressor_of_an_ideal_gas_follows_the_adiabatic_law() -> None:
-    """Nitrogen: cp is 7/2 R, so that T2 / T1 = (P2 / P1)^(2/7), within the little that cp changes with
-    temperature."""
+    """For nitrogen, cp is 7/2 R and T2 / T1 = (P2 / P1)^(2/7), up to changes of cp with temperature."""
     results = solve(
         {
             "c": {
@@ -236,10 +235,12 @@ def test_gilliland_lies_between_minimum_stages_and_infinity(min_stages: float, m
     stages = [gilliland(min_stages, min_reflux, reflux) for reflux in refluxes]
     assert stages == sorted(stages, reverse=True)
     assert stages[-1] == pytest.approx(min_stages, rel=1e-2)
-    assert 1.5 * min_stages < stages[2] < 3.2 * min_stages + 3  # about twice the minimum, as designers reckon
+    assert (
+        1.5 * min_stages < stages[2] < 3.2 * min_stages + 3
+    )  # about twice the minimum, a rule of thumb in design
 
 
-# refusals
+# rejected requests
 
 GOOD = {"type": "flash", "inlet": "feed", "vapor": "gas", "liquid": "oil", "T_K": 320, "P_bar": 4}
 HEATER = {"type": "heater", "inlet": "feed", "outlet": "hot"}
@@ -333,7 +334,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("code", "units", "unit", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_cannot_be_simulated_is_told(code: str, units: dict[str, Any], unit: str, says: str) -> None:
+def test_impossible_simulations_are_reported(code: str, units: dict[str, Any], unit: str, says: str) -> None:
     with pytest.raises(SimulationError) as raised:
         solve(units, feed=feed(100, 300, 8, LPG))
     assert raised.value.code == code
@@ -341,7 +342,7 @@ def test_what_cannot_be_simulated_is_told(code: str, units: dict[str, Any], unit
     assert says in str(raised.value)
 
 
-def test_beyond_an_azeotrope_no_column_leads() -> None:
+def test_no_column_separates_beyond_an_azeotrope() -> None:
     column = COLUMN | {"light_key": "ethanol", "heavy_key": "water"}
     with pytest.raises(SimulationError, match="azeotrope"):
         solve({"c": column}, "unifac", feed=feed(10, 340, 1, {"ethanol": 0.3, "water": 0.7}))
@@ -361,7 +362,7 @@ def test_pressure_out_of_range_is_no_crash_of_a_library() -> None:
 
 
 def random_flowsheet(chance: random.Random) -> dict[str, Any]:
-    """Units in a row with settings from sensible to absurd."""
+    """Return units in series with settings from sensible to absurd."""
     of = chance.choice
     components = chance.sample(
         ["methane", "propane", "n-butane", "ethanol", "water", "nitrogen", "hydrogen", "benzene"],
@@ -409,7 +410,7 @@ def random_flowsheet(chance: random.Random) -> dict[str, Any]:
     return {"package": package, "components": components, "feeds": {"feed": one}, "units": units}
 
 
-def test_whatever_is_asked_gives_finite_numbers_or_a_refusal() -> None:
+def test_every_flowsheet_gives_finite_numbers_or_an_error() -> None:
     chance = random.Random(7)
     outcomes: Counter[str] = Counter()
     for _ in range(400):
@@ -428,16 +429,16 @@ def test_whatever_is_asked_gives_finite_numbers_or_a_refusal() -> None:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[httpx2.Client]:
-    """The simulator in a process of its own."""
+    """Client of the simulator in a separate process."""
     with simulator() as url, httpx2.Client(base_url=url, timeout=60) as client:
         yield client
 
 
 def test_the_schema_example_runs_over_http(service: httpx2.Client) -> None:
-    told = service.get("/schema").json()
-    assert told == schema()
-    assert set(told["unit_types"]) == {"mixer", "heater", "pump", "flash", "column", "compressor"}
-    run = service.post("/simulations", json=told["example"]).json()
+    served = service.get("/schema").json()
+    assert served == schema()
+    assert set(served["unit_types"]) == {"mixer", "heater", "pump", "flash", "column", "compressor"}
+    run = service.post("/simulations", json=served["example"]).json()
     assert (run["status"], run["units"]) == ("converged", ["drum"])
     everything = service.get(f"/simulations/{run['run_id']}").json()
     some = service.get(
@@ -446,7 +447,7 @@ def test_the_schema_example_runs_over_http(service: httpx2.Client) -> None:
     assert some == {"streams.gas.T_K": 330.0, "units.drum": everything["units"]["drum"]}
 
 
-def test_the_service_tells_what_is_wrong(service: httpx2.Client) -> None:
+def test_the_service_reports_errors(service: httpx2.Client) -> None:
     example = service.get("/schema").json()["example"]
     assert service.post("/simulations", content="{").json()["error"]["code"] == "bad_flowsheet"
     assert service.post("/simulations", json=[1]).status_code == 422
@@ -486,7 +487,7 @@ def test_the_service_tells_what_is_wrong(service: httpx2.Client) -> None:
     ],
 )
 def test_no_composition_breaks_the_service(composition: Any, service: httpx2.Client) -> None:
-    """What breaks it would end a run, as a simulator that failed."""
+    """A service that fails would end the run."""
     example = service.get("/schema").json()["example"]
     example["feeds"]["feed"]["composition"] = composition
     for components in (example["components"], list(composition or [])):
@@ -495,8 +496,8 @@ def test_no_composition_breaks_the_service(composition: Any, service: httpx2.Cli
         assert len(answer.content) < 5000
 
 
-def test_simulations_at_once_do_not_mix(service: httpx2.Client) -> None:
-    """Each result belongs to its flowsheet, whoever else asks meanwhile."""
+def test_concurrent_simulations_do_not_mix(service: httpx2.Client) -> None:
+    """Each result belongs to its flowsheet, also with concurrent requests."""
     example = service.get("/schema").json()["example"]
 
     def gas(T: float) -> dict[str, Any]:
@@ -529,8 +530,8 @@ with simulator() as url:
 """
 
 
-def test_a_simulator_ends_with_who_started_it() -> None:
-    """Also when that is killed."""
+def test_a_simulator_ends_with_its_parent() -> None:
+    """The simulator also ends if its parent process is killed."""
     killed = subprocess.run(
         [sys.executable, "-c", DIES],
         cwd=Path(__file__).parents[2],
@@ -539,5 +540,5 @@ def test_a_simulator_ends_with_who_started_it() -> None:
         timeout=60,
     )
     assert killed.returncode == -9
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has already ended
         psutil.Process(int(killed.stdout)).wait(20)

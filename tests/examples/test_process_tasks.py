@@ -1,5 +1,4 @@
-"""The design tasks and their reward: every task can be solved to the full reward, and nothing but numbers
-earns it."""
+"""The design tasks and their reward: every task can earn the full reward, and only with correct numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 from openai import AsyncOpenAI
-from process_helpers import DEFINITIONS, look, serving, tool_call
+from process_helpers import DEFINITIONS, look_up, serving, tool_call
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -50,15 +49,15 @@ async def use(toolbox: Toolbox, name: str, **arguments: Any) -> Any:
 
 
 async def solved(toolbox: Toolbox, flowsheet: Any, asked: dict[str, str]) -> str:
-    """Simulate, read all numbers, and answer with them."""
+    """Simulate a flowsheet, read all numbers, and return them as the answer."""
     run_id = (await use(toolbox, "run_simulation", flowsheet=flowsheet))["run_id"]
     results = await use(toolbox, "get_result", run_id=run_id)
     return json.dumps(
-        {"run_id": run_id, "values": {name: look(results, path) for name, path in asked.items()}}
+        {"run_id": run_id, "values": {name: look_up(results, path) for name, path in asked.items()}}
     )
 
 
-def test_there_are_as_many_tasks_as_there_should_be() -> None:
+def test_the_splits_have_the_documented_sizes() -> None:
     counts = Counter((task["split"], task["difficulty"]) for task in TASKS.values())
     assert {d: counts["train", d] for d in ("easy", "medium", "hard")} == {"easy": 3, "medium": 4, "hard": 3}
     assert (sum(n for (split, _), n in counts.items() if split == "val"), counts["test", "hard"]) == (5, 1)
@@ -66,8 +65,8 @@ def test_there_are_as_many_tasks_as_there_should_be() -> None:
     assert len(TASKS) == 18
 
 
-def test_the_file_of_tasks_is_what_the_references_give() -> None:
-    """Every target number is the simulator's own."""
+def test_the_task_file_matches_the_references() -> None:
+    """The simulator computed every target number."""
     made = {task["id"]: task for task in make_tasks()}
     assert made.keys() == TASKS.keys()
     for name, task in made.items():
@@ -122,7 +121,7 @@ async def test_another_feed_is_another_task(toolbox: Toolbox) -> None:
 
 
 async def test_a_simulation_of_something_else_earns_nothing(toolbox: Toolbox) -> None:
-    """Such as the schema's example, which always converges."""
+    """The schema's example always converges, but solves no task."""
     example = (await use(toolbox, "get_schema"))["example"]
     answer = await solved(toolbox, example, {"gas_kmol_h": "streams.gas.flow_kmol_h"})
     assert graded(TASKS[EASY], toolbox, answer).reward == pytest.approx(0.0, abs=1e-6)
@@ -199,7 +198,7 @@ def test_the_last_object_of_a_message_is_the_answer() -> None:
         ("shell", "{}", "there is no tool 'shell'"),
     ],
 )
-async def test_bad_calls_are_told_to_the_model(
+async def test_the_model_receives_errors_of_bad_calls(
     name: str, arguments: str, says: str, toolbox: Toolbox
 ) -> None:
     assert says in json.loads(await toolbox.call(name, arguments))["error"]["message"]
@@ -212,7 +211,7 @@ async def test_a_flowsheet_written_as_text_is_read(toolbox: Toolbox) -> None:
     assert graded(TASKS[EASY], toolbox, answer).reward == pytest.approx(1.0)
 
 
-async def test_many_calls_at_once_are_no_more_than_allowed(toolbox: Toolbox) -> None:
+async def test_parallel_calls_stay_within_the_limit(toolbox: Toolbox) -> None:
     heard: list[Any] = []
 
     async def respond(request: Request) -> JSONResponse:
@@ -230,8 +229,8 @@ async def test_many_calls_at_once_are_no_more_than_allowed(toolbox: Toolbox) -> 
 
     with serving(Route("/v1/chat/completions", respond, methods=["POST"])) as url:
         async with AsyncOpenAI(base_url=url, api_key="key") as client:
-            said = await converse(client, rl.LLM(endpoint=url, model="m"), [], toolbox)
-    assert said == "done"
+            answer = await converse(client, rl.LLM(endpoint=url, model="m"), [], toolbox)
+    assert answer == "done"
     assert len(toolbox.spans) == MAX_CALLS
     assert (
         sum(
@@ -243,7 +242,7 @@ async def test_many_calls_at_once_are_no_more_than_allowed(toolbox: Toolbox) -> 
     )
 
 
-async def test_a_simulator_that_is_gone_is_no_fault_of_the_model() -> None:
+async def test_an_unavailable_simulator_is_not_the_fault_of_the_model() -> None:
     async with httpx2.AsyncClient(base_url="http://127.0.0.1:9") as client:
         with pytest.raises(SimulatorUnavailableError, match="simulator at http://127"):
             await Toolbox(client).call("get_schema", "{}")

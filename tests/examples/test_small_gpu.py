@@ -1,5 +1,4 @@
-"""The small machine's example without a model: its problems, what it reads from an answer, and what that
-earns."""
+"""The small_gpu example without a model: its problems, the extraction of numbers, and the rewards."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def test_the_defaults_are_50_iterations_within_4_gb() -> None:
     import torch
     from transformers import Qwen2Config
 
-    shape = Qwen2Config(  # Qwen2.5-0.5B, which the README takes
+    shape = Qwen2Config(  # Qwen2.5-0.5B, which the README uses
         vocab_size=151936,
         hidden_size=896,
         intermediate_size=4864,

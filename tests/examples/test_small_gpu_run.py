@@ -49,7 +49,7 @@ def no_processes_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a short training."""
+    """Run directory of a short training run."""
     folder = tmp_path_factory.mktemp("small") / "run"
     done = run(
         "train_math_agent.py",
@@ -74,7 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_learns_and_leaves_an_adapter(trained: Path) -> None:
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["steps"] == 8
-    assert summary["reward_before"] < 0.72  # half of the answers right, and 0.1 for numbers that are not
+    assert summary["reward_before"] < 0.72  # half of the answers are correct; a wrong number earns 0.1
     assert summary["reward_after"] > summary["reward_before"] + 0.1
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "val/reward" in row] == [0, 4, 8]
@@ -141,7 +141,7 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_message(
+def test_bad_arguments_end_with_one_message(
     script: str, args: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     done = run(script, *args, "--output-dir", str(tmp_path))

@@ -1,5 +1,4 @@
-"""The multi-agent example on real Ray: models that answer by script behind raylight's proxies, and a training
-on the CPU."""
+"""The multi-agent example on real Ray: scripted models behind raylight's proxies, and training on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +12,16 @@ from typing import Any
 
 import pytest
 from ray_cluster import Cluster
-from tau2_helpers import OF_OPENING, TASKS, Refused, ScriptedServer, facts_told, solving, using, wanting
+from tau2_helpers import (
+    TASK_BY_OPENING,
+    TASKS,
+    BadRequest,
+    ScriptedServer,
+    facts_sentence,
+    scripted_assistant,
+    scripted_user,
+    tool_calls,
+)
 
 import raylight as rl
 from examples.tau2_agent.agent import ASSISTANT, USER, CustomerService
@@ -28,76 +36,77 @@ KEY = "upstream-key"
 
 
 def calls_of(spans: Sequence[rl.Span]) -> list[rl.Triplet]:
-    """The recorded calls of all agents in their order, whether their tokens are known or not."""
+    """Return the recorded calls of all agents in order, including calls without tokens."""
     return rl.TracerTraceToTriplet().adapt(spans)
 
 
 def clumsy(task: dict[str, Any], done: int) -> dict[str, Any]:
-    """Makes every mistake that can be made with a tool, and solves the task all the same."""
+    """Make every possible mistake with tools, and still solve the task."""
     steps = [
-        using(("open_hatch", {"deck": 2})),
-        using(("find_user", '{"email": chiara')),
-        using(("find_user", '["chiara"]'), ("find_user", "")),
-        using(("cancel_booking", {"booking_id": "B2003"})),
-        using(("find_user", {"email": "chiara.l@post.example"}), ("cancel_booking", {"booking_id": "B2003"})),
+        tool_calls(("open_hatch", {"deck": 2})),
+        tool_calls(("find_user", '{"email": chiara')),
+        tool_calls(("find_user", '["chiara"]'), ("find_user", "")),
+        tool_calls(("cancel_booking", {"booking_id": "B2003"})),
+        tool_calls(
+            ("find_user", {"email": "chiara.l@post.example"}), ("cancel_booking", {"booking_id": "B2003"})
+        ),
     ]
-    return steps[[0, 1, 2, 4, 5].index(done)] if done < 7 else {"content": facts_told(task)}
+    return steps[[0, 1, 2, 4, 5].index(done)] if done < 7 else {"content": facts_sentence(task)}
 
 
 def endless(task: dict[str, Any], done: int) -> dict[str, Any]:
-    return using(("list_sailings", {"route": "Harwick-Lund", "date": "2025-06-13"}))
+    return tool_calls(("list_sailings", {"route": "Harwick-Lund", "date": "2025-06-13"}))
 
 
 def overlong(task: dict[str, Any], done: int) -> dict[str, Any]:
     if done:
-        raise Refused("This model's maximum context length is 10 tokens.")
+        raise BadRequest("This model's maximum context length is 10 tokens.")
     return endless(task, done)
 
 
 def refusing(task: dict[str, Any], done: int) -> dict[str, Any]:
-    raise Refused("this model knows no tools")
+    raise BadRequest("this model knows no tools")
 
 
-ODD = {"desk-03": clumsy, "desk-09": endless, "desk-22": overlong, "desk-23": refusing}
+SPECIAL = {"desk-03": clumsy, "desk-09": endless, "desk-22": overlong, "desk-23": refusing}
 
 
 def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    task = OF_OPENING[messages[1]["content"]]
-    if task["id"] in ODD:
-        return ODD[task["id"]](task, sum(message["role"] == "tool" for message in messages))
-    return solving(messages)
+    task = TASK_BY_OPENING[messages[1]["content"]]
+    if task["id"] in SPECIAL:
+        return SPECIAL[task["id"]](task, sum(message["role"] == "tool" for message in messages))
+    return scripted_assistant(messages)
 
 
-class Roll(rl.FastAlgorithm):
-    """Rolls every task out once, and keeps what came of it."""
+class RunTasks(rl.FastAlgorithm):
+    """Algorithm that rolls out every task once and keeps the results."""
 
-    found: dict[str, FinishedRollout]
+    results: dict[str, FinishedRollout]
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
         requests = [rl.EnqueueRolloutRequest(input=row, mode="train") for row in train_dataset]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
         await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
-        self.found = {item.rollout.input["id"]: item for item in await store.collect(ids, with_spans=True)}
+        self.results = {item.rollout.input["id"]: item for item in await store.collect(ids, with_spans=True)}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer(clerk=assistant, customer=wanting) as server:
+    with ScriptedServer(clerk=assistant, customer=scripted_user) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def rolled(
+def rollouts(
     server: ScriptedServer, shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, FinishedRollout]:
-    """All tasks, with an assistant and a user on one endpoint under two names, each behind a proxy of its
-    own."""
+    """Rollouts of all tasks. Assistant and user are two models of one endpoint, each behind its own proxy."""
     resources = {
         "llm": rl.LLM(endpoint=server.url, model="clerk", api_key=KEY, traced=True),
         "user": rl.LLM(endpoint=server.url, model="customer", api_key=KEY, traced=True),
     }
-    algorithm = Roll()
+    algorithm = RunTasks()
     with shared_cluster.connected(import_path=ROOT):  # the runners import the agent
         trainer = rl.Trainer(
             algorithm=algorithm,
@@ -107,31 +116,31 @@ def rolled(
         )
         rows = [as_row("helpdesk", task) for task in TASKS.values()]
         trainer.fit(CustomerService(user="model", max_steps=MAX_STEPS), rows)
-    return algorithm.found
+    return algorithm.results
 
 
-def told(item: FinishedRollout) -> dict[str, Any]:
-    """How the conversation went, by the agent's own note."""
+def summary_of(item: FinishedRollout) -> dict[str, Any]:
+    """Return the attributes of the span in which the agent summarises the conversation."""
     return next(span.attributes for span in item.spans if "ending" in span.attributes)
 
 
-def test_an_assistant_that_does_right_is_rewarded(rolled: dict[str, FinishedRollout]) -> None:
-    right = {name: item for name, item in rolled.items() if name not in ODD}
+def test_a_correct_assistant_is_rewarded(rollouts: dict[str, FinishedRollout]) -> None:
+    right = {name: item for name, item in rollouts.items() if name not in SPECIAL}
     assert len(right) == 22
     assert {name: item.rewards for name, item in right.items()} == {
         name: {"reward": 1.0, "database": 1.0, "facts": 1.0} for name in right
     }
     for name, item in right.items():
-        assert told(item)["ending"] == "user"
-        assert told(item)["steps"] == len(TASKS[name]["gold"]) + 1
-        assert told(item)["tool_errors"] == 0
+        assert summary_of(item)["ending"] == "user"
+        assert summary_of(item)["steps"] == len(TASKS[name]["gold"]) + 1
+        assert summary_of(item)["tool_errors"] == 0
 
 
 def test_both_agents_are_traced_and_only_the_assistant_is_trained(
-    rolled: dict[str, FinishedRollout], server: ScriptedServer
+    rollouts: dict[str, FinishedRollout], server: ScriptedServer
 ) -> None:
-    for name, item in rolled.items():
-        if name in ODD:
+    for name, item in rollouts.items():
+        if name in SPECIAL:
             continue
         steps = len(TASKS[name]["gold"]) + 1
         by_agent = [call.metadata["agent_name"] for call in calls_of(item.spans)]
@@ -142,20 +151,20 @@ def test_both_agents_are_traced_and_only_the_assistant_is_trained(
         assert [call.reward for call in trained] == [None] * (steps - 1) + [1.0]
         assert (
             filter_generations(item) == item.generations == []
-        )  # the tokens of a model elsewhere are not known
-    assert server.keys == {f"Bearer {KEY}"}  # the agent never saw it
+        )  # the tokens of an external model are unknown
+    assert server.keys == {f"Bearer {KEY}"}  # the agent never had the key
 
 
 def test_every_bad_tool_call_is_an_answer_to_the_assistant(
-    rolled: dict[str, FinishedRollout], server: ScriptedServer
+    rollouts: dict[str, FinishedRollout], server: ScriptedServer
 ) -> None:
-    item = rolled["desk-03"]
+    item = rollouts["desk-03"]
     assert item.rollout.status == "succeeded"
     assert item.reward == 1.0
-    assert told(item)["tool_errors"] == 6
+    assert summary_of(item)["tool_errors"] == 6
     last = [
         body
-        for body in server.of("clerk")
+        for body in server.requests_to("clerk")
         if body["messages"][1]["content"] == TASKS["desk-03"]["script"]["opening"]
     ][-1]
     answers = [message["content"] for message in last["messages"] if message["role"] == "tool"]
@@ -174,23 +183,23 @@ def test_every_bad_tool_call_is_an_answer_to_the_assistant(
     )
 
 
-def test_a_conversation_without_an_end_is_ended_and_worth_nothing(rolled: dict[str, FinishedRollout]) -> None:
-    item = rolled["desk-09"]
+def test_an_endless_conversation_is_stopped_with_reward_0(rollouts: dict[str, FinishedRollout]) -> None:
+    item = rollouts["desk-09"]
     assert item.rollout.status == "succeeded"
-    assert (told(item)["ending"], told(item)["steps"]) == ("steps", MAX_STEPS)
+    assert (summary_of(item)["ending"], summary_of(item)["steps"]) == ("steps", MAX_STEPS)
     assert item.reward == 0.0
-    assert (told(rolled["desk-22"])["ending"], rolled["desk-22"].reward) == ("room", 0.0)
+    assert (summary_of(rollouts["desk-22"])["ending"], rollouts["desk-22"].reward) == ("room", 0.0)
 
 
-def test_a_model_that_cannot_be_called_at_all_is_a_failure(rolled: dict[str, FinishedRollout]) -> None:
-    attempt = rolled["desk-23"].rollout.attempt
+def test_a_model_that_cannot_be_called_at_all_is_a_failure(rollouts: dict[str, FinishedRollout]) -> None:
+    attempt = rollouts["desk-23"].rollout.attempt
     assert attempt is not None
     assert attempt.failure is not None
     assert "this model knows no tools" in attempt.failure.error
 
 
 def run(*arguments: str) -> str:
-    """What train.py prints, as a user runs it."""
+    """Run train.py, and return its output."""
     environment = {**os.environ, "RAY_ADDRESS": "local", "OPENAI_API_KEY": KEY}
     command = [sys.executable, str(TRAIN), *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -199,7 +208,7 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path: Path) -> None:
+def test_debug_prints_all_messages_of_both_agents(server: ScriptedServer, tmp_path: Path) -> None:
     shown = run(
         "--model",
         "clerk",
@@ -227,7 +236,7 @@ def test_debug_prints_all_that_both_agents_said(server: ScriptedServer, tmp_path
     assert "calls cancel_booking({" in shown
     assert (
         shown.count(TASKS["desk-02"]["script"]["opening"]) == 3
-    )  # in the task, said by the user, and heard by the assistant
+    )  # in the task, in the user's message, and in the assistant's prompt
     assert '[tool] {"booking_id": "B2002", "status": "cancelled", "refund": 16}' in shown
     assert ">>> [assistant] [[END]]" in shown
     assert shown.rstrip().endswith("reward: reward 1, database 1, facts 1")

@@ -1,4 +1,4 @@
-"""docs/multi_agent.md: its Python is run as it stands, as one script, on real Ray."""
+"""The Python blocks of docs/multi_agent.md run unchanged, as one script, on real Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "multi_agent.md").read_text()
 
 
 def customer(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Asks as it is told to, in the words that the starter model knows."""
+    """Ask the question of the instructions in the format that the starter model knows."""
     a, b = re.findall(r"\d+", messages[-1]["content"])
     return {"content": f"{a}+{b}="}
 

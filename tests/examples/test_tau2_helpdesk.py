@@ -1,5 +1,4 @@
-"""The help desk: every task can be solved and is worth nothing unsolved, tools keep to the policy, facts are
-found as wholes."""
+"""The help desk: solved tasks earn 1 and others 0, tools enforce the policy, and facts match whole words."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from tau2_helpers import TASKS, facts_told
+from tau2_helpers import TASKS, facts_sentence
 
 from examples.tau2_agent.domain import ToolError, Transcript
 from examples.tau2_agent.helpdesk.desk import DeskCase, HelpDesk, read_file
@@ -19,16 +18,16 @@ from examples.tau2_agent.users import PATIENCE, ScriptedUser
 DATABASE = json.loads(read_file("db.json"))
 
 
-def conversation(*said: str, ending: str = "user") -> Transcript:
-    return Transcript([{"role": "assistant", "content": text} for text in said], ending=ending)
+def conversation(*texts: str, ending: str = "user") -> Transcript:
+    return Transcript([{"role": "assistant", "content": text} for text in texts], ending=ending)
 
 
-def test_the_world_has_the_size_that_it_says() -> None:
+def test_the_database_has_the_documented_size() -> None:
     assert (len(DATABASE["users"]), len(DATABASE["bookings"]), len(TASKS)) == (20, 22, 26)
     assert len(HelpDesk().open(TASKS["desk-01"]).tools) == 6
 
 
-def test_the_database_agrees_with_itself() -> None:
+def test_the_database_is_consistent() -> None:
     for booking in DATABASE["bookings"].values():
         sailing = DATABASE["sailings"][booking["sailing_id"]]
         assert booking["user_id"] in DATABASE["users"]
@@ -46,42 +45,42 @@ def test_the_gold_actions_solve_the_task(task: dict[str, Any]) -> None:
     for action in task["gold"]:
         seen.append(case.call(action["name"], action["arguments"]))
     assert case.changed() == task["expected"]["changes"]
-    assert case.grade(conversation(facts_told(task))) == {"reward": 1.0, "database": 1.0, "facts": 1.0}
-    for fact in task["expected"]["facts"]:  # the assistant can know it
+    assert case.grade(conversation(facts_sentence(task))) == {"reward": 1.0, "database": 1.0, "facts": 1.0}
+    for fact in task["expected"]["facts"]:  # the assistant can find it
         first = fact.split("|")[0].removeprefix("€")
         assert re.search(rf"(?<!\d){re.escape(first)}(?!\d)", "\n".join(seen)), fact
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_what_is_less_is_worth_less(task: dict[str, Any]) -> None:
-    def played() -> DeskCase:
+def test_incomplete_solutions_earn_less(task: dict[str, Any]) -> None:
+    def solve() -> DeskCase:
         case = HelpDesk().open(task)
         for action in task["gold"]:
             case.call(action["name"], action["arguments"])
         return case
 
-    assert HelpDesk().open(task).grade(conversation())["reward"] == 0.0  # nothing was done, nothing was said
+    assert HelpDesk().open(task).grade(conversation())["reward"] == 0.0  # neither actions nor answers
     facts = len(task["expected"]["facts"])
-    silent = played().grade(conversation("Good bye."))
+    silent = solve().grade(conversation("Good bye."))
     assert silent == {"reward": 0.0, "database": 1.0, "facts": 0.0}
     assert (
-        HelpDesk().open(task).grade(conversation(facts_told(task)))["reward"] == 0.0
-    )  # also where the policy tells the facts
+        HelpDesk().open(task).grade(conversation(facts_sentence(task)))["reward"] == 0.0
+    )  # also if the policy contains the facts
     first = task["expected"]["facts"][0].split("|")[0]
-    assert played().grade(conversation(f"It is {first}."))["reward"] == pytest.approx(1 / facts)
-    assert played().grade(conversation(facts_told(task), ending="steps"))["reward"] == 0.0
+    assert solve().grade(conversation(f"It is {first}."))["reward"] == pytest.approx(1 / facts)
+    assert solve().grade(conversation(facts_sentence(task), ending="steps"))["reward"] == 0.0
 
 
-def test_one_change_too_many_is_worth_nothing() -> None:
+def test_an_additional_change_has_reward_0() -> None:
     task = TASKS["desk-01"]
     case = HelpDesk().open(task)
     for action in [*task["gold"], {"name": "cancel_booking", "arguments": {"booking_id": "B2021"}}]:
         case.call(action["name"], action["arguments"])
-    assert case.grade(conversation(facts_told(task))) == {"reward": 0.0, "database": 0.0, "facts": 1.0}
+    assert case.grade(conversation(facts_sentence(task))) == {"reward": 0.0, "database": 0.0, "facts": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("fact", "text", "told"),
+    ("fact", "text", "expected_match"),
     [
         ("€16", "You get 16 euros back.", True),
         ("€16", "You get €16.00 back", True),
@@ -100,8 +99,8 @@ def test_one_change_too_many_is_worth_nothing() -> None:
         ("48 hours|48 h", "only until 48 hours before", True),
     ],
 )
-def test_facts_are_found_as_wholes(fact: str, text: str, told: bool) -> None:
-    assert is_told(fact, text) is told
+def test_facts_match_whole_words(fact: str, text: str, expected_match: bool) -> None:
+    assert is_told(fact, text) is expected_match
 
 
 def test_shares_and_changes() -> None:
@@ -165,7 +164,7 @@ FIND_3 = ("find_user", {"email": "chiara.l@post.example"})
         ),
     ],
 )
-def test_what_is_against_the_rules_is_refused_and_changes_nothing(
+def test_calls_against_the_rules_are_rejected_and_change_nothing(
     calls: list[tuple[str, Any]], refused: str
 ) -> None:
     desk = BookingSystem(json.loads(read_file("db.json")))
@@ -185,7 +184,7 @@ async def test_the_scripted_user_answers_its_script_then_questions_then_leaves()
     assert await user.answer("Sorry, that is not possible.") == person.answers[0][1]
     assert (
         await user.answer("Not possible later than 48 hours, shall I move it?") == "Yes, please."
-    )  # an answer is given once
+    )  # each answer is sent once
     assert await user.answer("It is moved.") is None
 
     for offer in (

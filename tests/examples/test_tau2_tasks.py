@@ -1,4 +1,4 @@
-"""Tasks as rows, their halves, the airline's data and tau2, and what train.py refuses."""
+"""Tasks as rows, the train and test halves, the data of tau2's airline, and train.py's checks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_airlines_data_is_found_in_every_layout(
     assert airline.find_data().resolve() == folder.resolve()
 
 
-def test_missing_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAU2_DATA_DIR", raising=False)
     with pytest.raises(ConfigError, match="TAU2_DATA_DIR is not set; set it to the `data` folder"):
         find_domain("airline").tasks()
@@ -72,8 +72,8 @@ def test_missing_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         find_domain("airline").tasks()
 
 
-def test_a_package_that_is_not_tau2_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On PyPI the name belongs to something else."""
+def test_another_package_called_tau2_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PyPI, another package has this name."""
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("")
     (tmp_path / "loguru.py").write_text("logger = None")
@@ -90,7 +90,7 @@ def test_a_package_that_is_not_tau2_is_told(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_tau2s_own_solutions_solve_its_tasks() -> None:
-    """With tau2 and its data only: a minute for its 50 tasks."""
+    """Solve tau2's 50 tasks with its own solutions. It needs tau2 and its data, and takes a minute."""
     from examples.tau2_agent.domain import ToolError, Transcript
 
     airline.tau2.cache_clear()
@@ -109,17 +109,17 @@ def test_tau2s_own_solutions_solve_its_tasks() -> None:
         case.call("no_such_tool", {})
 
 
-def test_the_configuration_is_what_it_says() -> None:
+def test_the_configuration_has_the_documented_values() -> None:
     algorithm = VERL(verl_config("a/model"))
     assert (algorithm.tasks_per_step, algorithm.group_size, algorithm.lr) == (8, 8, 1e-6)
     assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high) == (0.2, 0.3)
     assert (algorithm.val_every, algorithm.n_epochs, algorithm.val_before_train) == (4, 8, True)
     small = VERL(verl_config("a/model", ci=True))
     assert (small.tasks_per_step, small.group_size, small.n_steps) == (2, 2, 2)
-    assert "path" not in CONFIG["actor_rollout_ref"]["model"]  # neither has changed what they are made of
+    assert "path" not in CONFIG["actor_rollout_ref"]["model"]  # neither has changed the shared configuration
 
 
-def test_the_ci_model_takes_tools(tmp_path: Path) -> None:
+def test_the_ci_model_accepts_tools(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ci_model.build(tmp_path / "model"))
@@ -150,7 +150,7 @@ def test_the_ci_model_takes_tools(tmp_path: Path) -> None:
         (["--model", "m", "--debug", "--task", "desk-99"], "there is no task 'desk-99'"),
     ],
 )
-def test_train_says_what_does_not_fit(arguments: list[str], told: str, tmp_path: Path) -> None:
+def test_train_rejects_bad_arguments(arguments: list[str], told: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TAU2_DATA_DIR"}
     command = [sys.executable, str(TRAIN), "--output-dir", str(tmp_path / "run"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
