@@ -24,7 +24,7 @@ UNSEEN = object()
 
 
 def class_of(table: Table) -> str:
-    """The name of the class whose settings a table shows; empty for other tables."""
+    """Return the name of the class whose settings a table shows; empty for other tables."""
     name = table.header[0].strip("`").removeprefix("rl.")
     return name if name in CLASSES and table.header[1] == "default" else ""
 
@@ -59,7 +59,7 @@ def test_defaults_are_those_of_the_code(table: Table) -> None:
 
 
 @pytest.mark.parametrize("table", SETTINGS, ids=class_of)
-def test_whatever_an_algorithm_changes_is_shown(table: Table) -> None:
+def test_changed_defaults_are_shown(table: Table) -> None:
     name = class_of(table)
     general = defaults(PolicyAlgorithm) if name != "CriticSettings" else {}
     changed = {
@@ -103,7 +103,7 @@ def figures(title: str) -> dict[str, list[float]]:
 
 
 def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[float]:
-    """Of the two groups of four rollouts, each of one row, whose tokens must all have the same."""
+    """Return the advantages of two groups of four one-row rollouts. A row must have a single value."""
     from raylight.experience.batch import TrainBatch
     from raylight.learner.advantages import KlController, estimate
     from raylight.learner.rows import build_rows
@@ -141,7 +141,7 @@ def test_the_same_eight_rollouts() -> None:
 
 
 def pushes(name: str, advantage: float, ratios: list[float]) -> list[float]:
-    """By how much a token's log-prob is pushed at each ratio, by the loss of a row of this token alone."""
+    """Return the negated loss gradient by a token's log-prob at each ratio, for a row of one token."""
     from raylight.learner import verl_api
     from raylight.learner.losses import actor_config
 

@@ -1,4 +1,4 @@
-"""Which blocks of a page are found, and what running one means."""
+"""Parsing and running of the Python blocks of a page."""
 
 import traceback
 from pathlib import Path

@@ -247,7 +247,7 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "env", "code", "says"),
+    ("args", "env", "code", "message"),
     [
         (
             ("--endpoint", "http://127.0.0.1:9/v1"),
@@ -261,9 +261,9 @@ def test_a_folder_is_served_here(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_end_with_one_message(
-    args: tuple[str, ...], env: dict[str, str], code: int, says: str, tmp_path: Path
+    args: tuple[str, ...], env: dict[str, str], code: int, message: str, tmp_path: Path
 ) -> None:
     done = train(tmp_path, *args, **env)
     assert done.returncode == code
-    assert says in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

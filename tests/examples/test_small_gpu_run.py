@@ -120,7 +120,7 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "args", "says"),
+    ("script", "args", "message"),
     [
         ("train_math_agent.py", (*ADDITIONS, "--memory-gb", "0.001"), "DeviceMemoryError"),
         pytest.param(
@@ -142,9 +142,9 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_end_with_one_message(
-    script: str, args: tuple[str, ...], says: str, tmp_path: Path
+    script: str, args: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     done = run(script, *args, "--output-dir", str(tmp_path))
     assert done.returncode == 1
-    assert says in " ".join((done.stdout + done.stderr).split())
+    assert message in " ".join((done.stdout + done.stderr).split())
     assert "Traceback" not in done.stderr

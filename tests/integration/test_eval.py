@@ -179,7 +179,7 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "says"),
+    ("change", "code", "message"),
     [
         ({"agent": "nowhere:agent"}, 1, "ConfigError: agent='nowhere:agent': cannot import nowhere"),
         ({"--model": "/no/such/model"}, 1, "ModelNotFoundError: there is no model folder /no/such/model"),
@@ -198,7 +198,7 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
     ],
 )
 def test_bad_arguments_end_with_one_message(
-    change: dict[str, str], code: int, says: str, data: Path, tmp_path: Path
+    change: dict[str, str], code: int, message: str, data: Path, tmp_path: Path
 ) -> None:
     given = {"--model": STARTER_MODEL, "--data": str(data)} | change
     agent = given.pop("agent", ADDER)
@@ -206,7 +206,7 @@ def test_bad_arguments_end_with_one_message(
         agent, *(part for pair in given.items() for part in pair), "--output-dir", str(tmp_path / "out")
     )
     assert done.returncode == code, done.stdout + done.stderr
-    assert says in " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    assert message in " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
 

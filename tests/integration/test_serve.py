@@ -181,7 +181,7 @@ def test_an_engine_by_dotted_name_is_served(no_processes_left: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (("--model", "/no/such/model"), "ModelNotFoundError"),
         (("--model", STARTER_MODEL, "--set", "engine.args.no_such_argument=1"), "no_such_argument"),
@@ -191,11 +191,11 @@ def test_an_engine_by_dotted_name_is_served(no_processes_left: None) -> None:
     ],
 )
 def test_bad_arguments_end_with_one_message(
-    args: tuple[str, ...], says: str, no_processes_left: None
+    args: tuple[str, ...], message: str, no_processes_left: None
 ) -> None:
     done = subprocess.run(
         [str(BIN / "raylight"), "serve", *args], env=LOCAL, capture_output=True, text=True, timeout=120
     )
     assert done.returncode != 0
-    assert says in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
