@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from process_helpers import KEY, MODEL, RULES, ScriptedModel, serving
+from ray_cluster import RAY_PROCESSES, assert_no_new_ray_processes
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -42,19 +42,8 @@ def endpoint(model: ScriptedModel) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def no_processes_left() -> Iterator[None]:
     """Assert that no process of Ray and no simulator of a test outlives it."""
-    words = ("raylet", "gcs_server", "haproxy", "ray::", "flowsheets.service")
-
-    def running() -> set[psutil.Process]:
-        return {
-            p
-            for p in psutil.process_iter(["cmdline"])
-            if any(w in " ".join(p.info["cmdline"] or []) for w in words)
-        }
-
-    before = running()
-    yield
-    _, alive = psutil.wait_procs(running() - before, timeout=20)
-    assert not alive
+    with assert_no_new_ray_processes(names=(*RAY_PROCESSES, "flowsheets.service")):
+        yield
 
 
 def train(

@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from raylight.quickstart import STARTER_MODEL
+
+pytestmark = pytest.mark.usefixtures("no_processes_left")
 
 ROOT = Path(__file__).parents[2]
 ADDITIONS = ("--model", STARTER_MODEL, "--data", "additions", "--prompt", "plain", "--max-new-tokens", "8")
@@ -28,23 +28,6 @@ def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
 def digest(folder: str | Path) -> str:
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
-@pytest.fixture(autouse=True)
-def no_processes_left() -> Iterator[None]:
-    words = ("raylet", "gcs_server", "haproxy", "ray::")
-
-    def running() -> set[psutil.Process]:
-        return {
-            p
-            for p in psutil.process_iter(["cmdline"])
-            if any(w in " ".join(p.info["cmdline"] or []) for w in words)
-        }
-
-    before = running()
-    yield
-    _, alive = psutil.wait_procs(running() - before, timeout=20)
-    assert not alive
 
 
 @pytest.fixture(scope="module")

@@ -79,14 +79,20 @@ def ray_processes(names: tuple[str, ...] = RAY_PROCESSES) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def assert_no_new_ray_processes(deadline_s: float = DEADLINE_S) -> Iterator[None]:
-    """Assert that processes of Ray and Serve that the block starts end within `deadline_s` seconds."""
-    before = ray_processes()
+def assert_no_new_ray_processes(
+    deadline_s: float = DEADLINE_S, names: tuple[str, ...] = RAY_PROCESSES
+) -> Iterator[None]:
+    """Assert that processes of Ray and Serve that the block starts end within `deadline_s` seconds.
+
+    Args:
+        names: parts of the command lines of the processes.
+    """
+    before = ray_processes(names)
     yield
     left: list[str] = []
 
     def clean() -> bool:
-        left[:] = [line for pid, line in ray_processes().items() if pid not in before]
+        left[:] = [line for pid, line in ray_processes(names).items() if pid not in before]
         return not left
 
     try:
