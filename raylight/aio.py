@@ -75,7 +75,9 @@ class BroadcastCondition:
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiters[waiter] = None
             try:
-                await asyncio.wait([waiter], timeout=remaining)
+                woken, _ = await asyncio.wait([waiter], timeout=remaining)
             finally:
                 self._waiters.pop(waiter, None)
+            if not woken:  # timers may fire a clock resolution before `end`
+                return predicate()
         return True

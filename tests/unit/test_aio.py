@@ -113,3 +113,32 @@ async def test_a_wait_ends_at_its_timeout() -> None:
     condition = BroadcastCondition()
     assert not await condition.wait_for(lambda: False, timeout=0.01)
     assert await condition.wait_for(lambda: True, timeout=0.0)
+
+
+def test_a_timer_that_fires_just_before_the_end_ends_the_wait() -> None:
+    """An event loop fires timers that are less than its clock's resolution away."""
+
+    class ClockLoop(asyncio.SelectorEventLoop):
+        now = 0.0
+
+        def time(self) -> float:
+            return self.now
+
+    loop, evaluations = ClockLoop(), 0
+
+    def predicate() -> bool:
+        nonlocal evaluations
+        evaluations += 1
+        assert evaluations < 10
+        return False
+
+    async def wait() -> bool:
+        waiting = asyncio.create_task(BroadcastCondition().wait_for(predicate, 1.0))
+        await asyncio.sleep(0)
+        loop.now = 1.0 - 1e-10
+        return await waiting
+
+    try:
+        assert loop.run_until_complete(wait()) is False
+    finally:
+        loop.close()
