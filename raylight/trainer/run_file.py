@@ -103,9 +103,8 @@ class RunFile(Config):
             raise ConfigError(
                 "data.train is missing; give a .jsonl file, or the dotted name of a list of tasks"
             )
-        return _read_data(self.data.train, "data.train"), _read_data(
-            self.data.val, "data.val"
-        ) if self.data.val else None
+        val = _read_data(self.data.val, "data.val") if self.data.val else None
+        return _read_data(self.data.train, "data.train"), val
 
     def resolved(self) -> dict[str, Any]:
         """Return the file's content with all defaults, without `run` and without secrets."""

@@ -45,6 +45,7 @@ def gain(rows: list[dict]) -> float:
     return rows[-1]["val/reward"] - rows[0]["val/reward"]
 
 
+@pytest.mark.slow
 def test_lora(tmp_path: Path) -> None:
     rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON | {"lr": 1e-3}), tmp_path, learner={"lora": {"rank": 8}})
     assert gain(rows) >= 0.2

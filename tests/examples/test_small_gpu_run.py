@@ -105,7 +105,12 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "args", "message"),
     [
-        ("train_math_agent.py", (*ADDITIONS, "--memory-gb", "0.001"), "DeviceMemoryError"),
+        pytest.param(
+            "train_math_agent.py",
+            (*ADDITIONS, "--memory-gb", "0.001"),
+            "DeviceMemoryError",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "train_math_agent.py",
             ("--model", "/no/such/model"),

@@ -70,6 +70,7 @@ def test_a_job_submitted_to_the_cluster_succeeds(cluster: Cluster, tmp_path: Pat
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_actors_have_names_during_a_run_and_are_gone_afterwards(cluster: Cluster, tmp_path: Path) -> None:
     import ray
     from ray.util.state import list_actors, list_placement_groups
@@ -110,6 +111,7 @@ def _wait_for_steps(folder: Path, steps: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_serve_applications_stay(cluster: Cluster, tmp_path: Path) -> None:
     import httpx
     import ray

@@ -175,6 +175,7 @@ async def test_a_rank_that_cannot_return_its_stacks_logs_them(connected: None) -
         assert "in update" in log
 
 
+@pytest.mark.slow
 async def test_too_little_memory_names_the_three_settings(connected: None) -> None:
     def keep_within(actor: Any) -> None:
         """Limit this process to 300 MB more memory than it uses."""

@@ -56,6 +56,7 @@ def learner_processes(run: subprocess.Popen) -> list[psutil.Process]:
     return [process for process in inside if "LearnerActor" in " ".join(process.cmdline()[:1])]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_resumes_after_its_driver_was_killed(tmp_path: Path, kill_leftover_proxies: None) -> None:
     run = start_run(tmp_path)

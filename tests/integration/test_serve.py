@@ -128,6 +128,7 @@ def test_health_metrics_and_nothing_else(server: Server, client: openai.OpenAI) 
             assert json.loads(answer.text)["error"]["message"]
 
 
+@pytest.mark.slow
 def test_an_upstream_is_served_under_a_key_and_nothing_is_left(
     server: Server, no_processes_left: None
 ) -> None:

@@ -92,6 +92,7 @@ class EnqueueWhileKilling(EnqueueUntilDone):
         await killer
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_nothing_acknowledged_is_lost_and_nothing_appears_twice(
     tmp_path: Path, no_processes_left: None

@@ -29,15 +29,20 @@ def train(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.timeout(400)
-def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_path: Path) -> None:
+def start(cluster: Cluster, folder: Path) -> None:
+    """Run two steps from a file, into the folder `first`."""
     from raylight.quickstart import STARTER_MODEL
 
-    (tmp_path / "run.yaml").write_text(RUN.replace("MODEL", STARTER_MODEL))
+    (folder / "run.yaml").write_text(RUN.replace("MODEL", STARTER_MODEL))
     tasks = "".join(f'{{"a": {a}, "b": {a + 1}}}\n' for a in range(10, 20))
-    (tmp_path / "train.jsonl").write_text(tasks)
-    done = train(cluster, tmp_path, "run.yaml", "--set", "algorithm.n_steps=2")
+    (folder / "train.jsonl").write_text(tasks)
+    done = train(cluster, folder, "run.yaml", "--set", "algorithm.n_steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(400)
+def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_path: Path) -> None:
+    start(cluster, tmp_path)
     written = yaml.safe_load((tmp_path / "first" / "config.yaml").read_text())
     assert written["data"]["train"] == str(tmp_path / "train.jsonl")
     assert written["run"]["total_steps"] == 2
@@ -53,13 +58,19 @@ def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_pat
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
 
+    wrong = train(cluster, tmp_path, "run.yaml", "--set", "algorithm.lrr=1")
+    assert wrong.returncode == 1
+    assert "takes no 'lrr'; it has: lr" in wrong.stderr
+    cluster.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_from_a_file_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    start(cluster, tmp_path)
     resumed = train(cluster, tmp_path, "first/config.yaml", "--resume", "--set", "algorithm.n_steps=3")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resuming after step 2" in resumed.stdout
     lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
-
-    wrong = train(cluster, tmp_path, "run.yaml", "--set", "algorithm.lrr=1")
-    assert wrong.returncode == 1
-    assert "takes no 'lrr'; it has: lr" in wrong.stderr
     cluster.assert_clean()

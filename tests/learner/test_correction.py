@@ -192,6 +192,7 @@ def test_a_mismatch_warns_then_raises():
         measure(rows, 3, CorrectionSettings(max_logprob_mismatch=20.0))
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path):
     script = Path(__file__).parent / "correction_ranks.py"
 

@@ -147,6 +147,7 @@ def test_kl_and_entropy_are_per_rollout_if_rows_are_averaged(plain, exact, rows,
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_metrics_of_one(tmp_path: Path):
     script = Path(__file__).parent / "ranks.py"
 

@@ -33,11 +33,9 @@ def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
-        ("ppo", 2, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("full", 1, 2), ("full", 2, 1), ("lora", 1, 2), ("lora", 2, 1), ("ppo", 1, 2)]
-        ),
+        pytest.param(kind, *ranks, marks=pytest.mark.slow)
+        for kind in ("full", "lora", "ppo")
+        for ranks in ((1, 2), (2, 1))
     ],
 )
 def test_a_resumed_run_continues_with_another_number_of_ranks(
