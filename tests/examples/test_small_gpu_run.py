@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "MiniGRPO takes" in done.stdout
+    assert "MiniGRPO needs" in done.stdout
     return folder
 
 
