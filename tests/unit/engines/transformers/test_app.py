@@ -82,7 +82,7 @@ async def test_a_stream_tells_the_same_without_half_characters(make_engine: Make
     chunks = await ask_stream(engine, stream_options={"include_usage": True})
     parts = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
     assert "".join(parts) == "a€b"  # a busy machine may send several characters in one chunk
-    assert parts[0] == "a"
+    assert not any("\ufffd" in part for part in parts)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert {c.id for c in chunks} == {chunks[0].id}

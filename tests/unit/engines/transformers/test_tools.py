@@ -64,7 +64,8 @@ async def test_streamed_tool_calls_come_whole_after_the_text(make_engine: MakeEn
     calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
     assert [(c.index, c.function.arguments) for c in calls] == [(0, '{"a": 1}'), (1, '{"a": 2}')]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert len([c for c in chunks if c.choices[0].delta.content]) > 3  # the text came as it was sampled
+    # the text came while it was sampled; a busy machine sends several tokens in one chunk
+    assert len([c for c in chunks if c.choices[0].delta.content]) > 1
 
 
 async def test_the_sdks_stream_helper_understands_it(make_engine: MakeEngine) -> None:
