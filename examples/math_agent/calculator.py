@@ -38,6 +38,8 @@ class _SharedConnection(Generic[C]):
     """
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[C]], command: Sequence[str]) -> None:
+        self.lost: BaseException | None = None
+        """First error that lost the server. Other blocks may get any error of a closed client."""
         self._command = command
         self._connection: asyncio.Future[C] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
@@ -101,7 +103,8 @@ async def shared(
     try:
         yield await entry.get()
     except Exception as error:
-        if not isinstance(error, CalculatorError) and not is_lost(error):
+        entry.lost = entry.lost or _lost_in(error)
+        if entry.lost is None and not isinstance(error, CalculatorError):
             raise
         if connections.get(key) is entry:
             del connections[key]
@@ -109,7 +112,7 @@ async def shared(
         if isinstance(error, CalculatorError):
             raise
         raise CalculatorError(
-            f"the MCP server {' '.join(command)!r} was lost in a call: {_lost_in(error)}"
+            f"the MCP server {' '.join(command)!r} was lost in a call: {entry.lost}"
         ) from error
 
 

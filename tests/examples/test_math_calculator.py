@@ -70,6 +70,24 @@ async def test_a_server_that_dies_is_reported_and_replaced() -> None:
     assert server.pid not in [one.pid for one in servers()]
 
 
+async def test_a_server_lost_by_one_rollout_is_lost_for_the_others_too() -> None:
+    async def calculate_late() -> None:
+        async with calculator(CALCULATOR_COMMAND) as tools:
+            opened.set()
+            await lost.wait()
+            await tools.call("calculate", {"expression": "1"})
+
+    opened, lost = asyncio.Event(), asyncio.Event()
+    late = asyncio.create_task(calculate_late())
+    await opened.wait()
+    servers()[0].kill()
+    with pytest.raises(CalculatorError, match="was lost in a call: Connection closed"):
+        await calculate("1")
+    lost.set()
+    with pytest.raises(CalculatorError, match="was lost in a call: Connection closed"):
+        await late
+
+
 async def test_a_server_that_does_not_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_S", 0.5)
     async with calculator(CALCULATOR_COMMAND):
