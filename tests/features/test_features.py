@@ -95,7 +95,10 @@ def test_streaming(conversation: Conversation) -> None:
     streamed = conversation.ask(HI, max_tokens=16, temperature=0, stream=True)
     assert (streamed.text, streamed.end, streamed.tokens) == (whole.text, whole.end, whole.tokens)
     assert streamed.prompt_tokens == whole.prompt_tokens
-    assert streamed.pieces > 1
+    pieces = [streamed.pieces]
+    while max(pieces) == 1 and len(pieces) < 5:  # a busy machine may send several tokens in a chunk
+        pieces.append(conversation.ask(HI, max_tokens=128, temperature=0, stream=True).pieces)
+    assert max(pieces) > 1
     conversation.recorded()
 
 
