@@ -6,7 +6,6 @@ The model is random, so tests assert the form of an answer only if the engine en
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +32,6 @@ LONG = 800
 
 REJECTED = {(engine, dialect, "images") for engine in ENGINES for dialect in CHAT_LIKE}
 """Combinations of engine, dialect and feature that the engine rejects with 400. All others work."""
-if importlib.util.find_spec("xgrammar") is None:
-    constrained = (*TOOL_FEATURES, "JSON schema")
-    REJECTED |= {(e, dialect, name) for e in ENGINES[:2] for dialect in CHAT_LIKE for name in constrained}
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -69,6 +69,9 @@ async def _grammar(engine: Sampler, request: ChatRequest) -> Any:
         return None if tags is None else await engine.grammars.compile_structure(tags)
     schema = format.json_schema.schema_ if format.json_schema else {"type": "object"}
     if tags is None:
+        strict = format.json_schema is None or format.json_schema.strict
+        if not strict and engine.grammars.skip("the schema of response_format (without strict)"):
+            return None
         return await engine.grammars.compile_schema(schema)
     return await engine.grammars.compile_structure(
         {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, tags]}

@@ -1,10 +1,15 @@
-"""Responses constrained to a JSON schema, by masking the logits. Needs xgrammar, which vLLM installs too."""
+"""Responses constrained to a JSON schema, by masking the logits with xgrammar.
+
+xgrammar is imported with the first constrained request, not before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import json
+import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +17,13 @@ import torch
 
 from raylight.http.errors import RequestError
 
-XGRAMMAR_MISSING = "this engine needs xgrammar to constrain answers to a schema (pip install xgrammar)"
+MISSING = (
+    "an answer can be constrained to a schema only with xgrammar, which is not installed on this server: "
+    "pip install xgrammar there, or send no schema, no strict tools and tool_choice auto"
+)
+NOT_IN_REASON = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: (?:Check failed: .*? is false: )?")
+"""Time and source line at the start of xgrammar's messages."""
+logger = logging.getLogger(__name__)
 
 
 class Grammars:
@@ -26,17 +37,34 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._compiler: Any = None
+        self._warned = False
 
     @property
     def available(self) -> bool:
         """True if xgrammar is installed."""
         return importlib.util.find_spec("xgrammar") is not None
 
+    def skip(self, what: str) -> bool:
+        """True if xgrammar is not installed, so that a request's optional constraint must be left out. The
+        first one is logged.
+
+        Args:
+            what: the request's field.
+        """
+        if self.available:
+            return False
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s is not enforced, because xgrammar is not installed: pip install xgrammar", what
+            )
+        return True
+
     async def compile_schema(self, schema: dict[str, Any]) -> Any:
         """Compile a grammar of the JSON values that fit a schema.
 
         Raises:
-            RequestError: the schema cannot be compiled, or xgrammar is not installed.
+            RequestError: the schema is invalid (400), or xgrammar is not installed (400) or broken (501).
         """
         return await self._compile("compile_json_schema", json.dumps(schema))
 
@@ -52,11 +80,21 @@ class Grammars:
 
     async def _compile(self, method: str, text: str) -> Any:
         if not self.available:
-            raise RequestError(XGRAMMAR_MISSING)
+            raise RequestError(MISSING)
+        return await asyncio.to_thread(self._compile_now, method, text)
+
+    def _compile_now(self, method: str, text: str) -> Any:
         try:
-            return await asyncio.to_thread(lambda: getattr(self._get_compiler(), method)(text))
-        except Exception as error:  # xgrammar raises many kinds of errors for an invalid schema
-            raise RequestError(f"the schema cannot be compiled: {error}") from error
+            compiler = self._get_compiler()
+        except Exception as error:  # a broken installation: a missing library, another version's symbols
+            raise _broken("cannot be loaded", error) from error
+        try:
+            return getattr(compiler, method)(text)
+        except (RuntimeError, ValueError, TypeError) as error:  # all that xgrammar raises for invalid input
+            reason = NOT_IN_REASON.sub("", str(error)).strip()
+            raise RequestError(f"the schema cannot be compiled: {reason}") from error
+        except Exception as error:
+            raise _broken("failed", error) from error
 
     def _get_compiler(self) -> Any:
         if self._compiler is None:
@@ -67,6 +105,17 @@ class Grammars:
             )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         return self._compiler
+
+
+def _broken(how: str, error: Exception) -> RequestError:
+    """The error of a request that a broken xgrammar cannot serve; the request itself is valid."""
+    logger.error("xgrammar %s", how, exc_info=error)
+    return RequestError(
+        f"xgrammar, which constrains answers to a schema, {how} on this server "
+        f"({type(error).__name__}: {error}); reinstall it there: pip install --force-reinstall xgrammar",
+        501,
+        "server_error",
+    )
 
 
 def matcher_for(grammar: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import openai
@@ -33,7 +34,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 AS_JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-needs_xgrammar = pytest.mark.skipif(not Grammars(None, 0, []).available, reason="xgrammar is not installed")
 
 
 def make_caller(make_engine: MakeEngine, template: str = HERMES, **how: Any) -> Any:
@@ -117,7 +117,6 @@ async def test_a_prompt_may_begin_the_thought(make_engine: MakeEngine) -> None:
 # held to a schema
 
 
-@needs_xgrammar
 async def test_json_that_fits_a_schema_and_the_logprobs_of_what_was_allowed(make_engine: MakeEngine) -> None:
     engine, context = make_engine(), open_context()
     for seed in range(5):
@@ -139,7 +138,6 @@ async def test_json_that_fits_a_schema_and_the_logprobs_of_what_was_allowed(make
     assert text.startswith("{")
 
 
-@needs_xgrammar
 async def test_a_batch_mixes_free_answers_and_held_ones(make_engine: MakeEngine) -> None:
     import asyncio
 
@@ -151,7 +149,6 @@ async def test_a_batch_mixes_free_answers_and_held_ones(make_engine: MakeEngine)
     assert all(json.loads(a.choices[0].message.content) for a in answers[:3])
 
 
-@needs_xgrammar
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "sub"}}], ids=["required", "named"]
 )
@@ -171,7 +168,6 @@ async def test_a_call_can_be_required(make_engine: MakeEngine, choice: Any) -> N
     assert json.loads(call.function.arguments)["a"] in (1, 2)
 
 
-@needs_xgrammar
 async def test_strict_tools_are_held_to_their_schema(make_engine: MakeEngine) -> None:
     strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
     engine = make_caller(make_engine)
@@ -180,7 +176,6 @@ async def test_strict_tools_are_held_to_their_schema(make_engine: MakeEngine) ->
     assert json.loads(answer.message.tool_calls[0].function.arguments)["a"] in (1, 2)
 
 
-@needs_xgrammar
 async def test_a_schema_and_tools_together_allow_either(make_engine: MakeEngine) -> None:
     engine = make_caller(make_engine)
     for text, called in ((CALL, True), ('{"x": "a"}', False)):
@@ -191,28 +186,76 @@ async def test_a_schema_and_tools_together_allow_either(make_engine: MakeEngine)
         engine = make_caller(make_engine)
 
 
+STRICT_JSON = {"type": "json_schema", "json_schema": {**AS_JSON["json_schema"], "strict": True}}
+
+
 @pytest.mark.parametrize(
     "how",
     [
-        {"response_format": AS_JSON},
+        {"response_format": STRICT_JSON},
         {"response_format": {"type": "json_object"}},
         {"tools": [ADD], "tool_choice": "required"},
         {"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]},
     ],
 )
-async def test_without_xgrammar_a_schema_is_refused(
+async def test_without_xgrammar_a_strict_schema_is_refused(
     make_engine: MakeEngine, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Grammars, "available", False)
-    with pytest.raises(openai.BadRequestError, match="xgrammar"):
+    with pytest.raises(openai.BadRequestError, match="pip install xgrammar"):
         await ask(make_caller(make_engine), **how)
 
 
-@needs_xgrammar
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"properties": 3}])
-async def test_a_bad_schema_is_refused(make_engine: MakeEngine, schema: dict[str, Any]) -> None:
+async def test_without_xgrammar_a_schema_that_is_not_strict_is_left_out_and_logged_once(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Grammars, "available", False)
+    engine = make_caller(make_engine)
+    script(engine, "free")
+    for _ in range(2):
+        answer = await ask(engine, response_format=AS_JSON, max_tokens=50)
+        assert answer.choices[0].message.content == "free"
+    script(engine, CALL)
+    loose = {"type": "function", "function": {**ADD["function"], "strict": False}}
+    assert (await ask(engine, tools=[loose], max_tokens=300)).choices[0].message.tool_calls
+    (record,) = [r for r in caplog.records if "xgrammar" in r.message]
+    assert "response_format" in record.message
+
+
+async def test_a_broken_xgrammar_is_not_blamed_on_the_schema(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Grammars, "available", True)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)  # its import raises ImportError
+    with pytest.raises(openai.InternalServerError, match=r"xgrammar.* cannot be loaded.*reinstall") as caught:
+        await ask(make_engine(), response_format=AS_JSON)
+    assert caught.value.status_code == 501
+
+
+async def test_a_failing_library_is_not_blamed_on_the_schema(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import xgrammar
+
+    def fail(*args: Any) -> None:
+        raise OSError("libxgrammar_bindings.so: undefined symbol")
+
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", fail)
+    with pytest.raises(openai.InternalServerError, match="undefined symbol"):
+        await ask(make_engine(), response_format=AS_JSON)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "nonsense"}, 'compiled: Unsupported type "nonsense"'),
+        ({"$ref": "#/nowhere"}, "compiled: Cannot find field nowhere"),
+        ({"properties": 3}, "compiled: properties must be an object"),
+    ],
+)
+async def test_a_bad_schema_is_refused(make_engine: MakeEngine, schema: dict[str, Any], reason: str) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "bad", "schema": schema}}
-    with pytest.raises(openai.BadRequestError, match="schema"):
+    with pytest.raises(openai.BadRequestError, match=reason):
         await ask(make_engine(), response_format=wanted)
 
 
@@ -220,11 +263,7 @@ async def test_a_bad_schema_is_refused(make_engine: MakeEngine, schema: dict[str
     ("how", "named"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "nowhere"}}}, "nowhere"),
-        pytest.param(
-            {"tool_choice": "required", "extra_body": {"ignore_eos": True}},
-            "ignore_eos",
-            marks=needs_xgrammar,
-        ),
+        ({"tool_choice": "required", "extra_body": {"ignore_eos": True}}, "ignore_eos"),
     ],
 )
 async def test_impossible_choices_are_refused(
