@@ -58,6 +58,8 @@ class ChatTurn(NamedTuple):
     """Message of the assistant."""
     tokens: list[int]
     """Token ids of the prompt and the response."""
+    prompt_length: int
+    """Number of tokens of the prompt."""
 
 
 class StoreReader:
@@ -302,7 +304,7 @@ def _turn(span: Span, call: Generation) -> ChatTurn:
     if tools := span.attributes.get(TOOL_DEFINITIONS):
         request["tools"] = json.loads(tools)
     (answer,) = json.loads(span.attributes[OUTPUT_MESSAGES])
-    return ChatTurn(call.agent, request, answer, call.prompt_ids + call.output_ids)
+    return ChatTurn(call.agent, request, answer, call.prompt_ids + call.output_ids, len(call.prompt_ids))
 
 
 def _call_id(span: Span) -> str:

@@ -24,6 +24,7 @@ from raylight.types import (
     EnqueueRolloutRequest,
     Failure,
     Generation,
+    HistoryNote,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -236,6 +237,7 @@ def generation_bytes(call: Generation) -> bytes:
             call.end_time,
             call.sampling,
             call.agent,
+            tuple(call.history) if call.history else None,
         ),
         protocol=5,
     )
@@ -243,7 +245,10 @@ def generation_bytes(call: Generation) -> bytes:
 
 def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: bytes) -> Generation:
     """Generation of a call, from its key and `generation_bytes`."""
-    model, prompt, output, logprobs, versions, reason, start, end, sampling, agent = pickle.loads(data)
+    model, prompt, output, logprobs, versions, reason, start, end, sampling, agent, *later = pickle.loads(
+        data
+    )
+    history = later[0] if later else None  # stores of earlier versions have none
     return Generation(
         key=CallKey(rollout_id, attempt_id, call_id),
         model=model,
@@ -256,6 +261,7 @@ def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: by
         end_time=end,
         sampling=sampling,
         agent=agent,
+        history=HistoryNote(*history) if history else None,
     )
 
 

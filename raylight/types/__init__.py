@@ -5,6 +5,7 @@ sampled from the engine, with its token ids. A *span* is one recorded operation 
 token sequence to train on.
 """
 
+from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
     GREEDY,
     TRAINABLE_AGENTS,
@@ -48,6 +49,8 @@ from raylight.types.tokens import GREEDY_BELOW, CallKey, FinishedRollout, Finish
 __all__ = [
     "ATTEMPT_FINISHED",
     "ATTEMPT_TRANSITIONS",
+    "CONTINUED",
+    "DRIFTS",
     "FINISHED",
     "GREEDY",
     "GREEDY_BELOW",
@@ -61,12 +64,16 @@ __all__ = [
     "AttemptStatus",
     "Attributes",
     "CallKey",
+    "ContinuedKind",
+    "DriftKind",
     "EnqueueRolloutRequest",
     "Failure",
     "FailureKind",
     "FinishReason",
     "FinishedRollout",
     "Generation",
+    "HistoryKind",
+    "HistoryNote",
     "Link",
     "OtelResource",
     "ResourcesUpdate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raylight.types.history import HistoryNote
 from raylight.types.rollouts import Rollout
 from raylight.types.spans import Span
 
@@ -49,6 +50,8 @@ class Generation:
     sampling: dict[str, Any] = field(default_factory=dict)
     agent: str | None = None
     """Id of the calling agent, if the rollout has several agents and names them (`llm.for_agent`)."""
+    history: HistoryNote | None = None
+    """Relation of the request to the attempt's conversations; None if nothing compared them."""
 
     @property
     def temperature(self) -> float:

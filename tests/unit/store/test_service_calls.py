@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, call_of, ids_of, open_box, reward_of, span_of
@@ -13,7 +15,8 @@ from unit_helpers import make_generation, within
 
 from raylight.errors import UnknownIdError
 from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
-from raylight.types import CallKey, Generation, Rollout
+from raylight.store.rows import generation_bytes, generation_from_row
+from raylight.types import CallKey, Generation, HistoryNote, Rollout
 
 
 @pytest.fixture
@@ -47,6 +50,19 @@ async def test_a_generation_comes_back_token_for_token(box: Box) -> None:
     empty = make_generation([], [], key=call_of(rollout), start=5.0)
     await box.store.capture([(empty.key, 5.0)], [(empty.key, empty, None)])
     assert await generations(box, rollout) == [made, empty]
+    note = HistoryNote("answer_edited", "edited", 2, 17, "was", "is")
+    edited = replace(make_generation([1], [2], key=call_of(rollout), start=6.0), history=note)
+    await box.store.capture([(edited.key, 6.0)], [(edited.key, edited, None)])
+    assert await generations(box, rollout) == [made, empty, edited]
+
+
+def test_a_generation_of_an_earlier_version_has_no_history() -> None:
+    call = make_generation([1], [2])
+    *earlier, _ = pickle.loads(generation_bytes(call))
+    key = call.key
+    assert (
+        generation_from_row(key.call_id, key.rollout_id, key.attempt_id, pickle.dumps(tuple(earlier))) == call
+    )
 
 
 async def test_they_come_in_the_order_in_which_the_calls_began(box: Box) -> None:
