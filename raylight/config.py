@@ -8,9 +8,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from raylight.errors import ConfigError
+from raylight.request_fields import PROTECTED
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -177,6 +186,10 @@ class EngineConfig(Config):
     """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Maximum size of a request body, in bytes."""
+    ignore_fields: list[str] = Field(default_factory=list)
+    """Request fields that are dropped before anything reads them, such as ["web_search_options"], by their
+    names in the agent's dialect. "text.unheard" is a field within another one; a list on the way stands for
+    each of its entries. Fields that shape what is sampled or recorded cannot be dropped."""
     host: str | None = None
     """Address that HTTP listens on. None: loopback on a cluster of one node, all interfaces on larger
     clusters."""
@@ -184,6 +197,19 @@ class EngineConfig(Config):
     """HTTP port. None: 8000, or any free port if 8000 is in use."""
     start_timeout_s: float = Field(default=180.0, gt=0)
     """Seconds within which the deployment must be ready."""
+
+    @field_validator("ignore_fields")
+    @classmethod
+    def _check_ignored_fields(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not all(name.split(".")):
+                raise ValueError(f"{name!r} is no field name; write a field as 'name', or as 'outer.inner'")
+            if name.rpartition(".")[2] in PROTECTED:
+                raise ValueError(
+                    f"{name!r} cannot be dropped: it shapes what is sampled or recorded, so that the answer "
+                    "would be to another request; change the agent's request instead"
+                )
+        return list(dict.fromkeys(names))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -102,6 +102,7 @@ class ReplicaRuntime:
             self._add_spans if store is not None else None,
             max_body=config.max_body_bytes,
             token_in=config.token_in,
+            ignore_fields=config.ignore_fields,
             history=store.chat_history if store is not None else None,
             metrics=Metrics(engine_metrics),
             is_finished=store.is_attempt_finished if store is not None else None,

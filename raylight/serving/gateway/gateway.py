@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+from collections.abc import Sequence
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -22,6 +23,7 @@ from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
+from raylight.serving.dialects.ignored_fields import IgnoredFields
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
@@ -230,6 +232,7 @@ def build_gateway(
     token_in: bool = True,
     history: History | None = None,
     is_finished: IsFinished | None = None,
+    ignore_fields: Sequence[str] = (),
 ) -> ASGIApp:
     """Build the application of a replica: gateway, retry cache, translation, capture, and the engine's.
 
@@ -244,6 +247,7 @@ def build_gateway(
             `StoreClient.chat_history`.
         is_finished: returns True if an attempt has finished, for requests that open no call; normally
             `StoreClient.is_attempt_finished`.
+        ignore_fields: request fields to drop, as `EngineConfig.ignore_fields` names them.
     """
     metrics = metrics or Metrics()
     finished = FinishedAttempts(is_finished)
@@ -255,6 +259,8 @@ def build_gateway(
     app = TranslationMiddleware(app)
     if recorder is not None:
         app = RetryCache(app, on_replay=metrics.replays.inc)
+    if ignore_fields:
+        app = IgnoredFields(app, ignore_fields, lambda name: metrics.ignored_fields.labels(name).inc())
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
     has_attempts = recorder is not None
     return Gateway(app, engine, secret, traces, metrics, finished, attempts=has_attempts, max_body=max_body)

@@ -45,6 +45,9 @@ class Metrics:
         self.output_tokens = counter("output_tokens", "Tokens sampled in recorded calls")
         self.aborted = counter("aborted_calls", "Recorded calls that ended before their answer was complete")
         self.replays = counter("replays", "Retries answered with the answer already sampled")
+        self.ignored_fields = counter(
+            "ignored_fields", "Requests from which a field of engine.ignore_fields was dropped", "field"
+        )
         self.rejected_keys = counter("rejected_keys", "Requests without a valid API key")
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

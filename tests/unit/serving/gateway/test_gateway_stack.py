@@ -32,12 +32,19 @@ class Stack:
     """A replica's whole application around a fake engine, with the records that its store received."""
 
     def __init__(
-        self, engine: Any = ENGINE, engine_app: Any = None, secret: str | None = SECRET, records: bool = True
+        self,
+        engine: Any = ENGINE,
+        engine_app: Any = None,
+        secret: str | None = SECRET,
+        records: bool = True,
+        **settings: Any,
     ) -> None:
         self.engine_app = engine_app or FakeApp()
         self.sink, self.metrics = Sink(), Metrics()
         self.recorder = Recorder(self.sink) if records else None
-        self.app = build_gateway(self.engine_app, engine, secret, self.recorder, None, metrics=self.metrics)
+        self.app = build_gateway(
+            self.engine_app, engine, secret, self.recorder, None, metrics=self.metrics, **settings
+        )
         self.transport = httpx2.ASGITransport(app=self.app)
 
     def openai(self) -> openai.AsyncOpenAI:
@@ -225,3 +232,26 @@ async def test_an_upstream_speaks_every_dialect() -> None:
         with pytest.raises(anthropic.NotFoundError):
             await other.messages.create(model="other", messages=MESSAGES, max_tokens=5)
     await stack.sink.has(3, 3)
+
+
+async def test_ignored_fields_are_dropped_in_every_dialect_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stack = Stack(ignore_fields=["web_search_options", "text.unheard", "container"])
+    async with within(), stack.openai() as client, stack.anthropic() as other:
+        for _ in range(2):
+            await client.chat.completions.create(model="policy", messages=MESSAGES, web_search_options={})
+        text: Any = {"unheard": "high", "format": {"type": "text"}}
+        await client.responses.create(model="policy", input="hi", text=text)
+        extra = {"container": "c"}
+        await other.messages.create(model="policy", messages=MESSAGES, max_tokens=4, extra_body=extra)
+        with pytest.raises(openai.BadRequestError, match="conversation"):
+            await client.responses.create(model="policy", input="hi", conversation="c")
+    names = ("web_search_options", "text.unheard", "container", "conversation")
+    assert [stack.value("ignored_fields_total", field=name) for name in names] == [2, 1, 1, None]
+    assert [message.count("web_search_options") for message in caplog.messages].count(1) == 1
+    assert len(caplog.messages) == 3
+    await stack.sink.has(4, 4)
+    recorded = [str(span.attributes) for _, _, span in stack.sink.closed if span]
+    assert len(recorded) == 4
+    assert "web_search_options" not in "".join(recorded)
