@@ -13,7 +13,6 @@ from typing import Any
 __version__ = "0.2.0"
 
 _EXPORTS = {
-    "agent.attributes": ("make_link_attributes", "make_tag_attributes"),
     "agent.decorators": ("llm_rollout", "prompt_rollout", "rollout"),
     "agent.emit": (
         "emit_annotation",
@@ -25,6 +24,13 @@ _EXPORTS = {
         "get_object_value",
     ),
     "agent.hooks": ("Hook", "LoggingHook"),
+    "agent.links": (
+        "extract_links_from_attributes",
+        "extract_tags_from_attributes",
+        "make_link_attributes",
+        "make_tag_attributes",
+        "query_linked_spans",
+    ),
     "agent.litagent": ("LitAgent",),
     "agent.operations": ("operation",),
     "agent.prompts": ("PromptTemplate",),

@@ -71,7 +71,10 @@ def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
     phrases = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
-        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # of settings within these, whose message names them
+            phrases.append(str(cause))
+        elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             known = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(
                 cls.model_fields
             )

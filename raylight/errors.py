@@ -1,6 +1,7 @@
 """Typed errors. Every message says what is wrong, where, and what to do next.
 
-Each error is constructed from one string, so that Ray can pickle it and rebuild it unchanged.
+Each error is constructed from one string, so that Ray can pickle it and rebuild it unchanged. An error that
+rejects a value is a ValueError too, and a TypeError if the value's type is wrong.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ class RaylightError(Exception):
     """Base class of every error that raylight raises on purpose."""
 
 
-class ConfigError(RaylightError):
+class ConfigError(RaylightError, ValueError):
     """A setting is unknown, missing, or contradicts another one."""
 
 
-class DatasetError(RaylightError):
+class DatasetError(RaylightError, ValueError):
     """A dataset is empty or cannot be read."""
 
 
@@ -24,12 +25,16 @@ class ModelNotFoundError(RaylightError):
     """A model path does not hold a model that transformers can load."""
 
 
-class AgentSignatureError(RaylightError):
+class AgentSignatureError(RaylightError, ValueError):
     """A rollout function has a required parameter that no argument or resource fills."""
 
 
-class RewardError(RaylightError):
-    """An agent returned a value that is not a reward."""
+class RewardError(RaylightError, ValueError):
+    """An agent returned or emitted a value that is not a reward."""
+
+
+class RewardTypeError(RewardError, TypeError):
+    """A reward is not a number."""
 
 
 class EmptyTraceError(RaylightError):
@@ -88,7 +93,7 @@ class SpanError(RaylightError, ValueError):
     """A span has a value that the store cannot hold."""
 
 
-class InvalidTransitionError(RaylightError):
+class InvalidTransitionError(RaylightError, ValueError):
     """A change of status that the state tables do not allow."""
 
 
@@ -132,7 +137,7 @@ class CheckpointError(RaylightError):
     """A training state cannot be written, read, or loaded into this model."""
 
 
-class PromptError(RaylightError):
+class PromptError(RaylightError, ValueError):
     """A prompt template cannot be rendered: its text is malformed, or a value is missing."""
 
 
@@ -140,8 +145,12 @@ class CriticError(RaylightError):
     """The models that criticise and rewrite prompts (APO) do not answer."""
 
 
-class EmitError(RaylightError):
+class EmitError(RaylightError, ValueError):
     """A value given to an emitter cannot be stored in a span, or a span's value cannot be read back."""
+
+
+class EmitTypeError(EmitError, TypeError):
+    """A value given to an emitter is of another type than the emitter takes."""
 
 
 class HookError(RaylightError):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from raylight.errors import EmitError
-from raylight.semconv import LINK_PREFIX, TAG_PREFIX
+from raylight.errors import EmitError, EmitTypeError
 from raylight.types import Attributes
 
 MAX_DEPTH = 16
@@ -82,10 +81,11 @@ def as_attributes(nested: Mapping[str, Any] | None) -> Attributes:
     """Convert the caller's further attributes of a span. Values of other types become JSON text.
 
     Raises:
-        EmitError: `nested` is not a dict, or a key is not a string.
+        EmitTypeError: `nested` is not a dict.
+        EmitError: a key is not a string.
     """
     if nested is not None and not isinstance(nested, Mapping):
-        raise EmitError(f"attributes must be a dict, not {type(nested).__name__}")
+        raise EmitTypeError(f"attributes must be a dict, not {type(nested).__name__}")
     return {key: encode_value(value) for key, value in flatten(nested or {}).items()}
 
 
@@ -93,7 +93,8 @@ def strict_attributes(annotation: Mapping[str, Any]) -> Attributes:
     """Convert attributes that readers of the trace compute with: primitives, and lists of these.
 
     Raises:
-        EmitError: `annotation` is not a dict, a key is not a string, or a value is of another type.
+        EmitTypeError: `annotation` is not a dict.
+        EmitError: a key is not a string, or a value is of another type.
     """
     attributes = as_attributes(annotation)
     for key, value in flatten(annotation).items():
@@ -120,13 +121,12 @@ def value_attributes(prefix: str, value: Any) -> Attributes:
 
 
 def exception_attributes(error: BaseException) -> Attributes:
-    """Return the `exception.*` attributes of OpenTelemetry's semantic conventions."""
-    kind = type(error)
+    """Return the `exception.*` attributes of OpenTelemetry's semantic conventions, the type as the plain name
+    of the class."""
     return {
-        "exception.type": kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}",
+        "exception.type": type(error).__name__,
         "exception.message": exception_message(error),
+        "exception.escaped": True,
         "exception.stacktrace": "".join(traceback.format_exception(error)),
     }
 
@@ -137,37 +137,3 @@ def exception_message(error: BaseException) -> str:
         return str(error)
     except Exception as broken:
         return f"(its message cannot be read: {type(broken).__name__})"
-
-
-def make_tag_attributes(tags: Iterable[str]) -> Attributes:
-    """Return the attributes that tag a span, `agentlightning.tag.N`.
-
-    Raises:
-        EmitError: a tag is not a string.
-    """
-    if isinstance(tags, str):
-        raise EmitError(f"make_tag_attributes takes a list of tags, not the string {tags!r:.80}")
-    return {f"{TAG_PREFIX}.{index}": _text(tag, "a tag") for index, tag in enumerate(tags)}
-
-
-def make_link_attributes(links: Mapping[str, str]) -> Attributes:
-    """Return the attributes that link a span to others: to those whose attributes have the given values.
-
-    Args:
-        links: values by attribute, such as `{"gen_ai.response.id": "chatcmpl-1"}`. The keys `trace_id` and
-            `span_id` match the ids of a span.
-
-    Raises:
-        EmitError: a key or a value is not a string.
-    """
-    flat: Attributes = {}
-    for index, (key, value) in enumerate(links.items()):
-        flat[f"{LINK_PREFIX}.{index}.key_match"] = _text(key, "the key of a link")
-        flat[f"{LINK_PREFIX}.{index}.value_match"] = _text(value, f"the link {key!r}")
-    return flat
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise EmitError(f"{what} is {value!r:.80} of type {type(value).__name__}; it must be a string")
-    return to_builtin(value)

@@ -14,7 +14,7 @@ from typing import Any
 
 from raylight.agent.attributes import as_attributes, exception_attributes, strict_attributes, to_builtin
 from raylight.agent.parent_span import current_parent
-from raylight.errors import EmitError, RewardError
+from raylight.errors import EmitError, EmitTypeError, RewardError
 from raylight.semconv import (
     ANNOTATION,
     EXCEPTION,
@@ -76,10 +76,10 @@ def emit_message(
     """Record a line of text.
 
     Raises:
-        EmitError: `message` is not a string.
+        EmitTypeError: `message` is not a string.
     """
     if not isinstance(message, str):
-        raise EmitError(
+        raise EmitTypeError(
             f"emit_message takes a string, not {type(message).__name__}; use emit_object for other values"
         )
     return _emit(MESSAGE, {MESSAGE_BODY: to_builtin(message)} | as_attributes(attributes), propagate)
@@ -102,10 +102,10 @@ def emit_exception(
     """Record an exception that the agent caught, with OpenTelemetry's `exception.*` attributes.
 
     Raises:
-        EmitError: `exception` is not an exception.
+        EmitTypeError: `exception` is not an exception.
     """
     if not isinstance(exception, BaseException):
-        raise EmitError(
+        raise EmitTypeError(
             f"emit_exception takes an exception, not {exception!r:.80} of type {type(exception).__name__}"
         )
     return _emit(EXCEPTION, exception_attributes(exception) | as_attributes(attributes), propagate)
@@ -153,11 +153,11 @@ def get_message_value(span: SpanLike) -> str | None:
     """Return the text of a message span; None for other spans.
 
     Raises:
-        EmitError: the text is not a string.
+        EmitTypeError: the text is not a string.
     """
     body = (span.attributes or {}).get(MESSAGE_BODY)
     if body is not None and not isinstance(body, str):
-        raise EmitError(f"the message in span {span.name!r} is of type {type(body).__name__}, not str")
+        raise EmitTypeError(f"the message in span {span.name!r} is of type {type(body).__name__}, not str")
     return body
 
 

@@ -18,7 +18,7 @@ from raylight.agent.parent_span import (
     start_otel_span,
     use_parent,
 )
-from raylight.errors import EmitError
+from raylight.errors import EmitError, EmitTypeError
 from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
 from raylight.traces.context import current_trace
 from raylight.types import Attributes, Span, SpanCoreFields, SpanEvent, TraceStatus
@@ -168,10 +168,10 @@ class Operation:
         """Record each call of a function, a coroutine function or a generator function.
 
         Raises:
-            EmitError: `function` is not callable.
+            EmitTypeError: `function` is not callable.
         """
         if not callable(function):
-            raise EmitError(
+            raise EmitTypeError(
                 f"operation decorates a function, not {type(function).__name__}; pass a name as "
                 "operation(name=...), and put it below @classmethod and @property"
             )
@@ -212,8 +212,11 @@ def operation(fn: Any = None, *, propagate: bool = True, name: str | None = None
         attributes: further attributes of the span.
 
     Raises:
-        EmitError: it decorates something that is not a function.
+        EmitTypeError: it decorates something that is not a function.
+        EmitError: `attributes` has the attribute of `name` too.
     """
+    if name is not None and OPERATION_NAME in attributes:
+        raise EmitError(f"operation got both name= and the attribute {OPERATION_NAME}; give one of them")
     result = Operation({**attributes, **({OPERATION_NAME: name} if name is not None else {})}, propagate)
     return result if fn is None else result(fn)
 

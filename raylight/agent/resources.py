@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.config import take_synonyms
@@ -58,7 +58,12 @@ class LLM(Resource):
     agent_id: str | None = None
     """Id of the agent that calls through this model; set by `for_agent`."""
 
-    if TYPE_CHECKING:  # shows `name` to editors and type checkers
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None:
+            super().__init__(**take_synonyms(values, LLM_SYNONYMS))
+
+    else:  # shows `name` to editors and type checkers
 
         def __init__(
             self,
@@ -73,11 +78,6 @@ class LLM(Resource):
             agent_id: str | None = None,
             resource_type: str = "llm",
         ) -> None: ...
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_synonyms(cls, values: Any) -> Any:
-        return take_synonyms(values, LLM_SYNONYMS) if isinstance(values, dict) else values
 
     @property
     def name(self) -> str:
@@ -167,13 +167,15 @@ class ProxyLLM(LLM):
         """Return an attempt's base URL, with `/rollout/R/attempt/A` before `/v1`; without ids, the endpoint.
 
         Raises:
-            ConfigError: one id is given without the other.
+            ConfigError: one id is given without the other, or an id is not a string.
         """
         if rollout_id is None and attempt_id is None:
             return self.endpoint
-        if rollout_id is None or attempt_id is None:
+        if not isinstance(rollout_id, str) or not isinstance(attempt_id, str):
             raise ConfigError(
-                "get_base_url needs both the rollout id and the attempt id, or neither; pass the missing one"
+                "the rollout id and the attempt id of get_base_url must be strings or all be empty, not "
+                f"{rollout_id!r:.80} and {attempt_id!r:.80}; pass rollout.rollout_id and "
+                "rollout.attempt.attempt_id, or neither"
             )
         return self._route(attempt_path(rollout_id, attempt_id))
 

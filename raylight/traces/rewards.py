@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from raylight.errors import RewardError
+from raylight.errors import RewardError, RewardTypeError
 from raylight.semconv import ANNOTATION, PRIMARY, REWARD_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,13 @@ def as_reward(value: Any, name: str = PRIMARY) -> float:
         name: name of the reward, for the error message.
 
     Raises:
-        RewardError: the value is not a number, or not finite.
+        RewardTypeError: the value is not a number.
+        RewardError: the value is not finite.
     """
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, Real):
-        raise RewardError(
+        raise RewardTypeError(
             f"the reward {name!r} is {value!r:.80} of type {type(value).__name__}; give a float"
         )
     try:

@@ -179,6 +179,11 @@ def test_functions_without_a_signature_are_recorded(trace: AttemptTrace) -> None
     assert only(trace).attributes == {NAME: "max", f"{IN}.args.0": 1, f"{IN}.args.1": 2, OUT: 2}
 
 
+def test_an_operation_has_one_name() -> None:
+    with pytest.raises(EmitError, match="got both name= and the attribute"):
+        operation(name="a", **{"agentlightning.operation.name": "b"})
+
+
 @pytest.mark.parametrize("thing", ["search", 3, classmethod(len)])
 def test_only_functions_are_decorated(thing: Any) -> None:
     with pytest.raises(EmitError, match=r"operation decorates a function.*operation\(name="):

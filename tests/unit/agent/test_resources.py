@@ -151,7 +151,9 @@ def test_a_traced_proxy_gets_the_attempts_key() -> None:
 
 
 def test_a_proxy_refuses_half_an_address() -> None:
-    with pytest.raises(ConfigError, match="needs both the rollout id and the attempt id"):
-        ProxyLLM(endpoint="http://p").get_base_url("ro-1")
+    for rollout_id, attempt_id in (("ro-1", None), (None, "at-1"), (1, "at-1"), ("ro-1", 2)):
+        with pytest.raises(ConfigError, match="must be strings or all be empty") as caught:
+            ProxyLLM(endpoint="http://p").get_base_url(rollout_id, attempt_id)  # type: ignore[arg-type]
+        assert isinstance(caught.value, ValueError)
     with pytest.raises(ConfigError, match="ro-1 has no attempt"):
         ProxyLLM().with_attempted_rollout(make_rollout("ro-1").model_copy(update={"attempt": None}))
