@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.engines.protocol import EngineSettings, InferenceOnlyEngine
 from raylight.errors import ConfigError
-from raylight.http.errors import RequestError, error_body, error_response, read_error
+from raylight.http.errors import RequestError, UnknownModelError, error_body, error_response, read_error
 from raylight.http.request import json_request, until_disconnect
 from raylight.http.sse import sse_bytes
 
@@ -149,8 +149,7 @@ class UpstreamEngine(InferenceOnlyEngine):
         """
         requested = body.get("model")
         if requested != self.model:
-            message = f"the model {requested!r:.200} does not exist; this endpoint serves {self.model!r}"
-            raise RequestError(message, 404, "not_found_error")
+            raise UnknownModelError(requested, self.model)
         return msgspec.json.encode(body | {"model": self._upstream_model})
 
     async def _run_until_disconnect(self, work: Awaitable[None], receive: Receive) -> None:

@@ -1,11 +1,53 @@
-"""Errors as HTTP answers: OpenAI's error shape, and the reading of engines' error answers in any shape."""
+"""Errors as HTTP answers: OpenAI's error shape, and the reading of engines' error answers in any shape.
+
+Clients choose their exception classes, and whether to retry, by status, `type`, `code` and wording. So these
+are the providers' own.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
+
+OPENAI_TYPES: Mapping[str, tuple[str, str | None]] = {
+    "authentication_error": ("invalid_request_error", "invalid_api_key"),
+    "permission_error": ("invalid_request_error", None),
+    "not_found_error": ("invalid_request_error", None),
+    "request_too_large": ("invalid_request_error", "request_too_large"),
+    "overloaded_error": ("server_error", "server_is_overloaded"),
+    "rate_limit_error": ("rate_limit_error", "rate_limit_exceeded"),
+    "timeout_error": ("server_error", None),
+    "api_error": ("server_error", None),
+}
+"""Kind of an error -> `type` and default `code` in OpenAI's shape. Other kinds are types of OpenAI's."""
+STATUS_OF: Mapping[str, int] = {
+    "context_length_exceeded": 400,
+    "invalid_api_key": 401,
+    "model_not_found": 404,
+    "request_too_large": 413,
+    "rate_limit_exceeded": 429,
+    "insufficient_quota": 429,
+    "server_is_overloaded": 503,
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+}
+"""Status of an error in a stream, which has none, by its `code` or `type`. All others are 500."""
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]{0,99}): ")
+"""A field's name at the start of a message."""
+_TYPE = re.compile(r"[a-z][a-z_]*")
+"""A type of OpenAI's. vLLM sends names of classes and HTTP phrases instead."""
+_VLLM_DETAILS = re.compile(r" \(parameter=([\w.]+)(?:, value=.*)?\)$", re.DOTALL)
+_MODEL_MISSING = re.compile(r"\bmodel\b.* (?:does not exist|not found)", re.DOTALL | re.IGNORECASE)
 
 
 class RequestError(Exception):
@@ -14,19 +56,49 @@ class RequestError(Exception):
     Attributes:
         message: the text of the answer.
         status: its HTTP status.
-        kind: its `type` in OpenAI's error shape.
+        kind: a key of `OPENAI_TYPES`, or a `type` of OpenAI's.
+        code: its `code` in OpenAI's shape; None: the default of the kind.
+        param: field of the request that is wrong. By default the one that the message of a status 400 begins
+            with: "field: reason".
     """
 
-    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        *,
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message.encode("utf-8", "replace").decode()  # quotes of lone surrogates cannot be sent
         self.status = status
         self.kind = kind
+        self.code = code or OPENAI_TYPES.get(kind, (kind, None))[1]
+        if param is None and status == 400 and (field := _FIELD.match(message)):
+            param = field[1]
+        self.param = param
+
+
+class UnknownModelError(RequestError):
+    """A request for a model that is not served."""
+
+    def __init__(self, model: Any, *served: str) -> None:
+        names = f"; this endpoint serves {', '.join(map(repr, served))}" if served else ""
+        super().__init__(
+            f"The model `{model!s:.200}` does not exist{names}",
+            404,
+            "not_found_error",
+            code="model_not_found",
+            param="model",
+        )
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
     """Return the body of an error answer in OpenAI's shape."""
-    return {"error": {"message": error.message, "type": error.kind, "param": None, "code": None}}
+    kind = OPENAI_TYPES.get(error.kind, (error.kind, None))[0]
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: RequestError) -> JSONResponse:
@@ -36,20 +108,20 @@ def error_response(error: RequestError) -> JSONResponse:
 
 def read_error(status: int, body: bytes) -> RequestError:
     """Read an engine's error answer: OpenAI's shape, FastAPI's `detail`, or plain text."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
     text = body.decode("utf-8", "replace").strip()
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
-        return RequestError(text or f"the engine answered with status {status}", status, kind)
-    return find_error(answer, status) or RequestError(text, status, kind)
+        return _error(text or f"the engine answered with status {status}", status)
+    return find_error(answer, status) or _error(text, status)
 
 
-def find_error(answer: Any, status: int = 500) -> RequestError | None:
+def find_error(answer: Any, status: int | None = None) -> RequestError | None:
     """Return the error in a decoded answer, or in a decoded event of a stream; None if there is none.
 
     Args:
-        status: HTTP status of the answer. An event of a stream may have its own as its `code`.
+        status: HTTP status of the answer. None: an event of a stream, whose error has a status or a type of
+            its own.
     """
     if not isinstance(answer, dict):
         return None
@@ -57,12 +129,39 @@ def find_error(answer: Any, status: int = 500) -> RequestError | None:
     if not error:
         return None
     if not isinstance(error, dict):
-        return RequestError(error if isinstance(error, str) else json.dumps(error), status)
-    if status == 500 and isinstance(code := error.get("code"), int) and 400 <= code <= 599:
-        status = code
-    kind, message = error.get("type"), error.get("message")
-    return RequestError(
+        return _error(error if isinstance(error, str) else json.dumps(error), status or 500)
+    code, kind, param = (error.get(name) for name in ("code", "type", "param"))
+    if status is None:
+        status = _status_of(code, kind)
+    message = error.get("message")
+    return _error(
         message if isinstance(message, str) else json.dumps(error),
         status,
-        kind if isinstance(kind, str) else "server_error",
+        kind if isinstance(kind, str) and _TYPE.fullmatch(kind) else None,
+        code if isinstance(code, str) else None,
+        param if isinstance(param, str) else None,
     )
+
+
+def _status_of(code: Any, kind: Any) -> int:
+    if isinstance(code, int) and 400 <= code <= 599:
+        return code
+    return next(
+        (STATUS_OF[name] for name in (code, kind) if isinstance(name, str) and name in STATUS_OF), 500
+    )
+
+
+def _error(
+    message: str, status: int, kind: str | None = None, code: str | None = None, param: str | None = None
+) -> RequestError:
+    """Return the error that an engine's answer states, with the code that its wording implies."""
+    if details := _VLLM_DETAILS.search(message):
+        message, param = message[: details.start()], param or details[1]
+    if code is None and status == 404 and _MODEL_MISSING.search(message):
+        code, param = "model_not_found", param or "model"
+    if code is None and status == 400 and "maximum context length" in message:
+        code = "context_length_exceeded"
+    if kind is None:
+        kind = _KINDS.get(status, "invalid_request_error") if status < 500 else "server_error"
+        kind = "overloaded_error" if status in (503, 529) else kind
+    return RequestError(message, status, kind, code=code, param=param)

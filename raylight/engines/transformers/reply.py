@@ -14,7 +14,7 @@ from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
-from raylight.http.errors import RequestError
+from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.sse import sse_bytes
 
 MIN_LOGPROB = -9999.0
@@ -114,10 +114,7 @@ def resolve_adapter(engine: Sampler, model: str | None) -> str | None:
         return None
     if model in engine.adapters:
         return model
-    served = ", ".join(repr(name) for name in [engine.model, *engine.adapters])
-    raise RequestError(
-        f"the model {model!r} does not exist; this endpoint serves {served}", 404, "not_found_error"
-    )
+    raise UnknownModelError(model, engine.model, *engine.adapters)
 
 
 def params_per_choice(params: SamplingParams, count: int) -> list[SamplingParams]:

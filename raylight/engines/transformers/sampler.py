@@ -22,6 +22,7 @@ from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.engines.transformers.tools import ToolParserName
 from raylight.engines.transformers.worker import CLOSED, EngineWorker
+from raylight.http.context_length import ContextLengthError
 from raylight.http.errors import RequestError
 
 
@@ -65,7 +66,7 @@ class Sampler:
         self.vocab_size: int = config.vocab_size
         self.style: MessageStyle = find_style(self.tokenizer, tool_parser, reasoning)
         self.vocabulary = Vocabulary(self.tokenizer, MARKERS)
-        self._max_text_len = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        self._max_token_len = max(map(len, self.tokenizer.get_vocab()))
         stop_ids = _stop_ids(self._decoder.module, self.tokenizer)
         self.grammars = Grammars(self.tokenizer, self.vocab_size, stop_ids)
         self._max_in_flight = slots + max_waiting
@@ -133,19 +134,15 @@ class Sampler:
         Raises:
             RequestError: the text is too long.
         """
-        if len(text) > self._max_text_len:
-            raise RequestError(
-                f"the text has {len(text)} characters; this model takes at most {self.max_model_len - 1} "
-                "tokens"
-            )
+        if len(text) > self.max_model_len * self._max_token_len:
+            tokens = -(-len(text) // self._max_token_len)
+            raise ContextLengthError(self.max_model_len, tokens, at_least=True)
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
             raise RequestError("the prompt is empty")
         if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens; this model takes at most {self.max_model_len - 1}"
-            )
+            raise ContextLengthError(self.max_model_len, len(ids))
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.vocab_size - 1}")
 

@@ -22,7 +22,7 @@ from raylight.engines.transformers.decoder import Decoder
 from raylight.engines.transformers.grammar import mask_logits
 from raylight.engines.transformers.sampling import adjust_logits, sample
 from raylight.engines.transformers.sequence import Sequence, notify
-from raylight.http.errors import RequestError
+from raylight.http.errors import RequestError, UnknownModelError
 from raylight.types import FinishReason
 
 CLOSED = "the engine is shutting down"
@@ -188,8 +188,7 @@ class EngineWorker:
         if name is not None and sequence.adapter is None:
             sequence.adapter = self.decoder.adapters.find(name)
             if sequence.adapter is None:
-                reason = f"the model {name!r} is no longer served"
-                self._end([sequence], error=RequestError(reason, 404, "not_found_error"))
+                self._end([sequence], error=UnknownModelError(name))
                 return False
         return True
 

@@ -24,7 +24,7 @@ from raylight.http.request import JsonRequest, json_request
 from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
 from raylight.serving.capture.finished_attempts import FinishedAttempts
-from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError, Recorder
+from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
@@ -82,10 +82,7 @@ class CaptureMiddleware:
             request = await json_request(scope, receive)
             await self._capture(attempt, request, scope, receive, send)
         except RequestError as error:
-            response = error_response(error)  # outer layers reshape it for the dialect
-            if isinstance(error, OverloadedError):
-                response.headers["retry-after"] = str(error.retry_after)
-            await response(scope, receive, send)
+            await error_response(error)(scope, receive, send)  # outer layers reshape it for the dialect
 
     async def _capture(
         self, attempt: AttemptScope, request: JsonRequest, scope: AsgiScope, receive: Receive, send: Send

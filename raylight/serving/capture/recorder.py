@@ -40,18 +40,14 @@ class AttemptFinishedError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "attempt already finished; its API key has been revoked", 401, "authentication_error"
+            "Incorrect API key provided: attempt already finished; its API key has been revoked",
+            401,
+            "authentication_error",
         )
 
 
 class OverloadedError(RequestError):
-    """A call that is rejected for now.
-
-    Attributes:
-        retry_after: seconds after which a retry makes sense.
-    """
-
-    retry_after = 1
+    """A call that is rejected for now."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 503, "overloaded_error")

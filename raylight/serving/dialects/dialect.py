@@ -81,6 +81,7 @@ class Dialect(ABC):
             `llm_call_match`.
         id_prefix: replaces `chatcmpl-` in the id of an answer; None: the engine's id is kept.
         native: True if engines serve its routes themselves, so that nothing is translated.
+        error_statuses: HTTP status of an error -> the status that the dialect has instead.
     """
 
     name: ClassVar[str]
@@ -89,6 +90,7 @@ class Dialect(ABC):
     span_name: ClassVar[str]
     id_prefix: ClassVar[str | None] = None
     native: ClassVar[bool] = False
+    error_statuses: ClassVar[Mapping[int, int]] = {}
 
     def __init_subclass__(cls) -> None:
         """Raise TypeError for a dialect with a name whose other attributes are incomplete."""
@@ -110,5 +112,8 @@ class Dialect(ABC):
 
     @classmethod
     def error_body(cls, error: RequestError) -> dict[str, Any]:
-        """Return the body of an error answer; by default in the shape of OpenAI."""
+        """Return the body of an error answer; by default in the shape of OpenAI.
+
+        The gateway sets its `request_id`, if it has one.
+        """
         return error_body(error)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from raylight.engines.capture_context import AttemptScope
+from raylight.http.context_length import CONTEXT_LENGTH, anthropic_message
 from raylight.http.errors import RequestError
 from raylight.semconv import MESSAGES_SPAN
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
@@ -43,6 +44,7 @@ class MessagesDialect(Dialect):
     other_paths: ClassVar[Mapping[str, str]] = {COUNT_TOKENS: "count_tokens"}
     span_name = MESSAGES_SPAN
     id_prefix = "msg_"
+    error_statuses: ClassVar[Mapping[int, int]] = {503: 529}
 
     def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
         if path == COUNT_TOKENS:
@@ -52,9 +54,12 @@ class MessagesDialect(Dialect):
     @classmethod
     def error_body(cls, error: RequestError) -> dict[str, Any]:
         default = "invalid_request_error" if error.status < 500 else "api_error"
+        too_long = error.code == CONTEXT_LENGTH
+        message = anthropic_message(error.message) if too_long else error.message
         return {
             "type": "error",
-            "error": {"type": ERROR_TYPES.get(error.status, default), "message": error.message},
+            "error": {"type": ERROR_TYPES.get(error.status, default), "message": message},
+            "request_id": None,
         }
 
 

@@ -20,6 +20,9 @@ TEXT_NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "fun
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Reasons of an incomplete response, by the engine's finish reason."""
 
+FAILURE_CODES = {429: "rate_limit_exceeded"}
+"""Codes of a failed response, by the HTTP status of its error."""
+
 
 class ResponsesDialect(Dialect):
     """OpenAI's responses. Each replica remembers its own recent ones for `previous_response_id`."""
@@ -116,7 +119,8 @@ class ResponsesStream(AnswerStream):
 
     def fail(self, error: RequestError, error_body: Event) -> list[Event]:
         start = self._start()
-        failure = {"code": "server_error", "message": error.message}
+        code = FAILURE_CODES.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
+        failure = {"code": code, "message": error.message}
         response = self._translation.response(self._reader.turn, "failed") | {"error": failure}
         return [
             *start,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from raylight.http.errors import RequestError, read_error
+from raylight.http.errors import RequestError, find_error, read_error
+from raylight.http.sse import sse_bytes
 from raylight.serving.dialects.dialect import Dialect
 from raylight.serving.dialects.native import ChatDialect
 
@@ -20,22 +22,35 @@ RESHAPED_HEADERS = (b"content-length", b"content-type", b"transfer-encoding", b"
 """Headers that describe the body, which reshaping replaces."""
 
 
+RETRY_AFTER_S = 1
+"""Seconds after which a client should repeat a request that was rejected for now."""
+REJECTED_FOR_NOW = (429, 503, 529)
+NOT_IMPLEMENTED = 501
+REQUEST_IDS = (b"x-request-id", b"request-id")
+"""Headers with the id of a request, as OpenAI and Anthropic name them."""
+STREAMED_ERROR = b'data: {"error"'
+
+
 class ErrorShapingSend:
     """An ASGI `send` that passes answers on as they arrive, and errors as a whole and in the dialect's shape.
 
-    Status 422 becomes 400, as in OpenAI's API.
+    Status 422 becomes 400, as in OpenAI's API. An error has an id of its request. One that passes has a
+    `retry-after`; one that no retry changes, despite its status, has `x-should-retry: false`.
 
     Args:
         dialect: None passes errors on unchanged, for routes with a shape of their own.
 
     Attributes:
         started: True once anything has been sent, so that no other answer is possible.
+        request_id: id of the request in errors.
     """
 
     def __init__(self, send: Send, dialect: type[Dialect] | None) -> None:
         self.started = False
+        self.request_id = f"req_{uuid.uuid4().hex[:24]}"
         self._send = send
         self._dialect = dialect
+        self._streams = False
         self._error_start: Message | None = None
         self._body = bytearray()
 
@@ -45,7 +60,7 @@ class ErrorShapingSend:
             self._error_start = message
         elif self._error_start is None:
             self.started = True
-            await self._send(message)
+            await self._send(self._with_shaped_event(message))
         elif kind == "http.response.body":
             self._body += message.get("body", b"")[: MAX_ERROR - len(self._body)]
             if not message.get("more_body", False):
@@ -58,29 +73,63 @@ class ErrorShapingSend:
         headers: list[tuple[bytes, bytes]] | None = None,
     ) -> None:
         """Answer with an error, in place of an inner layer's error of which only a part has arrived."""
-        await self._send_json(error.status, dialect.error_body(error), headers or [])
+        await self._send_json(dialect, error.status, dialect.error_body(error), headers or [])
+
+    def _with_shaped_event(self, message: Message) -> Message:
+        """Return a message of an answer; an event that is an engine's error gets the shape of OpenAI."""
+        if message["type"] == "http.response.start":
+            headers = {name.lower(): value for name, value in message.get("headers", [])}
+            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            return message
+        body = message.get("body", b"")
+        if not (self._streams and body.startswith(STREAMED_ERROR) and self._dialect and self._dialect.native):
+            return message
+        event, _, rest = body.partition(b"\n\n")
+        try:
+            error = find_error(json.loads(event.removeprefix(b"data: ")))
+        except (ValueError, RecursionError):
+            return message  # the event continues in the next message
+        assert error is not None, "the event is an object with a key named error"
+        return {**message, "body": sse_bytes(self._dialect.error_body(error)) + rest}
 
     async def _send_reshaped(self, dialect: type[Dialect], start: Message) -> None:
         status = 400 if start["status"] == 422 else start["status"]
         content = bytes(self._body)
         headers = [pair for pair in start.get("headers", []) if pair[0].lower() not in RESHAPED_HEADERS]
         if status == 500:
-            logger.error("an inner layer failed: %.500s", content.decode("utf-8", "replace"))
+            logger.error(
+                "an inner layer failed (request %s): %.500s",
+                self.request_id,
+                content.decode("utf-8", "replace"),
+            )
         try:
             body = json.loads(content)
         except (ValueError, RecursionError):
             body = None
-        if not _has_shape(body, dialect.error_body(RequestError(""))):
+        # engines' errors have OpenAI's shape, but types and codes of their own
+        if dialect.native or not _has_shape(body, dialect.error_body(RequestError(""))):
             body = dialect.error_body(read_error(status, content))
-        await self._send_json(status, body, headers)
+        await self._send_json(dialect, status, body, headers)
 
-    async def _send_json(self, status: int, body: Any, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _send_json(
+        self, dialect: type[Dialect], status: int, body: Any, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        given = {name.lower(): value for name, value in headers}
+        request_id = next((given[name] for name in REQUEST_IDS if name in given), self.request_id.encode())
+        if "request_id" in body:
+            body = body | {"request_id": request_id.decode("latin-1")}
         content = json.dumps(body).encode()
         described = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(content)).encode()),
+            *((name, request_id) for name in REQUEST_IDS if name not in given),
         ]
+        if status in REJECTED_FOR_NOW and b"retry-after" not in given:
+            described.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+        if status == NOT_IMPLEMENTED:
+            described.append((b"x-should-retry", b"false"))
         self.started = True
+        status = dialect.error_statuses.get(status, status)
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *described]})
         await self._send({"type": "http.response.body", "body": content})
 

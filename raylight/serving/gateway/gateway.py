@@ -15,12 +15,12 @@ from starlette.types import Scope as AsgiScope
 from raylight.agent.attempt_keys import is_attempt_key
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
-from raylight.http.errors import RequestError
+from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.request import MAX_BODY, read_request
 from raylight.serving.capture.conversation_loader import History
 from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
 from raylight.serving.capture.middleware import CaptureMiddleware
-from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError, Recorder
+from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.ignored_fields import IgnoredFields
@@ -28,7 +28,7 @@ from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
 from raylight.serving.gateway.metrics import CONTENT_TYPE, Metrics, RequestTimer
-from raylight.serving.gateway.routes import MethodError, Route, find_attempt, find_route, without_root
+from raylight.serving.gateway.routes import MethodError, Route, find_route, read_path
 from raylight.traces.otlp import Sink, traces_route
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ class Gateway:
 
     async def _handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request, with an error if it is rejected or an inner layer fails."""
-        attempt, path = find_attempt(scope) or (None, scope["path"])
-        path = without_root(path, scope.get("root_path", ""))
+        attempt, path = read_path(scope)
         dialect = dialect_of(path)
         timer = RequestTimer(self._metrics, send)
         answer = ErrorShapingSend(timer.send, None if path == "/v1/traces" else dialect)
@@ -94,7 +93,7 @@ class Gateway:
         try:
             if attempt is not None or path != "/health":
                 self._check_key(headers, attempt)
-            route = find_route(scope, path)
+            route = find_route(scope["method"], path, attempt)
             timer.route = route.name
             if attempt is not None:
                 await self._check_running(attempt, route, headers)
@@ -110,9 +109,9 @@ class Gateway:
                 answer.started
             ):  # the server then closes the connection, which shows the client that the answer is cut
                 raise
-            logger.exception("%s %s failed", scope["method"], path)
-            failure = RequestError("internal error; see the server's log", 500, "server_error")
-            await answer.send_error(dialect, failure)
+            logger.exception("%s %s failed (request %s)", scope["method"], path, answer.request_id)
+            message = "The server had an error while processing your request; see its log"
+            await answer.send_error(dialect, RequestError(message, 500, "server_error"))
         finally:
             timer.end()
 
@@ -126,11 +125,12 @@ class Gateway:
             raise RequestError(
                 "this server records no rollouts; use its addresses without /rollout", 404, "not_found_error"
             )
-        secret = self._secret
-        if secret is not None and not any(_key_is_valid(key, secret, attempt) for key in _keys(headers)):
+        secret, keys = self._secret, _keys(headers)
+        if secret is not None and not any(_key_is_valid(key, secret, attempt) for key in keys):
             self._metrics.rejected_keys.inc()
+            problem = "it is not the key of this address" if keys else "the request has none"
             raise RequestError(
-                "this API key is not valid for this address; use the key that was given with it",
+                f"Incorrect API key provided: {problem}. Send the key that was given with this base URL",
                 401,
                 "authentication_error",
             )
@@ -208,7 +208,7 @@ class Gateway:
         await self._app(inner, receive, collect)
         entries = [entry for entry in json.loads(body).get("data", []) if entry.get("id") == model]
         if not entries:
-            raise RequestError(f"the model {model[:200]!r} does not exist", 404, "not_found_error")
+            raise UnknownModelError(model)
         await JSONResponse(entries[0])(inner, receive, answer)
 
     async def _answer_health(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -335,6 +335,4 @@ def _headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:
     """Return the headers that HTTP requires with the status of an error."""
     if isinstance(error, MethodError):
         return [(b"allow", ", ".join(error.methods).encode())]
-    if isinstance(error, OverloadedError):
-        return [(b"retry-after", str(error.retry_after).encode())]
     return [(b"www-authenticate", b"Bearer")] if error.status == 401 else []

@@ -1,4 +1,4 @@
-"""The routes of a replica.
+"""The routes of a replica, and the ways in which clients write them.
 
 A path that is neither here nor a dialect's does not exist, whatever the engine serves.
 """
@@ -13,12 +13,11 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.registry import dialect_of
+from raylight.serving.dialects.registry import DIALECTS, dialect_of
 
-ATTEMPT_PATH = re.compile(
-    r"(/rollout/([^/]+)/attempt/([^/]+)(?:/agent/([^/]+))?)(/v1/.*|/tokenize|/detokenize)$"
-)
-"""The end of a path as sent. Ids are percent-encoded, so that each is one segment with any characters."""
+ATTEMPT_PATH = re.compile(r"/rollout/([^/]+)/attempt/([^/]+)(?:/agent/([^/]+))?(?=/|$)")
+"""The part of a path as sent that names an attempt. Ids are percent-encoded, so that each is one segment."""
+VERSION = "/v1"
 MODEL_PREFIX = "/v1/models/"
 
 
@@ -39,6 +38,7 @@ class Route:
         inner: path that inner layers receive.
         model: the requested model, if the path names one.
         samples: True if its requests sample, so that capture announces them to the store.
+        of_attempts: True if it also exists below an attempt's address.
     """
 
     name: str
@@ -46,62 +46,80 @@ class Route:
     methods: tuple[str, ...] = ("POST",)
     model: str | None = None
     samples: bool = False
+    of_attempts: bool = True
 
 
 GET = ("GET",)
 ROUTES = {
-    "/tokenize": Route("tokenize", "/tokenize"),
-    "/detokenize": Route("detokenize", "/detokenize"),
     "/v1/tokenize": Route("tokenize", "/tokenize"),
     "/v1/detokenize": Route("detokenize", "/detokenize"),
     "/v1/traces": Route("traces", "/v1/traces"),
     "/v1/models": Route("models", "/v1/models", GET),
-    "/health": Route("health", "/health", ("GET", "HEAD")),
-    "/metrics": Route("metrics", "/metrics", GET),
+    "/health": Route("health", "/health", ("GET", "HEAD"), of_attempts=False),
+    "/metrics": Route("metrics", "/metrics", GET, of_attempts=False),
 }
 """Routes by path, besides those of the dialects."""
 
 
-def find_attempt(scope: AsgiScope) -> tuple[AttemptScope, str] | None:
-    """Return the attempt in a request's path, and the path without it; None if the path names no attempt."""
-    match = ATTEMPT_PATH.search(_sent_path(scope))
-    if match is None:
-        return None
-    rollout, attempt, agent = (part and unquote(part) for part in match.groups()[1:4])
-    return AttemptScope(rollout, attempt, agent), scope["path"].removesuffix(unquote(match[0])) + match[5]
+def read_path(scope: AsgiScope) -> tuple[AttemptScope | None, str]:
+    """Return the attempt in a request's path, and the path without it and without the application's root.
+
+    The path is as sent: percent-encoding or a dot never lead to a route. It is written as the route's for a
+    base URL without `/v1` or with two of them, for repeated slashes, and for a slash at its end.
+    """
+    sent = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = sent.partition(b"?")[0].decode("latin-1")
+    attempt = None
+    if match := ATTEMPT_PATH.search(path):
+        rollout, attempt_id, agent = (part and unquote(part) for part in match.groups())
+        attempt = AttemptScope(rollout, attempt_id, agent)
+        path = path[: match.start()] + path[match.end() :]
+    return attempt, _as_route(_without_root(path, scope.get("root_path", "")))
 
 
-def without_root(path: str, root: str) -> str:
-    """Return a path without the prefix under which the application is mounted."""
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+def _without_root(path: str, root: str) -> str:
+    """Return a path as sent without the prefix under which the application is mounted."""
+    *prefix, rest = path.split("/", root.count("/") + 1)
+    return f"/{rest}" if root and unquote("/".join(prefix)) == root else path
 
 
-def find_route(scope: AsgiScope, path: str) -> Route:
-    """Return the route of a path without attempt and root.
+def _as_route(path: str) -> str:
+    """Return the path of the route that a path stands for; a path that stands for none as it is."""
+    bare = re.sub("/{2,}", "/", path).rstrip("/")
+    while bare.startswith(f"{VERSION}/"):
+        bare = bare.removeprefix(VERSION)
+    return next((route for route in (VERSION + bare, bare) if _route_of(route)), path)
 
-    The path as sent must equal the route's: percent-encoding, a double slash or a dot never lead to a route.
+
+def find_route(method: str, path: str, attempt: AttemptScope | None = None) -> Route:
+    """Return the route of a path that `read_path` returned.
 
     Raises:
         RequestError: 404, the route does not exist.
         MethodError: 405, the route takes another method.
     """
-    method, sent = scope["method"], _sent_path(scope)
-    route = ROUTES.get(path) or _dialect_route(path)
-    if route is None and path.startswith(MODEL_PREFIX):
-        model = unquote(sent.rpartition(MODEL_PREFIX)[2])
-        route = Route("models", ROUTES["/v1/models"].inner, GET, model=model) if model else None
-    elif route is not None and not sent.endswith(path):
-        route = None
-    if route is None:
-        hint = "; give an Anthropic client the base URL without its /v1" if path.startswith("/v1/v1/") else ""
-        raise RequestError(f"the route {_quoted(path)} does not exist{hint}", 404, "not_found_error")
+    route = _route_of(path)
+    if route is None or (attempt is not None and not route.of_attempts):
+        known = ", ".join(_known_routes(attempt))
+        raise RequestError(
+            f"Invalid URL ({method:.20} {quote(path[:200], safe='/%')}): this route does not exist. "
+            f"A client's base URL ends in {VERSION}; the routes are: {known}",
+            404,
+            "not_found_error",
+        )
     if method not in route.methods:
         allowed = " or ".join(route.methods)
-        raise MethodError(f"{_quoted(path)} takes {allowed}, not {method:.20}", route.methods)
+        raise MethodError(f"Invalid method for URL ({method:.20} {path}): it takes {allowed}", route.methods)
     return route
 
 
-def _dialect_route(path: str) -> Route | None:
+def _route_of(path: str) -> Route | None:
+    if path in ROUTES:
+        return ROUTES[path]
+    if path.startswith(MODEL_PREFIX):
+        return Route(
+            "models", ROUTES["/v1/models"].inner, GET, model=unquote(path.removeprefix(MODEL_PREFIX))
+        )
     dialect = dialect_of(path)
     if path == dialect.path:
         return Route(dialect.name, path, samples=True)
@@ -109,12 +127,10 @@ def _dialect_route(path: str) -> Route | None:
     return Route(name, path) if name else None
 
 
-def _sent_path(scope: AsgiScope) -> str:
-    """Return the path as the client sent it, without its query."""
-    sent = scope.get("raw_path") or quote(scope["path"]).encode()
-    return sent.partition(b"?")[0].decode("latin-1")
-
-
-def _quoted(path: str) -> str:
-    """Shorten and percent-encode a path for a message."""
-    return quote(path[:200], safe="/")
+def _known_routes(attempt: AttemptScope | None) -> list[str]:
+    """Return method and path of each route."""
+    posted = [path for dialect in DIALECTS.values() for path in (dialect.path, *dialect.other_paths)]
+    others = [
+        f"{route.methods[0]} {path}" for path, route in ROUTES.items() if route.of_attempts or attempt is None
+    ]
+    return [f"POST {path}" for path in posted] + others

@@ -159,6 +159,7 @@ def is_refusal(answer: httpx.Response, path: str) -> bool:
     if path.rpartition("/v1/")[2].startswith("messages"):
         return (
             body["type"] == "error"
+            and body["request_id"] == answer.headers["request-id"]
             and set(error) == {"type", "message"}
             and all(map(error.get, ("type", "message")))
         )

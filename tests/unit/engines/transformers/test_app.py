@@ -246,7 +246,7 @@ async def test_refusals_have_openais_shape(make_engine: MakeEngine) -> None:
     with pytest.raises(openai.BadRequestError, match="unheard") as caught:
         await ask(engine, extra_body={"unheard": 1})
     assert caught.value.body["type"] == "invalid_request_error"  # type: ignore[index]
-    with pytest.raises(openai.NotFoundError, match=r"'gpt'.*'policy'"):
+    with pytest.raises(openai.NotFoundError, match=r"`gpt`.*'policy'"):
         await ask(engine, model="gpt")
     engine.close()
     with pytest.raises(openai.InternalServerError, match="shutting down"):
@@ -375,7 +375,8 @@ async def test_what_cannot_fit_is_never_tokenized(
     restyle(engine, HERMES + "{{ messages | tojson }}")
     answer = await post(engine, path, {"model": "policy", **long})
     assert answer.status_code == 400
-    assert "characters; this model takes at most 1023 tokens" in answer.text
+    assert "maximum context length is 1024 tokens. However, your messages resulted in at least" in answer.text
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 # completions

@@ -285,7 +285,7 @@ async def test_who_finds_no_room_in_time_is_turned_away() -> None:
         await opened(recorder, key)
         with pytest.raises(OverloadedError, match="send the request again") as away:
             await recorder.open([make_key()], 2.0)
-        assert (away.value.status, away.value.retry_after) == (503, 1)
+        assert away.value.status == 503
         with pytest.raises(OverloadedError):
             await recorder.open([make_key(), make_key()], 2.0)  # there never is room for two
         recorder.close([(key, None, None)])

@@ -255,6 +255,7 @@ def test_errors_in_both_shapes() -> None:
     assert MessagesDialect.error_body(error) == {
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "no ?"},
+        "request_id": None,
     }
     assert error_response(error).status_code == 418
 
@@ -264,7 +265,7 @@ def test_errors_in_both_shapes() -> None:
     [
         (b'{"error": {"message": "no", "type": "odd"}}', ("no", "odd")),
         (b'{"detail": [{"loc": ["x"]}]}', ('[{"loc": ["x"]}]', "invalid_request_error")),
-        (b'{"error": {"reason": 1}}', ('{"reason": 1}', "server_error")),
+        (b'{"error": {"reason": 1}}', ('{"reason": 1}', "invalid_request_error")),
         (b"<h1>no</h1>", ("<h1>no</h1>", "invalid_request_error")),
         (b"", ("the engine answered with status 400", "invalid_request_error")),
         (b'{"a": 1}', ('{"a": 1}', "invalid_request_error")),

@@ -369,7 +369,11 @@ async def test_errors_of_the_engine_become_the_sdks_own(
     _, app = translated(Say(status=status, error=error))
     with pytest.raises(kind) as refused:
         await anthropic_client(app).messages.create(**ASK, stream=stream)
-    assert refused.value.body == {"type": "error", "error": {"type": shape, "message": "too long"}}
+    assert refused.value.body == {
+        "type": "error",
+        "error": {"type": shape, "message": "too long"},
+        "request_id": None,
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,13 @@ from raylight.serving.capture.recorder import OverloadedError
 
 MESSAGES = "/v1/messages"
 FOUND = {"detail": [{"loc": ["body", "messages"], "msg": "Field required", "type": "missing"}]}
-OPENAI = {"error": {"message": "no", "type": "BadRequestError", "param": None, "code": 400}}
-ANTHROPIC = {"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}
+VLLM = {"error": {"message": "no", "type": "BadRequestError", "param": None, "code": 400}}
+OPENAI = {"error": {"message": "no", "type": "tokens", "param": "n", "code": "rate_limit_exceeded"}}
+ANTHROPIC = {
+    "type": "error",
+    "error": {"type": "invalid_request_error", "message": "no"},
+    "request_id": "req_theirs",
+}
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/tokenize"])
@@ -30,7 +35,7 @@ ANTHROPIC = {"type": "error", "error": {"type": "invalid_request_error", "messag
         (Response(status_code=502), 502, "502"),
         (JSONResponse({"error": "plain"}, 400), 400, "plain"),
         (JSONResponse(["odd"], 400), 400, "odd"),
-        (JSONResponse(OPENAI, 400), 400, "no"),
+        (JSONResponse(VLLM, 400), 400, "no"),
         (Response(b"\xff\xfe", 400), 400, ""),
         (JSONResponse({"error": {}}, 400), 400, ""),
         (JSONResponse({"object": "error", "message": "old vLLM", "type": "x"}, 400), 400, "old vLLM"),
@@ -49,7 +54,7 @@ async def test_an_inner_error_gets_the_shape(path: str, response: Response, stat
 @pytest.mark.parametrize(("path", "body"), [(CHAT, OPENAI), (MESSAGES, ANTHROPIC)])
 async def test_an_error_that_has_the_shape_stays_as_it_is(path: str, body: Any) -> None:
     site = Site()
-    site.inner.app = JSONResponse(body, 429, {"retry-after": "7"})
+    site.inner.app = JSONResponse(body, 429, {"retry-after": "7", "x-request-id": "req_theirs"})
     answer = await site.post(MINE + path)
     assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (429, body, "7")
 
@@ -111,9 +116,9 @@ async def test_an_inner_refusal_keeps_its_status() -> None:
     assert answer.status_code == 503
     assert answer.json()["error"] == {
         "message": "full",
-        "type": "overloaded_error",
+        "type": "server_error",
         "param": None,
-        "code": None,
+        "code": "server_is_overloaded",
     }
 
 

@@ -65,7 +65,7 @@ async def test_a_key_that_does_not_fit_opens_nothing(path: str, key: str, header
     async with within():
         answer = await site.client.post(path, headers={header: value.encode("latin-1")}, json=BODY)
     assert answer.status_code == 401
-    assert answer.json()["error"]["type"] == "authentication_error"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"
     assert site.inner.seen == []
 
@@ -98,10 +98,8 @@ async def test_the_real_anthropic_client_gets_in_and_is_refused_in_its_own_words
         anthropic.AsyncAnthropic(base_url=url, api_key=KEY, http_client=http_client, max_retries=0) as client,
     ):
         await client.messages.create(**ask)
-        with pytest.raises(anthropic.AuthenticationError, match="is not valid for this address"):
+        with pytest.raises(anthropic.AuthenticationError, match="is not the key of this address"):
             await client.with_options(api_key="wrong").messages.create(**ask)
-        with pytest.raises(anthropic.NotFoundError, match="without its /v1"):
-            await client.with_options(base_url=url + "/v1").messages.create(**ask)
     assert [path for path, *_ in site.inner.seen] == ["/v1/messages"]
 
 
@@ -234,8 +232,7 @@ NATIVE = [
     "",
     "/v1",
     "/v1/",
-    "/v1/models/",
-    "/metrics/",
+    "/v1/chat/completions/chat/completions",
 ]
 
 
@@ -245,19 +242,11 @@ async def test_no_other_route_of_an_engine_can_be_reached(path: str, method: str
     site = Site()
     for prefix, key in (("", SECRET), (MINE, KEY)):
         answer = await site.get(prefix + path, key, method)
-        if (
-            prefix and answer.status_code == 401
-        ):  # an address that names no attempt, which the attempt's key opens not
-            assert not path.startswith("/v1/")
-        else:
-            assert (answer.status_code, is_refusal(answer, path)) == (404, True)
+        assert (answer.status_code, is_refusal(answer, path)) == (404, True)
     assert site.inner.seen == []
 
 
 TRICKS = [
-    "//v1/chat/completions",
-    "/v1//chat/completions",
-    "/v1/chat/completions/",
     "/v1/chat/./completions",
     "/v1/../pause",
     "/v1/chat/../../pause",
@@ -274,7 +263,6 @@ TRICKS = [
     "/health/../pause",
     "/health%2F..%2Fpause",
     "/he%61lth",
-    "/health/",
     "/%6detrics",
     "/v1/models/..%2F..%2Fpause",
     "/v1/models/../../pause",

@@ -68,7 +68,7 @@ async def test_the_page_is_prometheus_text_and_not_for_attempts() -> None:
     } <= set(families)
     assert families["raylight_backlog"].samples[0].value == 7
     assert (await site.get("/metrics", KEY)).status_code == 401
-    assert (await site.get(MINE + "/metrics", KEY)).status_code == 401
+    assert (await site.get(MINE + "/metrics", KEY)).status_code == 404
     assert (await site.get(MINE + "/v1/metrics", KEY)).status_code == 404
 
 

@@ -18,7 +18,7 @@ from starlette.routing import Mount
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path, is_attempt_key
 from raylight.agent.resources import LLM
-from raylight.serving.gateway.routes import find_attempt
+from raylight.serving.gateway.routes import read_path
 
 ODD = [
     "ro.1",
@@ -185,23 +185,24 @@ def scope_of(path: str, raw_path: bytes | None = None) -> dict[str, Any]:
 
 
 def test_a_server_that_keeps_no_raw_path_will_do_for_plain_ids() -> None:
-    found = find_attempt(scope_of("/run/rollout/ro.1 x/attempt/at-1/agent/ü/v1/models"))
-    assert found is not None
-    inside, path = found
+    inside, path = read_path(
+        scope_of("/run/rollout/ro.1 x/attempt/at-1/agent/ü/v1/models") | {"root_path": "/run"}
+    )
+    assert inside is not None
     assert (inside.rollout_id, inside.attempt_id, inside.agent, path) == (
         "ro.1 x",
         "at-1",
         "ü",
-        "/run/v1/models",
+        "/v1/models",
     )
 
 
 def test_a_raw_path_with_its_query_is_understood() -> None:
-    found = find_attempt(
+    inside, path = read_path(
         scope_of("/rollout/a/attempt/b/v1/models", b"/rollout/a/attempt/b/v1/models?x=/v1/y")
     )
-    assert found is not None
-    assert found[1] == "/v1/models"
+    assert inside is not None
+    assert path == "/v1/models"
 
 
 @given(st.text(min_size=1), st.text(min_size=1), st.none() | st.text(min_size=1))
@@ -209,14 +210,9 @@ def test_what_an_address_is_made_of_is_found_in_it(
     rollout_id: str, attempt_id: str, agent: str | None
 ) -> None:
     path = attempt_path(rollout_id, attempt_id, agent)
-    found = find_attempt(
+    inside, rest = read_path(
         scope_of(unquote("/run" + path + CHAT), quote("/run").encode() + path.encode() + CHAT.encode())
+        | {"root_path": "/run"}
     )
-    assert found is not None
-    inside, rest = found
-    assert (inside.rollout_id, inside.attempt_id, inside.agent, rest) == (
-        rollout_id,
-        attempt_id,
-        agent,
-        "/run" + CHAT,
-    )
+    assert inside is not None
+    assert (inside.rollout_id, inside.attempt_id, inside.agent, rest) == (rollout_id, attempt_id, agent, CHAT)
