@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head, restore_interrupts
 
@@ -22,6 +23,9 @@ os.environ |= SESSION
 if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 restore_interrupts()
+# a deadline per example fails on a busy machine; pytest-timeout bounds the whole test
+hypothesis.settings.register_profile("raylight", deadline=None)
+hypothesis.settings.load_profile("raylight")
 
 SLOW_PARTS = 10
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from raylight.types import CallKey, FinishReason
 
 CONSTRAINED = "constrained"
-"""Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricted the distribution."""
+"""Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sample:
     The engine appends to it while it samples, so that an aborted choice is complete too.
 
     Invariant: `output_ids`, `logprobs` and `weight_versions` have equal length, one entry per token, in
-        sampling order.
+        sampling order; so have `policy_logprobs` and `allowed`, if the request has a constraint.
     """
 
     index: int
@@ -46,8 +46,13 @@ class Sample:
     """Sampling parameters: `temperature`, and all others that were requested (top_p, top_k, seed, ...)."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Log-probs of the distribution really sampled from: after temperature, top-k and top-p."""
+    """Log-probs of the distribution really sampled from: after temperature, constraint, top-k and top-p."""
     weight_versions: list[int] = field(default_factory=list)
+    policy_logprobs: list[float] = field(default_factory=list)
+    """Log-probs after temperature alone, if the request has a constraint (`raylight.types.Generation`)."""
+    allowed: list[int] = field(default_factory=list)
+    """Number of tokens that could have been sampled, if the request has a constraint; 0 where it did not
+    change the distribution."""
     finish_reason: FinishReason = "aborted"
     """"aborted" until the engine sets another reason."""
 

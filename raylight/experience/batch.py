@@ -12,7 +12,7 @@ from raylight.errors import EmptyTraceError
 from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
 from raylight.experience.token_budgets import LongRows, RowLimit
-from raylight.experience.trajectory import Relation, Trajectories, build_trajectories
+from raylight.experience.trajectory import Relation, TokenCounts, Trajectories, build_trajectories
 from raylight.traces.trained_agents import filter_generations
 from raylight.types import FinishedRollout, Trajectory
 
@@ -33,7 +33,7 @@ class TrainBatch:
 
     `rewards`, `groups` and `baselines` have one entry per rollout. `rows` are trajectories, and `owners[i]`
     is the index of the rollout that row i belongs to. A rollout may own several rows, or none if they were
-    too long. Its advantage is computed once and shared by its rows.
+    too long or had only forced tokens. Its advantage is computed once and shared by its rows.
     """
 
     rewards: list[float]
@@ -99,6 +99,10 @@ class BatchReport:
     """Rows left out because they are longer than the limit."""
     rows_truncated: int = 0
     """Rows truncated at the limit."""
+    rows_forced: int = 0
+    """Rows left out because a constraint forced all their tokens: there was no choice to train."""
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    """Tokens of trained calls."""
     calls: int = 0
     """Trained calls. The counts below are their relations to earlier calls
     (`experience.trajectory.Relation`), without the first call of each rollout."""
@@ -175,7 +179,7 @@ def build_batch(
     if rules.zero_variance_groups == "drop":
         trained = [item for item in comparable if item.group not in constant]
     limit = RowLimit(rules.row_limit, rules.long_rows)
-    batch = _assemble(trained, limit, baselines is not None)
+    batch, rows_forced = _assemble(trained, limit, baselines is not None)
     relations = Counter(relation for item in trained for relation in item.trajectories.relations)
     report = BatchReport(
         trained=len(trained),
@@ -185,12 +189,14 @@ def build_batch(
         without_baseline=len(scored) - len(comparable),
         groups=len({item.group for item in comparable}),
         groups_without_signal=len(constant),
-        has_signal=bool(batch.rows) and _has_advantage(trained, constant, rules.baseline_kind),
+        has_signal=_has_signal(trained, set(batch.owners), constant, rules.baseline_kind),
         zero_variance=len(comparable) - len(trained),
         other_agents=other_agents,
         aborted=aborted,
         rows_dropped=limit.dropped,
         rows_truncated=limit.truncated,
+        rows_forced=rows_forced,
+        tokens=sum((item.trajectories.tokens for item in trained), TokenCounts()),
         calls=relations.total(),
         **{RELATION_COUNTERS[r]: n for r, n in relations.items() if r in RELATION_COUNTERS},
     )
@@ -209,22 +215,27 @@ def _drop_without_baseline(
     ]
 
 
-def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bool) -> TrainBatch:
+def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bool) -> tuple[TrainBatch, int]:
+    """Return the batch, and the number of rows that were left out because all their tokens were forced."""
+    forced = 0
     rows: list[Trajectory] = []
     owners: list[int] = []
     turns: list[TurnReward] = []
     for owner, item in enumerate(trained):
         batch_row: dict[int | None, int] = {}  # row of the rollout -> row of the batch
         for index, row in enumerate(item.trajectories.rows):
-            if (limited := limit.apply(row)) is not None:
+            if not row.trained_tokens:
+                forced += 1
+            elif (limited := limit.apply(row)) is not None:
                 batch_row[index] = len(rows)
                 rows.append(limited)
                 owners.append(owner)
         turns += [TurnReward(turn.value, owner, batch_row.get(turn.row), turn.token) for turn in item.turns]
     baselines = [item.baseline for item in trained if item.baseline is not None] if with_baselines else None
-    return TrainBatch(
+    batch = TrainBatch(
         [item.reward for item in trained], [item.group for item in trained], rows, owners, turns, baselines
     )
+    return batch, forced
 
 
 def _zero_variance_groups(rollouts: list[_ScoredRollout]) -> set[str]:
@@ -235,17 +246,22 @@ def _zero_variance_groups(rollouts: list[_ScoredRollout]) -> set[str]:
     return {group for group, values in totals.items() if len(values) == 1}
 
 
-def _has_advantage(
-    trained: list[_ScoredRollout], zero_variance: set[str], baseline_kind: BaselineKind
+def _has_signal(
+    trained: list[_ScoredRollout], owners: set[int], zero_variance: set[str], baseline_kind: BaselineKind
 ) -> bool:
-    """True if the reward of any rollout differs from its baseline."""
+    """True if the reward of any rollout with rows differs from its baseline.
+
+    Args:
+        owners: indices of the rollouts with rows.
+    """
+    with_rows = [trained[owner] for owner in owners]
     if baseline_kind == "group":
-        return any(item.group not in zero_variance for item in trained)
+        return any(item.group not in zero_variance for item in with_rows)
     if baseline_kind == "batch":
-        return len({item.total for item in trained}) > 1
+        return bool(with_rows) and len({item.total for item in trained}) > 1
     if baseline_kind == "greedy":
-        return any(item.total != item.baseline for item in trained)
-    return bool(trained)
+        return any(item.total != item.baseline for item in with_rows)
+    return bool(with_rows)
 
 
 def _empty_reason(empty: int, aborted: int, other_agents: int, trained_agents: str | None) -> str:

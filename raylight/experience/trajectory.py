@@ -6,7 +6,8 @@ its own, in which the tokens shared with earlier calls are context. The relation
 ones is reported beside the rows.
 
 Laws: every sampled response is trained exactly once, unless it was aborted; the tokens of a trajectory equal
-`prompt_ids + output_ids` of its last call. No row depends on how a call is classified.
+`prompt_ids + output_ids` of its last call. Forced tokens are masked, because the model had no choice. No row
+depends on how a call is classified.
 """
 
 from __future__ import annotations
@@ -68,6 +69,27 @@ class CallPosition:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Counts of the sampled tokens of trained calls; two of them can be added."""
+
+    sampled: int = 0
+    forced: int = 0
+    """Tokens beside which a constraint allowed no other. They are not trained."""
+    constrained: int = 0
+    """Tokens that a constraint left a choice of."""
+    allowed_mass: float = 0.0
+    """Sum over constrained tokens of the probability that the policy itself gives to the allowed tokens."""
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(
+            self.sampled + other.sampled,
+            self.forced + other.forced,
+            self.constrained + other.constrained,
+            self.allowed_mass + other.allowed_mass,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectories:
     """Rows built from the calls of one attempt."""
 
@@ -76,6 +98,7 @@ class Trajectories:
     """One entry per trained call, in call order."""
     positions: list[CallPosition] = field(default_factory=list)
     """One entry per trained call, in call order."""
+    tokens: TokenCounts = field(default_factory=lambda: TokenCounts())
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +167,19 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
         nodes.append(_CallNode(call, branch, parent, shared_length, tokens[shared_length:]))
     row_of = {id(branch): row for row, branch in enumerate(rows)}
     positions = [CallPosition(row_of[id(n.branch)], n.length - 1, n.call.end_time) for n in nodes]
-    return Trajectories([_join_calls(branch) for branch in rows], relations, positions)
+    counts = sum((_count_tokens(node.call) for node in nodes), TokenCounts())
+    return Trajectories([_join_calls(branch) for branch in rows], relations, positions, counts)
+
+
+def _count_tokens(call: Generation) -> TokenCounts:
+    sampled = len(call.output_ids)
+    if not call.allowed:
+        return TokenCounts(sampled)
+    allowed = np.array(call.allowed)
+    chosen = allowed > 1
+    log_mass = (np.array(call.policy_logprobs) - np.array(call.logprobs))[chosen]
+    mass = float(np.exp(np.minimum(log_mass, 0.0)).sum())
+    return TokenCounts(sampled, int((allowed == 1).sum()), int(chosen.sum()), mass)
 
 
 def _shared_lengths(ids: list[int], tokens: Tokens, nodes: list[_CallNode]) -> list[int]:
@@ -221,9 +256,21 @@ def _join_calls(branch: list[Generation]) -> Trajectory:
     versions: list[int] = []
     for call in branch:
         gap = len(call.prompt_ids) - len(mask)  # the first prompt, or an observation between two calls
-        mask += [0] * gap + [1] * len(call.output_ids)
-        logprobs += [0.0] * gap + call.logprobs
-        versions += [-1] * gap + call.weight_versions
+        mask += [0] * gap
+        logprobs += [0.0] * gap
+        versions += [-1] * gap
+        if not call.allowed:
+            mask += [1] * len(call.output_ids)
+            logprobs += call.logprobs
+            versions += call.weight_versions
+            continue
+        for logprob, version, allowed in zip(
+            call.policy_logprobs, call.weight_versions, call.allowed, strict=True
+        ):
+            forced = allowed == 1
+            mask.append(0 if forced else 1)
+            logprobs.append(0.0 if forced else logprob)
+            versions.append(-1 if forced else version)
     first, last = branch[0], branch[-1]
     return Trajectory(
         first.key.rollout_id, last.prompt_ids + last.output_ids, mask, logprobs, versions, first.temperature

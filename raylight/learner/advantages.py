@@ -103,7 +103,8 @@ class RolloutSequences:
     def rewards(self, batch: TrainBatch) -> torch.Tensor:
         """Return the batch's rewards, each on its token.
 
-        The reward of a truncated call is on the last remaining token before it.
+        The reward of a truncated call, or of one whose last tokens were forced, is on the last trained token
+        before; without one, on the rollout's first.
 
         The dtype is float64: in float32 the mean of equal rewards may differ from them by a rounding error,
         as may their deviation, and the quotient of the two would be an advantage without a cause.
@@ -134,7 +135,8 @@ class RolloutSequences:
         start = 0
         for row in self._rows[rollout]:
             if row.index == index:
-                return start + int((self._sampled[index] <= token - len(row.prompt)).sum()) - 1
+                count = int((self._sampled[index] <= token - len(row.prompt)).sum())
+                return max(start + count - 1, 0)
             start += len(self._sampled[row.index])
         raise AssertionError(f"row {index} does not belong to rollout {rollout}")
 

@@ -21,6 +21,8 @@ MAX_LOG_RATIO = 20.0
 def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) -> dict[str, float]:
     """Measure the difference of engine and learner log-probs; return metrics of all ranks. A collective.
 
+    Both are log-probs of the policy without the constraints of requests (grammars, biases).
+
     `mismatch/logprob_abs_*` are over sampled tokens of `version`, for which both had the same weights. The
     others are over all sampled tokens: the KL divergence of the learner from the engine by the estimators k1
     and k3 (http://joschu.net/blog/kl-approx.html), the effective sample size of the probability ratios as a
@@ -63,8 +65,8 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
     if not worst <= limit:  # true for NaN too
         raise MismatchError(
             f"log-probs of engine and learner differ by up to {worst:.2g} for weight version {version}, "
-            f"more than {limit:g}. Either the agent samples with top_p, top_k or a grammar (JSON schema, "
-            "required tools), or the engine lacks these weights; max_logprob_mismatch sets the limit"
+            f"more than {limit:g}. Either the agent samples with top_p, top_k or min_p, or the engine lacks "
+            "these weights; max_logprob_mismatch sets the limit"
         )
     return {
         "mismatch/logprob_abs_max": worst,

@@ -238,6 +238,8 @@ def generation_bytes(call: Generation) -> bytes:
             call.sampling,
             call.agent,
             tuple(call.history) if call.history else None,
+            array("d", call.policy_logprobs).tobytes(),
+            array("i", call.allowed).tobytes(),
         ),
         protocol=5,
     )
@@ -248,7 +250,8 @@ def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: by
     model, prompt, output, logprobs, versions, reason, start, end, sampling, agent, *later = pickle.loads(
         data
     )
-    history = later[0] if later else None  # stores of earlier versions have none
+    # stores of earlier versions have none of these
+    history, policy_logprobs, allowed = [*later, *(None, b"", b"")[len(later) :]]
     return Generation(
         key=CallKey(rollout_id, attempt_id, call_id),
         model=model,
@@ -262,6 +265,8 @@ def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: by
         sampling=sampling,
         agent=agent,
         history=HistoryNote(*history) if history else None,
+        policy_logprobs=_numbers_from_bytes("d", policy_logprobs),
+        allowed=_numbers_from_bytes("i", allowed),
     )
 
 

@@ -39,6 +39,7 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
             f"trace/{name}": float(getattr(content, name))
             for name in ("rows_dropped", "rows_truncated", "calls", *RELATION_COUNTERS.values())
         },
+        **_constraint_metrics(content),
         "time/rollout_s": seconds,
         "train/tokens_per_s": tokens / seconds,
     }
@@ -49,6 +50,22 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
             "train/response_tokens": statistics.fmean(lengths),
             "train/calls": len(lengths) / len(sampled),
         }
+    return metrics
+
+
+def _constraint_metrics(content: BatchReport) -> Metrics:
+    """Return the metrics of tokens that were sampled under a constraint, such as a JSON schema."""
+    tokens = content.tokens
+    sampled = max(tokens.sampled, 1)
+    metrics = {
+        "constrained/tokens": float(tokens.constrained),
+        "constrained/fraction": tokens.constrained / sampled,
+        "constrained/forced_tokens": float(tokens.forced),
+        "constrained/forced_fraction": tokens.forced / sampled,
+        "constrained/forced_rows": float(content.rows_forced),
+    }
+    if tokens.constrained:
+        metrics["constrained/allowed_probability"] = tokens.allowed_mass / tokens.constrained
     return metrics
 
 

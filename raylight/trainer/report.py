@@ -144,7 +144,7 @@ class Report(ProgressReporter):
             self.note(
                 f"log-probs of engine and learner differ by up to {metrics['mismatch/logprob_abs_max']:.2g} "
                 "for the same weights (mismatch/* in metrics.jsonl). Causes: the agent samples with top_p, "
-                "top_k or a grammar, or engine and learner compute in different precision. rollout_is or "
+                "top_k or min_p, or engine and learner compute in different precision. rollout_is or "
                 "rollout_rs correct for it; warn_logprob_mismatch sets the threshold of this note"
             )
 

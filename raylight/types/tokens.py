@@ -32,10 +32,14 @@ class Generation:
     """One sampled response with the engine's own token ids.
 
     Invariants: `len(output_ids) == len(logprobs) == len(weight_versions)`. Token ids are never re-tokenised.
-    `logprobs` are those of the distribution that was sampled from, after temperature and truncation.
+    `logprobs` are those of the distribution that was sampled from, after temperature, constraint and
+    truncation. `policy_logprobs` and `allowed` are empty or have one entry per token.
+
+    A constraint is all that a request does to the policy's distribution beside temperature and truncation: a
+    grammar (JSON schema, required tools), allowed or banned tokens, a bias, penalties, a minimum length.
 
     Raises:
-        ValueError: the three lists differ in length.
+        ValueError: the lists differ in length.
     """
 
     key: CallKey
@@ -52,6 +56,12 @@ class Generation:
     """Id of the calling agent, if the rollout has several agents and names them (`llm.for_agent`)."""
     history: HistoryNote | None = None
     """Relation of the request to the attempt's conversations; None if nothing compared them."""
+    policy_logprobs: list[float] = field(default_factory=list)
+    """Log-probs at the same temperature without constraint and truncation, which a learner can compute too.
+    Empty if the request has no constraint: they are then `logprobs`."""
+    allowed: list[int] = field(default_factory=list)
+    """Number of tokens that could have been sampled at each position; 0 at a position without a constraint.
+    At a position with 1 the model had no choice. Empty if the request has no constraint."""
 
     @property
     def temperature(self) -> float:
@@ -65,6 +75,12 @@ class Generation:
                 f"generation {self.key.call_id}: {len(self.output_ids)} tokens, {len(self.logprobs)} "
                 f"log-probs and {len(self.weight_versions)} weight versions must be equally many"
             )
+        if not len(self.policy_logprobs) == len(self.allowed) in (0, len(self.output_ids)):
+            raise ValueError(
+                f"generation {self.key.call_id}: {len(self.policy_logprobs)} policy log-probs and "
+                f"{len(self.allowed)} counts of allowed tokens must be none, or as many as the "
+                f"{len(self.output_ids)} tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +88,16 @@ class Trajectory:
     """A token sequence to train on: the prompt, the responses, and the observations between them.
 
     All lists have one entry per token. Invariants: `mask[i] == 1` exactly where the token was sampled in this
-    attempt and is trained in this trajectory. Where `mask[i] == 0`, `logprobs[i] == 0` and
-    `weight_versions[i] == -1`. `mask[0] == 0`.
+    attempt, is trained in this trajectory, and was not forced (a constraint allowed no other token). Where
+    `mask[i] == 0`, `logprobs[i] == 0` and `weight_versions[i] == -1`. `mask[0] == 0`. A trajectory whose
+    tokens were all forced has an empty mask; a batch leaves it out.
     """
 
     rollout_id: str
     token_ids: list[int]
     mask: list[int]
     logprobs: list[float]
+    """Log-probs of the policy that sampled, without the request's constraint."""
     weight_versions: list[int]
     temperature: float = 1.0
     """Sampling temperature of all its trained tokens."""

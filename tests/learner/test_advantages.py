@@ -17,7 +17,7 @@ from raylight.experience.registry import (
 )
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
-from raylight.learner.advantages import KlController, estimate
+from raylight.learner.advantages import KlController, RolloutSequences, estimate
 from raylight.learner.rows import build_rows
 from raylight.types import Trajectory
 
@@ -143,6 +143,15 @@ def test_a_single_token_has_the_whitened_advantage_zero(name):
         rows = build_rows(batch)
         rows[0].values = torch.tensor([0.25])
         assert estimate(batch, rows, config, KlController(config)).returns[0].tolist() == [3.0]
+
+
+def test_the_reward_of_a_turn_of_forced_tokens_is_on_the_last_choice_before_it():
+    """The rows are a prompt, a choice (token 2), forced tokens, and a choice (token 5)."""
+    row = Trajectory("r", list(range(6)), [0, 0, 1, 0, 0, 1], [0.0] * 6, [-1] * 6)
+    forced_first = Trajectory("r", list(range(4)), [0, 0, 0, 1], [0.0] * 4, [-1] * 4)
+    for rows, token, expected in (([row], 4, [1.0, 0.0]), ([forced_first, row], 2, [1.0, 0.0, 0.0])):
+        batch = TrainBatch([0.0], ["a"], rows, [0] * len(rows), turn_rewards=[TurnReward(1.0, 0, 0, token)])
+        assert RolloutSequences(build_rows(batch), 1).rewards(batch).tolist() == [expected]
 
 
 def test_remax_subtracts_the_baselines():

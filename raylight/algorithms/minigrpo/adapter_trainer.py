@@ -199,7 +199,7 @@ class AdapterTrainer:
         if not largest <= self._max_mismatch:
             raise MismatchError(
                 f"log-probs of sampling and training differ by up to {largest:.3g} (allowed: "
-                f"{self._max_mismatch:g}); remove top_p, top_k and penalties from the agent's requests, or, "
+                f"{self._max_mismatch:g}); remove top_p, top_k and min_p from the agent's requests, or, "
                 "in half precision, raise max_logprob_mismatch or set dtype='fp32'"
             )
         return {"mismatch/logprob_abs_mean": float(difference.mean()), "mismatch/logprob_abs_max": largest}

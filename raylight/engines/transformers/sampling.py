@@ -47,6 +47,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def constrained(self) -> bool:
+        """True if a grammar, a bias, a penalty or `min_tokens` changes the policy's distribution."""
+        return self.grammar is not None or self.adjusts_logits
+
+    @property
     def adjusts_logits(self) -> bool:
         """True if a bias, a penalty or `min_tokens` changes the logits."""
         return bool(
@@ -78,11 +83,14 @@ class SampledTokens:
         logprobs: their log-probabilities.
         top_logprobs: per row, pairs of token id and log-probability of the most probable tokens. Every row
             has as many as the row that requested the most; empty if no row requested any.
+        allowed: tokens that could have been sampled, and the sampled token's log-probability under the policy
+            alone, by row; only rows with a constraint.
     """
 
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: list[list[tuple[int, float]]]
+    allowed: dict[int, tuple[int, float]]
 
 
 def sample(
@@ -90,6 +98,7 @@ def sample(
     params: list[SamplingParams],
     generators: list[torch.Generator | None],
     shared: torch.Generator,
+    policy_logits: torch.Tensor | None = None,
 ) -> SampledTokens:
     """Sample the next token of each row.
 
@@ -98,17 +107,13 @@ def sample(
         params: one per row.
         generators: one per row; None draws from `shared`.
         shared: the engine's own random generator.
+        policy_logits: the logits without the rows' constraints; None if no row has one.
 
     Returns:
         Tokens with log-probabilities of the distribution after temperature, top-k, top-p and min-p. For a
         greedy row they are those at temperature 1, as in vLLM.
     """
-    logits = logits.float()
-    if any(not p.greedy and p.temperature != 1 for p in params):
-        temperatures = torch.tensor(
-            [1.0 if p.greedy else p.temperature for p in params], device=logits.device
-        )
-        logits = logits / temperatures[:, None]
+    logits = _heat(logits.float(), params)
     if any(p.min_p for p in params):
         # log(0) is -inf, which excludes nothing
         floor = torch.tensor([p.min_p for p in params], device=logits.device).log()
@@ -129,7 +134,28 @@ def sample(
     if top_count:
         values, ids = logprobs.topk(top_count)
         top_rows = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
-    return SampledTokens(tokens.tolist(), sampled.tolist(), top_rows)
+    allowed = {} if policy_logits is None else _allowed(logprobs, policy_logits, params, tokens)
+    return SampledTokens(tokens.tolist(), sampled.tolist(), top_rows, allowed)
+
+
+def _heat(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Divide each row by its temperature, 1 for a greedy row."""
+    if all(p.greedy or p.temperature == 1 for p in params):
+        return logits
+    temperatures = [1.0 if p.greedy else p.temperature for p in params]
+    return logits / torch.tensor(temperatures, device=logits.device)[:, None]
+
+
+def _allowed(
+    logprobs: torch.Tensor, policy_logits: torch.Tensor, params: list[SamplingParams], tokens: torch.Tensor
+) -> dict[int, tuple[int, float]]:
+    """Return `SampledTokens.allowed`. The count is 0 where the constraint did not change the distribution."""
+    rows = [row for row, p in enumerate(params) if p.constrained]
+    sampled, chosen = logprobs[rows], tokens[rows][:, None]
+    policy = _heat(policy_logits[rows].float(), [params[row] for row in rows]).log_softmax(-1)
+    counts = (sampled > -torch.inf).sum(-1).where((sampled != policy).any(-1), 0)
+    values = policy.gather(-1, chosen)[:, 0]
+    return dict(zip(rows, zip(counts.tolist(), values.tolist(), strict=True), strict=True))
 
 
 def adjust_logits(

@@ -60,15 +60,24 @@ class Sequence:
         """Number of sampled tokens that have their log-probability and version."""
         return len(self.sample.weight_versions)
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(
+        self, token: int, logprob: float, version: int, allowed: tuple[int, float] | None = None
+    ) -> None:
         """Add a sampled token, unless the sequence is cancelled.
 
         The version is added last, because `count` relies on it.
+
+        Args:
+            allowed: number of tokens that could have been sampled, and the token's log-probability under the
+                policy alone; None if the request has no constraint.
         """
         with self._lock:
             if not self.cancelled:
                 self.sample.output_ids.append(token)
                 self.sample.logprobs.append(logprob)
+                if allowed is not None:
+                    self.sample.allowed.append(allowed[0])
+                    self.sample.policy_logprobs.append(allowed[1])
                 self.sample.weight_versions.append(version)
 
     def cancel(self) -> None:

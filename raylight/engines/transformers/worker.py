@@ -200,12 +200,13 @@ class EngineWorker:
     def _append(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Sample a token for each sequence, end those that are complete, and notify their readers."""
         params = [s.params for s in sequences]
+        policy_logits = logits if any(p.constrained for p in params) else None
         if any(s.grammar_matcher is not None for s in sequences):
             logits = mask_logits(logits, [s.grammar_matcher for s in sequences])
         if any(p.adjusts_logits for p in params):
             histories = [(s.sample.prompt_ids, s.sample.output_ids) for s in sequences]
             logits = adjust_logits(logits, params, histories, self._stop_ids)
-        sampled = sample(logits, params, [s.generator for s in sequences], self._generator)
+        sampled = sample(logits, params, [s.generator for s in sequences], self._generator, policy_logits)
         for sequence, logprob in zip(sequences, sampled.logprobs, strict=True):
             if not math.isfinite(logprob):
                 self.decoder.remove(sequence)
@@ -219,7 +220,8 @@ class EngineWorker:
                 sequence.top_logprobs.append(sampled.top_logprobs[row][: sequence.params.top_logprobs])
             if sequence.grammar_matcher is not None:
                 sequence.grammar_matcher.accept_token(token)
-            sequence.append(token, logprob, sequence.adapter.version if sequence.adapter else self.version)
+            version = sequence.adapter.version if sequence.adapter else self.version
+            sequence.append(token, logprob, version, sampled.allowed.get(row))
         ended = [s for s in sequences if not s.ended and (s.cancelled or self._is_complete(s))]
         for sequence in ended:
             self.decoder.remove(sequence)

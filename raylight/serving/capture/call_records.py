@@ -93,6 +93,8 @@ def _generation(
         end_time=end_time,
         sampling=dict(sample.sampling),
         agent=context.scope.agent,
+        policy_logprobs=list(sample.policy_logprobs),
+        allowed=list(sample.allowed),
     )
 
 

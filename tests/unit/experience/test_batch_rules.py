@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -229,3 +230,50 @@ def test_a_group_without_baseline_is_left_out() -> None:
         False,
     )
     assert build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 0.5})[1].has_signal
+
+
+# tokens without a choice
+
+
+def schema_bound(reward: float, allowed: list[int], **more: Any) -> FinishedRollout:
+    item = make_finished(reward, calls=0, **more)
+    n = len(allowed)
+    call = make_generation(
+        [1, 2],
+        [3] * n,
+        key=make_key(item.rollout.rollout_id),
+        logprobs=[0.0 if count == 1 else -0.5 for count in allowed],
+        policy_logprobs=[-1.5] * n,
+        allowed=allowed,
+    )
+    return dataclasses.replace(item, generations=[call])
+
+
+def test_a_rollout_of_forced_tokens_counts_in_its_group_but_has_no_row() -> None:
+    finished = [schema_bound(1.0, [1, 1]), schema_bound(0.0, [1, 2, 0])]
+    batch, report = build(finished)
+    assert (batch.owners, batch.rewards, batch.rows[0].mask) == ([1], [1.0, 0.0], [0, 0, 0, 1, 1])
+    assert (report.trained, report.rows_forced, report.has_signal) == (2, 1, True)
+    metrics = describe(finished, report, 1.0)
+    assert metrics["constrained/tokens"] == 1
+    assert metrics["constrained/fraction"] == pytest.approx(1 / 5)
+    assert metrics["constrained/forced_tokens"] == 3
+    assert metrics["constrained/forced_fraction"] == pytest.approx(3 / 5)
+    assert metrics["constrained/forced_rows"] == 1
+    assert metrics["constrained/allowed_probability"] == pytest.approx(math.exp(-1.0))
+
+
+@pytest.mark.parametrize("kind", ["group", "batch", "greedy", "none"])
+def test_without_any_choice_there_is_no_signal(kind: Any) -> None:
+    finished = [schema_bound(1.0, [1, 1]), schema_bound(0.0, [1, 1])]
+    rules = BatchRules(baseline_kind=kind)
+    batch, report = build_batch(finished, rules, baselines={"g": 0.5} if kind == "greedy" else None)
+    assert (batch.rows, report.has_signal, report.rows_forced) == ([], False, 2)
+    assert "constrained/allowed_probability" not in describe(finished, report, 1.0)
+
+
+def test_rows_of_groups_without_signal_are_no_signal() -> None:
+    forced = [schema_bound(reward, [1], group="forced") for reward in (0.0, 1.0)]
+    equal = [schema_bound(0.5, [2], group="equal") for _ in range(2)]
+    batch, report = build([*forced, *equal])
+    assert (len(batch.rows), report.has_signal) == (2, False)

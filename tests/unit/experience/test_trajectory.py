@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -47,8 +48,17 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
         logprobs = [-(number + place / 100) - 0.001 for place in range(len(output))]
         versions = [100 * number + place for place in range(len(output))]
         temperature = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
+        constrained = draw(st.booleans())
         calls.append(
-            make_generation(prompt, output, temperature=temperature, logprobs=logprobs, versions=versions)
+            make_generation(
+                prompt,
+                output,
+                temperature=temperature,
+                logprobs=logprobs,
+                versions=versions,
+                policy_logprobs=[logprob - 1000 for logprob in logprobs] if constrained else None,
+                allowed=[draw(st.integers(0, 3)) for _ in output] if constrained else None,
+            )
         )
     return calls
 
@@ -72,17 +82,19 @@ def trained_of(trajectory: Trajectory) -> list[tuple[int, float, int]]:
 
 
 def sampled_in(calls: list[Generation]) -> list[tuple[int, float, int]]:
+    """All tokens that the model had a choice of, with their log-probs under the policy and versions."""
     return [
-        triple
+        (token, logprob, version)
         for call in calls
-        for triple in zip(call.output_ids, call.logprobs, call.weight_versions, strict=True)
+        for token, logprob, version, allowed in zip(
+            call.output_ids,
+            call.policy_logprobs or call.logprobs,
+            call.weight_versions,
+            call.allowed or [0] * len(call.output_ids),
+            strict=True,
+        )
+        if allowed != 1
     ]
-
-
-def owner(calls: list[Generation], trajectory: Trajectory, last: bool) -> Generation:
-    """The call of a trajectory's last (or first) trained token; versions are unique."""
-    version = trained_of(trajectory)[-1 if last else 0][2]
-    return next(call for call in calls if version in call.weight_versions)
 
 
 @given(conversations())
@@ -93,28 +105,42 @@ def test_every_sampled_response_is_trained_exactly_once(calls: list[Generation])
 
 @given(conversations())
 def test_the_tokens_are_those_of_the_last_call(calls: list[Generation]) -> None:
-    for trajectory in build_trajectories(calls).rows:
-        last = owner(calls, trajectory, last=True)
-        assert trajectory.token_ids == last.prompt_ids + last.output_ids
+    assert_tokens_of_last_calls(calls)
+
+
+def assert_tokens_of_last_calls(calls: list[Generation]) -> None:
+    made = build_trajectories(calls)
+    sampled = [call for call in calls if call.output_ids]
+    last = {position.row: call for position, call in zip(made.positions, sampled, strict=True)}
+    assert [row.token_ids for row in made.rows] == [
+        last[row].prompt_ids + last[row].output_ids for row in range(len(made.rows))
+    ]
 
 
 @given(conversations())
 def test_each_response_is_contiguous_and_follows_its_prompt(calls: list[Generation]) -> None:
-    for trajectory in build_trajectories(calls).rows:
-        for call in calls:
-            if call.output_ids and call.weight_versions[0] in trajectory.weight_versions:
-                start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.output_ids)
-                assert trajectory.weight_versions[start:end] == call.weight_versions
-                assert trajectory.logprobs[start:end] == call.logprobs
-                assert trajectory.mask[start:end] == [1] * len(call.output_ids)
-                assert trajectory.token_ids[:end] == call.prompt_ids + call.output_ids
+    made = build_trajectories(calls)
+    sampled = [call for call in calls if call.output_ids]
+    for call, position in zip(sampled, made.positions, strict=True):
+        row = made.rows[position.row]
+        start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.output_ids)
+        forced = [allowed == 1 for allowed in call.allowed or [0] * len(call.output_ids)]
+        logprobs = call.policy_logprobs or call.logprobs
+        assert row.token_ids[:end] == call.prompt_ids + call.output_ids
+        assert row.mask[start:end] == [0 if f else 1 for f in forced]
+        assert row.logprobs[start:end] == [
+            0.0 if f else value for f, value in zip(forced, logprobs, strict=True)
+        ]
+        assert row.weight_versions[start:end] == [
+            -1 if f else version for f, version in zip(forced, call.weight_versions, strict=True)
+        ]
 
 
 @given(conversations())
 def test_observations_have_no_mask_no_logprob_no_version(calls: list[Generation]) -> None:
     for trajectory in build_trajectories(calls).rows:
         assert trajectory.mask[0] == 0
-        assert set(trajectory.mask) == {0, 1}
+        assert set(trajectory.mask) <= {0, 1}
         for mask, logprob, version in zip(
             trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True
         ):
@@ -130,9 +156,20 @@ def test_responses_keep_the_order_in_which_they_were_sampled(calls: list[Generat
 
 @given(conversations())
 def test_a_trajectory_has_one_temperature(calls: list[Generation]) -> None:
-    for trajectory in build_trajectories(calls).rows:
-        inside = [c for c in calls if c.output_ids and c.weight_versions[0] in trajectory.weight_versions]
-        assert {call.temperature for call in inside} == {trajectory.temperature}
+    made = build_trajectories(calls)
+    sampled = [call for call in calls if call.output_ids]
+    for call, position in zip(sampled, made.positions, strict=True):
+        assert made.rows[position.row].temperature == call.temperature
+
+
+@given(conversations())
+def test_tokens_are_counted(calls: list[Generation]) -> None:
+    counts = build_trajectories(calls).tokens
+    allowed = [count for call in calls for count in call.allowed]
+    assert counts.sampled == sum(len(call.output_ids) for call in calls)
+    assert counts.forced == allowed.count(1)
+    assert counts.constrained == sum(count > 1 for count in allowed)
+    assert counts.allowed_mass == 0.0  # exp(-1000)
 
 
 @given(conversations())
@@ -160,6 +197,26 @@ def test_a_second_call_after_the_same_turn_has_the_history_as_context() -> None:
     calls = [make_generation([1], [2]), make_generation([1, 2, 7], [3]), make_generation([1, 2, 8], [4])]
     rows = build_trajectories(calls).rows
     assert [row.mask for row in rows] == [[0, 1, 0, 1], [0, 0, 0, 1]]
+
+
+def test_forced_tokens_are_masked_and_the_others_have_the_policys_logprobs() -> None:
+    call = make_generation(
+        [1, 2],
+        [3, 4, 5],
+        logprobs=[0.0, -0.5, -0.7],
+        policy_logprobs=[-9.0, -2.5, -0.7],
+        allowed=[1, 2, 0],
+        versions=[6, 6, 7],
+    )
+    made = build_trajectories([call])
+    (row,) = made.rows
+    assert row.token_ids == [1, 2, 3, 4, 5]
+    assert row.mask == [0, 0, 0, 1, 1]
+    assert row.logprobs == [0.0, 0.0, 0.0, -2.5, -0.7]
+    assert row.weight_versions == [-1, -1, -1, 6, 7]
+    assert (row.prompt_length, row.trained_tokens) == (3, 2)
+    assert (made.tokens.sampled, made.tokens.forced, made.tokens.constrained) == (3, 1, 1)
+    assert made.tokens.allowed_mass == pytest.approx(math.exp(-2.0))
 
 
 def test_parallel_calls_are_separate_rows() -> None:
@@ -226,9 +283,7 @@ def test_the_laws_hold_in_any_order_of_the_calls(calls: list[Generation], random
     random.shuffle(calls)  # type: ignore[attr-defined]
     rows = build_trajectories(calls).rows
     assert sorted(triple for row in rows for triple in trained_of(row)) == sorted(sampled_in(calls))
-    for row in rows:
-        last = owner(calls, row, last=True)
-        assert row.token_ids == last.prompt_ids + last.output_ids
+    assert_tokens_of_last_calls(calls)
 
 
 @dataclass
@@ -415,5 +470,5 @@ def test_each_position_is_the_last_token_of_its_call(calls: list[Generation]) ->
     for call, position in zip(kept, built.positions, strict=True):
         row = built.rows[position.row]
         assert row.token_ids[: position.last_token + 1] == call.prompt_ids + call.output_ids
-        assert row.mask[position.last_token] == 1
+        assert row.mask[position.last_token] == (0 if call.allowed and call.allowed[-1] == 1 else 1)
         assert position.end_time == call.end_time

@@ -63,6 +63,8 @@ def make_generation(
     logprobs: list[float] | None = None,
     versions: list[int] | None = None,
     start: float = 0.0,
+    policy_logprobs: list[float] | None = None,
+    allowed: list[int] | None = None,
 ) -> Generation:
     return Generation(
         key=key or make_key(),
@@ -75,6 +77,8 @@ def make_generation(
         start_time=start,
         end_time=start + 1,
         sampling={"temperature": temperature},
+        policy_logprobs=policy_logprobs or [],
+        allowed=allowed or [],
     )
 
 

@@ -213,3 +213,15 @@ def test_no_metadata_are_empty_metadata() -> None:
     assert rollout.metadata == {TRAINABLE_AGENTS: ["planner"]}
     with pytest.raises(ValidationError, match="metadata"):
         EnqueueRolloutRequest(input=1, metadata="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("policy_logprobs", "allowed"), [([-1.0], [2]), ([-1.0, -1.0], []), ([], [2, 2]), ([-1.0, -1.0], [2])]
+)
+def test_a_constraint_is_recorded_for_all_tokens_or_none(
+    policy_logprobs: list[float], allowed: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="policy log-probs"):
+        make_generation([1], [2, 3], policy_logprobs=policy_logprobs, allowed=allowed)
+    made = make_generation([1], [2, 3], policy_logprobs=[-1.0, -2.0], allowed=[1, 2])
+    assert made.allowed == [1, 2]
