@@ -247,11 +247,10 @@ def generation_bytes(call: Generation) -> bytes:
 
 def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: bytes) -> Generation:
     """Generation of a call, from its key and `generation_bytes`."""
-    model, prompt, output, logprobs, versions, reason, start, end, sampling, agent, *later = pickle.loads(
-        data
-    )
-    # stores of earlier versions have none of these
-    history, policy_logprobs, allowed = [*later, *(None, b"", b"")[len(later) :]]
+    fields = pickle.loads(data)
+    fields += (None, b"", b"")[len(fields) - 10 :]  # absent in stores of earlier versions
+    model, prompt, output, logprobs, versions, reason, start, end, sampling, agent = fields[:10]
+    history, policy_logprobs, allowed = fields[10:]
     return Generation(
         key=CallKey(rollout_id, attempt_id, call_id),
         model=model,
