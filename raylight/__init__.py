@@ -13,6 +13,7 @@ from typing import Any
 __version__ = "0.2.0"
 
 _EXPORTS = {
+    "agent.command": ("CommandAgent",),
     "agent.decorators": ("llm_rollout", "prompt_rollout", "rollout"),
     "agent.emit": (
         "emit_annotation",

@@ -37,6 +37,14 @@ class RewardTypeError(RewardError, TypeError):
     """A reward is not a number."""
 
 
+class CommandError(RaylightError):
+    """The program of a `CommandAgent` cannot be started, or it failed."""
+
+
+class CommandUnavailableError(CommandError):
+    """The program of a `CommandAgent` reported by exit status 75 that a service failed; it is run again."""
+
+
 class EmptyTraceError(RaylightError):
     """Every rollout of a training batch failed before it called the model that is trained."""
 

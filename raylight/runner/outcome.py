@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.agent.attributes import exception_message
-from raylight.errors import RewardError
+from raylight.errors import CommandUnavailableError, RewardError
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.rows import span_row
 from raylight.traces.rewards import named_rewards
@@ -85,6 +85,8 @@ def classify(error: BaseException) -> FailureKind:
         visited.add(id(current))
         if isinstance(current, RewardError):
             return "reward"
+        if isinstance(current, CommandUnavailableError):
+            return "infrastructure"
         if isinstance(current, BaseExceptionGroup):
             kinds = {classify(inner) for inner in current.exceptions}
             return kinds.pop() if len(kinds) == 1 else "agent"
@@ -116,7 +118,8 @@ def describe(error: BaseException) -> Failure:
     shown.stack = traceback.StackSummary.from_list(
         [f for f in shown.stack if not f.filename.startswith(HIDDEN_FRAMES)][-8:]
     )
-    trace = "".join(shown.format(chain=False)) if shown.stack else ""
+    notes = "\n".join(shown.__notes__ or [])
+    trace = "".join(shown.format(chain=False)) if shown.stack else notes
     return Failure(
         kind=classify(error),
         error=one_line(f"{type(error).__name__}: {exception_message(error)}"),

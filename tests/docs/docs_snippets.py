@@ -1,9 +1,10 @@
-"""Python blocks of documentation pages, so that tests can run them.
+"""Code blocks of documentation pages, so that tests can run them.
 
 A block is fenced and begins with ```` ```python ````. An HTML comment directly above it marks it:
 
     <!-- run: agent -->             the name by which a test finds the block
     <!-- not run: needs a GPU -->   tests skip the block; the reason is required
+    <!-- file: agent.mjs -->        a file of this name, in any language, for a program of its own
 
     for block in snippets(DOCS / "clients" / "openai.md"):
         names = block.run()
@@ -20,7 +21,7 @@ from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)")
-MARK = re.compile(r"^ *<!-- *(?P<kind>run|not run) *(?:: *(?P<text>.*?) *)?-->$")
+MARK = re.compile(r"^ *<!-- *(?P<kind>run|not run|file) *(?:: *(?P<text>.*?) *)?-->$")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Snippet:
     name: str = ""
     not_run: str = ""
     """Reason for not running the block; empty if it is run."""
+    file: str = ""
+    """Name of the file that the block shows; empty if it is no file."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(DOCS) if DOCS in self.page.parents else self.page}:{self.line}"
@@ -56,10 +59,17 @@ def snippets(*pages: Path) -> Iterator[Snippet]:
         ValueError: a page has no block, an unclosed block, or a mark without a block or a reason.
     """
     for page in pages:
-        blocks = list(_parse(page))
+        blocks = [block for language, block in _parse(page) if language == "python"]
         if not blocks:
             raise ValueError(f"{page} has no Python block")
         yield from blocks
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """Write the files that a page shows into a folder."""
+    for _, block in _parse(page):
+        if block.file:
+            (folder / block.file).write_text(block.code)
 
 
 def snippet(page: Path, name: str) -> Snippet:
@@ -76,7 +86,8 @@ def snippet(page: Path, name: str) -> Snippet:
     return blocks[0]
 
 
-def _parse(page: Path) -> Iterator[Snippet]:
+def _parse(page: Path) -> Iterator[tuple[str, Snippet]]:
+    """Iterate over languages and contents of the Python blocks, and of the marked ones in other languages."""
     mark: re.Match[str] | None = None
     lines = iter(enumerate(page.read_text().splitlines(), start=1))
     for number, text in lines:
@@ -87,8 +98,8 @@ def _parse(page: Path) -> Iterator[Snippet]:
             mark = MARK.match(text) or mark
             continue
         code = _body(page, number, fence["indent"], lines)
-        if fence["language"] == "python":
-            yield Snippet(page, number + 1, code, **_marked(page, number, mark))
+        if fence["language"] == "python" or (mark is not None and mark["kind"] == "file"):
+            yield fence["language"], Snippet(page, number + 1, code, **_marked(page, number, mark))
         elif mark is not None:
             raise ValueError(f"{page}:{number}: a mark stands above a Python block only")
         mark = None
@@ -109,8 +120,8 @@ def _body(page: Path, number: int, indent: str, lines: Iterator[tuple[int, str]]
 def _marked(page: Path, number: int, mark: re.Match[str] | None) -> dict[str, str]:
     if mark is None:
         return {}
-    if mark["kind"] == "run":
-        return {"name": mark["text"] or ""}
+    if mark["kind"] in ("run", "file"):
+        return {"name" if mark["kind"] == "run" else "file": mark["text"] or ""}
     if not mark["text"]:
         raise ValueError(f"{page}:{number}: say why the block is not run: <!-- not run: reason -->")
     return {"not_run": mark["text"]}

@@ -4,7 +4,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from docs_snippets import snippet, snippets
+from docs_snippets import snippet, snippets, write_files
 
 PAGE = """# Title
 
@@ -60,6 +60,15 @@ def test_errors_show_the_line_of_the_page(page: Path) -> None:
         last.run()
     frame = traceback.extract_tb(failed.value.__traceback__)[-1]
     assert (frame.filename, frame.lineno, frame.line) == (str(page), 22, "1 / 0")
+
+
+def test_files_in_any_language(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- file: a.mjs -->\n```js\nlet a;\n```\n<!-- file: b.py -->\n```python\nb = 1\n```\n")
+    assert [(block.file, block.name) for block in snippets(page)] == [("b.py", "")]
+    write_files(page, tmp_path)
+    assert (tmp_path / "a.mjs").read_text() == "let a;\n"
+    assert (tmp_path / "b.py").read_text() == "b = 1\n"
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,12 @@ def test_the_trace_ends_with_the_exception_and_has_no_frame_of_raylight() -> Non
     assert describe(KeyError("never raised")).trace == ""
 
 
+def test_notes_replace_a_traceback_without_frames_of_the_agent() -> None:
+    error = KeyError("never raised")
+    error.add_note("standard error:\nTraceback of another process")
+    assert describe(error).trace == "standard error:\nTraceback of another process"
+
+
 @given(st.text(st.characters(categories=None), max_size=30))
 def test_a_failure_can_be_stored_whatever_characters_its_message_has(text: str) -> None:
     """Half characters are in names of files that are no UTF-8, and in what some models answer."""

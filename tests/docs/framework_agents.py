@@ -1,0 +1,109 @@
+"""Agents of documentation pages, each in a virtual environment with its framework's own packages.
+
+A page names its packages in an indented line `pip install ...` and their versions after "Tested with". The
+rollout function that it shows runs in that environment, as a program of a `CommandAgent`: its file
+`page_agent.py` needs pydantic and nothing else of raylight's packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from docs_snippets import DOCS
+
+import raylight as rl
+from raylight.types import FinishedRollout
+
+CLIENTS = DOCS / "clients"
+PROGRAM = Path(__file__).with_name("page_agent.py")
+INSTALL = re.compile(r"^    pip install (.+)$", re.MULTILINE)
+VERSION = re.compile(r"\b([a-z][a-z0-9]*(?:-[a-z0-9]+)*) (\d+\.\d+(?:\.\d+)*)\b")
+
+
+def requirements(page: Path) -> list[str]:
+    """Return the packages that a page installs, with the versions that it was tested with."""
+    text = page.read_text()
+    (line,) = INSTALL.findall(text)
+    versions = dict(VERSION.findall(text.partition("Tested with")[2]))
+    names = {name: re.sub(r"\[.*", "", name) for name in shlex.split(line)}
+    missing = [name for name in names.values() if name not in versions]
+    assert not missing, f'{page.name} does not say after "Tested with" which version of {missing} it means'
+    return [f"{name}=={versions[bare]}" for name, bare in names.items()]
+
+
+class Environments:
+    """Virtual environments, each built once for its requirements.
+
+    Args:
+        folder: folder of the environments.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def python(self, packages: list[str]) -> Path:
+        """Return the interpreter of an environment with these packages.
+
+        Raises:
+            AssertionError: pip fails; the message has its output.
+        """
+        name = hashlib.sha256("\n".join(sorted(packages)).encode()).hexdigest()[:16]
+        python = self._folder / name / "bin" / "python"
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", self._folder / name], check=True)
+            command = [python, "-m", "pip", "install", "--quiet", "--no-compile", *packages]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, f"pip cannot install {packages}:\n{done.stderr[-4000:]}"
+        return python
+
+
+def agent_of_page(page: Path, python: Path, block: str = "agent") -> rl.CommandAgent:
+    """Return an agent that runs the rollout function of a page with another Python.
+
+    Args:
+        block: name of the page's block, whose function is called `agent`.
+    """
+    return rl.CommandAgent([python, PROGRAM, page, block])
+
+
+@dataclass
+class Training:
+    """Results of a run of two steps."""
+
+    metrics: list[dict[str, Any]]
+    """Rows of metrics.jsonl, one for each step."""
+    rollouts: list[FinishedRollout]
+
+    @property
+    def failures(self) -> list[str]:
+        """Errors of failed rollouts, with the standard error of their programs."""
+        attempts = [item.rollout.attempt for item in self.rollouts if item.rollout.attempt]
+        return [f"{a.failure.error}\n{a.failure.trace}" for a in attempts if a.failure]
+
+
+def train(agent: Any, tasks: list[Any], model: str, folder: Path, **settings: Any) -> Training:
+    """Train an agent for two steps on the Ray cluster of RAY_ADDRESS.
+
+    Args:
+        folder: output folder of the run.
+        settings: further arguments of `rl.GRPO`.
+    """
+    options = {"n_steps": 2, "tasks_per_step": 2, "group_size": 4, "lr": 1e-4} | settings
+    trainer = rl.Trainer(
+        algorithm=rl.GRPO(model=model, **options),
+        n_runners=1,
+        runner={"max_concurrent": 4},
+        output_dir=folder,
+        progress=False,
+    )
+    trainer.fit(agent, tasks)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return Training([json.loads(line) for line in lines], rl.read_rollouts(folder))

@@ -1,0 +1,37 @@
+"""Program that runs the rollout function of a documentation page on the task of its standard input.
+
+    python page_agent.py PAGE BLOCK
+
+It runs in the framework's own environment, so it imports raylight from the checkout.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[2]))
+
+from docs_snippets import snippet
+
+import raylight as rl
+
+
+def main(page: Path, block: str) -> None:
+    task = json.load(sys.stdin)
+    agent = snippet(page, block).run()["agent"]
+    llm = rl.LLM(
+        endpoint=os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        model=os.environ["OPENAI_MODEL"],
+        traced=True,
+    )
+    reward = agent(task, llm)
+    if inspect.isawaitable(reward):
+        reward = asyncio.run(reward)
+    print(f"\n{json.dumps(reward)}")
+
+
+main(Path(sys.argv[1]), sys.argv[2])
