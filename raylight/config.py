@@ -185,6 +185,10 @@ class EngineConfig(Config):
     token_in: bool = True
     """Build a conversation's next prompt from the tokens sampled so far plus the rendered new turns, so that
     re-rendering the conversation cannot change earlier tokens."""
+    tolerate_rewrites: bool = True
+    """Continue a conversation in tokens too if the agent sends it back with other white space, with text
+    appended to an answer, or with tool calls written as text. False: answers must have the same text and the
+    same calls."""
     sleep_while_learning: bool = False
     """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raylight.types import CallKey, FinishReason
+from raylight.types import CallKey, FinishReason, HistoryNote
 
 CONSTRAINED = "constrained"
 """Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
@@ -73,6 +73,8 @@ class CaptureContext:
     """Source of the prompt. "rendered": from the messages, by the engine; "spliced": the conversation's
     sampled tokens and the rendered new turns; "partly": sampled tokens up to an earlier answer, with rendered
     answers after it."""
+    history: HistoryNote | None = None
+    """Relation of the request to the attempt's conversations; None if nothing compared them."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """Choice index -> sample."""
 

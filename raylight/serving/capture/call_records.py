@@ -95,6 +95,7 @@ def _generation(
         agent=context.scope.agent,
         policy_logprobs=list(sample.policy_logprobs),
         allowed=list(sample.allowed),
+        history=context.history,
     )
 
 

@@ -13,7 +13,7 @@ from raylight.engines.capture_context import CURRENT, CaptureContext
 from raylight.http.request import JsonRequest, until_disconnect
 from raylight.serving.capture.call_records import model_of, records_of
 from raylight.serving.capture.recorder import ClosedCall
-from raylight.serving.conversations.conversations import Conversations
+from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.answers import Answer, AnswerReader
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class CapturedRequest:
         send: the client's.
         clock: seconds since the epoch.
         conversations: remember the answer; None: nothing does.
+        sent: the request's messages; None if it is not a chat.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class CapturedRequest:
         send: Send,
         clock: Callable[[], float],
         conversations: Conversations | None,
+        sent: SentConversation | None,
     ) -> None:
         self._context = context
         self._known = known
         self._to_client = send
         self._clock = clock
         self._conversations = conversations
+        self._sent = sent
         self._listeners = 0
         self._disconnected = asyncio.Event()
         """Set once the application is to receive a disconnect."""
@@ -176,14 +179,14 @@ class CapturedRequest:
 
     def _remember(self, answer: Answer) -> None:
         """Have the conversations remember the tokens of the answer's complete choices."""
-        if self._conversations is None:
+        if self._conversations is None or self._sent is None:
             return
         context = self._context
         for choice in answer.choices:
             sample = context.samples.get(choice.index)
             if choice.message is not None and sample is not None and sample.finish_reason != "aborted":
                 tokens = sample.prompt_ids + sample.output_ids
-                self._conversations.remember(context.scope, context.body, choice.message, tokens)
+                self._conversations.remember(self._sent, choice.message, tokens, len(sample.prompt_ids))
 
     # the recorder's side
 

@@ -67,7 +67,7 @@ class ConversationLoader:
             self._loads.pop((scope.rollout_id, scope.attempt_id, missing), None)
             return
         known = self._conversations
-        scoped = [(replace(scope, agent=turn.agent), turn) for turn in turns]
-        new = [(owner, turn) for owner, turn in scoped if not known.knows(owner, turn.request, turn.answer)]
-        for owner, turn in new:  # the latest of equal ones counts, so that this replica's own must come later
-            known.remember(owner, turn.request, turn.answer, turn.tokens)
+        read = [(known.read(replace(scope, agent=turn.agent), turn.request), turn) for turn in turns]
+        new = [(sent, turn) for sent, turn in read if not known.knows(sent, turn.answer)]
+        for sent, turn in new:  # the latest of equal ones counts, so that this replica's own must come later
+            known.remember(sent, turn.answer, turn.tokens, turn.prompt_length)

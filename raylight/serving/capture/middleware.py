@@ -25,9 +25,10 @@ from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
 from raylight.serving.capture.finished_attempts import FinishedAttempts
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
-from raylight.serving.conversations.conversations import Conversations
+from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
+from raylight.types import DRIFTS, HistoryNote
 
 MAX_CHOICES = 1024
 """Most choices of one request."""
@@ -96,11 +97,12 @@ class CaptureMiddleware:
             raise AttemptFinishedError
         headers = dict(scope["headers"])
         context = self._context(attempt, scope, request.fields)
+        is_chat = scope["path"] == ChatDialect.path
+        sent = self._conversations.read(attempt, context.body) if self._conversations and is_chat else None
         known = await self._recorder.open(context.keys, context.start_time)
-        captured = CapturedRequest(context, known, send, self._clock, self._conversations)
+        captured = CapturedRequest(context, known, send, self._clock, self._conversations, sent)
         try:
-            is_chat = scope["path"] == ChatDialect.path
-            if is_chat and (tokens := await self._prompt(context, headers)) is not None:
+            if is_chat and (tokens := await self._prompt(context, sent, headers)) is not None:
                 request = JsonRequest({**context.body, PROMPT_FIELD: {PROMPT_IDS: tokens}}, receive)
             other_headers = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID]
             call_id = context.keys[0].call_id.encode()
@@ -136,10 +138,13 @@ class CaptureMiddleware:
         keys = new_keys(attempt, count_choices(body, native is ChatDialect), _digest(body))
         return CaptureContext(attempt, scope.get(DIALECT_KEY) or native.name, body, self._clock(), keys)
 
-    async def _prompt(self, context: CaptureContext, headers: dict[bytes, bytes]) -> list[int] | None:
+    async def _prompt(
+        self, context: CaptureContext, sent: SentConversation | None, headers: dict[bytes, bytes]
+    ) -> list[int] | None:
         """Return the prompt of a continued conversation in tokens; None has the engine render messages.
 
-        The source of the prompt is recorded in `context.prompt`.
+        The source of the prompt is recorded in `context.prompt`, and the relation of the request to earlier
+        ones in `context.history`.
 
         Raises:
             RequestError: the value of the header that switches this is neither on nor off.
@@ -148,17 +153,18 @@ class CaptureMiddleware:
         if switch not in (b"on", b"off"):
             value = switch.decode("latin-1")[:80]
             raise RequestError(f"{TOKEN_IN.decode()} must be on or off, not {value!r}")
-        if self._conversations is None or switch == b"off":
+        if self._conversations is None or sent is None:
+            return None
+        if switch == b"off":
+            context.history = HistoryNote("token_in_off", DRIFTS["token_in_off"])
             return None
         if self._loader is not None:
-            missing = self._conversations.unknown_answer(context.scope, context.body)
+            missing = self._conversations.unknown_answer(sent)
             if missing:
                 await self._loader.load(context.scope, missing)
-        splice = self._conversations.splice(context.scope, context.body)
-        if splice is None:
-            return None
-        context.prompt = "spliced" if splice.complete else "partly"
-        return splice.tokens
+        prompt = self._conversations.prompt(sent)
+        context.prompt, context.history = prompt.source, prompt.note
+        return prompt.tokens
 
 
 def count_choices(body: dict[str, Any], chat: bool) -> int:

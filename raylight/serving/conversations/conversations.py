@@ -1,26 +1,35 @@
 """Conversations in tokens: prompts that continue a conversation with the tokens that were really sampled.
 
-After each answer, a conversation's tokens are stored under a key of its messages. A request whose messages
-continue a stored conversation gets a spliced prompt: the stored tokens, followed by the rendered new turns.
-So a chat template cannot change past turns. Law: a spliced prompt begins with the tokens of the conversation
-that it continues.
+After each answer, a conversation's messages and tokens are stored. A request whose messages continue a stored
+conversation gets a spliced prompt: the stored tokens, followed by the rendered new turns. So a chat template
+cannot change past turns. Law: a spliced prompt begins with the tokens of the conversation that it continues.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Literal
 
 import numpy as np
 from cachetools import LRUCache
-from numpy.typing import NDArray
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.serving.conversations.message_keys import UnsupportedMessage, message_keys, root_key
+from raylight.serving.conversations.drift import NEW, describe_tools, diagnose
+from raylight.serving.conversations.message_forms import (
+    MessageForm,
+    UnsupportedMessage,
+    answer_form,
+    digest_of,
+    message_forms,
+)
 from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
+from raylight.serving.conversations.rewrites import Rewrites
+from raylight.serving.conversations.turn_tree import Branches, Message, TokenPrefix, Turn
+from raylight.types import DRIFTS, HistoryNote
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +45,8 @@ PROMPT_FIELDS = (
     "truncate_prompt_tokens",
 )
 """Request fields that make a prompt differ from the rendered messages; such requests are not spliced."""
-OVERHEAD = 64
-"""Memory of a stored conversation beside its tokens, in tokens."""
+MAX_ROOTS = 8
+"""Number of settings, the latest ones, whose conversations a request with other settings is compared with."""
 
 
 @dataclass
@@ -54,45 +63,47 @@ class SpliceCounts:
 
 
 @dataclass(frozen=True)
-class SplicedPrompt:
-    """A prompt that begins with the tokens of a stored conversation."""
+class Prompt:
+    """The prompt of a request."""
 
-    tokens: list[int]
-    complete: bool
-    """True if all answers in it are sampled tokens; False if later answers had to be rendered."""
+    tokens: list[int] | None
+    """None if the engine has to render the messages."""
+    source: Literal["rendered", "spliced", "partly"]
+    """As `CaptureContext.prompt`."""
+    note: HistoryNote
+    """Relation of the request to the stored conversations."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StoredPrefix:
-    """The tokens of a conversation up to an answer, stored as the difference to an earlier prefix."""
+@dataclass(frozen=True)
+class SentConversation:
+    """The messages of a request in canonical form."""
 
-    base: _StoredPrefix | None
-    suffix: NDArray[np.uint32]
-    length: int
-    """Number of tokens, including those of `base`."""
+    scope: AttemptScope
+    messages: Sequence[Any]
+    forms: Sequence[MessageForm]
+    """Empty if the request cannot be spliced."""
+    root: bytes
+    """Digest of all inputs of the chat template beside the messages. The model's name is not part of it: a
+    policy may be served under a new name (the next version of its adapter) and continue a conversation."""
+    tools: Any
+    variables: dict[str, Any]
+    """Variables of the chat template."""
+    problem: str = ""
+    """Reason for which the request cannot be spliced."""
 
-    def tokens(self) -> list[int]:
-        parts, prefix = [], self
-        while True:
-            parts.append(prefix.suffix)
-            if prefix.base is None:
-                return np.concatenate(parts[::-1]).tolist()
-            prefix = prefix.base
 
-    def is_prefix_of(self, tokens: NDArray[np.uint32]) -> bool:
-        """True if `tokens` begins with this prefix."""
-        prefix: _StoredPrefix | None = self
-        while prefix is not None:
-            start = prefix.length - len(prefix.suffix)
-            if not np.array_equal(prefix.suffix, tokens[start : prefix.length]):
-                return False
-            prefix = prefix.base
-        return True
+@dataclass
+class _Root:
+    """Conversations with the same inputs of the chat template beside the messages."""
+
+    agent: str | None
+    tools: Any
+    turns: Branches = field(default_factory=Branches)
 
 
 @dataclass
 class _AttemptConversations:
-    prefixes: dict[bytes, _StoredPrefix] = field(default_factory=dict)
+    roots: dict[bytes, _Root] = field(default_factory=dict)
     size: int = 0
 
 
@@ -108,6 +119,8 @@ class Conversations:
         capacity_tokens: number of tokens stored for all attempts; beyond it, the least recently used attempt
             is dropped.
         template_kwargs: the engine's defaults for `chat_template_kwargs`.
+        tolerate_rewrites: continue a conversation whose messages were rewritten with the same meaning (see
+            `rewrites`).
     """
 
     def __init__(
@@ -115,114 +128,206 @@ class Conversations:
         tokenizer: Any,
         capacity_tokens: int = 20_000_000,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tolerate_rewrites: bool = True,
     ) -> None:
         self.counts = SpliceCounts()
         self._renderer = Renderer(tokenizer)
+        self._rewrites = Rewrites(tokenizer) if tolerate_rewrites else None
         self._defaults = dict(template_kwargs or {})
         self._attempts: LRUCache[tuple[str, str], _AttemptConversations] = LRUCache(
             capacity_tokens, getsizeof=lambda attempt: attempt.size
         )
         self._reasons: set[str] = set()
 
-    def splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> SplicedPrompt | None:
-        """Return a chat request's spliced prompt; None if it continues no stored conversation."""
+    def read(self, scope: AttemptScope, body: Mapping[str, Any]) -> SentConversation:
+        """Return the messages of a chat request in canonical form."""
+        messages, tools = body.get("messages"), body.get("tools") or None
+        problem, root = "", b""
+        forms: list[MessageForm] = []
+        variables: dict[str, Any] = {}
+        if _changes_prompt(body):
+            problem = "the request has fields that change the prompt"
+        else:
+            try:
+                variables = self._variables(body)
+                root = digest_of([scope.agent, tools, variables])
+                forms = message_forms(messages or [])
+            except UnsupportedMessage as error:
+                problem = str(error)
+                logger.debug("a request cannot be continued in tokens, and is rendered: %s", error)
+        return SentConversation(scope, messages or [], forms, root, tools, variables, problem)
+
+    def prompt(self, sent: SentConversation) -> Prompt:
+        """Return the prompt of a request: spliced if it continues a stored conversation."""
         try:
-            prompt = self._splice(scope, body)
+            prompt = self._prompt(sent)
         except UnsupportedTemplate as error:
             self.counts.refused_by_template += 1
             self._warn_once(str(error))
-            return None
-        if prompt is None:
-            self.counts.rendered += 1
-        elif prompt.complete:
+            return Prompt(None, "rendered", HistoryNote("template", f"the chat template: {error}"))
+        if prompt.source == "spliced":
             self.counts.spliced += 1
-        else:
+        elif prompt.source == "partly":
             self.counts.partly += 1
+        else:
+            self.counts.rendered += 1
         return prompt
 
-    def unknown_answer(self, scope: AttemptScope, body: Mapping[str, Any]) -> bytes | None:
+    def unknown_answer(self, sent: SentConversation) -> bytes | None:
         """Return the key of a request's last answer if it could be spliced but is not stored here.
 
         Another replica may have sampled it.
         """
-        keys = self._keys(scope, body)
-        if not keys:
+        answers = [n for n, form in enumerate(sent.forms[:-1]) if form.is_answer]
+        if not answers:
             return None
-        answers = [key for key, m in zip(keys[:-1], body["messages"], strict=False) if _is_answer(m)]
-        return answers[-1] if answers and not self._has(scope, answers[-1]) else None
+        steps = self._walk(sent)
+        if len(steps) > answers[-1] and steps[answers[-1]].prefix is not None:
+            return None
+        digests = b"".join(form.digest for form in sent.forms[: answers[-1] + 1])
+        return blake2b(sent.root + digests, digest_size=16).digest()
 
     def remember(
-        self, scope: AttemptScope, body: Mapping[str, Any], message: Mapping[str, Any], tokens: list[int]
+        self, sent: SentConversation, message: Mapping[str, Any], tokens: list[int], prompt_length: int
     ) -> None:
-        """Store a conversation under the key of a request's messages and its answer, replacing an equal one.
+        """Store the conversation of a request and its answer, replacing an equal one.
 
         Args:
             message: the answer.
             tokens: token ids of prompt and answer, exactly as sampled.
+            prompt_length: number of tokens of the prompt.
         """
-        keys = self._keys(scope, body, message)
-        if not tokens or not keys:
+        answer = _answer_form(message)
+        if not tokens or not sent.forms or answer is None:
             return
-        attempt = self._attempts.get(_attempt_key(scope)) or _AttemptConversations()
+        attempt = self._attempts.get(_attempt_key(sent.scope)) or _AttemptConversations()
+        root = attempt.roots.get(sent.root)
+        if root is None:
+            root = attempt.roots[sent.root] = _Root(sent.scope.agent, sent.tools)
         all_tokens = np.array(tokens, dtype=np.uint32)
-        base = next(
-            (
-                prefix
-                for key in reversed(keys)
-                if (prefix := attempt.prefixes.get(key)) and prefix.is_prefix_of(all_tokens)
-            ),
-            None,
-        )
-        if base is not None and base.length == len(tokens) and attempt.prefixes.get(keys[-1]) is base:
-            return
-        stored = _StoredPrefix(base, all_tokens[base.length if base else 0 :].copy(), len(tokens))
-        attempt.prefixes[keys[-1]] = stored
-        attempt.size += len(stored.suffix) + OVERHEAD
-        self._attempts.pop(_attempt_key(scope), None)  # inserted again below, with its new size
-        with suppress(ValueError):  # larger than the whole capacity
-            self._attempts[_attempt_key(scope)] = attempt
+        base, turns = None, root.turns
+        steps = self._walk_from(turns, sent)
+        steps = steps[: _last_sampled(steps, len(sent.forms)) + 1]
+        for turn in [*steps, *map(Turn, sent.forms[len(steps) :])]:
+            turns = _store(attempt, turns, turn).next
+            if turn.prefix is not None and turn.prefix.is_prefix_of(all_tokens):
+                base = turn.prefix
+        stored = turns.find(answer)
+        if stored is not None and stored.prefix is not None and stored.prefix.is_prefix_of(all_tokens):
+            if stored.prefix.length == len(tokens):
+                return
+            base = stored.prefix
+        suffix = all_tokens[base.length if base else 0 :].copy()
+        prefix = TokenPrefix(base, suffix, len(tokens), len(tokens) - prompt_length)
+        if stored is None:
+            stored = _store(attempt, turns, Turn(answer))
+        stored.prefix, stored.note, stored.shown = prefix, None, None
+        attempt.size += len(suffix)
+        self._resize(sent.scope, attempt)
 
     def forget(self, scope: AttemptScope) -> None:
         """Drop all conversations of an attempt, of all its agents."""
         self._attempts.pop(_attempt_key(scope), None)
 
-    def knows(self, scope: AttemptScope, body: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    def knows(self, sent: SentConversation, message: Mapping[str, Any]) -> bool:
         """True if the conversation of a request's messages and its answer is stored."""
-        keys = self._keys(scope, body, message)
-        return bool(keys) and self._has(scope, keys[-1])
+        answer = _answer_form(message)
+        steps = self._walk(sent)
+        if answer is None or not steps or len(steps) < len(sent.forms):
+            return False
+        stored = steps[-1].next.find(answer)
+        return stored is not None and stored.prefix is not None
 
-    def _splice(self, scope: AttemptScope, body: Mapping[str, Any]) -> SplicedPrompt | None:
-        attempt = self._attempts.get(_attempt_key(scope))
+    def _prompt(self, sent: SentConversation) -> Prompt:
+        """Return a request's prompt.
+
+        Raises:
+            UnsupportedTemplate: the request continues a conversation, and the template does not allow it.
+        """
+        if not sent.forms:
+            return Prompt(None, "rendered", HistoryNote("unsupported", sent.problem))
+        steps = self._walk(sent)
+        last = _last_sampled(steps, len(sent.forms))
+        note = self._note(sent, steps, last)
+        if last < 0:
+            return Prompt(None, "rendered", note)
+        self._store_rewritten(sent, steps[: last + 1])
+        shown = [step.shown or [sent.messages[n]] for n, step in enumerate(steps[: last + 1])]
+        before: list[Message] = [message for messages in shown for message in messages]
+        prefix = steps[last].prefix
+        assert prefix is not None
+        tokens = self._renderer.extend(
+            prefix.tokens(),
+            [*before, *sent.messages[last + 1 :]],
+            len(before) - len(shown[-1]),
+            sent.tools,
+            sent.variables,
+        )
+        complete = not any(form.is_answer for form in sent.forms[last + 1 :])
+        return Prompt(tokens, "spliced" if complete else "partly", note)
+
+    def _note(self, sent: SentConversation, steps: list[Turn], last: int) -> HistoryNote:
+        """Return the relation of a request to the stored conversations, from its walk through them."""
+        attempt = self._attempts.get(_attempt_key(sent.scope))
         if attempt is None:
-            return None
-        keys = self._keys(scope, body)
-        for answer_index in reversed(range(len(keys) - 1)):
-            if prefix := attempt.prefixes.get(keys[answer_index]):
-                messages = body["messages"]
-                tokens = self._renderer.extend(
-                    prefix.tokens(), messages, answer_index, body.get("tools"), self._kwargs(body)
-                )
-                return SplicedPrompt(tokens, complete=not any(map(_is_answer, messages[answer_index + 1 :])))
+            return NEW
+        root = attempt.roots.get(sent.root)
+        if last < 0 and (changed := self._changed_root(sent, attempt)):
+            return changed
+        turns = steps[-1].next if steps else root.turns if root else Branches()
+        note = diagnose(turns, len(steps), sent.forms)
+        if note is not NEW or last < 0:
+            return note
+        rewritten = next(((n, step.note) for n, step in enumerate(steps[: last + 1]) if step.note), None)
+        return rewritten[1]._replace(message=rewritten[0]) if rewritten else HistoryNote("continued")
+
+    def _changed_root(self, sent: SentConversation, attempt: _AttemptConversations) -> HistoryNote | None:
+        """Return a note if a request continues a conversation that had other tools or template variables."""
+        others = [root for key, root in attempt.roots.items() if key != sent.root]
+        for root in others[: -MAX_ROOTS - 1 : -1]:
+            if root.agent != sent.scope.agent:
+                continue
+            if _last_sampled(self._walk_from(root.turns, sent), len(sent.forms)) < 0:
+                continue
+            if root.tools != sent.tools:
+                return describe_tools(root.tools, sent.tools)
+            return HistoryNote("variables_changed", DRIFTS["variables_changed"])
         return None
 
-    def _has(self, scope: AttemptScope, key: bytes) -> bool:
-        attempt = self._attempts.get(_attempt_key(scope))
-        return attempt is not None and key in attempt.prefixes
+    def _walk(self, sent: SentConversation) -> list[Turn]:
+        """Return the stored turns of a request's first messages, up to the first message without one."""
+        attempt = self._attempts.get(_attempt_key(sent.scope))
+        root = attempt.roots.get(sent.root) if attempt else None
+        return self._walk_from(root.turns, sent) if root else []
 
-    def _keys(self, scope: AttemptScope, body: Mapping[str, Any], *answer: Mapping[str, Any]) -> list[bytes]:
-        """Return the keys of a request's messages and its answer; empty if it cannot be spliced."""
-        if _changes_prompt(body):
-            return []
-        try:
-            root = root_key(scope.agent, body.get("tools"), self._kwargs(body))
-            return message_keys(root, [*body["messages"], *answer])
-        except UnsupportedMessage as error:
-            logger.debug(
-                "a conversation cannot be stored in tokens, and is rendered by the engine: %s", error
-            )
-            return []
+    def _walk_from(self, turns: Branches, sent: SentConversation) -> list[Turn]:
+        steps: list[Turn] = []
+        for form in sent.forms:
+            turn = turns.find(form)
+            if turn is None and self._rewrites is not None:
+                turn = self._rewrites.find(turns, form)
+            if turn is None:
+                break
+            steps.append(turn)
+            turns = turn.next
+        return steps
 
-    def _kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _store_rewritten(self, sent: SentConversation, steps: list[Turn]) -> None:
+        """Store the rewritten messages of a walk, so that later requests find them at once."""
+        attempt = self._attempts[_attempt_key(sent.scope)]
+        turns, before = attempt.roots[sent.root].turns, attempt.size
+        for turn in steps:
+            turns = _store(attempt, turns, turn).next
+        if attempt.size != before:
+            self._resize(sent.scope, attempt)
+
+    def _resize(self, scope: AttemptScope, attempt: _AttemptConversations) -> None:
+        self._attempts.pop(_attempt_key(scope), None)  # inserted again, with its new size
+        with suppress(ValueError):  # larger than the whole capacity
+            self._attempts[_attempt_key(scope)] = attempt
+
+    def _variables(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template's variables, with the same defaults as vLLM."""
         requested, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
         if effort is None:
@@ -245,8 +350,27 @@ def _attempt_key(scope: AttemptScope) -> tuple[str, str]:
     return scope.rollout_id, scope.attempt_id
 
 
-def _is_answer(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "assistant"
+def _store(attempt: _AttemptConversations, turns: Branches, turn: Turn) -> Turn:
+    """Store a turn; return it, or the one that is already stored for its form."""
+    stored = turns.find(turn.form)
+    if stored is not None:
+        return stored
+    turns.add(turn)
+    attempt.size += turn.size
+    return turn
+
+
+def _answer_form(message: Mapping[str, Any]) -> MessageForm | None:
+    try:
+        return answer_form(message)
+    except UnsupportedMessage:
+        return None
+
+
+def _last_sampled(steps: Sequence[Turn], messages: int) -> int:
+    """Return the index of the last sampled answer of a walk, which is not the last message; -1 for none."""
+    indices = reversed(range(min(len(steps), messages - 1)))
+    return next((n for n in indices if steps[n].prefix is not None), -1)
 
 
 def _changes_prompt(body: Mapping[str, Any]) -> bool:

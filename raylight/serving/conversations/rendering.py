@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from raylight.serving.conversations.message_keys import arguments_of, text_of
+from raylight.serving.conversations.message_forms import arguments_of, text_of
 
 logger = logging.getLogger(__name__)
 

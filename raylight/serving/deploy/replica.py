@@ -102,6 +102,7 @@ class ReplicaRuntime:
             self._add_spans if store is not None else None,
             max_body=config.max_body_bytes,
             token_in=config.token_in,
+            tolerate_rewrites=config.tolerate_rewrites,
             ignore_fields=config.ignore_fields,
             history=store.chat_history if store is not None else None,
             metrics=Metrics(engine_metrics),

@@ -230,6 +230,7 @@ def build_gateway(
     max_body: int = MAX_BODY,
     metrics: Metrics | None = None,
     token_in: bool = True,
+    tolerate_rewrites: bool = True,
     history: History | None = None,
     is_finished: IsFinished | None = None,
     ignore_fields: Sequence[str] = (),
@@ -243,6 +244,7 @@ def build_gateway(
         spans: stores spans that other processes send to `/v1/traces`. None: the route does not exist.
         max_body: largest body of a request, in bytes.
         token_in: build the next prompt of a conversation from its own tokens, if the engine has a tokenizer.
+        tolerate_rewrites: do so too if the agent sends its messages in other words.
         history: loads conversations of an attempt that another replica served before; normally
             `StoreClient.chat_history`.
         is_finished: returns True if an attempt has finished, for requests that open no call; normally
@@ -253,7 +255,9 @@ def build_gateway(
     finished = FinishedAttempts(is_finished)
     app = metrics.count_samples(engine_app)
     if recorder is not None:
-        conversations = Conversations(engine.tokenizer) if token_in and engine.tokenizer is not None else None
+        conversations = None
+        if token_in and engine.tokenizer is not None:
+            conversations = Conversations(engine.tokenizer, tolerate_rewrites=tolerate_rewrites)
         _add_gauges(metrics, recorder, conversations)
         app = CaptureMiddleware(app, engine, recorder, conversations, history, finished=finished)
     app = TranslationMiddleware(app)

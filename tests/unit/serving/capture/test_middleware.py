@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from capture_helpers import ASKED, ENGINE, INSIDE, Call, FakeApp, Sink, send_event, settle
@@ -40,15 +40,20 @@ from raylight.serving.capture import captured_request, conversation_loader, retr
 from raylight.serving.capture.conversation_loader import REMEMBERED, ConversationLoader
 from raylight.serving.capture.middleware import MAX_CHOICES, CaptureMiddleware, count_choices
 from raylight.serving.capture.recorder import Recorder
-from raylight.serving.conversations.conversations import Conversations, SplicedPrompt
+from raylight.serving.conversations.conversations import Conversations, Prompt
 from raylight.store.client import StoreClient
 from raylight.store.reading import ChatTurn
 from raylight.store.service import StoreService
 from raylight.traces.attributes import call_key_of
 from raylight.traces.messages import read_call
+from raylight.types import HistoryNote
 
 STREAMED = ASKED | {"stream": True}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+Sent: TypeAlias = tuple[AttemptScope, Any]
+NOTE = HistoryNote("white_space", "reason", 1, 2, "was", "sent")
 
 
 class Known:
@@ -58,29 +63,33 @@ class Known:
         self.spliced = spliced
         self.whole = True
         self.remembered: list[tuple[AttemptScope, Any, Any, list[int]]] = []
+        self.prompt_lengths: list[int] = []
         self.forgotten: list[AttemptScope] = []
 
-    def splice(self, scope: AttemptScope, body: Any) -> SplicedPrompt | None:
-        return SplicedPrompt(self.spliced, self.whole) if self.spliced else None
+    def read(self, scope: AttemptScope, body: Any) -> Sent:
+        return scope, body
 
-    def unknown_answer(self, scope: AttemptScope, body: Any) -> bytes | None:
+    def prompt(self, sent: Sent) -> Prompt:
+        if not self.spliced:
+            return Prompt(None, "rendered", HistoryNote("new"))
+        return Prompt(self.spliced, "spliced" if self.whole else "partly", NOTE)
+
+    def unknown_answer(self, sent: Sent) -> bytes | None:
         """Answers are identified by their text alone."""
-        answers = [m["content"] for m in body["messages"] if m["role"] == "assistant"]
-        return (
-            answers[-1].encode()
-            if answers and not self.knows(scope, body, {"content": answers[-1]})
-            else None
-        )
+        answers = [m["content"] for m in sent[1]["messages"] if m["role"] == "assistant"]
+        return answers[-1].encode() if answers and not self.knows(sent, {"content": answers[-1]}) else None
 
-    def remember(self, scope: AttemptScope, body: Any, message: Any, tokens: list[int]) -> None:
-        self.remembered.append((scope, body, message, tokens))
+    def remember(self, sent: Sent, message: Any, tokens: list[int], prompt_length: int) -> None:
+        self.remembered.append((*sent, message, tokens))
+        self.prompt_lengths.append(prompt_length)
 
     def forget(self, scope: AttemptScope) -> None:
         self.forgotten.append(scope)
 
-    def knows(self, scope: AttemptScope, body: Any, message: Any) -> bool:
+    def knows(self, sent: Sent, message: Any) -> bool:
         return any(
-            known == scope and said["content"] == message["content"] for known, _, said, _ in self.remembered
+            known == sent[0] and said["content"] == message["content"]
+            for known, _, said, _ in self.remembered
         )
 
 
@@ -516,11 +525,14 @@ async def test_a_conversation_that_is_known_goes_to_the_engine_as_tokens() -> No
     ((scope, body, message, tokens),) = known.remembered
     assert (scope, body, message) == (INSIDE, ASKED, {"role": "assistant", "content": "hello"})
     assert tokens == [7, 8, 9] + [ord(letter) for letter in "hello"]
+    assert known.prompt_lengths == [3]
+    assert generation.history == NOTE
 
 
 async def test_it_can_be_switched_off_by_request() -> None:
     bench = Bench(Known([7]))
-    _, _, span = await bench.record(x_raylight_token_in="off")
+    _, generation, span = await bench.record(x_raylight_token_in="off")
+    assert generation.history.kind == "token_in_off"
     assert bench.app.requests == [ASKED]
     assert span.attributes[PROMPT_SOURCE] == "rendered"
     assert (await bench.call(x_raylight_token_in="perhaps").answered()).status == 400
@@ -592,7 +604,7 @@ async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> No
     async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         asked.append((rollout_id, attempt_id))
         await gate.wait()
-        return [ChatTurn("planner", ASKED, {"role": "assistant", "content": "hello"}, [1, 2, 3])]
+        return [ChatTurn("planner", ASKED, {"role": "assistant", "content": "hello"}, [1, 2, 3], 1)]
 
     bench = Bench(known, history)
     await bench.call().answered()
@@ -637,7 +649,7 @@ async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: p
     async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         nonlocal asked
         asked += 1
-        return [ChatTurn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1])]
+        return [ChatTurn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1], 0)]
 
     monkeypatch.setattr(conversation_loader, "REMEMBERED", 3)
     loader: Any = ConversationLoader(known, history)  # type: ignore[arg-type]
@@ -766,6 +778,7 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
     assert await other.aclose() == 0
     assert len(first.remembered) == 2
     assert second.remembered[:2] == first.remembered
+    assert second.prompt_lengths[:2] == first.prompt_lengths
     spans = await store.query_spans("ro-1")
     assert sum(RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, (
         "what was cut off is shown without its tokens"

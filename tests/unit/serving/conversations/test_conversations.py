@@ -2,167 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from conversation_helpers import SCOPE, TOKENIZERS, TOOL_TEMPLATES, Conversations, Spoken, Table, speak
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from template_helpers import ADD, call_of, make_tokenizer, result, says, template, user
+from template_helpers import ADD, call_of, result, says, user
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.experience.trajectory import build_trajectories
-from raylight.serving.conversations.conversations import OVERHEAD, Conversations
-from raylight.serving.conversations.message_keys import UnsupportedMessage, message_keys
-from raylight.types import CallKey, Generation
+from raylight.serving.conversations.message_forms import UnsupportedMessage, message_forms
+from raylight.serving.conversations.turn_tree import CHARS_PER_TOKEN, OVERHEAD
 
-SCOPE = AttemptScope("ro-1", "at-1")
 FIRST = {"messages": [user("U1")]}
 TOKENS = [1, 2, 3]
-CALL = re.compile(r"<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
-TOKENIZERS = {
-    name: make_tokenizer(template(name))
-    for name in (
-        "chatml",
-        "tools",
-        "thinking",
-        "collapsing",
-        "headers",
-        "strict",
-        "channels",
-        "parts",
-        "open_turns",
-    )
-}
-ENDS = {"headers": "<|eot_id|>", "strict": "</s>", "channels": "<|return|>", "open_turns": "<|user|>"}
-STARTS = {"channels": "<|message|>"}
-CALL_ENDS = {"channels": "<|call|>", "open_turns": "<|observation|>"}
-TOOL_TEMPLATES = {"tools", "thinking", "headers", "strict", "channels", "open_turns"}
-"""Templates that support tools."""
-
-
-@dataclass
-class Spoken:
-    """The model's output in a turn, before its end token."""
-
-    thought: str = ""
-    text: list[int] = field(default_factory=list)
-    """Any tokens, not necessarily the tokenizer's own tokenisation."""
-    call: str = ""
-    """Arguments as JSON text."""
-    ends: bool = True
-
-
-@dataclass
-class Table:
-    """An engine and an agent in conversation; the agent changes messages as real agents do."""
-
-    name: str
-    splices: bool = True
-    calls: list[Generation] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tokenizer = TOKENIZERS[self.name]
-        self.conversations = Conversations(self.tokenizer)
-        self.messages: list[dict[str, Any]] = [user("the cat sat?")]
-
-    def turn(self, spoken: Spoken) -> None:
-        body = {"messages": self.messages, "tools": [ADD] if self.name in TOOL_TEMPLATES else None}
-        splice = self.conversations.splice(SCOPE, body) if self.splices else None
-        prompt = splice.tokens if splice else self.render(body)
-        output = self._sample(spoken)
-        message = self._parse(output)
-        self.calls.append(generation(len(self.calls), prompt, output))
-        self.conversations.remember(SCOPE, body, message, prompt + output)
-        self.messages = [*self.messages, self._echo(message)]
-        calls = message.get("tool_calls")
-        self.messages += [result(" 3.5\n", call["id"]) for call in calls] if calls else [user("and  then? ")]
-
-    def render(self, body: dict[str, Any]) -> list[int]:
-        messages = [dict(message) for message in body["messages"]]
-        for message in messages:
-            if "tool_calls" in message:
-                message["tool_calls"] = [
-                    {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
-                    for c in message["tool_calls"]
-                ]
-        return list(
-            self.tokenizer.apply_chat_template(
-                messages, tools=body["tools"], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
-
-    def _sample(self, spoken: Spoken) -> list[int]:
-        thought = (
-            f"<think>\n{spoken.thought}\n</think>\n\n" if spoken.thought and self.name == "thinking" else ""
-        )
-        calls = bool(spoken.call) and self.name in TOOL_TEMPLATES
-        call = f'\n<tool_call>\n{{"name": "add", "arguments": {spoken.call}}}\n</tool_call>' if calls else ""
-        end = (
-            (CALL_ENDS if calls and self.name in CALL_ENDS else ENDS).get(self.name, "<|im_end|>")
-            if spoken.ends
-            else ""
-        )
-        encode = self.tokenizer.encode
-        return [
-            *encode(STARTS.get(self.name, "") + thought),
-            *spoken.text,
-            *encode(call),
-            *encode(end),
-        ] or encode("a")
-
-    def _parse(self, output: list[int]) -> dict[str, Any]:
-        """Extract reasoning and calls from the text, as an engine's parsers do."""
-        text = self.tokenizer.decode(output, skip_special_tokens=True)
-        thought, found, rest = text.partition("</think>")
-        text = rest if found else text
-        calls = [json.loads(found) for found in CALL.findall(text)]
-        message = says(
-            CALL.sub("", text),
-            *(
-                call_of(c["name"], json.dumps(c["arguments"]), f"call_{len(self.calls)}_{i}")
-                for i, c in enumerate(calls)
-            ),
-        )
-        return message | ({"reasoning_content": thought} if found else {})
-
-    def _echo(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer as agents send it: stripped, without reasoning, JSON rewritten, keys added."""
-        echo = {"role": "assistant", "content": message["content"].strip()}
-        calls = [
-            {
-                **c,
-                "function": {
-                    **c["function"],
-                    "arguments": json.dumps(json.loads(c["function"]["arguments"]), indent=1),
-                },
-            }
-            for c in message.get("tool_calls", [])
-        ]
-        return echo | {"name": "agent", "annotations": []} | ({"tool_calls": calls} if calls else {})
-
-
-def generation(number: int, prompt: list[int], output: list[int]) -> Generation:
-    return Generation(
-        key=CallKey("ro-1", "at-1", f"call-{number}"),
-        model="policy",
-        prompt_ids=prompt,
-        output_ids=output,
-        logprobs=[-1.0] * len(output),
-        weight_versions=[0] * len(output),
-        finish_reason="stop",
-        start_time=float(number),
-        end_time=number + 1.0,
-        sampling={"temperature": 1.0},
-    )
-
-
-def speak(text: str, tokenizer: Any = TOKENIZERS["chatml"], **more: Any) -> Spoken:
-    return Spoken(text=tokenizer.encode(text), **more)
-
 
 spoken = st.builds(
     Spoken,
@@ -235,7 +90,7 @@ def conversations(name: str = "chatml", **more: Any) -> Conversations:
 def known(message: dict[str, Any], name: str = "chatml", **body: Any) -> Conversations:
     """Return Conversations that store one conversation: a question and this answer."""
     found = conversations(name)
-    found.remember(SCOPE, FIRST | body, message, TOKENS)
+    found.store(SCOPE, FIRST | body, message, TOKENS)
     return found
 
 
@@ -283,7 +138,7 @@ def test_the_same_answer_in_other_words(answer: dict[str, Any], echo: dict[str, 
     [
         (says("A"), says("B")),
         (says("A"), says("A.")),
-        (says("a  b"), says("a b")),
+        (says("a b"), says("ab")),
         (says("A"), user("A")),
         (says("A", call_of("f", "{}")), says("A")),
         (says("A", call_of("f", "{}")), says("A", call_of("g", "{}"))),
@@ -314,7 +169,7 @@ def test_other_messages_before_the_answer_are_another_conversation() -> None:
 def test_results_belong_to_calls_by_place_not_by_label() -> None:
     found, calls = conversations("tools"), [call_of("f", "{}", "a"), call_of("g", "{}", "b")]
     body = {"messages": [user("U1"), says(None, *calls), result("same", "a"), result("same", "b")]}
-    found.remember(SCOPE, body, says("A"), TOKENS)
+    found.store(SCOPE, body, says("A"), TOKENS)
     renamed = [call_of("f", "{}", "x"), call_of("g", "{}", "y")]
     tail = [says("A"), user("U2")]
     assert found.splice(
@@ -345,12 +200,12 @@ def test_a_new_name_of_the_model_changes_nothing() -> None:
 
 def test_the_engines_defaults_are_the_templates_too() -> None:
     found = conversations("thinking", template_kwargs={"enable_thinking": False})
-    found.remember(SCOPE, FIRST, says("A"), TOKENS)
+    found.store(SCOPE, FIRST, says("A"), TOKENS)
     assert ending(found, then(says("A"))).endswith("</think>\n\n")
     asked = {"chat_template_kwargs": {"enable_thinking": True}}
-    found.remember(SCOPE, FIRST | asked, says("A"), TOKENS)
+    found.store(SCOPE, FIRST | asked, says("A"), TOKENS)
     assert ending(found, then(says("A"), **asked)).endswith("assistant\n")
-    found.remember(SCOPE, FIRST | {"reasoning_effort": "high"}, says("A"), TOKENS)
+    found.store(SCOPE, FIRST | {"reasoning_effort": "high"}, says("A"), TOKENS)
     assert ending(found, then(says("A"), reasoning_effort="high")).endswith("assistant\n")
 
 
@@ -372,9 +227,9 @@ def test_special_requests_are_neither_spliced_nor_remembered(special: dict[str, 
     found = known(says("A"))
     assert found.splice(SCOPE, then(says("A"), **special)) is None
     assert found.splice(SCOPE, then(says("A"))) is not None
-    assert not known(says("A"), **special).knows(SCOPE, FIRST, says("A"))
-    assert found.unknown_answer(SCOPE, then(says("B"))) is not None
-    assert found.unknown_answer(SCOPE, then(says("B"), **special)) is None
+    assert not known(says("A"), **special).has(SCOPE, FIRST, says("A"))
+    assert found.missing(SCOPE, then(says("B"))) is not None
+    assert found.missing(SCOPE, then(says("B"), **special)) is None
 
 
 IMAGE = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
@@ -404,8 +259,8 @@ MALFORMED: list[Any] = [
 def test_messages_that_are_not_understood_are_left_to_the_engine(message: Any) -> None:
     found = known(says("A"))
     assert found.splice(SCOPE, then(says("A"), message)) is None
-    assert found.unknown_answer(SCOPE, then(says("B"), message)) is None
-    found.remember(SCOPE, {"messages": [message]}, says("A"), [7])
+    assert found.missing(SCOPE, then(says("B"), message)) is None
+    found.store(SCOPE, {"messages": [message]}, says("A"), [7])
     assert found.splice(SCOPE, {"messages": [message, says("A"), user("U2")]}) is None
 
 
@@ -438,8 +293,8 @@ anything = st.fixed_dictionaries(
 def test_whatever_is_sent_nothing_is_raised(messages: list[Any], body: dict[str, Any]) -> None:
     found = known(says("A"), "tools", **body)
     found.splice(SCOPE, then(says("A"), *messages, **body))
-    found.unknown_answer(SCOPE, then(says("A"), *messages, **body))
-    found.remember(SCOPE, {"messages": messages, **body}, says("A"), TOKENS)
+    found.missing(SCOPE, then(says("A"), *messages, **body))
+    found.store(SCOPE, {"messages": messages, **body}, says("A"), TOKENS)
     found.splice(SCOPE, {"messages": [*messages, says("A"), *messages], **body})
 
 
@@ -448,8 +303,8 @@ def test_a_body_without_messages_is_left_to_the_engine(messages: Any) -> None:
     found = known(says("A"))
     assert found.splice(SCOPE, {"messages": messages}) is None
     assert found.splice(SCOPE, {}) is None
-    assert found.unknown_answer(SCOPE, {"messages": messages}) is None
-    found.remember(SCOPE, {}, says("A"), [1])
+    assert found.missing(SCOPE, {"messages": messages}) is None
+    found.store(SCOPE, {}, says("A"), [1])
 
 
 def test_something_new_must_come_after_the_answer() -> None:
@@ -462,7 +317,7 @@ def test_the_longest_known_conversation_is_continued_and_a_fork_finds_its_own() 
     found, first = known(says("A")), then(says("A"))
     prompt = found.splice(SCOPE, first)
     assert prompt is not None
-    found.remember(SCOPE, first, says("B"), [*prompt.tokens, 9])
+    found.store(SCOPE, first, says("B"), [*prompt.tokens, 9])
     longest = found.splice(SCOPE, {"messages": [*first["messages"], says("B"), user("U3")]})
     assert longest is not None
     assert longest.tokens[: len(prompt.tokens) + 1] == [*prompt.tokens, 9]
@@ -477,22 +332,20 @@ def test_the_longest_known_conversation_is_continued_and_a_fork_finds_its_own() 
 
 def test_what_is_missing_is_the_last_answer_that_is_not_known() -> None:
     found, first = known(says("A")), then(says("A"))
-    assert found.unknown_answer(SCOPE, FIRST) is None, "it has no past"
-    assert found.unknown_answer(SCOPE, first) is None
-    assert found.unknown_answer(SCOPE, then(says("A"), says("B"))) is None, (
-        "the last message cannot be continued"
-    )
+    assert found.missing(SCOPE, FIRST) is None, "it has no past"
+    assert found.missing(SCOPE, first) is None
+    assert found.missing(SCOPE, then(says("A"), says("B"))) is None, "the last message cannot be continued"
     second = {"messages": [*first["messages"], says("B"), user("U3")]}
-    missing = found.unknown_answer(SCOPE, second)
+    missing = found.missing(SCOPE, second)
     assert missing is not None
-    assert missing == found.unknown_answer(SCOPE, {"messages": [*second["messages"], user("and U4")]})
-    assert missing != found.unknown_answer(SCOPE, {"messages": [*first["messages"], says("C"), user("U3")]})
+    assert missing == found.missing(SCOPE, {"messages": [*second["messages"], user("and U4")]})
+    assert missing != found.missing(SCOPE, {"messages": [*first["messages"], says("C"), user("U3")]})
     splice = found.splice(SCOPE, second)
     assert splice is not None
     assert (splice.tokens[: len(TOKENS)], splice.complete) == (TOKENS, False)
     assert vars(found.counts) == {"spliced": 0, "partly": 1, "rendered": 0, "refused_by_template": 0}
-    found.remember(SCOPE, first, says("B"), [*TOKENS, 9])
-    assert found.unknown_answer(SCOPE, second) is None
+    found.store(SCOPE, first, says("B"), [*TOKENS, 9])
+    assert found.missing(SCOPE, second) is None
     whole = found.splice(SCOPE, second)
     assert whole is not None
     assert (whole.tokens[: len(TOKENS) + 1], whole.complete) == ([*TOKENS, 9], True)
@@ -500,7 +353,7 @@ def test_what_is_missing_is_the_last_answer_that_is_not_known() -> None:
 
 def test_of_equal_answers_the_latest_counts() -> None:
     found = known(says("A"))
-    found.remember(SCOPE, FIRST, says("A "), [4, 5])
+    found.store(SCOPE, FIRST, says("A "), [4, 5])
     prompt = found.splice(SCOPE, then(says("A")))
     assert prompt is not None
     assert prompt.tokens[:2] == [4, 5]
@@ -509,7 +362,7 @@ def test_of_equal_answers_the_latest_counts() -> None:
 def test_parallel_answers_are_all_known() -> None:
     found = conversations()
     for n in range(4):
-        found.remember(SCOPE, FIRST, says(f"A{n}"), [1, 2, 10 + n])
+        found.store(SCOPE, FIRST, says(f"A{n}"), [1, 2, 10 + n])
     for n in range(4):
         prompt = found.splice(SCOPE, then(says(f"A{n}")))
         assert prompt is not None
@@ -524,31 +377,31 @@ def test_attempts_and_agents_are_apart() -> None:
         AttemptScope("ro-1", "at-1", "judge"),
     ):
         assert found.splice(other, then(says("A"))) is None
-        assert not found.knows(other, FIRST, says("A"))
-        assert found.unknown_answer(other, then(says("A"))) is not None
-    assert found.knows(SCOPE, FIRST, says("A"))
+        assert not found.has(other, FIRST, says("A"))
+        assert found.missing(other, then(says("A"))) is not None
+    assert found.has(SCOPE, FIRST, says("A"))
 
 
 def test_an_attempt_is_forgotten_with_all_its_agents() -> None:
     found = known(says("A"))
-    found.remember(AttemptScope("ro-1", "at-1", "judge"), FIRST, says("A"), TOKENS)
+    found.store(AttemptScope("ro-1", "at-1", "judge"), FIRST, says("A"), TOKENS)
     found.forget(SCOPE)
     found.forget(SCOPE)
-    assert not found.knows(SCOPE, FIRST, says("A"))
+    assert not found.has(SCOPE, FIRST, says("A"))
     assert found.splice(SCOPE, then(says("A"))) is None
     assert found._attempts.currsize == 0
 
 
 def test_the_attempt_not_used_for_longest_is_forgotten_first() -> None:
-    found = conversations(capacity_tokens=3 * (OVERHEAD + 10))
+    found = conversations(capacity_tokens=3 * (2 * OVERHEAD + 10))
     scopes = [AttemptScope("ro", f"at-{n}") for n in range(4)]
     for scope in scopes[:3]:
-        found.remember(scope, FIRST, says("A"), list(range(10)))
+        found.store(scope, FIRST, says("A"), list(range(10)))
     assert found.splice(scopes[0], then(says("A"))) is not None
-    found.remember(scopes[3], FIRST, says("A"), list(range(10)))
-    assert [found.knows(scope, FIRST, says("A")) for scope in scopes] == [True, False, True, True]
-    found.remember(scopes[3], FIRST, says("B"), list(range(500)))
-    assert found._attempts.currsize <= 3 * (OVERHEAD + 10)
+    found.store(scopes[3], FIRST, says("A"), list(range(10)))
+    assert [found.has(scope, FIRST, says("A")) for scope in scopes] == [True, False, True, True]
+    found.store(scopes[3], FIRST, says("B"), list(range(500)))
+    assert found._attempts.currsize <= 3 * (2 * OVERHEAD + 10)
 
 
 def test_a_long_conversation_takes_the_room_of_its_tokens() -> None:
@@ -556,14 +409,14 @@ def test_a_long_conversation_takes_the_room_of_its_tokens() -> None:
     for _ in range(30):
         table.turn(speak("the cat sat on the mat"))
     last = table.calls[-1]
-    assert (
-        table.conversations._attempts.currsize == len(last.prompt_ids) + len(last.output_ids) + 30 * OVERHEAD
-    )
+    tokens = len(last.prompt_ids) + len(last.output_ids)
+    texts = sum(len(message["content"].strip()) // CHARS_PER_TOKEN for message in table.messages[:-1])
+    assert table.conversations._attempts.currsize == tokens + texts + 60 * OVERHEAD
 
 
 def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> None:
     found = conversations("strict")
-    found.remember(SCOPE, FIRST, says("A"), TOKENS)
+    found.store(SCOPE, FIRST, says("A"), TOKENS)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert found.splice(SCOPE, then(says("A"), user("U2"), user("U3"))) is None
@@ -578,4 +431,4 @@ def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> Non
 )
 def test_a_part_of_no_known_type_is_left_to_the_engine(part: Any) -> None:
     with pytest.raises(UnsupportedMessage):
-        message_keys(b"", [{"role": "user", "content": [part]}])
+        message_forms([{"role": "user", "content": [part]}])

@@ -1,16 +1,15 @@
-"""Keys of conversations, from a canonical form of their messages.
-
-A request continues a conversation if their keys are equal.
+"""Canonical forms of messages, by which a request's messages are compared with stored conversations.
 
 An agent sends an answer back, but not to the letter: it strips the text, drops the reasoning, reformats the
-arguments of tool calls, adds keys of its own. Such a message still equals the original. Another text, or
-another call, makes another message.
+arguments of tool calls, adds keys of its own. Such a message has the same form as the original. Another text,
+or another call, makes another form.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -27,34 +26,83 @@ class UnsupportedMessage(Exception):
     """
 
 
-def root_key(agent: str | None, tools: Any, template_kwargs: Mapping[str, Any]) -> bytes:
-    """Return the key of an empty conversation: a hash of all inputs of a chat template beside the messages.
+@dataclass(frozen=True, slots=True, eq=False)
+class MessageForm:
+    """The canonical form of a message. Two messages are equal if their digests are."""
 
-    The model's name is not part of it: a policy may be served under a new name (the next version of its
-    adapter) and continue a conversation.
+    role: str
+    text: str
+    """Text without outer white space and, in an answer, without reasoning."""
+    calls: list[list[Any]]
+    """Name and decoded arguments of each tool call of an answer."""
+    others: list[Any]
+    """Other content of a message that is not an answer: the index of the tool call that it answers, because
+    some agents replace call ids, and its other keys."""
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest_of([self.role, self.text, self.calls, self.others]))
+
+    @property
+    def is_answer(self) -> bool:
+        """True for a message of the assistant, sampled or not."""
+        return self.role == "assistant"
+
+    def loose_digest(self) -> bytes:
+        """Return a digest that does not depend on white space in the text."""
+        return digest_of([self.role, collapse(self.text), self.calls, self.others])
+
+
+def digest_of(value: Any) -> bytes:
+    """Return a hash of a JSON value that does not depend on the order of keys.
+
+    Raises:
+        UnsupportedMessage: it cannot be encoded as JSON.
     """
-    return _hash(b"", [agent, tools or None, dict(template_kwargs)])
+    try:
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate is a ValueError too
+        raise UnsupportedMessage(f"a message that cannot be encoded as JSON: {error}") from error
+    return blake2b(text, digest_size=16).digest()
 
 
-def message_keys(root: bytes, messages: Sequence[Any]) -> list[bytes]:
-    """Return a key per message, which identifies the conversation up to and including that message.
+def message_forms(messages: Sequence[Any]) -> list[MessageForm]:
+    """Return the canonical forms of a conversation's messages.
 
     Raises:
         UnsupportedMessage: one of them is not text, or not a message.
     """
-    keys: list[bytes] = []
+    forms: list[MessageForm] = []
     call_indices: dict[Any, int] = {}
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UnsupportedMessage("a message without a role")
         if message["role"] == "assistant":
-            form = _canonical_answer(message)
+            forms.append(answer_form(message))
             call_indices = {call.get("id"): i for i, call in enumerate(message.get("tool_calls") or [])}
         else:
-            form = _canonical_input(message, call_indices)
-        root = _hash(root, form)
-        keys.append(root)
-    return keys
+            forms.append(_input_form(message, call_indices))
+    return forms
+
+
+def answer_form(message: Mapping[str, Any]) -> MessageForm:
+    """Return the form of an assistant message: its text and calls. Reasoning and other keys do not count.
+
+    Raises:
+        UnsupportedMessage: it has content of another kind.
+    """
+    if unsupported := [key for key in UNSUPPORTED_KEYS if message.get(key)]:
+        raise UnsupportedMessage(f"an assistant message with {unsupported[0]}")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise UnsupportedMessage("tool_calls that are not a list")
+    text = without_reasoning(text_of(message.get("content"))).strip()
+    return MessageForm("assistant", text, [_canonical_call(call) for call in calls], [])
+
+
+def collapse(text: str) -> str:
+    """Return a text with single spaces in place of its white space, and none at its ends."""
+    return " ".join(text.split())
 
 
 def text_of(content: Any) -> str:
@@ -85,30 +133,7 @@ def arguments_of(arguments: Any) -> Any:
         return arguments.strip()
 
 
-def _hash(before: bytes, form: Any) -> bytes:
-    try:
-        text = json.dumps(form, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate is a ValueError too
-        raise UnsupportedMessage(f"a message that cannot be encoded as JSON: {error}") from error
-    return blake2b(before + text, digest_size=16).digest()
-
-
-def _canonical_answer(message: Mapping[str, Any]) -> list[Any]:
-    """The text and the calls of an assistant message. Reasoning and other keys do not count."""
-    if unsupported := [key for key in UNSUPPORTED_KEYS if message.get(key)]:
-        raise UnsupportedMessage(f"an assistant message with {unsupported[0]}")
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise UnsupportedMessage("tool_calls that are not a list")
-    text = _without_reasoning(text_of(message.get("content"))).strip()
-    return ["assistant", text, [_canonical_call(call) for call in calls]]
-
-
-def _canonical_input(message: Mapping[str, Any], call_indices: Mapping[Any, int]) -> list[Any]:
-    """Any other message, with all its keys.
-
-    A tool result names its call by index, because some agents replace call ids.
-    """
+def _input_form(message: Mapping[str, Any], call_indices: Mapping[Any, int]) -> MessageForm:
     rest = {
         key: value
         for key, value in message.items()
@@ -116,7 +141,7 @@ def _canonical_input(message: Mapping[str, Any], call_indices: Mapping[Any, int]
     }
     call_id = message.get("tool_call_id")
     index = call_indices.get(call_id) if isinstance(call_id, str) else None
-    return [message["role"], text_of(message.get("content")).strip(), index, rest]
+    return MessageForm(message["role"], text_of(message.get("content")).strip(), [], [index, rest])
 
 
 def _canonical_call(call: Any) -> list[Any]:
@@ -140,7 +165,7 @@ def _text_of_part(part: Any) -> str | None:
     return str(part["text"])
 
 
-def _without_reasoning(text: str) -> str:
+def without_reasoning(text: str) -> str:
     """Strip leading reasoning that no parser has removed. Its opening marker may be part of the prompt."""
     head, end, tail = text.partition("</think>")
     return tail if end and "<think>" not in head.lstrip().removeprefix("<think>") else text
