@@ -28,7 +28,7 @@ from raylight.serving.conversations.message_forms import (
 )
 from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
 from raylight.serving.conversations.rewrites import Rewrites
-from raylight.serving.conversations.turn_tree import Branches, Message, TokenPrefix, Turn
+from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix
 from raylight.types import DRIFTS, HistoryNote
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class Conversations:
         base, turns = None, root.turns
         steps = self._walk_from(turns, sent)
         steps = steps[: _last_sampled(steps, len(sent.forms)) + 1]
-        for turn in [*steps, *map(Turn, sent.forms[len(steps) :])]:
+        for turn in [*steps, *map(StoredTurn, sent.forms[len(steps) :])]:
             turns = _store(attempt, turns, turn).next
             if turn.prefix is not None and turn.prefix.is_prefix_of(all_tokens):
                 base = turn.prefix
@@ -221,7 +221,7 @@ class Conversations:
         suffix = all_tokens[base.length if base else 0 :].copy()
         prefix = TokenPrefix(base, suffix, len(tokens), len(tokens) - prompt_length)
         if stored is None:
-            stored = _store(attempt, turns, Turn(answer))
+            stored = _store(attempt, turns, StoredTurn(answer))
         stored.prefix, stored.note, stored.shown = prefix, None, None
         attempt.size += len(suffix)
         self._resize(sent.scope, attempt)
@@ -267,7 +267,7 @@ class Conversations:
         complete = not any(form.is_answer for form in sent.forms[last + 1 :])
         return Prompt(tokens, "spliced" if complete else "partly", note)
 
-    def _note(self, sent: SentConversation, steps: list[Turn], last: int) -> HistoryNote:
+    def _note(self, sent: SentConversation, steps: list[StoredTurn], last: int) -> HistoryNote:
         """Return the relation of a request to the stored conversations, from its walk through them."""
         attempt = self._attempts.get(_attempt_key(sent.scope))
         if attempt is None:
@@ -295,14 +295,14 @@ class Conversations:
             return HistoryNote("variables_changed", DRIFTS["variables_changed"])
         return None
 
-    def _walk(self, sent: SentConversation) -> list[Turn]:
+    def _walk(self, sent: SentConversation) -> list[StoredTurn]:
         """Return the stored turns of a request's first messages, up to the first message without one."""
         attempt = self._attempts.get(_attempt_key(sent.scope))
         root = attempt.roots.get(sent.root) if attempt else None
         return self._walk_from(root.turns, sent) if root else []
 
-    def _walk_from(self, turns: Branches, sent: SentConversation) -> list[Turn]:
-        steps: list[Turn] = []
+    def _walk_from(self, turns: Branches, sent: SentConversation) -> list[StoredTurn]:
+        steps: list[StoredTurn] = []
         for form in sent.forms:
             turn = turns.find(form)
             if turn is None and self._rewrites is not None:
@@ -313,7 +313,7 @@ class Conversations:
             turns = turn.next
         return steps
 
-    def _store_rewritten(self, sent: SentConversation, steps: list[Turn]) -> None:
+    def _store_rewritten(self, sent: SentConversation, steps: list[StoredTurn]) -> None:
         """Store the rewritten messages of a walk, so that later requests find them at once."""
         attempt = self._attempts[_attempt_key(sent.scope)]
         turns, before = attempt.roots[sent.root].turns, attempt.size
@@ -350,7 +350,7 @@ def _attempt_key(scope: AttemptScope) -> tuple[str, str]:
     return scope.rollout_id, scope.attempt_id
 
 
-def _store(attempt: _AttemptConversations, turns: Branches, turn: Turn) -> Turn:
+def _store(attempt: _AttemptConversations, turns: Branches, turn: StoredTurn) -> StoredTurn:
     """Store a turn; return it, or the one that is already stored for its form."""
     stored = turns.find(turn.form)
     if stored is not None:
@@ -367,7 +367,7 @@ def _answer_form(message: Mapping[str, Any]) -> MessageForm | None:
         return None
 
 
-def _last_sampled(steps: Sequence[Turn], messages: int) -> int:
+def _last_sampled(steps: Sequence[StoredTurn], messages: int) -> int:
     """Return the index of the last sampled answer of a walk, which is not the last message; -1 for none."""
     indices = reversed(range(min(len(steps), messages - 1)))
     return next((n for n in indices if steps[n].prefix is not None), -1)

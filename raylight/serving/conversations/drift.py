@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from raylight.serving.conversations.message_forms import MessageForm
-from raylight.serving.conversations.turn_tree import Branches, Turn
+from raylight.serving.conversations.turn_tree import Branches, StoredTurn
 from raylight.types import DRIFTS, DriftKind, HistoryKind, HistoryNote
 
 MAX_TURNS = 2000
@@ -32,7 +32,7 @@ def diagnose(branches: Branches, index: int, forms: Sequence[MessageForm]) -> Hi
         return NEW  # nothing in it was sampled after this place
     if forms[index].is_answer and (sampled := branches.sampled()):
         return _edited_answer(sampled[0], index, forms[index])
-    below: dict[bytes, list[tuple[int, Turn]]] = {}
+    below: dict[bytes, list[tuple[int, StoredTurn]]] = {}
     for depth, turn, branch in _descendants(branches):
         below.setdefault(turn.form.digest, []).append((depth, branch))
     known = next((n for n in answers if forms[n].digest in below), None)
@@ -67,7 +67,7 @@ def note_difference(
     return HistoryNote(kind, reason, index, start, _excerpt(was, start), _excerpt(sent, start))
 
 
-def _edited_answer(turn: Turn, index: int, form: MessageForm) -> HistoryNote:
+def _edited_answer(turn: StoredTurn, index: int, form: MessageForm) -> HistoryNote:
     was, sent = turn.form, form
     if was.text != sent.text:
         reason = DRIFTS["answer_edited"]
@@ -84,7 +84,7 @@ def _edited_answer(turn: Turn, index: int, form: MessageForm) -> HistoryNote:
 
 
 def _changed_before(
-    known: int, places: list[tuple[int, Turn]], index: int, forms: Sequence[MessageForm]
+    known: int, places: list[tuple[int, StoredTurn]], index: int, forms: Sequence[MessageForm]
 ) -> HistoryNote:
     """Return a note of messages that were edited, removed or inserted before an answer that is stored.
 
@@ -109,7 +109,7 @@ def _changed_before(
     return _difference(kind, reason, index, branch, form)
 
 
-def _descendants(branches: Branches) -> Iterator[tuple[int, Turn, Turn]]:
+def _descendants(branches: Branches) -> Iterator[tuple[int, StoredTurn, StoredTurn]]:
     """Yield turns with their depths and the branches that they are on, breadth first, up to a limit."""
     level = [(turn, turn) for turn in branches]
     depth = count = 0
@@ -131,7 +131,7 @@ def _by_name(tools: Any) -> dict[str, Any]:
     return named
 
 
-def _difference(kind: DriftKind, reason: str, index: int, turn: Turn, form: MessageForm) -> HistoryNote:
+def _difference(kind: DriftKind, reason: str, index: int, turn: StoredTurn, form: MessageForm) -> HistoryNote:
     return note_difference(kind, reason, turn.form.text, form.text, index)
 
 

@@ -28,7 +28,7 @@ from raylight.serving.conversations.message_forms import (
     digest_of,
     without_reasoning,
 )
-from raylight.serving.conversations.turn_tree import Branches, Message, TokenPrefix, Turn
+from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix
 from raylight.types import CONTINUED, ContinuedKind
 
 MAX_LABEL = 40
@@ -51,7 +51,7 @@ class Rewrites:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._end_ids = frozenset(number for number, token in added.items() if token.special)
 
-    def find(self, branches: Branches, form: MessageForm) -> Turn | None:
+    def find(self, branches: Branches, form: MessageForm) -> StoredTurn | None:
         """Return a turn for a message that is not stored but stands for one that is; None if none fits."""
         if same := branches.find_loose(form):
             return _stand_in(same, form, "white_space")
@@ -60,7 +60,7 @@ class Rewrites:
         found = (self._as_answer(turn, form) for turn in branches.sampled())
         return next((turn for turn in found if turn is not None), None)
 
-    def _as_answer(self, turn: Turn, form: MessageForm) -> Turn | None:
+    def _as_answer(self, turn: StoredTurn, form: MessageForm) -> StoredTurn | None:
         """Return a turn that stands for a sampled answer; None if the form is another answer."""
         if turn.form.calls:
             return None if form.calls else self._as_calls(turn, form)
@@ -77,27 +77,27 @@ class Rewrites:
         text = appended.lstrip() if spoken[-1:].isspace() else appended
         return self._extended(turn, form, text)
 
-    def has_ended(self, turn: Turn) -> bool:
+    def has_ended(self, turn: StoredTurn) -> bool:
         """True if the sampled answer ends with a special token, after which no text of it can follow."""
         output = turn.prefix.output() if turn.prefix else []
         return bool(output) and output[-1] in self._end_ids
 
-    def _as_calls(self, turn: Turn, form: MessageForm) -> Turn | None:
+    def _as_calls(self, turn: StoredTurn, form: MessageForm) -> StoredTurn | None:
         written = remainder(form.text, turn.form.text)
         same_calls = written is not None and _digest(calls_in_text(written)) == _digest(turn.form.calls)
         if not same_calls and remainder(form.text, self._spoken(turn)) != "":
             return None
         return replace(_stand_in(turn, form, "calls_as_text"), shown=[_answer_message(turn.form)])
 
-    def _extended(self, turn: Turn, form: MessageForm, appended: str) -> Turn:
+    def _extended(self, turn: StoredTurn, form: MessageForm, appended: str) -> StoredTurn:
         """Return a turn whose tokens are those of the answer and of the appended text."""
         assert turn.prefix is not None
         ids = np.array(self._tokenizer.encode(appended, add_special_tokens=False), dtype=np.uint32)
         prefix = TokenPrefix(turn.prefix, ids, turn.prefix.length + len(ids), 0)
         note = note_difference("suffix", CONTINUED["suffix"], turn.form.text, form.text)
-        return Turn(form, prefix, note=note)
+        return StoredTurn(form, prefix, note=note)
 
-    def _spoken(self, turn: Turn) -> str:
+    def _spoken(self, turn: StoredTurn) -> str:
         """Return the text of all sampled tokens of an answer, without reasoning."""
         output = turn.prefix.output() if turn.prefix else []
         return without_reasoning(str(self._tokenizer.decode(output, skip_special_tokens=True)))
@@ -179,17 +179,17 @@ def _digest(calls: list[list[Any]]) -> bytes | None:
         return None
 
 
-def _stand_in(turn: Turn, form: MessageForm, kind: ContinuedKind) -> Turn:
+def _stand_in(turn: StoredTurn, form: MessageForm, kind: ContinuedKind) -> StoredTurn:
     """Return a turn with the same tokens and the same turns after it."""
     note = turn.note or note_difference(kind, CONTINUED[kind], turn.form.text, form.text)
-    return Turn(form, turn.prefix, turn.next, note, turn.shown)
+    return StoredTurn(form, turn.prefix, turn.next, note, turn.shown)
 
 
-def _split(turn: Turn, form: MessageForm, appended: str) -> Turn:
+def _split(turn: StoredTurn, form: MessageForm, appended: str) -> StoredTurn:
     """Return a turn that is shown as the sampled answer and, in a turn of its own, the text after it."""
     shown = [_answer_message(turn.form), {"role": "assistant", "content": appended.strip()}]
     note = note_difference("merged", CONTINUED["merged"], turn.form.text, form.text)
-    return Turn(form, turn.prefix, note=note, shown=shown)
+    return StoredTurn(form, turn.prefix, note=note, shown=shown)
 
 
 def _answer_message(form: MessageForm) -> Message:

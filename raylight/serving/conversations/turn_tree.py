@@ -71,34 +71,34 @@ class Branches:
     """The turns that follow a turn, by the digests of their forms."""
 
     def __init__(self) -> None:
-        self._turns: dict[bytes, Turn] = {}
-        self._loose: dict[bytes, Turn] | None = None
+        self._turns: dict[bytes, StoredTurn] = {}
+        self._loose: dict[bytes, StoredTurn] | None = None
         """The same turns by digests without white space; built when first needed."""
 
     def __bool__(self) -> bool:
         return bool(self._turns)
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[StoredTurn]:
         """Iterate from the latest turn to the first one."""
         return iter(reversed(self._turns.values()))
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: StoredTurn) -> None:
         self._turns[turn.form.digest] = turn
         if self._loose is not None:
             self._loose[turn.form.loose_digest()] = turn
 
-    def find(self, form: MessageForm) -> Turn | None:
+    def find(self, form: MessageForm) -> StoredTurn | None:
         return self._turns.get(form.digest)
 
-    def find_loose(self, form: MessageForm) -> Turn | None:
+    def find_loose(self, form: MessageForm) -> StoredTurn | None:
         """Return the latest turn that differs from a form by white space at most."""
         if self._loose is None:
             self._loose = {turn.form.loose_digest(): turn for turn in self._turns.values()}
         return self._loose.get(form.loose_digest())
 
-    def sampled(self) -> list[Turn]:
+    def sampled(self) -> list[StoredTurn]:
         """Return the latest sampled answers, the last one first."""
-        found: list[Turn] = []
+        found: list[StoredTurn] = []
         for turn in self:
             if turn.prefix is not None and turn.note is None:
                 found.append(turn)
@@ -108,7 +108,7 @@ class Branches:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class StoredTurn:
     """One message of stored conversations, after the messages above it in the tree."""
 
     form: MessageForm
