@@ -77,12 +77,20 @@ from raylight.trainer.run_records import print_traces as print_traces
 from raylight.trainer.run_records import read_rollouts as read_rollouts
 from raylight.trainer.trainer import Trainer as Trainer
 from raylight.types import Attempt as Attempt
+from raylight.types import AttemptedRollout as AttemptedRollout
+from raylight.types import Dataset as Dataset
 from raylight.types import EnqueueRolloutRequest as EnqueueRolloutRequest
+from raylight.types import Event as Event
+from raylight.types import Link as Link
+from raylight.types import OtelResource as OtelResource
+from raylight.types import PaginatedResult as PaginatedResult
 from raylight.types import ResourcesUpdate as ResourcesUpdate
 from raylight.types import Rollout as Rollout
 from raylight.types import RolloutConfig as RolloutConfig
 from raylight.types import Span as Span
+from raylight.types import SpanContext as SpanContext
 from raylight.types import SpanCoreFields as SpanCoreFields
+from raylight.types import TraceStatus as TraceStatus
 from raylight.types import Triplet as Triplet
 from raylight.types import Worker as Worker
 

@@ -21,7 +21,7 @@ from raylight.agent.parent_span import (
 from raylight.errors import EmitError, EmitTypeError
 from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
 from raylight.traces.context import current_trace
-from raylight.types import Attributes, Span, SpanCoreFields, SpanEvent, TraceStatus
+from raylight.types import Attributes, Event, Span, SpanCoreFields, TraceStatus
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span as OtelSpan
@@ -78,7 +78,7 @@ class OperationRun:
             events = (
                 []
                 if raised is None
-                else [SpanEvent(name="exception", attributes=raised, timestamp=core.end_time)]
+                else [Event(name="exception", attributes=raised, timestamp=core.end_time)]
             )
             self._trace.add(
                 Span.from_attributes(

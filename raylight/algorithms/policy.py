@@ -111,9 +111,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that construct an equal algorithm, as JSON values."""
-        arguments = self.model_dump(mode="json")
-        arguments["rollout"]["retry_condition"] = sorted(arguments["rollout"]["retry_condition"])
-        return arguments
+        return self.model_dump(mode="json")
 
     def adjust_run_settings(self, settings: RunSettings) -> RunSettings:
         """Return the settings of a run with this algorithm, given those of the Trainer."""

@@ -30,7 +30,7 @@ from raylight.store.client import StoreClient
 from raylight.store.rows import pickled, span_row
 from raylight.traces.context import AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import ResourcesUpdate, Rollout, Span
+from raylight.types import AttemptedRollout, ResourcesUpdate, Rollout, Span
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Runner:
                 self._start(rollout)
         await self._wait_while(lambda: bool(self._running))
 
-    async def _poll(self, limit: int) -> list[Rollout]:
+    async def _poll(self, limit: int) -> list[AttemptedRollout]:
         """Dequeue up to `limit` rollouts; an error of a running attempt is raised at once, not after the
         poll."""
         dequeue = self._store.dequeue_many_rollouts(
@@ -144,8 +144,7 @@ class Runner:
         for attempt_id in [attempt_id for attempt_id, task in self._running.items() if task.done()]:
             self._running.pop(attempt_id).result()
 
-    def _start(self, rollout: Rollout) -> None:
-        assert rollout.attempt is not None, "a dequeued rollout has an attempt"
+    def _start(self, rollout: AttemptedRollout) -> None:
         attempt_id = rollout.attempt.attempt_id
         if attempt_id in self._running:
             return  # the store repeated a response

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from raylight.errors import StoreError
 from raylight.store.call_batcher import Channel
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
     attempt_from_row,
+    attempted_rollout_from_row,
     config_json,
     failure_json,
     generation_bytes,
@@ -22,10 +21,12 @@ from raylight.store.rows import (
     resources_from_row,
     rollout_from_row,
     span_row,
+    stats_json,
     worker_from_row,
 )
 from raylight.types import (
     Attempt,
+    AttemptedRollout,
     AttemptStatus,
     CallKey,
     EnqueueRolloutRequest,
@@ -98,10 +99,22 @@ class StoreClient(StoreReader):
         metadata: dict[str, Any] | None = None,
         worker_id: str | None = None,
         rollout_id: str | None = None,
-    ) -> Rollout:
+        group_id: str | None = None,
+    ) -> AttemptedRollout:
         """Add a rollout with a first attempt that the caller executes; the rollout is never queued."""
-        row = request_row(_request(input, mode, resources_id, config, metadata, rollout_id))
-        return rollout_from_row(await self._channel.call("start_rollout", row, new_id("at"), worker_id))
+        request = request_row(
+            EnqueueRolloutRequest(
+                input=input,
+                mode=mode,
+                group_id=group_id,
+                resources_id=resources_id,
+                config=config,  # type: ignore[arg-type]  # None: the defaults
+                metadata=metadata,  # type: ignore[arg-type]
+                rollout_id=rollout_id,
+            )
+        )
+        row = await self._channel.call("start_rollout", request, new_id("at"), worker_id)
+        return attempted_rollout_from_row(row)
 
     async def enqueue_rollout(
         self,
@@ -111,16 +124,25 @@ class StoreClient(StoreReader):
         config: RolloutConfig | None = None,
         metadata: dict[str, Any] | None = None,
         rollout_id: str | None = None,
+        group_id: str | None = None,
     ) -> Rollout:
         """Queue a rollout; waits while the queue is full.
 
         A rollout that exists under `rollout_id` is unchanged.
+
+        Args:
+            group_id: group of rollouts of the same task, whose rewards are compared with one another (GRPO).
         """
-        return (
-            await self.enqueue_many_rollouts(
-                [_request(input, mode, resources_id, config, metadata, rollout_id)]
-            )
-        )[0]
+        request = EnqueueRolloutRequest(
+            input=input,
+            mode=mode,
+            group_id=group_id,
+            resources_id=resources_id,
+            config=config,  # type: ignore[arg-type]  # None: the defaults
+            metadata=metadata,  # type: ignore[arg-type]
+            rollout_id=rollout_id,
+        )
+        return (await self.enqueue_many_rollouts([request]))[0]
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         """Queue rollouts in the given order; waits while the queue is full."""
@@ -130,7 +152,9 @@ class StoreClient(StoreReader):
             queued += await self._channel.send("enqueue", rows[start : start + ENQUEUE_BATCH])
         return [rollout_from_row(row) for row in queued]
 
-    async def dequeue_rollout(self, worker_id: str | None = None, timeout: float = 0.0) -> Rollout | None:
+    async def dequeue_rollout(
+        self, worker_id: str | None = None, timeout: float = 0.0
+    ) -> AttemptedRollout | None:
         """Lease the oldest waiting rollout, with a new attempt; None if none arrived within `timeout`
         seconds."""
         rollouts = await self.dequeue_many_rollouts(worker_id=worker_id, timeout=timeout)
@@ -138,14 +162,14 @@ class StoreClient(StoreReader):
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None, timeout: float = 0.0
-    ) -> list[Rollout]:
+    ) -> list[AttemptedRollout]:
         """Lease up to `limit` waiting rollouts, waiting up to `timeout` seconds for the first.
 
         A span, a call or a heartbeat (`heartbeat`, `update_worker`) renews the lease. When it expires, the
         rollout goes back to the queue.
         """
         rows = await self._channel.send("dequeue", worker_id, limit, timeout, uuid.uuid4().hex)
-        return [rollout_from_row(row) for row in rows]
+        return [attempted_rollout_from_row(row) for row in rows]
 
     async def update_rollout(
         self,
@@ -184,11 +208,10 @@ class StoreClient(StoreReader):
 
     # attempts
 
-    async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> Rollout:
+    async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
         """Begin another attempt, which the caller executes."""
-        return rollout_from_row(
-            await self._channel.call("start_attempt", rollout_id, new_id("at"), worker_id)
-        )
+        row = await self._channel.call("start_attempt", rollout_id, new_id("at"), worker_id)
+        return attempted_rollout_from_row(row)
 
     async def update_attempt(
         self,
@@ -345,14 +368,14 @@ class StoreClient(StoreReader):
         )
 
     async def update_resources(self, resources_id: str, resources: dict[str, Any]) -> ResourcesUpdate:
-        """Replace the content of a version; it becomes the latest."""
+        """Replace the content of a version, or add one under a new id; it becomes the latest."""
         return resources_from_row(
             await self._channel.call("update_resources", resources_id, pickled(resources, "the resources"))
         )
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | None = None) -> Worker:
         """Record a heartbeat of a worker, and renew the leases of all its attempts."""
-        worker, _ = await self._channel.call("update_worker", worker_id, _json(heartbeat_stats), None)
+        worker, _ = await self._channel.call("update_worker", worker_id, stats_json(heartbeat_stats), None)
         return worker_from_row(worker)
 
     async def heartbeat(
@@ -364,35 +387,10 @@ class StoreClient(StoreReader):
         Returns the obsolete attempts: cancelled, timed out, or started again elsewhere.
         """
         _, obsolete = await self._channel.call(
-            "update_worker", worker_id, _json(heartbeat_stats), list(attempt_ids)
+            "update_worker", worker_id, stats_json(heartbeat_stats), list(attempt_ids)
         )
         return obsolete
 
     async def release_worker(self, worker_id: str, reason: str) -> int:
         """Mark a worker as gone for good; its attempts go back to the queue. Returns their number."""
         return await self._channel.call("release_worker", worker_id, reason)
-
-
-def _json(stats: dict[str, Any] | None) -> str | None:
-    try:
-        return None if stats is None else json.dumps(stats)
-    except (TypeError, ValueError) as error:
-        raise StoreError(f"heartbeat_stats must be JSON: {error}") from None
-
-
-def _request(
-    input: Any,
-    mode: RolloutMode | None,
-    resources_id: str | None,
-    config: RolloutConfig | None,
-    metadata: dict[str, Any] | None,
-    rollout_id: str | None,
-) -> EnqueueRolloutRequest:
-    return EnqueueRolloutRequest(
-        input=input,
-        mode=mode,
-        resources_id=resources_id,
-        config=config or RolloutConfig(),
-        metadata=metadata or {},
-        rollout_id=rollout_id,
-    )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from raylight.errors import QueryError, UnknownIdError
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_WITH_ATTEMPT, SPAN, Row
 from raylight.store.workers import WORKERS
+from raylight.types import RolloutStatus
 
 
 @dataclass
@@ -123,11 +124,21 @@ WORKER_ORDER = _columns(
 LATEST_ATTEMPT = "(SELECT attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1)"
 
 
-class Queries:
-    """Queries on a read-only connection, so that a long one does not block the writer."""
+PageRows = tuple[list[Row], int]
+"""Rows of a page, and the number of rows on all pages."""
 
-    def __init__(self, reader: sqlite3.Connection) -> None:
+
+class Queries:
+    """Queries on a read-only connection, so that a long one does not block the writer.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, reader: sqlite3.Connection, clock: Callable[[], float]) -> None:
         self._reader = reader
+        self._clock = clock
+        self._start = clock()
 
     def run(self, method: str, args: tuple[Any, ...]) -> Any:
         """Run one of the queries below in a transaction, so that it reads one consistent state."""
@@ -180,12 +191,15 @@ class Queries:
         rows = self._fetch_all(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1", [])
         return rows[0] if rows else None
 
-    def statistics(self) -> dict[str, int]:
-        """All counters that are not 0, and the numbers of resources and workers."""
-        counts = dict(self._fetch_all("SELECT name, value FROM counts", []))
+    def statistics(self) -> dict[str, Any]:
+        """Seconds since the store was opened, the totals, the rollouts by status, and the other counters that
+        are not 0."""
+        counts = {f"total_{kind}": 0 for kind in ("rollouts", "attempts", "spans")}
+        counts |= {f"rollouts_{status}": 0 for status in get_args(RolloutStatus)}
+        counts |= dict(self._fetch_all("SELECT name, value FROM counts WHERE value != 0", []))
         for table in ("resources", "workers"):
             counts[f"total_{table}"] = self._fetch_all(f"SELECT COUNT(*) FROM {table}", [])[0][0]
-        return {name: value for name, value in counts.items() if value}
+        return {"uptime": self._clock() - self._start, **counts}
 
     def rollouts(
         self,
@@ -194,7 +208,7 @@ class Queries:
         id_contains: str | None,
         logic: str,
         page: Page,
-    ) -> list[Row]:
+    ) -> PageRows:
         """Columns ROLLOUT_WITH_ATTEMPT of the rollouts that match."""
         where = (
             Conditions()
@@ -203,16 +217,18 @@ class Queries:
             .contains("r.rollout_id", id_contains)
         )
         conditions, values = where.sql(logic)
-        return self._fetch_all(
-            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST}{conditions}{page.sql(ROLLOUT_ORDER, 'r.position')}",
-            values,
-        )
+        statement = f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST}{conditions}"
+        rows = self._fetch_all(statement + page.sql(ROLLOUT_ORDER, "r.position"), values)
+        count = f"SELECT COUNT(*) FROM rollouts r{conditions}"
+        if not conditions:  # the counter costs nothing in a long run
+            count = "SELECT COALESCE(SUM(value), 0) FROM counts WHERE name = 'total_rollouts'"
+        return rows, self._total(rows, page, count, values)
 
-    def attempts(self, rollout_id: str, page: Page) -> list[Row]:
+    def attempts(self, rollout_id: str, page: Page) -> PageRows:
         """Columns ATTEMPT of a rollout's attempts; raises UnknownIdError."""
         self._check_rollout(rollout_id)
         order = page.sql(ATTEMPT_ORDER, "sequence_id")
-        return self._fetch_all(f"SELECT {ATTEMPT} FROM attempts WHERE rollout_id = ?{order}", [rollout_id])
+        return self._fetch_page(ATTEMPT, "attempts WHERE rollout_id = ?", order, [rollout_id], page)
 
     def spans(
         self,
@@ -222,13 +238,13 @@ class Queries:
         contain: dict[str, str | None],
         logic: str,
         page: Page,
-    ) -> list[Row]:
+    ) -> PageRows:
         """Columns SPAN of a rollout's spans that match; raises UnknownIdError."""
         self._check_rollout(rollout_id)
         if attempt_id == "latest":
             latest = self._fetch_all(f"SELECT {LATEST_ATTEMPT}", [rollout_id])[0][0]
             if latest is None:
-                return []
+                return [], 0
             attempt_id = latest
         where = Conditions().require("rollout_id", rollout_id)
         if attempt_id is not None:
@@ -242,7 +258,7 @@ class Queries:
         for column, part in contain.items():
             where.contains(column, part)
         conditions, values = where.sql(logic)
-        return self._fetch_all(f"SELECT {SPAN} FROM spans{conditions}{page.sql(SPAN_ORDER, 'rowid')}", values)
+        return self._fetch_page(SPAN, f"spans{conditions}", page.sql(SPAN_ORDER, "rowid"), values, page)
 
     def calls(self, rollout_id: str, call_ids: list[str]) -> list[Row]:
         """Arguments of `generation_from_row` for those of these calls that have tokens."""
@@ -260,14 +276,13 @@ class Queries:
             raise UnknownIdError(f"no resources {resources_id!r} in the store")
         return rows[0]
 
-    def resources(self, resources_id: str | None, id_contains: str | None, page: Page) -> list[Row]:
+    def resources(self, resources_id: str | None, id_contains: str | None, page: Page) -> PageRows:
         """Columns RESOURCES of the versions that match."""
         conditions, values = (
             Conditions().equals("resources_id", resources_id).contains("resources_id", id_contains).sql("and")
         )
-        return self._fetch_all(
-            f"SELECT {RESOURCES} FROM resources{conditions}{page.sql(RESOURCES_ORDER, 'position')}", values
-        )
+        order = page.sql(RESOURCES_ORDER, "position")
+        return self._fetch_page(RESOURCES, f"resources{conditions}", order, values, page)
 
     def workers(
         self,
@@ -276,7 +291,7 @@ class Queries:
         logic: str,
         page: Page,
         ids: list[str] | None,
-    ) -> list[Row]:
+    ) -> PageRows:
         """Columns of WORKERS of the workers that match."""
         where = (
             Conditions()
@@ -285,9 +300,8 @@ class Queries:
             .one_of("worker_id", ids)
         )
         conditions, values = where.sql(logic)
-        return self._fetch_all(
-            f"SELECT * FROM {WORKERS}{conditions}{page.sql(WORKER_ORDER, 'worker_id')}", values
-        )
+        order = page.sql(WORKER_ORDER, "worker_id")
+        return self._fetch_page("*", f"{WORKERS}{conditions}", order, values, page)
 
     def _check_rollout(self, rollout_id: str) -> None:
         if not self._by_id("SELECT 1 FROM rollouts WHERE rollout_id = ?", [rollout_id]):
@@ -299,6 +313,17 @@ class Queries:
             return self._fetch_all(statement, ids)
         except UnicodeEncodeError:
             return []
+
+    def _fetch_page(self, columns: str, source: str, order: str, values: list[Any], page: Page) -> PageRows:
+        rows = self._fetch_all(f"SELECT {columns} FROM {source}{order}", values)
+        return rows, self._total(rows, page, f"SELECT COUNT(*) FROM {source}", values)
+
+    def _total(self, rows: list[Row], page: Page, count: str, values: list[Any]) -> int:
+        """Number of rows on all pages; they are counted only if the page does not tell."""
+        is_last = page.limit == -1 or len(rows) < page.limit
+        if is_last and (rows or not page.offset):
+            return page.offset + len(rows)
+        return self._fetch_all(count, values)[0][0]
 
     def _fetch_all(self, statement: str, values: list[Any]) -> list[Row]:
         return self._reader.execute(statement, values).fetchall()

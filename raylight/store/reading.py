@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from raylight.config import accept_synonyms
 from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import (
     CALL_ID,
@@ -36,6 +37,7 @@ from raylight.types import (
     Attempt,
     FinishedRollout,
     Generation,
+    PaginatedResult,
     ResourcesUpdate,
     Rollout,
     RolloutStatus,
@@ -44,6 +46,7 @@ from raylight.types import (
     WorkerStatus,
 )
 
+Item = TypeVar("Item")
 Logic = Literal["and", "or"]
 Order = Literal["asc", "desc"]
 
@@ -63,10 +66,14 @@ class ChatTurn(NamedTuple):
 
 
 class StoreReader:
-    """Queries of the store. A `limit` of -1 means all; an unknown id raises UnknownIdError."""
+    """Queries of the store. A `limit` of -1 means all; an unknown id raises UnknownIdError.
+
+    A result is a list with the number of results on all pages as `total`.
+    """
 
     _channel: Channel
 
+    @accept_synonyms(status="status_in", rollout_ids="rollout_id_in")
     async def query_rollouts(
         self,
         *,
@@ -78,7 +85,7 @@ class StoreReader:
         sort_order: Order = "asc",
         limit: int = -1,
         offset: int = 0,
-    ) -> list[Rollout]:
+    ) -> PaginatedResult[Rollout]:
         """Return rollouts with their latest attempts; without `sort_by` in the order in which they were
         enqueued."""
         page = Page(sort_by, sort_order, limit, offset)
@@ -89,7 +96,7 @@ class StoreReader:
             filter_logic,
             page,
         )
-        return [rollout_from_row(row) for row in await self._channel.send("query", "rollouts", *args)]
+        return await self._query(rollout_from_row, page, "rollouts", *args)
 
     async def query_attempts(
         self,
@@ -99,12 +106,10 @@ class StoreReader:
         sort_order: Order = "asc",
         limit: int = -1,
         offset: int = 0,
-    ) -> list[Attempt]:
+    ) -> PaginatedResult[Attempt]:
         """Return all attempts of a rollout, oldest first."""
         page = Page(sort_by, sort_order, limit, offset)
-        return [
-            attempt_from_row(row) for row in await self._channel.send("query", "attempts", rollout_id, page)
-        ]
+        return await self._query(attempt_from_row, page, "attempts", rollout_id, page)
 
     async def query_spans(
         self,
@@ -124,7 +129,7 @@ class StoreReader:
         offset: int = 0,
         sort_by: str | None = "sequence_id",
         sort_order: Order = "asc",
-    ) -> list[Span]:
+    ) -> PaginatedResult[Span]:
         """Return spans of a rollout: those of all its attempts, of one attempt, or of the "latest"."""
         equal = {"trace_id": trace_id, "span_id": span_id, "parent_id": parent_id, "name": name}
         contain = {
@@ -134,19 +139,17 @@ class StoreReader:
             "name": name_contains,
         }
         page = Page(sort_by, sort_order, limit, offset)
-        rows = await self._channel.send(
-            "query", "spans", rollout_id, attempt_id, equal, contain, filter_logic, page
-        )
-        spans = [span_from_row(row) for row in rows]
+        args = (rollout_id, attempt_id, equal, contain, filter_logic, page)
+        spans = await self._query(span_from_row, page, "spans", *args)
         call_ids = [call_id for span in spans if (call_id := _call_id(span))]
-        if not call_ids:
-            return spans
-        calls = await self._channel.send("query", "calls", rollout_id, call_ids)
-        return with_tokens(spans, [generation_from_row(*call) for call in calls])
+        if call_ids:
+            calls = await self._channel.send("query", "calls", rollout_id, call_ids)
+            add_tokens(spans, [generation_from_row(*call) for call in calls])
+        return spans
 
     async def chat_history(self, rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         """Return the chat calls of an attempt and their responses, in the order of their start."""
-        rows = await self._channel.send("query", "spans", rollout_id, attempt_id, {}, {}, "and", Page())
+        rows, _ = await self._channel.send("query", "spans", rollout_id, attempt_id, {}, {}, "and", Page())
         spans = {
             call_id: span
             for span in map(span_from_row, rows)
@@ -173,11 +176,11 @@ class StoreReader:
         sort_order: Order = "asc",
         limit: int = -1,
         offset: int = 0,
-    ) -> list[ResourcesUpdate]:
+    ) -> PaginatedResult[ResourcesUpdate]:
         """Return versions of the named resources."""
         page = Page(sort_by, sort_order, limit, offset)
-        rows = await self._channel.send("query", "resources", resources_id, resources_id_contains, page)
-        return [resources_from_row(row) for row in rows]
+        args = (resources_id, resources_id_contains, page)
+        return await self._query(resources_from_row, page, "resources", *args)
 
     async def query_workers(
         self,
@@ -189,14 +192,12 @@ class StoreReader:
         sort_order: Order = "asc",
         limit: int = -1,
         offset: int = 0,
-    ) -> list[Worker]:
-        """Return workers: busy while they have an attempt, idle without one, unknown after they were
-        released."""
+    ) -> PaginatedResult[Worker]:
+        """Return workers: busy while they have an attempt, idle without one, unknown before they poll the
+        queue and after they were released."""
         page = Page(sort_by, sort_order, limit, offset)
-        rows = await self._channel.send(
-            "query", "workers", _checked_list(status_in), worker_id_contains, filter_logic, page, None
-        )
-        return [worker_from_row(row) for row in rows]
+        args = (_checked_list(status_in), worker_id_contains, filter_logic, page, None)
+        return await self._query(worker_from_row, page, "workers", *args)
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout:
         """Return a rollout with its latest attempt."""
@@ -227,10 +228,11 @@ class StoreReader:
 
     async def get_worker_by_id(self, worker_id: str) -> Worker:
         """Return a worker and what it executes."""
-        rows = await self._channel.send("query", "workers", None, None, "and", Page(), [worker_id])
-        if not rows:
+        args = (None, None, "and", Page(), [worker_id])
+        workers = await self._query(worker_from_row, Page(), "workers", *args)
+        if not workers:
             raise UnknownIdError(f"no worker {worker_id!r} in the store")
-        return worker_from_row(rows[0])
+        return workers[0]
 
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, at_least: int | None = None
@@ -252,10 +254,17 @@ class StoreReader:
         """Return the seconds without activity after which an attempt goes back to the queue."""
         return await self._channel.send("lease_seconds")
 
-    async def statistics(self) -> dict[str, int]:
-        """Return counters: by status (`rollouts_succeeded`), totals (`total_spans`), and of retried, late,
-        lost or duplicate records."""
-        return await self._channel.send("query", "statistics")
+    async def statistics(self) -> dict[str, Any]:
+        """Return the name of the client's class, the `uptime` of the store in seconds, and counters: by
+        status (`rollouts_succeeded`), totals (`total_spans`), and of retried, late, lost or duplicate
+        records."""
+        return {"name": type(self).__name__, **await self._channel.send("query", "statistics")}
+
+    async def _query(
+        self, convert: Callable[[Row], Item], page: Page, method: str, *args: Any
+    ) -> PaginatedResult[Item]:
+        rows, total = await self._channel.send("query", method, *args)
+        return PaginatedResult(map(convert, rows), limit=page.limit, offset=page.offset, total=total)
 
 
 def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
@@ -269,12 +278,12 @@ def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[
         rollout_from_row(rollout),
         next(iter(rewards.values()), None),
         generations,
-        with_tokens([span_from_row(span) for span in spans], generations),
+        add_tokens([span_from_row(span) for span in spans], generations),
         rewards,
     )
 
 
-def with_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
+def add_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
     """Add the tokens of generations to the spans of their calls; both are stored separately.
 
     A response that was cut off gets none, so that it is never trained on.

@@ -33,9 +33,10 @@ class Resources:
     def update_resources(self, resources_id: str, body: bytes) -> Row:
         """Replace the content of a version and increase its version number; it becomes the latest.
 
-        Raises:
-            UnknownIdError: no resources have this id.
+        A version that does not exist is added.
         """
+        if not self._journal.fetch_one("SELECT 1 FROM resources WHERE resources_id = ?", (resources_id,)):
+            return self.add_resources(resources_id, body)
         if self.get(resources_id)[-1] != body:  # a client's retry changes nothing
             self._journal.execute(
                 "UPDATE resources SET version = version + 1, update_time = ?, body = ? WHERE resources_id = "

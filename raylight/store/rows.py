@@ -20,6 +20,7 @@ from raylight.errors import StoreError
 from raylight.traces.rewards import get_reward_value
 from raylight.types import (
     Attempt,
+    AttemptedRollout,
     CallKey,
     EnqueueRolloutRequest,
     Failure,
@@ -92,8 +93,7 @@ def config_from_json(text: str) -> RolloutConfig:
 @functools.lru_cache(maxsize=1024)
 def config_json(config: RolloutConfig) -> str:
     """A rollout's config as JSON."""
-    values = config.model_dump(mode="json")
-    return json.dumps(values | {"retry_condition": sorted(values["retry_condition"])})
+    return config.model_dump_json()
 
 
 def request_row(request: EnqueueRolloutRequest) -> Row:
@@ -121,24 +121,32 @@ def request_row(request: EnqueueRolloutRequest) -> Row:
 
 
 def rollout_from_row(row: Row) -> Rollout:
+    """Rollout, with its latest attempt if it has one, from columns ROLLOUT_WITH_ATTEMPT."""
+    return Rollout(**_rollout_fields(row)) if row[N_ROLLOUT] is None else attempted_rollout_from_row(row)
+
+
+def attempted_rollout_from_row(row: Row) -> AttemptedRollout:
     """Rollout with its latest attempt, from columns ROLLOUT_WITH_ATTEMPT."""
+    return AttemptedRollout(**_rollout_fields(row), attempt=attempt_from_row(row[N_ROLLOUT:]))
+
+
+def _rollout_fields(row: Row) -> dict[str, Any]:
     rollout_id, status, mode, group_id, resources_id, start, end, config, metadata, task, version = row[
         :N_ROLLOUT
     ]
-    return Rollout(
-        rollout_id=rollout_id,
-        status=status,
-        mode=mode,
-        group_id=group_id,
-        resources_id=resources_id,
-        start_time=start,
-        end_time=end,
-        config=config_from_json(config),
-        metadata=unpickled(metadata),
-        input=unpickled(task),
-        resources_version=version,
-        attempt=attempt_from_row(row[N_ROLLOUT:]) if row[N_ROLLOUT] is not None else None,
-    )
+    return {
+        "rollout_id": rollout_id,
+        "status": status,
+        "mode": mode,
+        "group_id": group_id,
+        "resources_id": resources_id,
+        "start_time": start,
+        "end_time": end,
+        "config": config_from_json(config),
+        "metadata": unpickled(metadata),
+        "input": unpickled(task),
+        "resources_version": version,
+    }
 
 
 def failure_json(failure: Failure) -> str:
@@ -285,6 +293,18 @@ def resources_from_row(row: Row) -> ResourcesUpdate:
         update_time=updated,
         resources=unpickled(body),
     )
+
+
+def stats_json(stats: dict[str, Any] | None) -> str | None:
+    """A worker's statistics as JSON.
+
+    Raises:
+        StoreError: JSON cannot represent them.
+    """
+    try:
+        return None if stats is None else json.dumps(stats)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"heartbeat_stats must be JSON: {error}") from None
 
 
 def worker_from_row(row: Row) -> Worker:

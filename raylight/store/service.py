@@ -20,7 +20,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from raylight.aio import BroadcastCondition
 from raylight.config import StoreConfig
 from raylight.errors import QueryError, RaylightError, StoreError
 from raylight.store.attempts import Attempts
+from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
 from raylight.store.leases import Leases
 from raylight.store.queries import Queries
@@ -48,14 +48,6 @@ Call = tuple[str, tuple[Any, ...]]
 """Name of a method, and its arguments."""
 CallResult = tuple[bool, Any]
 """`(True, result)` of a call that succeeded, `(False, error)` of one that failed."""
-
-
-@dataclass(eq=False)
-class FinishWaiter:
-    """A caller that waits until `needed` more of its rollouts are decided."""
-
-    needed: int
-    done: asyncio.Future[None]
 
 
 class StoreService:
@@ -85,13 +77,13 @@ class StoreService:
         self._leases = Leases(self._journal, self._rollouts, self._attempts, self._workers, clock)
         self._records = Records(self._journal, self._rollouts, self._attempts)
         self._resources = Resources(self._journal, clock)
-        self._queries = Queries(self._journal.reader)
+        self._queries = Queries(self._journal.reader, clock)
         self._methods = self._callable_methods()
         self._queue_changed = BroadcastCondition()
         self._queue_has_room = BroadcastCondition()
         self._calls_closed = BroadcastCondition()
         self._deadline_moved = BroadcastCondition()
-        self._waiters: dict[str, set[FinishWaiter]] = {}
+        self._waiters = FinishWaiters()
         self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
         self._timer: asyncio.Task[None] | None = None
         self._timer_deadline = math.inf
@@ -242,7 +234,11 @@ class StoreService:
         self._ensure_timer()
         if limit < 1:
             return []
-        if timeout > 0 and not self._leases.leased_by(request_id):
+        waits = not self._leases.leased_by(request_id) and not self._leases.can_dequeue(worker_id)
+        if timeout > 0 and waits:
+            if worker_id is not None:  # from here on the worker is known to be idle
+                with self._committed():
+                    self._workers.record_dequeue(worker_id)
             await self._wait_for(self._queue_changed, lambda: self._leases.can_dequeue(worker_id), timeout)
         with self._committed():
             return self._leases.dequeue(worker_id, limit, request_id)
@@ -283,20 +279,7 @@ class StoreService:
             if needed <= 0 or (remaining is not None and remaining <= 0):
                 decided = set(unique) - set(undecided)
                 return [self._rollouts.get(rollout_id) for rollout_id in unique if rollout_id in decided]
-            await self._wait_for_any(undecided, needed, remaining)
-
-    async def _wait_for_any(self, undecided: list[str], needed: int, timeout: float | None) -> None:
-        waiter = FinishWaiter(needed, asyncio.get_running_loop().create_future())
-        for rollout_id in undecided:
-            self._waiters.setdefault(rollout_id, set()).add(waiter)
-        try:
-            await asyncio.wait([waiter.done], timeout=timeout)
-        finally:
-            for rollout_id in undecided:
-                waiters = self._waiters.get(rollout_id, set())
-                waiters.discard(waiter)
-                if not waiters:
-                    self._waiters.pop(rollout_id, None)
+            await self._waiters.wait(undecided, needed, remaining)
 
     async def query(self, method: str, *args: Any) -> Any:
         """Run one of the `Queries` in the reader thread, while the writer continues."""
@@ -321,11 +304,7 @@ class StoreService:
     def _wake(self) -> None:
         """Wake those that wait for the events of the last transaction."""
         events, self._rollouts.events = self._rollouts.events, CommitEvents()
-        for rollout_id in events.decided:
-            for waiter in self._waiters.pop(rollout_id, set()):
-                waiter.needed -= 1
-                if waiter.needed == 0 and not waiter.done.done():
-                    waiter.done.set_result(None)
+        self._waiters.decide(events.decided)
         if events.queued:
             self._queue_changed.notify_all()
         if events.dequeued:
@@ -339,9 +318,7 @@ class StoreService:
         """Wake all waiters, so that each receives the error of a closed store or a failed timer."""
         for condition in (self._queue_changed, self._queue_has_room, self._calls_closed):
             condition.notify_all()
-        for waiter in {waiter for waiters in self._waiters.values() for waiter in waiters}:
-            if not waiter.done.done():
-                waiter.done.set_result(None)
+        self._waiters.wake_all()
 
     def _ensure_timer(self) -> None:
         """Keep the timer running.

@@ -1,4 +1,8 @@
-"""Table of the workers that dequeue rollouts. A worker's status follows from its attempts."""
+"""Table of the workers that dequeue rollouts.
+
+A worker is busy while it executes an attempt, else idle. It is unknown before it polls the queue or begins an
+attempt for the first time, and after it was released.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from raylight.store.journal import Journal
 from raylight.store.rows import Row
 
 _WORKER = """
-SELECT w.worker_id, IIF(w.gone, 'unknown', IIF(a.attempt_id IS NULL, 'idle', 'busy')) AS status,
+SELECT w.worker_id,
+    IIF(w.gone OR COALESCE(w.last_dequeue_time, w.last_busy_time) IS NULL, 'unknown',
+        IIF(a.attempt_id IS NULL, 'idle', 'busy')) AS status,
     w.heartbeat_stats, w.last_heartbeat_time, w.last_dequeue_time, w.last_busy_time, w.last_idle_time,
     a.rollout_id AS current_rollout_id, a.attempt_id AS current_attempt_id
 FROM workers w LEFT JOIN attempts a ON a.attempt_id = (

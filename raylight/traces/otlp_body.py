@@ -22,11 +22,11 @@ from raylight.errors import OtlpError, SpanError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
 from raylight.types import (
     MAX_SEQUENCE_ID,
+    Event,
     Link,
     OtelResource,
     Span,
     SpanContext,
-    SpanEvent,
     TraceStatus,
     span_json,
 )
@@ -266,7 +266,7 @@ def _span(span: ProtoSpan, resource: OtelResource) -> Span:
         ),
         attributes=own,
         events=[
-            SpanEvent(
+            Event(
                 name=event.name,
                 attributes=_attributes(event.attributes),
                 timestamp=_seconds(event.time_unix_nano),

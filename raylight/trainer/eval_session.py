@@ -59,7 +59,6 @@ class EvalPlan(ServedPlan):
 
     def resolved(self) -> dict[str, Any]:
         common, settings = super().resolved(), self.settings.model_dump(mode="json")
-        settings["rollout"]["retry_condition"] = sorted(settings["rollout"]["retry_condition"])
         settings["model"] = self.model_path or settings["model"]
         engine = self.engine.model_dump(mode="json")
         return {

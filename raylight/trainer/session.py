@@ -148,4 +148,5 @@ class Session:
     async def counts(self) -> dict[str, int]:
         """Return the counters of the store and of the runner pool."""
         pool = {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}
-        return {**await self.store.statistics(), **pool}
+        statistics = await self.store.statistics()
+        return {key: value for key, value in statistics.items() if key not in ("name", "uptime")} | pool

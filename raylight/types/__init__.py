@@ -5,11 +5,13 @@ sampled from the engine, with its token ids. A *span* is one recorded operation 
 token sequence to train on.
 """
 
+from raylight.types.collections import Dataset, PaginatedResult
 from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
     GREEDY,
     TRAINABLE_AGENTS,
     Attempt,
+    AttemptedRollout,
     EnqueueRolloutRequest,
     Failure,
     FailureKind,
@@ -21,12 +23,12 @@ from raylight.types.rollouts import (
 from raylight.types.spans import (
     MAX_SEQUENCE_ID,
     Attributes,
+    Event,
     Link,
     OtelResource,
     Span,
     SpanContext,
     SpanCoreFields,
-    SpanEvent,
     TraceStatus,
     Triplet,
     span_json,
@@ -62,11 +64,14 @@ __all__ = [
     "WAITING",
     "Attempt",
     "AttemptStatus",
+    "AttemptedRollout",
     "Attributes",
     "CallKey",
     "ContinuedKind",
+    "Dataset",
     "DriftKind",
     "EnqueueRolloutRequest",
+    "Event",
     "Failure",
     "FailureKind",
     "FinishReason",
@@ -76,6 +81,7 @@ __all__ = [
     "HistoryNote",
     "Link",
     "OtelResource",
+    "PaginatedResult",
     "ResourcesUpdate",
     "Rollout",
     "RolloutConfig",
@@ -84,7 +90,6 @@ __all__ = [
     "Span",
     "SpanContext",
     "SpanCoreFields",
-    "SpanEvent",
     "TraceStatus",
     "Trajectory",
     "Triplet",

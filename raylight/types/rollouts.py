@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from raylight.config import Config
 from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, WorkerStatus
@@ -44,11 +44,19 @@ class RolloutConfig(Config):
     """Longest time between two spans of an attempt, and from its start to its first span. None: no limit."""
     max_attempts: int = Field(default=1, ge=1)
     """Maximum number of attempts, the first included. Attempts lost to the infrastructure do not count."""
-    retry_condition: frozenset[Literal["failed", "unresponsive", "timeout"]] = frozenset()
+    retry_condition: list[Literal["failed", "unresponsive", "timeout"]] = Field(default_factory=list)
     """Endings of an attempt after which the rollout is retried, while attempts are left."""
     infrastructure_retries: int = Field(default=2, ge=0)
     """Maximum number of retries, regardless of `retry_condition`, after failures of the infrastructure: the
     runner died or stopped sending heartbeats, or the engine was down."""
+
+    @field_validator("retry_condition", mode="before")
+    @classmethod
+    def _sort_set(cls, condition: Any) -> Any:
+        return sorted(condition, key=str) if isinstance(condition, set | frozenset) else condition
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(str, self.__dict__.values())))
 
 
 class Attempt(StrictModel):
@@ -79,15 +87,16 @@ class EnqueueRolloutRequest(StrictModel):
     resources_id: str | None = None
     """Version of the resources. None: the latest one at the time of enqueueing."""
     config: RolloutConfig = Field(default_factory=RolloutConfig)
+    """Time limits and retries. None: the defaults."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     rollout_id: str | None = None
     """Id chosen by the caller. None: the store assigns one. Enqueueing a known id returns the existing
     rollout."""
 
-    @field_validator("metadata", mode="before")
+    @field_validator("config", "metadata", mode="before")
     @classmethod
-    def _replace_none(cls, metadata: Any) -> Any:
-        return {} if metadata is None else metadata
+    def _replace_none(cls, value: Any) -> Any:
+        return {} if value is None else value
 
 
 class Rollout(EnqueueRolloutRequest):
@@ -110,6 +119,22 @@ class Rollout(EnqueueRolloutRequest):
         marked = self.metadata.setdefault(TRAINABLE_AGENTS, [])
         if agent_id not in marked:
             marked.append(agent_id)
+
+
+class AttemptedRollout(Rollout):
+    """A rollout that has an attempt, as a runner dequeues it."""
+
+    attempt: Attempt
+    """The latest attempt, which alone decides the rollout."""
+
+    @model_validator(mode="after")
+    def _check_attempt(self) -> Self:
+        if self.attempt.rollout_id != self.rollout_id:
+            raise ValueError(
+                f"attempt {self.attempt.attempt_id} belongs to rollout {self.attempt.rollout_id}, not to "
+                f"{self.rollout_id}"
+            )
+        return self
 
 
 class Worker(StrictModel):

@@ -37,7 +37,7 @@ class TraceStatus(ExtensibleModel):
     description: str | None = None
 
 
-class SpanEvent(ExtensibleModel):
+class Event(ExtensibleModel):
     """An event at one moment of a span."""
 
     name: str
@@ -95,7 +95,7 @@ class Span(ExtensibleModel):
     name: str
     status: TraceStatus = Field(default_factory=TraceStatus)
     attributes: Attributes = Field(default_factory=dict)
-    events: list[SpanEvent] = Field(default_factory=list)
+    events: list[Event] = Field(default_factory=list)
     links: list[Link] = Field(default_factory=list)
     start_time: float | None = None
     end_time: float | None = None
@@ -164,7 +164,7 @@ class Span(ExtensibleModel):
             status=TraceStatus(status_code=src.status.status_code.name, description=src.status.description),  # type: ignore[arg-type]
             attributes=plain_attributes(src.attributes),
             events=[
-                SpanEvent(
+                Event(
                     name=event.name,
                     attributes=plain_attributes(event.attributes),
                     timestamp=seconds(event.timestamp),

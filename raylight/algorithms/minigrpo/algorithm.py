@@ -46,9 +46,7 @@ class MiniGRPO(Algorithm):
         return self.settings.steps(n_train)
 
     def resolved(self) -> dict[str, Any]:
-        settings = self.settings.model_dump(mode="json")
-        settings["rollout"]["retry_condition"] = sorted(settings["rollout"]["retry_condition"])
-        return settings
+        return self.settings.model_dump(mode="json")
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         """Train for the planned number of steps.

@@ -70,6 +70,11 @@ class Box:
     async def attempt(self, rollout: Rollout, sequence_id: int = 1) -> Attempt:
         return (await self.store.query_attempts(rollout.rollout_id))[sequence_id - 1]
 
+    async def counts(self) -> dict[str, int]:
+        """Return the counters that are not 0."""
+        statistics = await self.store.statistics()
+        return {key: n for key, n in statistics.items() if n and key not in ("name", "uptime")}
+
     async def count(self, name: str) -> int:
         return (await self.store.statistics()).get(name, 0)
 

@@ -116,7 +116,7 @@ async def test_a_call_that_fails_undoes_only_itself(box: Box) -> None:
         "UnknownIdError",
         "InvalidTransitionError",
         "UnknownIdError",
-        "Rollout",
+        "AttemptedRollout",
         "Span",
     ]
     assert [results[0].sequence_id, results[5].sequence_id] == [1, 2]
@@ -166,7 +166,7 @@ async def test_ids_that_are_not_text_are_refused(box: Box, fields: dict[str, Any
         await box.store.enqueue_many_rollouts(
             [EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=1, **fields)]
         )
-    assert await box.store.statistics() == {}
+    assert await box.count("total_rollouts") == 0
     assert len(await box.enqueue()) == 1
 
 
@@ -241,7 +241,7 @@ async def test_many_callers_at_once(box: Box) -> None:
     found = await box.store.wait_for_rollouts(rollout_ids=ids, timeout=10)
     assert [rollout.status for rollout in found] == ["succeeded"] * 100
     assert sum(await asyncio.gather(*working)) == 120
-    assert await box.store.statistics() == {
+    assert await box.counts() == {
         "total_rollouts": 100,
         "rollouts_succeeded": 100,
         "total_attempts": 120,

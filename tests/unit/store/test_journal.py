@@ -120,7 +120,7 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
         rollout = await box.take()
         big = span_of(rollout, attributes={"text": "x" * 1_000_000})
         await fill(box)
-        before = await box.store.statistics()
+        before = await box.counts()
         results = await asyncio.gather(
             box.store.add_span(span_of(rollout)),
             box.store.add_span(big),
@@ -134,7 +134,7 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
         with pytest.raises(StoreError, match="full"):
             await box.store.add_resources({"a": "x" * 1_000_000})
         assert box.service._rollouts.events == CommitEvents(), "no waiter is woken for undone changes"
-        assert await box.store.statistics() == before
+        assert await box.counts() == before
         assert await box.status(rollout) == ("preparing", "preparing")
         box.service._journal.db.execute("PRAGMA max_page_count = 1000000")
         assert (await box.store.add_span(big)).sequence_id == 1
@@ -289,7 +289,7 @@ async def test_what_was_acknowledged_before_a_kill_is_there_once(tmp_path: Path)
         assert {rollout_id for (rollout_id,) in acknowledged["done"]} <= done
         assert [found.reward for found in await box.store.collect(sorted(done))] == [1.0] * len(done)
         statuses = [rollout.status for rollout in rollouts]
-        counts = await box.store.statistics()
+        counts = await box.counts()
         assert {s: statuses.count(s) for s in set(statuses)} == {
             name.removeprefix("rollouts_"): n for name, n in counts.items() if name.startswith("rollouts_")
         }

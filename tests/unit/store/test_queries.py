@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from store_helpers import BROKEN, LEASE_S, Box, ids_of, open_box, span_of
 
-from raylight.errors import QueryError, UnknownIdError
+from raylight.errors import ConfigError, QueryError, UnknownIdError
 from raylight.store.queries import Queries
-from raylight.types import EnqueueRolloutRequest, Rollout, Span
+from raylight.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
 
 
 @pytest.fixture
@@ -40,6 +40,52 @@ async def four(box: Box) -> Box:
 
 async def found(box: Box, **query: Any) -> str:
     return " ".join(rollout.rollout_id for rollout in await box.store.query_rollouts(**query))
+
+
+@pytest.mark.parametrize(
+    ("query", "total"),
+    [
+        ({}, 4),
+        ({"limit": 3}, 4),
+        ({"limit": 9, "offset": 1}, 4),
+        ({"offset": 9}, 4),
+        ({"limit": 0}, 4),
+        ({"status_in": ["succeeded", "failed"], "limit": 1}, 2),
+        ({"rollout_id_contains": "r-", "sort_by": "start_time", "limit": 1, "offset": 1}, 3),
+        ({"status_in": ["cancelled"], "limit": 1}, 0),
+    ],
+)
+async def test_a_page_tells_how_many_results_there_are(four: Box, query: dict[str, Any], total: int) -> None:
+    page = await four.store.query_rollouts(**query)
+    assert (page.total, page.limit, page.offset) == (total, query.get("limit", -1), query.get("offset", 0))
+
+
+async def test_every_query_tells_how_many_results_there_are(four: Box) -> None:
+    store = four.store
+    await store.update_worker("w")
+    await store.add_resources({})
+    for _ in range(2):
+        await store.start_attempt("r-c")
+    assert (await store.query_attempts("r-c", limit=1)).total == 3
+    assert (await store.query_spans("r-c", limit=0)).total == 1
+    assert (await store.query_spans("x-d", "latest", limit=1)).total == 0
+    assert (await store.query_resources(offset=5)).total == 1
+    assert (await store.query_workers(limit=0)).total == 1
+
+
+async def test_filters_have_the_names_of_agent_lightning_too(four: Box) -> None:
+    assert await found(four, status=["failed"]) == "r-b"
+    assert await found(four, rollout_ids=["r-a"], status=["succeeded"]) == "r-a"
+    with pytest.raises(ConfigError, match="status_in and status mean the same"):
+        await four.store.query_rollouts(status=["failed"], status_in=["queuing"])
+
+
+async def test_a_rollout_with_an_attempt_is_of_a_type_of_its_own(four: Box) -> None:
+    kinds = [type(rollout) for rollout in await four.store.query_rollouts()]
+    assert kinds == [AttemptedRollout, AttemptedRollout, AttemptedRollout, Rollout]
+    started = await four.store.start_rollout(1, group_id="g")
+    assert (type(started), started.group_id) == (AttemptedRollout, "g")
+    assert (await four.store.enqueue_rollout(1, group_id="g")).group_id == "g"
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ async def query_everything(box: Box, rollout_id: str) -> None:
     await store.query_rollouts(rollout_id_in=[rollout_id], status_in=["failed"], filter_logic="or")
     await store.query_rollouts(rollout_id_in=[rollout_id], status_in=["failed"])
     await store.query_rollouts(sort_by="start_time", limit=5)
+    assert (await store.query_rollouts(sort_by="start_time", limit=0)).total == 6
+    assert (await store.query_rollouts(status_in=["failed"], limit=0)).total
     await store.query_attempts(rollout_id, sort_by="start_time", limit=1)
     await store.query_spans(rollout_id)
     await store.query_spans(
@@ -128,7 +130,7 @@ async def test_a_page_is_read_in_the_order_of_an_index(query: dict[str, Any]) ->
         journal.reader.set_trace_callback(statements.append)
         await box.store.query_rollouts(**query)
         journal.reader.set_trace_callback(None)
-        (asked,) = [statement for statement in statements if statement.startswith("SELECT")]
+        (asked,) = [s for s in statements if s.startswith("SELECT") and "COUNT" not in s]
         assert "USE TEMP B-TREE FOR ORDER BY" not in plan_of(journal.db, asked)
 
 

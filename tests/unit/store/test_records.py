@@ -17,8 +17,8 @@ from store_helpers import BROKEN, LEASE_S, Box, ids_of, open_box, reward_of, spa
 
 from raylight.errors import SpanError, UnknownIdError
 from raylight.semconv import reward_attributes
+from raylight.types import Event, OtelResource, Span, SpanContext, TraceStatus
 from raylight.types import Link as SpanLink
-from raylight.types import OtelResource, Span, SpanContext, SpanEvent, TraceStatus
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_a_span_comes_back_as_it_was_given(box: Box) -> None:
             "d": {"a": [{}]},
             "inf": -math.inf,
         },
-        events=[SpanEvent(name="e", attributes={"a": 1}, timestamp=1.0)],
+        events=[Event(name="e", attributes={"a": 1}, timestamp=1.0)],
         links=[
             SpanLink(
                 context=SpanContext(trace_id="a" * 32, span_id="b" * 16, trace_state={"k": "v"}),
@@ -167,7 +167,7 @@ def deep() -> list[Any]:
         {"sequence_id": -1},
         {"sequence_id": 2**63},
         {"sequence_id": 2**200},
-        {"events": [SpanEvent(name="e", attributes={"a": object()})]},
+        {"events": [Event(name="e", attributes={"a": object()})]},
     ],
     ids=[
         "bytes",

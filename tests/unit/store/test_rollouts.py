@@ -99,14 +99,14 @@ async def test_unknown_resources_queue_none_of_the_rollouts() -> None:
         requests = [EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=1, resources_id="rs-none")]
         with pytest.raises(UnknownIdError, match="rs-none"):
             await box.store.enqueue_many_rollouts(requests)
-        assert await box.store.statistics() == {}
+        assert await box.counts() == {}
 
 
 @pytest.mark.parametrize("bad", [{"mode": "eval"}, {"metadata": [1]}, {"rollout_id": 5}])
 async def test_a_wrong_request_is_refused(box: Box, bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         await box.store.enqueue_rollout(1, **bad)
-    assert await box.store.statistics() == {}
+    assert await box.counts() == {}
 
 
 # the queue

@@ -37,7 +37,6 @@ async def test_it_sees_what_the_writer_does_meanwhile(tmp_path: Path) -> None:
         for ask in (
             lambda s: s.query_rollouts(),
             lambda s: s.query_workers(),
-            lambda s: s.statistics(),
             lambda s: s.get_worker_by_id("w"),
             lambda s: s.collect([rollout.rollout_id], with_spans=True),
             lambda s: s.get_latest_resources(),
@@ -161,7 +160,9 @@ def writer(tmp_path: Path) -> Any:
 async def seen(path: Path) -> dict[str, int]:
     service = StoreService(path, read_only=True)
     try:
-        return await StoreClient(service).statistics()
+        statistics = await StoreClient(service).statistics()
+        assert statistics.pop("uptime") >= 0
+        return statistics
     finally:
         await service.close()
 
@@ -179,7 +180,7 @@ async def test_a_store_that_was_killed_is_read_and_opened(tmp_path: Path, writer
     assert await seen(path) == before
     assert (before["rollouts_succeeded"], before["rollouts_preparing"]) == (30, 1)
     async with open_box(path) as box:
-        assert await box.store.statistics() == before
+        assert before.items() <= (await box.store.statistics()).items()
 
 
 # one that writes

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, LEASE_S, LOST, Box, ids_of, open_box, span_of
+from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, ids_of, open_box, span_of
+from unit_helpers import within
 
 from raylight.errors import StoreError, UnknownIdError, WorkerGoneError
 from raylight.types import Worker
@@ -61,10 +62,17 @@ async def test_an_update_that_changes_nothing_keeps_the_version(box: Box) -> Non
 
 
 async def test_unknown_resources_are_an_error(box: Box) -> None:
-    for work in (box.store.get_resources_by_id("rs-none"), box.store.update_resources("rs-none", {})):
-        with pytest.raises(UnknownIdError, match="rs-none"):
-            await work
+    with pytest.raises(UnknownIdError, match="rs-none"):
+        await box.store.get_resources_by_id("rs-none")
     assert await box.store.get_latest_resources() is None
+
+
+async def test_resources_may_be_added_under_an_id_of_the_users(box: Box) -> None:
+    added = await box.store.update_resources("mine", {"a": 1})
+    assert (added.resources_id, added.version, added.resources) == ("mine", 1, {"a": 1})
+    assert await box.store.get_latest_resources() == added
+    assert (await box.store.update_resources("mine", {"a": 2})).version == 2
+    assert (await box.store.enqueue_rollout(1)).resources_id == "mine"
 
 
 async def test_resources_are_queried(box: Box) -> None:
@@ -134,9 +142,17 @@ async def test_a_worker_that_asks_is_known(box: Box, timeout: float) -> None:
     assert (worker.status, worker.last_dequeue_time, worker.last_heartbeat_time) == ("idle", 1000.0, None)
 
 
+async def test_a_worker_that_waits_for_a_rollout_is_idle(box: Box) -> None:
+    async with within():
+        waiting = await begun(box.store.dequeue_rollout("w", timeout=60))
+        assert (await box.store.get_worker_by_id("w")).status == "idle"
+        await box.enqueue()
+        assert (await waiting).attempt.worker_id == "w"
+
+
 async def test_heartbeats_keep_the_last_statistics(box: Box) -> None:
     worker = await box.store.update_worker("w")
-    assert (worker.status, worker.heartbeat_stats, worker.last_heartbeat_time) == ("idle", None, 1000.0)
+    assert (worker.status, worker.heartbeat_stats, worker.last_heartbeat_time) == ("unknown", None, 1000.0)
     assert (await box.store.update_worker("w", {"cpu": 0.5, "a": ["\ud800"]})).heartbeat_stats == {
         "cpu": 0.5,
         "a": ["\ud800"],
@@ -178,6 +194,7 @@ async def test_workers_are_queried(box: Box) -> None:
     await box.take("b-busy")
     box.clock.now += 1
     await box.store.update_worker("a-idle")
+    assert await box.store.dequeue_rollout("a-idle") is None
     await box.store.release_worker("c-gone", "died")
 
     async def found(**query: Any) -> str:
@@ -200,11 +217,11 @@ async def test_workers_are_queried(box: Box) -> None:
 
 
 async def test_statistics_follow_everything(box: Box) -> None:
-    assert await box.store.statistics() == {}
+    assert await box.counts() == {}
     ids = await box.enqueue(5)
     await box.store.add_resources({})
     taken = await box.store.dequeue_many_rollouts(limit=4, worker_id="w")
-    assert await box.store.statistics() == {
+    assert await box.counts() == {
         "total_rollouts": 5,
         "total_attempts": 4,
         "total_resources": 1,
@@ -218,7 +235,7 @@ async def test_statistics_follow_everything(box: Box) -> None:
     await box.store.finish_attempt(taken[3], "failed", LOST)
     await box.store.cancel_rollout(ids[4])
     await box.store.start_rollout(1)
-    assert await box.store.statistics() == {
+    assert await box.counts() == {
         "total_rollouts": 6,
         "total_attempts": 5,
         "total_resources": 1,
@@ -237,11 +254,11 @@ async def test_statistics_follow_everything(box: Box) -> None:
 
 async def test_what_was_undone_is_not_counted(box: Box) -> None:
     rollout = await box.take()
-    before = await box.store.statistics()
+    before = await box.counts()
     with pytest.raises(UnknownIdError):
         await box.store.add_many_spans(
             [span_of(rollout), span_of(rollout).model_copy(update={"attempt_id": "none"})]
         )
     with pytest.raises(UnknownIdError):
         await box.store.cancel_rollouts([rollout.rollout_id, "none"])
-    assert await box.store.statistics() == before
+    assert await box.counts() == before

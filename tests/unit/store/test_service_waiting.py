@@ -134,10 +134,10 @@ async def test_many_wait_and_those_who_go_leave_nothing_behind(box: Box) -> None
             task.cancel()
         await asyncio.wait(gone)
         assert await box.store.wait_for_rollouts(rollout_ids=ids, timeout=0.01) == []
-        assert sum(len(waiters) for waiters in box.service._waiters.values()) == sum(
+        assert sum(len(waiters) for waiters in box.service._waiters._waiters.values()) == sum(
             5 - i % 5 for i in range(50)
         )
         for _ in ids:
             await decide(box)
         assert all(len(found) >= 1 for found in await asyncio.gather(*waiting))
-        assert box.service._waiters == {}
+        assert box.service._waiters._waiters == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, get_args
 
 import pytest
@@ -19,9 +20,11 @@ from raylight.types import (
     ROLLOUT_TRANSITIONS,
     TRAINABLE_AGENTS,
     WAITING,
+    AttemptedRollout,
     EnqueueRolloutRequest,
     Failure,
     FailureKind,
+    PaginatedResult,
     Rollout,
     RolloutConfig,
     Span,
@@ -69,7 +72,10 @@ def test_terminal_statuses_have_no_exit_but_a_sign_of_life() -> None:
 
 def test_what_may_be_retried_is_how_an_attempt_ends_badly() -> None:
     assert {"unresponsive", "failed", "timeout"} == RETRIED
-    assert RolloutConfig(retry_condition=RETRIED).retry_condition == RETRIED
+    assert RolloutConfig(retry_condition=RETRIED).retry_condition == sorted(RETRIED)
+    given = RolloutConfig(retry_condition=["timeout", "failed"])
+    assert given.retry_condition == ["timeout", "failed"]
+    assert hash(given) == hash(given.model_copy()) != hash(RolloutConfig())
 
 
 def test_live_attempts_may_end_in_any_way() -> None:
@@ -225,3 +231,23 @@ def test_a_constraint_is_recorded_for_all_tokens_or_none(
         make_generation([1], [2, 3], policy_logprobs=policy_logprobs, allowed=allowed)
     made = make_generation([1], [2, 3], policy_logprobs=[-1.0, -2.0], allowed=[1, 2])
     assert made.allowed == [1, 2]
+
+
+# collections
+
+
+def test_a_page_is_a_list_that_knows_its_place() -> None:
+    page = PaginatedResult("abc", limit=2, offset=1, total=5)
+    assert (page, page[1:], page.total, page.limit, page.offset) == (["a", "b", "c"], ["b", "c"], 5, 2, 1)
+    assert repr(page) == "<PaginatedResult (1:3 of 5) ['a', ...]>"
+    assert repr(PaginatedResult()) == "<PaginatedResult (0: of 0) empty>"
+    assert vars(pickle.loads(pickle.dumps(page))) == vars(page)
+
+
+def test_an_attempted_rollout_has_its_own_attempt() -> None:
+    rollout = make_rollout("ro-1")
+    fields = dict(rollout)
+    assert AttemptedRollout(**fields).attempt == rollout.attempt
+    for wrong in (fields | {"attempt": None}, fields | {"rollout_id": "ro-2"}):
+        with pytest.raises(ValidationError):
+            AttemptedRollout(**wrong)
