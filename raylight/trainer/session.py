@@ -146,7 +146,8 @@ class Session:
             await asyncio.gather(working, watching, return_exceptions=True)
 
     async def counts(self) -> dict[str, int]:
-        """Return the counters of the store and of the runner pool."""
+        """Return the counters of the store that are not 0, and those of the runner pool."""
         pool = {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}
         statistics = await self.store.statistics()
-        return {key: value for key, value in statistics.items() if key not in ("name", "uptime")} | pool
+        counts = {key: n for key, n in statistics.items() if n and key not in ("name", "uptime")}
+        return counts | pool
