@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 LABELS = frozenset(
     {
@@ -77,3 +81,13 @@ def drop_field(value: Any, path: Sequence[str]) -> Any:
         return {name: entry for name, entry in value.items() if name != path[0]}
     inner = drop_field(value[path[0]], path[1:])
     return value if inner is value[path[0]] else {**value, path[0]: inner}
+
+
+@functools.cache
+def log_dropped(field: str, reason: str) -> None:
+    """Log that a field is dropped from all requests, once for each process.
+
+    Args:
+        reason: clause about the field, such as "this engine does not have".
+    """
+    logger.warning("a request has the field %s, which %s; it is dropped from all requests", field, reason)

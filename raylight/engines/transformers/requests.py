@@ -1,4 +1,5 @@
-"""Request models of the engine's routes. A field that is not declared here is rejected, never ignored."""
+"""Request models of the engine's routes. A field that is not declared here is rejected, never ignored,
+except for labels."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.http.body import describe_problems
+from raylight.http.body import describe_problems, without_labels
 from raylight.http.errors import RequestError
+from raylight.request_fields import log_dropped
 
+NO_BUDGETS = "this engine cannot enforce (thinking.budget_tokens in the messages dialect)"
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1_000
 MAX_STOP_WORDS = 64
@@ -39,11 +42,9 @@ class Body(BaseModel):
             RequestError: names the invalid fields.
         """
         try:
-            return cls.model_validate(body)
+            return cls.model_validate(without_labels(body))
         except ValidationError as error:
-            raise RequestError(
-                f"this engine does not support the request: {describe_problems(error)}"
-            ) from None
+            raise RequestError(describe_problems(error, body)) from None
 
 
 class SampledStreamOptions(Body):
@@ -91,9 +92,6 @@ class SamplingBody(Body):
     stream_options: SampledStreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    """`user` and `metadata` describe the caller and do not affect the response."""
 
     @property
     def stop_words(self) -> tuple[str, ...]:
@@ -243,11 +241,14 @@ class ChatRequest(SamplingBody, MessagesBody):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     kv_transfer_params: TokenPrompt | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    thinking_token_budget: int | None = None
+    """Accepted and not enforced."""
+    modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
+        if self.thinking_token_budget is not None:
+            log_dropped("thinking_token_budget", NO_BUDGETS)
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs requires logprobs=true")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:

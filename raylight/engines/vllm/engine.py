@@ -82,7 +82,12 @@ class VllmEngine:
                     return card
             raise HTTPException(404, f"the model {name!r} does not exist")
 
-        checked = RejectUnknownFields(app, self._client.vllm_config.scheduler_config.max_num_queued_reqs)
+        config = self._client.vllm_config
+        checked = RejectUnknownFields(
+            app,
+            config.scheduler_config.max_num_queued_reqs,
+            thinking_budgets=getattr(config, "reasoning_config", None) is not None,
+        )
 
         async def open_app(scope: Scope, receive: Receive, send: Send) -> None:
             if self._closed and scope["type"] == "http":

@@ -9,22 +9,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from raylight.http.body import DESCRIBED_PROBLEMS, ignore_hint
 from raylight.http.errors import RequestError, error_response
-from raylight.http.request import json_request
+from raylight.http.request import JsonRequest, json_request
+from raylight.request_fields import LABELS, log_dropped
 
-LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Fields that describe the caller and do not affect the response."""
-NO_EFFECT: Mapping[str, tuple[Any, ...]] = {"store": (False, None), "service_tier": ("auto", "default", None)}
-"""Fields that vLLM does not know -> the values that have no effect, and so are accepted."""
 MAX_ENTRIES: Mapping[str, int] = {"messages": 10_000, "tools": 1_000, "stop": 64}
 """Longest lists; more would block vLLM's event loop and scheduler."""
 
 
 def _field_names(model: Any) -> frozenset[str]:
     aliases = (field.alias for field in model.model_fields.values())
-    return LABELS | NO_EFFECT.keys() | model.model_fields.keys() | {alias for alias in aliases if alias}
+    return LABELS | {"modalities"} | model.model_fields.keys() | {alias for alias in aliases if alias}
 
 
+NO_BUDGETS = (
+    "vLLM enforces only with the arguments reasoning_parser and reasoning_config "
+    "(thinking.budget_tokens in the messages dialect)"
+)
 KNOWN = {
     "/v1/chat/completions": _field_names(ChatCompletionRequest),
     "/v1/completions": _field_names(CompletionRequest),
@@ -37,11 +39,13 @@ class RejectUnknownFields:
     Args:
         app: vLLM's application.
         max_choices: choices that may wait or be sampled concurrently; None: no limit.
+        thinking_budgets: True if vLLM was started so that it can enforce `thinking_token_budget`.
     """
 
-    def __init__(self, app: ASGIApp, max_choices: int | None) -> None:
+    def __init__(self, app: ASGIApp, max_choices: int | None, thinking_budgets: bool = False) -> None:
         self._app = app
         self._max_choices = max_choices
+        self._thinking_budgets = thinking_budgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = KNOWN.get(scope.get("path", "")) if scope.get("method") == "POST" else None
@@ -55,15 +59,19 @@ class RejectUnknownFields:
             await error_response(error)(scope, receive, send)
         else:
             request = request.with_receive(receive)
+            if not self._thinking_budgets and request.fields.get("thinking_token_budget") is not None:
+                log_dropped("thinking_token_budget", NO_BUDGETS)
+                request = JsonRequest(request.fields | {"thinking_token_budget": None}, receive)
             await self._app(request.put_into(scope), request, send)
 
     def _check(self, body: Mapping[str, Any], known: frozenset[str]) -> None:
-        if unknown := body.keys() - known:
-            names = ", ".join(sorted(unknown)[:10])
-            raise RequestError(f"this engine does not support the request: unknown fields: {names:.1000}")
-        for name, allowed in NO_EFFECT.items():
-            if name in body and body[name] not in allowed:
-                raise RequestError(f"{name}: {body[name]!r:.50} is not supported by this engine")
+        if unknown := sorted(body.keys() - known):
+            names = [f"{name:.100}" for name in unknown[:DESCRIBED_PROBLEMS]]
+            described = "; ".join(f"{name}: this field is not supported" for name in names)
+            more = f"; and {len(unknown) - len(names)} more" if len(unknown) > len(names) else ""
+            raise RequestError(described + more + ignore_hint(names))
+        if body.get("modalities") not in (None, ["text"]):
+            raise RequestError("modalities: this engine answers with text only")
         for name, limit in MAX_ENTRIES.items():
             if isinstance(entries := body.get(name), list) and len(entries) > limit:
                 raise RequestError(f"{name}: at most {limit} entries, not {len(entries)}")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import RequestError, error_body
+from raylight.serving.dialects.field_names import FieldNames
 
 Event = dict[str, Any]
 """Data of a server-sent event. Its `type`, if it has one, becomes the name of the event."""
@@ -47,6 +48,7 @@ class Translation(ABC):
 
     Args:
         engine_request: the body for the engine's route.
+        field_names: the agent's names of its fields; None: those of chat.
 
     Attributes:
         engine_path: route of the engine that answers: chat completions, or one that does not sample.
@@ -54,8 +56,9 @@ class Translation(ABC):
 
     engine_path: ClassVar[str] = "/v1/chat/completions"
 
-    def __init__(self, engine_request: dict[str, Any]) -> None:
+    def __init__(self, engine_request: dict[str, Any], field_names: FieldNames | None = None) -> None:
         self.engine_request = engine_request
+        self.field_names = field_names or FieldNames({})
 
     @abstractmethod
     def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.http.request import JsonRequest, json_request
-from raylight.request_fields import drop_field
-
-logger = logging.getLogger(__name__)
+from raylight.request_fields import drop_field, log_dropped
 
 
 class IgnoredFields:
@@ -27,7 +24,6 @@ class IgnoredFields:
         self._app = app
         self._paths = {name: name.split(".") for name in names}
         self._count = count
-        self._logged: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -39,17 +35,8 @@ class IgnoredFields:
             kept = drop_field(fields, path)
             if kept is not fields:
                 fields = kept
-                self._report(name, scope["path"])
+                self._count(name)
+                log_dropped(name, "engine.ignore_fields names")
         if fields is not request.fields:
             request = JsonRequest(fields, receive)
         await self._app(request.put_into(scope), request, send)
-
-    def _report(self, name: str, path: str) -> None:
-        self._count(name)
-        if name not in self._logged:
-            self._logged.add(name)
-            logger.warning(
-                "a request to %s has the field %s, which is dropped from all requests (engine.ignore_fields)",
-                path,
-                name,
-            )

@@ -48,8 +48,10 @@ class MessagesDialect(Dialect):
 
     def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
         if path == COUNT_TOKENS:
-            return TokenCount(CountTokensRequest.read(body).to_chat())
-        return MessagesTranslation(MessagesRequest.read(body).to_chat())
+            count = CountTokensRequest.read(body)
+            return TokenCount(count.to_chat(), count.field_names())
+        request = MessagesRequest.read(body)
+        return MessagesTranslation(request.to_chat(), request.field_names())
 
     @classmethod
     def error_body(cls, error: RequestError) -> dict[str, Any]:

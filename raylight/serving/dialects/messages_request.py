@@ -1,8 +1,8 @@
 """Requests of Anthropic's messages dialect, translated to chat requests.
 
-Cache hints (`cache_control`), `metadata` and signatures of thinking are accepted and ignored. The result of a
-failed tool begins with "Error: ", because chat has no field for failures. A conversation cannot end with a
-message of the assistant.
+Cache hints (`cache_control`), labels (`metadata`, `service_tier`) and signatures of thinking are accepted and
+ignored. The result of a failed tool begins with "Error: ", because chat has no field for failures. A
+conversation cannot end with a message of the assistant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,23 @@ from raylight.serving.dialects.chat_messages import (
     text_part,
     tool_call,
 )
+from raylight.serving.dialects.field_names import FieldNames, MessageSource
 
+CHAT_FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "chat_template_kwargs": "thinking",
+    "chat_template_kwargs.enable_thinking": "thinking",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tool_choice.function": "tool_choice",
+    "tools[].function": "tools[]",
+    "tools[].function.parameters": "tools[].input_schema",
+}
+"""Fields of a messages request by those of its chat request."""
 INVALID_JSON = "INVALID_JSON"
 """Key of a call's input for arguments that are no JSON object; Anthropic's own."""
 
@@ -30,13 +46,8 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class CacheControl(RequestModel):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class CacheableBlock(RequestModel):
-    cache_control: CacheControl | None = None
+    cache_control: Any = None
 
 
 class TextBlock(CacheableBlock):
@@ -61,7 +72,7 @@ class ImageBlock(CacheableBlock):
     source: Annotated[UrlSource | Base64Source, Field(discriminator="type")]
 
 
-class ThinkingBlock(RequestModel):
+class ThinkingBlock(CacheableBlock):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
@@ -115,6 +126,8 @@ class MessagesTool(CacheableBlock):
     type: Literal["custom"] = "custom"
     strict: bool | None = None
     eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] = False
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class AnyToolChoice(RequestModel):
@@ -135,10 +148,13 @@ class NoToolChoice(RequestModel):
 class EnabledThinking(RequestModel):
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+    """Thinking is always answered in full."""
 
 
 class UnbudgetedThinking(RequestModel):
-    type: Literal["adaptive", "disabled"]
+    type: Literal["adaptive", "between_tools", "disabled"]
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class JsonFormat(RequestModel):
@@ -165,19 +181,26 @@ class CountTokensRequest(RequestModel):
         Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None
     ) = None
     thinking: Annotated[EnabledThinking | UnbudgetedThinking, Field(discriminator="type")] | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Any = None
 
     def to_chat(self) -> dict[str, Any]:
         """Return the fields of a chat request that make the same prompt."""
-        messages = [chat for message in self.messages for chat in _to_chat(message)]
-        if self.system:
-            messages.insert(0, _system_message(self.system))
-        chat: dict[str, Any] = {"model": self.model, "messages": messages}
+        chat: dict[str, Any] = {"model": self.model, "messages": [chat for chat, _ in self._messages()]}
         if self.tools:
             chat["tools"] = [_tool(tool) for tool in self.tools]
         if self.thinking:
             chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
         return chat
+
+    def field_names(self) -> FieldNames:
+        """Return the names of this request's fields by those of its chat request."""
+        return FieldNames(CHAT_FIELDS, lambda: [source for _, source in self._messages()])
+
+    def _messages(self) -> list[tuple[dict[str, Any], MessageSource]]:
+        """Return the messages of the chat request, each with its source in this request."""
+        system = [(_system_message(self.system), {"": "system"})] if self.system else []
+        numbered = enumerate(self.messages)
+        return system + [pair for index, one in numbered for pair in _to_chat(one, f"messages[{index}]")]
 
 
 class MessagesRequest(CountTokensRequest):
@@ -189,9 +212,9 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
     stop_sequences: list[str] = Field(default=[])
     stream: bool = False
-    metadata: dict[str, Any] | None = None
     output_config: OutputConfig = OutputConfig()
-    service_tier: Literal["auto"] = "auto"
+    output_format: JsonFormat | None = None
+    """`output_config.format` under the name that it had before."""
 
     def to_chat(self) -> dict[str, Any]:
         """Return the chat request.
@@ -201,8 +224,8 @@ class MessagesRequest(CountTokensRequest):
         """
         if self.messages[-1].role == "assistant":
             raise RequestError(
-                "messages: the last message is the assistant's, which this endpoint cannot continue; end "
-                "with a message of the user"
+                f"messages[{len(self.messages) - 1}]: the last message is the assistant's, which this "
+                "endpoint cannot continue; end with a message of the user"
             )
         chat = super().to_chat() | {"max_completion_tokens": self.max_tokens} | _tool_choice(self.tool_choice)
         settings = {
@@ -215,7 +238,7 @@ class MessagesRequest(CountTokensRequest):
         chat |= {name: value for name, value in settings.items() if value is not None}
         if isinstance(self.thinking, EnabledThinking):
             chat["thinking_token_budget"] = self.thinking.budget_tokens
-        if json_format := self.output_config.format:
+        if json_format := self.output_config.format or self.output_format:
             schema = {"name": "output", "schema": json_format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.stream:
@@ -243,41 +266,50 @@ def _tool_choice(choice: AnyToolChoice | NamedToolChoice | NoToolChoice | None) 
     return {"tool_choice": "required" if choice.type == "any" else "auto"} | parallel
 
 
-def _to_chat(message: UserMessage | AssistantMessage | SystemMessage) -> list[dict[str, Any]]:
+def _to_chat(
+    message: UserMessage | AssistantMessage | SystemMessage, path: str
+) -> list[tuple[dict[str, Any], MessageSource]]:
     if isinstance(message, UserMessage):
-        return _user_to_chat(message)
+        return _user_to_chat(message, path)
     if isinstance(message, AssistantMessage):
-        return [_assistant_to_chat(message)]
-    return [_system_message(message.content)]
+        return [_assistant_to_chat(message, path)]
+    return [(_system_message(message.content), {"": path})]
 
 
 def _system_message(texts: list[TextBlock]) -> dict[str, Any]:
     return {"role": "system", "content": "\n".join(block.text for block in texts)}
 
 
-def _user_to_chat(message: UserMessage) -> list[dict[str, Any]]:
+def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any], MessageSource]]:
     """Translate a user's message. Each tool result becomes a message of its own.
 
     The images of tool results move into the user's message, because chat allows only text in those of tools.
     """
-    results: list[dict[str, Any]] = []
-    images: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    for block in message.content:
+    results: list[tuple[dict[str, Any], MessageSource]] = []
+    images: list[tuple[dict[str, Any], str]] = []
+    others: list[tuple[dict[str, Any], str]] = []
+    for index, block in enumerate(message.content):
+        place = f"{path}.content[{index}]"
         if isinstance(block, ToolResultBlock):
             if others:
                 raise RequestError(
-                    "messages: a tool_result block follows another block; put the tool_result blocks first"
+                    f"{place}: a tool_result block follows another block; put the tool_result blocks first"
                 )
-            parts = [_part(part) for part in block.content]
-            images += [part for part in parts if part["type"] != "text"]
-            text = join_parts([part for part in parts if part["type"] == "text"])
+            parts = [(_part(part), f"{place}.content[{i}]") for i, part in enumerate(block.content)]
+            images += [pair for pair in parts if pair[0]["type"] != "text"]
+            text = join_parts([part for part, _ in parts if part["type"] == "text"])
             content = f"Error: {text}" if block.is_error else text
-            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            results.append(
+                ({"role": "tool", "tool_call_id": block.tool_use_id, "content": content}, {"": place})
+            )
         else:
-            others.append(_part(block))
-    parts = images + others
-    return results + ([{"role": "user", "content": join_parts(parts)}] if parts else [])
+            others.append((_part(block), place))
+    pairs = images + others
+    if not pairs:
+        return results
+    places = {f"content[{index}]": place for index, (_, place) in enumerate(pairs)}
+    user = {"role": "user", "content": join_parts([part for part, _ in pairs])}
+    return [*results, (user, {"": path} | places)]
 
 
 def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
@@ -289,18 +321,15 @@ def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     return image_part(f"data:{source.media_type};base64,{source.data}")
 
 
-def _assistant_to_chat(message: AssistantMessage) -> dict[str, Any]:
+def _assistant_to_chat(message: AssistantMessage, path: str) -> tuple[dict[str, Any], MessageSource]:
     blocks = message.content
-    calls = [
-        tool_call(block.id, block.name, _arguments(block.input))
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
+    numbered = [(i, block) for i, block in enumerate(blocks) if isinstance(block, ToolUseBlock)]
+    calls = [tool_call(block.id, block.name, _arguments(block.input)) for _, block in numbered]
+    places = {f"tool_calls[{k}]": f"{path}.content[{i}]" for k, (i, _) in enumerate(numbered)}
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    return normalize_message(
-        {"role": "assistant", "content": text, "reasoning_content": thinking, "tool_calls": calls}
-    )
+    chat = {"role": "assistant", "content": text, "reasoning_content": thinking, "tool_calls": calls}
+    return normalize_message(chat), {"": path} | places
 
 
 def _arguments(value: dict[str, Any]) -> str:

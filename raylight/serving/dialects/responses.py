@@ -57,10 +57,11 @@ class ResponsesTranslation(Translation):
         self._history = history
         self._scope = scope
         previous = request.previous_response_id
-        self._messages = (history.find(scope, previous) if previous else []) + request.messages()
+        earlier = history.find(scope, previous) if previous else []
+        self._messages = earlier + request.messages()
         if not self._messages:
             raise RequestError("input: it is empty; send at least one message")
-        super().__init__(request.to_chat(self._messages))
+        super().__init__(request.to_chat(self._messages), request.field_names(len(earlier)))
 
     def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         return self.complete(read_turn(answer))

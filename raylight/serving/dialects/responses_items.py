@@ -19,6 +19,7 @@ from raylight.serving.dialects.chat_messages import (
     text_part,
     tool_call,
 )
+from raylight.serving.dialects.field_names import MessageSource
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -141,11 +142,15 @@ def as_items(value: Any) -> Any:
 class _AssistantTurn:
     """One turn of the assistant, assembled from its items."""
 
+    path: str
+    """Path of its first item in the request."""
     answer_id: str | None = None
     """The id of the answer in its items' ids; None if they are not ours."""
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    """Paths of its calls in the request, by those in its message."""
 
     def accepts(self, item: AssistantItem) -> bool:
         """Return True if an item belongs to the turn: by its id, or else by the order of a model's output."""
@@ -156,19 +161,22 @@ class _AssistantTurn:
             return not (self.texts or self.calls)
         return isinstance(item, FunctionCallItem) or not (self.texts or self.calls)
 
-    def add(self, item: AssistantItem) -> None:
+    def add(self, item: AssistantItem, path: str) -> None:
         self.answer_id = self.answer_id or answer_id_of(item.id)
         if isinstance(item, AssistantMessageItem):
             self.texts += [part.text for part in item.content]
         elif isinstance(item, FunctionCallItem):
+            index = len(self.calls)
+            self.places |= {f"tool_calls[{index}]": path, f"tool_calls[{index}].function": path}
             self.calls.append(tool_call(item.call_id, item.name, item.arguments))
         else:
             self.reasoning += [part.text for part in item.content or item.summary]
 
-    def message(self) -> dict[str, Any]:
-        """Return the turn as a chat message."""
+    def message(self) -> tuple[dict[str, Any], MessageSource]:
+        """Return the turn as a chat message, with its source."""
         texts = {"content": "".join(self.texts), "reasoning_content": "".join(self.reasoning)}
-        return normalize_message({"role": "assistant", **texts, "tool_calls": self.calls})
+        message = normalize_message({"role": "assistant", **texts, "tool_calls": self.calls})
+        return message, {"": self.path} | self.places
 
 
 def item_id(prefix: str, answer_id: str, index: int) -> str:
@@ -183,29 +191,33 @@ def answer_id_of(item_id: str | None) -> str | None:
     return answer_id if dot and prefix in ("msg", "fc", "rs") and index.isdigit() else None
 
 
-def to_messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Return the chat messages of input items."""
-    messages: list[dict[str, Any]] = []
+def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
+    """Return the chat messages of input items, each with its source in the request."""
+    messages: list[tuple[dict[str, Any], MessageSource]] = []
     turn: _AssistantTurn | None = None
-    for item in items:
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
         if isinstance(item, AssistantItem):
             if turn is None or not turn.accepts(item):
                 messages += [turn.message()] if turn else []
-                turn = _AssistantTurn()
-            turn.add(item)
+                turn = _AssistantTurn(path)
+            turn.add(item, path)
             continue
         messages += [turn.message()] if turn else []
         turn = None
-        messages.append(_input_message(item))
+        messages.append(_input_message(item, path))
     return messages + ([turn.message()] if turn else [])
 
 
-def _input_message(item: InputMessageItem | FunctionCallOutputItem) -> dict[str, Any]:
+def _input_message(
+    item: InputMessageItem | FunctionCallOutputItem, path: str
+) -> tuple[dict[str, Any], MessageSource]:
     if isinstance(item, InputMessageItem):
         role = "user" if item.role == "user" else "system"
-        return {"role": role, "content": join_parts([_part(part) for part in item.content])}
+        return {"role": role, "content": join_parts([_part(part) for part in item.content])}, {"": path}
     content = join_parts([_part(part) for part in item.output])
-    return {"role": "tool", "tool_call_id": item.call_id, "content": content}
+    source = {"": path, "content": f"{path}.output"}
+    return {"role": "tool", "tool_call_id": item.call_id, "content": content}, source
 
 
 def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Requests of OpenAI's responses dialect, translated to chat requests.
 
 A replica remembers a response for `previous_response_id` unless the request has `store=false`. It never
-stores one for later retrieval, so that answers have `store: false`. `metadata` is echoed. `user`,
-`safety_identifier` and keys of caches are accepted and ignored. Messages of developers become messages of the
-system. A request that includes `reasoning.encrypted_content`, as agent-framework's client always does, gets
-reasoning as plain text, which may be sent back unchanged.
+stores one for later retrieval, so that answers have `store: false`. `metadata` and `user` are echoed.
+Messages of developers become messages of the system. A request that includes `reasoning.encrypted_content`,
+as agent-framework's client always does, gets reasoning as plain text, which may be sent back unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +13,32 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raylight.http.body import RequestModel
+from raylight.serving.dialects.field_names import FieldNames
 from raylight.serving.dialects.responses_items import InputItem, as_items, to_messages
+
+CHAT_FIELDS = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "reasoning": "reasoning",
+    "verbosity": "text.verbosity",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "tool_choice.allowed_tools": "tool_choice",
+    "tool_choice.function": "tool_choice",
+    "tools[].function": "tools[]",
+}
+"""Fields of a responses request by those of its chat request."""
+INCLUDED = Literal[
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Additions to an answer; those of tools that providers run have nothing to add here."""
 
 
 class ResponsesTool(RequestModel):
@@ -23,11 +47,26 @@ class ResponsesTool(RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Literal[False] | None = Field(default=None, exclude=True)
+    allowed_callers: list[Literal["direct"]] | None = Field(default=None, exclude=True)
+    output_schema: dict[str, Any] | None = Field(default=None, exclude=True)
+    """Schema of the tool's results, which chat has no field for; ignored."""
 
 
 class FunctionToolChoice(RequestModel):
     type: Literal["function"]
     name: str
+
+
+class AllowedTool(RequestModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedToolsChoice(RequestModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
 
 
 class TextFormat(RequestModel):
@@ -44,14 +83,21 @@ class SchemaFormat(RequestModel):
 
 class TextConfig(RequestModel):
     format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] = TextFormat(type="text")
+    verbosity: str | None = None
 
 
 class Reasoning(RequestModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Reasoning is answered in full, so that there is no summary."""
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponsesStreamOptions(RequestModel):
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: bool = False
+    """Padding against an observer of the network; an answer has none."""
 
 
 def _as_object(choice: Any) -> Any:
@@ -75,7 +121,11 @@ class ResponsesRequest(RequestModel):
     top_p: float | None = None
     tools: list[ResponsesTool] = Field(default=[])
     tool_choice: (
-        Annotated[ToolMode | FunctionToolChoice, Field(discriminator="type"), BeforeValidator(_as_object)]
+        Annotated[
+            ToolMode | FunctionToolChoice | AllowedToolsChoice,
+            Field(discriminator="type"),
+            BeforeValidator(_as_object),
+        ]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
@@ -86,13 +136,9 @@ class ResponsesRequest(RequestModel):
     store: bool = True
     metadata: dict[str, str] | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
-    service_tier: Literal["auto", "default"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] = Field(default=[])
+    include: list[INCLUDED] = Field(default=[])
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
     def to_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,6 +157,7 @@ class ResponsesRequest(RequestModel):
             "tool_choice": self._chat_tool_choice(),
             "response_format": _response_format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
+            "verbosity": self.text.verbosity,
         }
         chat: dict[str, Any] = {"model": self.model, "messages": system + messages}
         chat |= {name: value for name, value in settings.items() if value is not None}
@@ -118,13 +165,23 @@ class ResponsesRequest(RequestModel):
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the input as chat messages."""
-        return to_messages(self.input)
+        return [message for message, _ in to_messages(self.input)]
+
+    def field_names(self, previous: int) -> FieldNames:
+        """Return the names of this request's fields by those of its chat request.
+
+        Args:
+            previous: messages of the conversation before this request's input.
+        """
+        before = [{"": "instructions"}] if self.instructions else []
+        before += [{"": "previous_response_id"}] * previous
+        return FieldNames(CHAT_FIELDS, lambda: [*before, *(source for _, source in to_messages(self.input))])
 
     def echo(self) -> dict[str, Any]:
         """Return the fields of a response that repeat its request."""
         choice = self.tool_choice
         echoed_choice: Any = choice.type if choice else "auto"
-        if isinstance(choice, FunctionToolChoice):
+        if isinstance(choice, FunctionToolChoice | AllowedToolsChoice):
             echoed_choice = choice.model_dump()
         return {
             "instructions": self.instructions,
@@ -136,7 +193,7 @@ class ResponsesRequest(RequestModel):
             "tool_choice": echoed_choice,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "reasoning": {"effort": self.reasoning.effort, "summary": self.reasoning.summary},
             "metadata": self.metadata or {},
             "truncation": self.truncation,
             "background": self.background,
@@ -147,6 +204,9 @@ class ResponsesRequest(RequestModel):
     def _chat_tool_choice(self) -> str | dict[str, Any] | None:
         if isinstance(self.tool_choice, FunctionToolChoice):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            tools = [{"type": "function", "function": {"name": t.name}} for t in self.tool_choice.tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": self.tool_choice.mode, "tools": tools}}
         return self.tool_choice.type if self.tool_choice else None
 
 

@@ -1,4 +1,7 @@
-"""Middleware that translates agents' requests for the engine, and the engine's answers back."""
+"""Middleware that translates agents' requests for the engine, and the engine's answers back.
+
+Chat requests, translated or not, reach the inner layers in normal form.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import SseReader, sse_bytes
 from raylight.serving.dialects.answers import DONE
-from raylight.serving.dialects.dialect import AnswerStream, Dialect, Translation
+from raylight.serving.dialects.chat_normalizer import ChatNormalizer
+from raylight.serving.dialects.dialect import Dialect, Translation
+from raylight.serving.dialects.native import ChatDialect
 from raylight.serving.dialects.registry import dialect_of
 
 DIALECT_KEY = "raylight.dialect"
@@ -26,12 +31,16 @@ Headers = list[tuple[bytes, bytes]]
 class TranslationMiddleware:
     """Serves the routes of all dialects with an application that serves chat completions and `/tokenize`.
 
-    Requests of native dialects, and all other paths, pass through. Pieces of a stream are sent as they
-    arrive; a client's disconnect reaches the application.
+    Completions, and all other paths, pass through. Pieces of a stream are sent as they arrive; a client's
+    disconnect reaches the application.
+
+    Args:
+        template: the model's chat template; None if the model runs elsewhere.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, template: str | None = None) -> None:
         self._app = app
+        self._normalizer = ChatNormalizer(template)
         self._dialects: dict[type[Dialect], Dialect] = {}
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -39,20 +48,44 @@ class TranslationMiddleware:
         path = scope["path"].removeprefix(root) if scope["type"] == "http" else ""
         dialect = dialect_of(path)
         if dialect.native:
-            await self._app(scope, receive, send)
+            is_chat = path == ChatDialect.path and scope["method"] == "POST"
+            await (self._serve_chat if is_chat else self._app)(scope, receive, send)
             return
         answer = _AnswerSender(dialect, send)
         try:
             _check_route(dialect, path, scope["method"])
             fields = (await json_request(scope, receive)).fields
-            translation = self._instance(dialect).translate(path, fields, SCOPE.get())
+            answer.translation = translation = self._instance(dialect).translate(path, fields, SCOPE.get())
+            chat = self._normalize(translation)
         except RequestError as error:
             await answer.send_error(error)
             return
-        answer.translation = translation
-        request = JsonRequest(translation.engine_request, receive)
+        request = JsonRequest(chat, receive)
         inner = _inner_scope(scope, root + translation.engine_path) | {DIALECT_KEY: dialect.name}
         await self._app(request.put_into(inner), request, answer)
+
+    async def _serve_chat(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        try:
+            request = (await json_request(scope, receive)).with_receive(receive)
+            fields = self._normalizer.normalize(request.fields)
+        except RequestError as error:
+            await _AnswerSender(ChatDialect, send).send_error(error)
+            return
+        if fields is not request.fields:
+            request = JsonRequest(fields, receive)
+        await self._app(request.put_into(scope), request, send)
+
+    def _normalize(self, translation: Translation) -> dict[str, Any]:
+        """Return the engine's request in normal form.
+
+        Raises:
+            RequestError: 400, it has none; the error names the fields as the agent does.
+        """
+        names = translation.field_names
+        try:
+            return self._normalizer.normalize(translation.engine_request, names.of)
+        except RequestError as error:
+            raise names.rename(error) from None
 
     def _instance(self, dialect: type[Dialect]) -> Dialect:
         if dialect not in self._dialects:
@@ -113,7 +146,7 @@ class _AnswerSender:
         headers = {name.lower(): value for name, value in message.get("headers", [])}
         self._headers = _without(message.get("headers", []), b"content-length", b"content-type")
         if self._status < 400 and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
-            self._events = _EventStream(self._dialect, self.translation.start_stream())
+            self._events = _EventStream(self._dialect, self.translation)
             await self._send_start(b"text/event-stream; charset=utf-8")
 
     async def _send_start(self, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
@@ -140,7 +173,7 @@ class _AnswerSender:
         """Return the dialect's answer, or its error body for an error or an unreadable answer."""
         try:
             if self._status >= 400:
-                raise read_error(self._status, body)
+                raise self.translation.field_names.rename(read_error(self._status, body))
             return self.translation.write_answer(_decode_engine_json(body))
         except RequestError as error:
             self._status = error.status
@@ -150,9 +183,10 @@ class _AnswerSender:
 class _EventStream:
     """Translates the bytes of an engine's event stream to those of a dialect's."""
 
-    def __init__(self, dialect: type[Dialect], stream: AnswerStream) -> None:
+    def __init__(self, dialect: type[Dialect], translation: Translation) -> None:
         self._dialect = dialect
-        self._stream = stream
+        self._field_names = translation.field_names
+        self._stream = translation.start_stream()
         self._reader = SseReader()
         self._ended = False
 
@@ -174,7 +208,7 @@ class _EventStream:
             else:
                 chunk = _decode_engine_json(data)
                 if error := find_error(chunk):
-                    raise error
+                    raise self._field_names.rename(error)
                 events = self._stream.feed(chunk)
         except RequestError as error:
             self._ended = True

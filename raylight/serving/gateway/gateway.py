@@ -23,6 +23,7 @@ from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
+from raylight.serving.dialects.chat_normalizer import template_of
 from raylight.serving.dialects.ignored_fields import IgnoredFields
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.translate import TranslationMiddleware
@@ -260,7 +261,7 @@ def build_gateway(
             conversations = Conversations(engine.tokenizer, tolerate_rewrites=tolerate_rewrites)
         _add_gauges(metrics, recorder, conversations)
         app = CaptureMiddleware(app, engine, recorder, conversations, history, finished=finished)
-    app = TranslationMiddleware(app)
+    app = TranslationMiddleware(app, template_of(engine.tokenizer))
     if recorder is not None:
         app = RetryCache(app, on_replay=metrics.replays.inc)
     if ignore_fields:

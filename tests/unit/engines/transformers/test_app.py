@@ -201,7 +201,7 @@ NAMED = {"type": "function", "function": {"name": "nowhere"}}
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "content is missing"),
-        ({"messages": [IMAGE]}, r"messages\.0\.content"),
+        ({"messages": [IMAGE]}, r"messages\[0\]\.content"),
         ({"unheard": 1, "of": 2}, r"unheard.*of"),
         ({"stop": ""}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -230,7 +230,6 @@ NAMED = {"type": "function", "function": {"name": "nowhere"}}
         ),
         ({"messages": [{"role": "user", "content": "a" * 2000}]}, "2019 tokens"),
         ({"seed": 2**63}, "seed"),
-        ({"store": True}, "store"),
     ],
 )
 async def test_what_it_does_not_support_is_refused_by_name(
@@ -345,14 +344,13 @@ async def test_a_great_many_problems_are_told_in_short(
     answer = await post(make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **wrong})
     assert answer.status_code == 400
     assert len(answer.text) < 5_000
-    assert "does not support the request" in answer.text
 
 
 async def test_the_first_problems_are_named(make_engine: MakeEngine) -> None:
     answer = await post(
         make_engine(), "/v1/chat/completions", {"model": "policy", "messages": HI, **HUGE["some fields"]}
     )
-    assert [f" {i}: this field is not supported" in answer.text for i in (0, 9, 10)] == [True, True, False]
+    assert [f"{i}: this field is not supported" in answer.text for i in (0, 9, 10)] == [True, True, False]
     assert "and 990 more" in answer.text
 
 

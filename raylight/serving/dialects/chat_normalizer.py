@@ -1,0 +1,167 @@
+"""Normal form of chat requests: each setting in the one spelling that engines read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raylight.http.errors import RequestError
+from raylight.request_fields import drop_field, log_dropped
+from raylight.serving.dialects.tool_checks import check_response_format, check_tools
+
+HINTS = frozenset({"reasoning_effort", "reasoning", "verbosity", "thinking", "enable_thinking"})
+"""Settings of a model's style and reasoning, by their names in chat requests."""
+VARIABLES = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
+"""Variables under which chat templates read them."""
+UNREAD = "this model's chat template does not read"
+CACHE_HINTS = (
+    ("cache_control",),
+    ("messages", "cache_control"),
+    ("messages", "content", "cache_control"),
+    ("tools", "cache_control"),
+    ("tools", "function", "cache_control"),
+)
+"""Places of hints for a provider's prompt cache."""
+
+
+class ChatNormalizer:
+    """Rewrites chat requests, translated ones included, before they are captured.
+
+    - `cache_control` is dropped: a hint that moves from message to message would change earlier turns.
+    - A `tool_choice` of type `allowed_tools` leaves only those tools in the request.
+    - `reasoning_effort` (also as `reasoning.effort`), `verbosity`, `thinking` and `enable_thinking` reach the
+      chat template under the name that it reads. A setting that it does not read is dropped, which is
+      logged once.
+
+    Args:
+        template: the model's chat template. None: the model runs elsewhere, and gets these settings as the
+            agent sent them.
+    """
+
+    def __init__(self, template: str | None) -> None:
+        self._template = template
+        self._read = frozenset(name for name in VARIABLES if _reads(template or "", name))
+
+    def normalize(self, body: dict[str, Any], client_name: Callable[[str], str] = str) -> dict[str, Any]:
+        """Return a request in normal form; the same object if it is in it already.
+
+        Args:
+            client_name: returns the agent's name of a field of a chat request, for messages to people.
+
+        Raises:
+            RequestError: 400, a tool, a choice of tools, or the schema of the answer is invalid.
+        """
+        body = _without_cache_hints(body)
+        check_tools(body.get("tools"))
+        check_response_format(body.get("response_format"))
+        body = _resolve_allowed_tools(body)
+        return body if self._template is None else self._resolve_hints(body, client_name)
+
+    def _resolve_hints(self, body: dict[str, Any], client_name: Callable[[str], str]) -> dict[str, Any]:
+        given = body.get("chat_template_kwargs")
+        variables = dict(given) if isinstance(given, dict) else {}
+        if HINTS.isdisjoint(body) and "enable_thinking" not in variables:
+            return body
+        kept = {name: value for name, value in body.items() if not _is_hint(name, value)}
+        thinking = {
+            "chat_template_kwargs.enable_thinking": variables.pop("enable_thinking", None),
+            "enable_thinking": _is_enabled(body.get("enable_thinking")),
+            "thinking": _is_enabled(body.get("thinking")),
+        }
+        for field, enabled in thinking.items():
+            if enabled is not None and not self._set(variables, ("enable_thinking", "thinking"), enabled):
+                log_dropped(client_name(field), UNREAD)
+        for field, effort in _efforts(body).items():
+            if "reasoning_effort" in self._read:
+                kept["reasoning_effort"] = effort  # engines have a field for it
+            elif effort is None or not self._set(variables, ("enable_thinking",), effort != "none"):
+                log_dropped(client_name(field), UNREAD)
+        verbosity = body.get("verbosity")
+        if verbosity is not None and not self._set(variables, ("verbosity",), verbosity):
+            log_dropped(client_name("verbosity"), UNREAD)
+        if isinstance(given, dict):
+            kept.pop("chat_template_kwargs")
+        return kept | ({"chat_template_kwargs": variables} if variables else {})
+
+    def _set(self, variables: dict[str, Any], names: tuple[str, ...], value: Any) -> bool:
+        """Set the first of some variables that the template reads; return False if it reads none of them."""
+        name = next((name for name in names if name in self._read), None)
+        if name is not None:
+            variables.setdefault(name, value)
+        return name is not None
+
+
+def template_of(tokenizer: Any) -> str | None:
+    """Return the text of a tokenizer's chat templates; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    templates = getattr(tokenizer, "chat_template", None)
+    return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
+
+
+def _reads(template: str, variable: str) -> bool:
+    """Return True if a statement or expression of a template names a variable."""
+    return re.search(rf"\{{[%{{](?:(?![%}}]\}}).)*?\b{variable}\b", template, re.DOTALL) is not None
+
+
+def _is_hint(name: str, value: Any) -> bool:
+    """Return True if a field is a hint in a form that is understood; others are left to the engine."""
+    forms = {"reasoning": dict, "thinking": dict | bool, "enable_thinking": bool}
+    return name in HINTS and (value is None or isinstance(value, forms.get(name, object)))
+
+
+def _efforts(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the efforts of reasoning that a request asks for; None if its `reasoning` names none."""
+    efforts = {}
+    if body.get("reasoning_effort") is not None:
+        efforts["reasoning_effort"] = body["reasoning_effort"]
+    if isinstance(reasoning := body.get("reasoning"), dict):
+        efforts["reasoning"] = reasoning.get("effort")
+    return efforts
+
+
+def _is_enabled(thinking: Any) -> bool | None:
+    """Return True if a `thinking` setting, in the form of Anthropic and LiteLLM, allows thinking."""
+    if isinstance(thinking, dict):
+        return thinking.get("type") != "disabled"
+    return thinking if isinstance(thinking, bool) else None
+
+
+def _without_cache_hints(body: dict[str, Any]) -> dict[str, Any]:
+    for path in CACHE_HINTS:
+        body = drop_field(body, path)
+    return body
+
+
+def _resolve_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request whose `tool_choice` of type `allowed_tools` has become its tools and a mode.
+
+    Raises:
+        RequestError: 400, the choice is incomplete or names a tool that the request does not have.
+    """
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body
+    path, tools = "tool_choice.allowed_tools", body.get("tools")
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        raise RequestError(f"{path}.mode: it must be 'auto' or 'required'")
+    entries = allowed.get("tools")
+    if not isinstance(entries, list) or not entries:
+        raise RequestError(
+            f"{path}.tools: it is empty; name at least one tool, or use the tool_choice 'none'"
+        )
+    known = {_tool_name(tool): tool for tool in tools} if isinstance(tools, list) else {}
+    names = [_tool_name(entry) for entry in entries]
+    for index, name in enumerate(names):
+        if name is None or name not in known:
+            raise RequestError(f"{path}.tools[{index}]: the request has no tool {name!r:.200}")
+    kept = [tool for name, tool in known.items() if name in names]
+    return {**body, "tools": kept, "tool_choice": allowed["mode"]}
+
+
+def _tool_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,155 @@
+"""Normal form of chat requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raylight.http.errors import RequestError
+from raylight.request_fields import log_dropped
+from raylight.serving.dialects.chat_normalizer import ChatNormalizer, template_of
+
+PLAIN = "{% for message in messages %}{{ message.content }} about verbosity and thinking{% endfor %}"
+QWEN = PLAIN + "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+DEEPSEEK = PLAIN + "{% if thinking %}<think>{% endif %}"
+GPT_OSS = PLAIN + "{{- 'Reasoning: ' + reasoning_effort }}{{ verbosity|default('medium') }}"
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "policy", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log() -> Iterator[None]:
+    log_dropped.cache_clear()
+    yield
+    log_dropped.cache_clear()
+
+
+@pytest.mark.parametrize("template", [None, PLAIN, QWEN])
+def test_a_plain_request_stays_the_same_object(template: str | None) -> None:
+    body = chat(tools=[tool()], tool_choice="auto", temperature=1, user="me", store=True)
+    assert ChatNormalizer(template).normalize(body) is body
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "left"),
+    [
+        (QWEN, {"reasoning_effort": "low"}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        (QWEN, {"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (QWEN, {"reasoning": {"effort": "none"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (QWEN, {"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (QWEN, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (QWEN, {"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        (
+            QWEN,
+            {"chat_template_kwargs": {"enable_thinking": False, "x": 1}, "reasoning_effort": "high"},
+            {"chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+        ),
+        (DEEPSEEK, {"enable_thinking": True}, {"chat_template_kwargs": {"thinking": True}}),
+        (GPT_OSS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (GPT_OSS, {"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        (GPT_OSS, {"verbosity": "high"}, {"chat_template_kwargs": {"verbosity": "high"}}),
+    ],
+)
+def test_a_setting_that_the_template_reads_reaches_it(
+    template: str, given: dict[str, Any], left: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ChatNormalizer(template).normalize(chat(**given)) == chat(**left)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "field"),
+    [
+        (PLAIN, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (PLAIN, {"reasoning": {"effort": "low"}}, "reasoning"),
+        (QWEN, {"reasoning": {"summary": "auto"}}, "reasoning"),
+        (GPT_OSS, {"enable_thinking": True}, "enable_thinking"),
+        (PLAIN, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        (PLAIN, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        (QWEN, {"verbosity": "low"}, "verbosity"),
+    ],
+)
+def test_a_setting_that_the_template_does_not_read_is_dropped_and_logged_once(
+    template: str, given: dict[str, Any], field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for normalizer in (ChatNormalizer(template), ChatNormalizer(template)):
+        assert normalizer.normalize(chat(**given)) == chat()
+    (message,) = caplog.messages
+    assert f"the field {field}, which this model's chat template does not read" in message
+
+
+def test_the_log_has_the_agents_name_of_a_field(caplog: pytest.LogCaptureFixture) -> None:
+    ChatNormalizer(PLAIN).normalize(chat(reasoning_effort="low"), lambda field: f"of.{field}")  # type: ignore[arg-type]
+    assert "the field of.reasoning_effort, which" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("given", [{"reasoning": "much"}, {"thinking": 3}, {"chat_template_kwargs": "x"}])
+def test_a_setting_of_another_form_is_left_to_the_engine(given: dict[str, Any]) -> None:
+    assert ChatNormalizer(QWEN).normalize(chat(**given)) == chat(**given)
+
+
+def test_a_model_elsewhere_gets_every_setting() -> None:
+    body = chat(reasoning_effort="low", verbosity="low", reasoning={"effort": "low"}, thinking={})
+    assert ChatNormalizer(None).normalize(body) is body
+
+
+def test_cache_hints_are_dropped_wherever_they_are() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    text = {"type": "text", "text": "hi"}
+    messages = [{"role": "user", "content": [text | hint, text]}, {"role": "user", "content": "x"} | hint]
+    given = chat(messages=messages, tools=[tool() | hint, tool("sub", **hint)], **hint)
+    plain = [{"role": "user", "content": [text, text]}, {"role": "user", "content": "x"}]
+    assert ChatNormalizer(None).normalize(given) == chat(messages=plain, tools=[tool(), tool("sub")])
+    assert messages[0]["content"][0] == text | hint  # type: ignore[index]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_stay(mode: str) -> None:
+    allowed = {"mode": mode, "tools": [tool("c"), tool("a")]}
+    given = chat(
+        tools=[tool(name) for name in "abc"],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+    )
+    assert ChatNormalizer(PLAIN).normalize(given) == chat(tools=[tool("a"), tool("c")], tool_choice=mode)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({}, "tool_choice.allowed_tools.mode: it must be"),
+        ({"allowed_tools": {"mode": "often"}}, "tool_choice.allowed_tools.mode: it must be"),
+        ({"allowed_tools": {"mode": "auto", "tools": []}}, "tool_choice.allowed_tools.tools: it is empty"),
+        (
+            {"allowed_tools": {"mode": "auto", "tools": [tool("a"), tool("z")]}},
+            "tool_choice.allowed_tools.tools[1]: the request has no tool 'z'",
+        ),
+        ({"allowed_tools": {"mode": "auto", "tools": ["a"]}}, "tools[0]: the request has no tool None"),
+    ],
+)
+def test_a_wrong_choice_of_allowed_tools_is_refused(choice: dict[str, Any], message: str) -> None:
+    body = chat(tools=[tool("a")], tool_choice={"type": "allowed_tools"} | choice)
+    with pytest.raises(RequestError) as caught:
+        ChatNormalizer(PLAIN).normalize(body)
+    assert message in caught.value.message
+    assert caught.value.status == 400
+
+
+def test_the_template_of_a_tokenizer() -> None:
+    class Tokenizer:
+        chat_template: Any = PLAIN
+
+    tokenizer = Tokenizer()
+    assert template_of(tokenizer) == PLAIN
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    assert template_of(tokenizer) == "a\nb"
+    tokenizer.chat_template = None
+    assert template_of(tokenizer) == ""
+    assert template_of(None) is None

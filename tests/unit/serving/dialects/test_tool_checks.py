@@ -1,0 +1,83 @@
+"""Checks of the schemas in a chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raylight.http.errors import RequestError
+from raylight.serving.dialects.tool_checks import check_response_format, check_tools
+
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+
+
+def tool(name: Any = "add", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        None,
+        [],
+        [tool()],
+        [tool(parameters=OBJECT), tool("a.b-c_1", parameters={})],
+        [tool(parameters={"$schema": "http://json-schema.org/draft-07/schema#", **OBJECT})],
+        [tool(parameters=OBJECT | {"properties": {"a": {"type": "array", "items": [{"type": "string"}]}}})],
+        [
+            tool(
+                parameters={
+                    "$defs": {"a": OBJECT},
+                    "type": "object",
+                    "properties": {"b": {"$ref": "#/$defs/a"}},
+                }
+            )
+        ],
+        [tool("x" * 128)],
+        "no list; the engine rejects it",
+        [3, {"type": "function"}, {"type": "function", "function": 3}, tool(None)],
+    ],
+)
+def test_sound_tools_pass_and_their_form_is_left_to_the_engine(tools: Any) -> None:
+    check_tools(tools)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (tool("two words"), "tools[1].function.name: 'two words' is no name of a tool"),
+        (tool(""), "tools[1].function.name: '' is no name"),
+        (tool("x" * 129), "tools[1].function.name: "),
+        (tool("größe"), "tools[1].function.name: 'größe'"),
+        (tool(parameters=[]), "tools[1].function.parameters: the schema of tool 'add' must be an object"),
+        (tool(parameters={"type": "string"}), "must have the type 'object', not 'string'"),
+        (
+            tool(parameters={"type": "object", "properties": {"a": {"type": "strng"}}}),
+            "tools[1].function.parameters: the schema of tool 'add' is no valid JSON schema: at "
+            "properties.a.type: 'strng'",
+        ),
+        (tool(parameters={"properties": ["a"]}), "at properties: ['a'] is not of type 'object'"),
+        (tool(parameters=OBJECT | {"required": "a"}), "at required: "),
+    ],
+)
+def test_a_wrong_tool_is_named_with_its_field(wrong: Any, message: str) -> None:
+    for _ in range(2):  # the second check is remembered
+        with pytest.raises(RequestError) as caught:
+            check_tools([tool("fine"), wrong])
+        assert message in caught.value.message
+        assert caught.value.status == 400
+        assert (caught.value.param or "").startswith("tools[1].function.")
+
+
+def test_a_schema_that_would_take_seconds_to_check_is_left_to_the_engine() -> None:
+    huge = {"anyOf": [{"anyOf": [{"type": "strng"}] * 100}] * 100}
+    check_tools([tool(parameters=huge)])
+
+
+def test_the_schema_of_the_answer_is_checked() -> None:
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strng"}}}
+    with pytest.raises(RequestError, match=r"^response_format\.json_schema\.schema: .*at type: 'strng'"):
+        check_response_format(wrong)
+    for fine in (None, {"type": "text"}, {"type": "json_schema", "json_schema": {"schema": OBJECT}}, "x"):
+        check_response_format(fine)
