@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import re
 
-from raylight.http.errors import RequestError
-
-CONTEXT_LENGTH = "context_length_exceeded"
-"""Code of the error in OpenAI's shape."""
+from raylight.http.errors import CONTEXT_LENGTH, RequestError
 
 _LIMIT = re.compile(r"maximum context length is (\d+)")
 _PROMPT = re.compile(
@@ -33,7 +30,7 @@ class ContextLengthError(RequestError):
         count = f"at least {tokens}" if at_least else str(tokens)
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{count} tokens. Please reduce the length of the messages.",
+            f"{count} tokens. Please reduce the length of the messages. ({CONTEXT_LENGTH})",
             code=CONTEXT_LENGTH,
             param="messages",
         )

@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+CONTEXT_LENGTH = "context_length_exceeded"
+"""Code of the error of a prompt that is longer than the model's context."""
 OPENAI_TYPES: Mapping[str, tuple[str, str | None]] = {
     "authentication_error": ("invalid_request_error", "invalid_api_key"),
     "permission_error": ("invalid_request_error", None),
@@ -25,7 +27,7 @@ OPENAI_TYPES: Mapping[str, tuple[str, str | None]] = {
 }
 """Kind of an error -> `type` and default `code` in OpenAI's shape. Other kinds are types of OpenAI's."""
 STATUS_OF: Mapping[str, int] = {
-    "context_length_exceeded": 400,
+    CONTEXT_LENGTH: 400,
     "invalid_api_key": 401,
     "model_not_found": 404,
     "request_too_large": 413,
@@ -160,7 +162,9 @@ def _error(
     if code is None and status == 404 and _MODEL_MISSING.search(message):
         code, param = "model_not_found", param or "model"
     if code is None and status == 400 and "maximum context length" in message:
-        code = "context_length_exceeded"
+        code = CONTEXT_LENGTH
+    if code == CONTEXT_LENGTH and CONTEXT_LENGTH not in message:
+        message = f"{message} ({CONTEXT_LENGTH})"  # LangChain looks for it in the text
     if kind is None:
         kind = _KINDS.get(status, "invalid_request_error") if status < 500 else "server_error"
         kind = "overloaded_error" if status in (503, 529) else kind

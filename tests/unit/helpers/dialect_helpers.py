@@ -38,6 +38,8 @@ class Say:
     status: int = 200
     error: Any = None
     """Body of an answer with another status; in a stream, an event in its middle."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Headers of an answer with another status."""
     named: str = "reasoning"
     """The engine's field for reasoning."""
     usage: dict[str, Any] = field(
@@ -119,7 +121,7 @@ class FakeChat:
             return
         number, say = len(self.asked), self.says.pop(0)
         if say.status != 200:
-            await _send_json(send, say.status, say.error)
+            await _send_json(send, say.status, say.error, **say.headers)
         elif not self.asked[-1].get("stream"):
             await _send_json(send, 200, say.answer(number))
         else:
@@ -141,10 +143,11 @@ class FakeChat:
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-async def _send_json(send: Send, status: int, answer: Any) -> None:
+async def _send_json(send: Send, status: int, answer: Any, **more: str) -> None:
     body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
     kind = b"text/plain" if isinstance(answer, str) else b"application/json"
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    headers = [(b"content-type", kind), *((name.encode(), value.encode()) for name, value in more.items())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+from dialect_helpers import FakeChat, Say
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
-from raylight.engines.capture_context import SCOPE
+from raylight.engines.capture_context import SCOPE, AttemptScope
+from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.gateway import Gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.traces.otlp import traces_route
@@ -132,6 +134,25 @@ class Site:
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"raylight_{name}", labels)
+
+
+class Replica(FakeChat):
+    """Scripted model behind a gateway.
+
+    Attributes:
+        app: the gateway's application.
+        attempts: the attempts that called.
+    """
+
+    def __init__(self, *says: Say) -> None:
+        super().__init__(*says)
+        self.attempts: list[AttemptScope | None] = []
+        engine: Any = StubEngine()
+        self.app = Gateway(TranslationMiddleware(self), engine, SECRET, None, Metrics())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.attempts.append(SCOPE.get())
+        await super().__call__(scope, receive, send)
 
 
 def asgi_scope(path: str, method: str = "POST", key: str = SECRET, **changes: Any) -> dict[str, Any]:
