@@ -1,10 +1,11 @@
-"""Two additions to asyncio: a task group that raises plain errors, and a condition without a lock."""
+"""Additions to asyncio: a task group that raises plain errors, the end of tasks, and a condition without a
+lock."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 
@@ -46,6 +47,14 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         first = asyncio.CancelledError() if cancelled else errors.exceptions[0]
     if first is not None:  # outside the handler, so that the error keeps its own cause and context
         raise first
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end; their errors are dropped."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class BroadcastCondition:

@@ -249,8 +249,11 @@ class RunnerConfig(Config):
     stuck_after_s: float = Field(default=45.0, gt=0)
     """Seconds for which a runner's event loop may be blocked before the runner is killed and replaced. Keep
     it below `StoreConfig.lease_seconds`."""
-    start_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds within which the runners must be ready."""
+    placement_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds within which the cluster must have resources for the runners."""
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    """Seconds without progress after which the start of placed runners has failed. For external runners:
+    seconds without any runner after which the run ends."""
     external: bool = False
     """True if other processes start the runners and join the run by its name: `Trainer(role="runner")`,
     `raylight runner`."""

@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raylight.aio import cancel_all
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
@@ -96,7 +97,7 @@ class LearnerGroup:
         ends = [asyncio.ensure_future(actor.wait_forever.remote()) for actor in self._actors]
         self.stop()
         _, alive = await asyncio.wait(ends, timeout=self._config.start_timeout_s)
-        await _cancel(ends)
+        await cancel_all(ends)
         if alive:
             raise LearnerLostError(
                 f"{len(alive)} learners did not end within {self._config.start_timeout_s:g} s of being "
@@ -185,7 +186,7 @@ class LearnerGroup:
                 raise self._mark_broken(hang)
             return [call.result() for call in calls]
         finally:
-            await _cancel(calls)
+            await cancel_all(calls)
 
     async def _root_cause(self, calls: dict[asyncio.Future[Any], int]) -> tuple[int, BaseException]:
         """Return the rank that failed first and its error.
@@ -233,7 +234,7 @@ class LearnerGroup:
                 if stacks.summary
                 else f"{rank} is {'idle' if rank in late else 'done'}"
             )
-        await _cancel(requests)
+        await cancel_all(requests)
         return LearnerLostError(
             f"{len(late)} of {self._config.n} learners did not finish {method} within {limit:g} s "
             f"({timeout_setting}): learner {'; learner '.join(positions)}. The stacks of all threads are in "
@@ -252,10 +253,3 @@ class LearnerGroup:
 
     def _log_command(self, rank: int) -> str:
         return f"ray logs actor --id {self._actors[rank]._actor_id.hex()} --err"
-
-
-async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

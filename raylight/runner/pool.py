@@ -21,6 +21,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError, summarize_ray_error
 from raylight.runner.runner import Runner, RunnerExit
+from raylight.runner.start_up import StartUp
 from raylight.store.client import StoreClient
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.types import Failure
@@ -92,29 +93,12 @@ class RunnerPool:
         """Start all runners and wait until they are up.
 
         Raises:
-            PlacementError: the cluster has too few resources, or they did not start within `start_timeout_s`.
-            RunnerLostError: a runner failed while it started.
+            PlacementError: the cluster has too few free resources.
+            RunnerLostError: a runner failed while it started, or did not start in time.
         """
-        config = self._config
-        for _ in range(config.n):
+        for _ in range(self._config.n):
             self._start_actor()
-        ready = [asyncio.ensure_future(actor.ready.remote()) for actor in self._actors.values()]
-        started, late = await asyncio.wait(
-            ready, timeout=config.start_timeout_s, return_when=asyncio.FIRST_EXCEPTION
-        )
-        errors = [error for task in started if (error := task.exception())]
-        if errors:
-            raise RunnerLostError(
-                f"the runners did not start: {summarize_ray_error(errors[0])}. A module that the agent needs "
-                "must be importable on every node: put it next to the script, in the job's working "
-                "directory, or install it"
-            )
-        if late:
-            raise PlacementError(
-                f"{len(late)} of {config.n} runners of {config.num_cpus:g} CPU were not up within "
-                f"{config.start_timeout_s:g} s; free now: {ray.available_resources().get('CPU', 0):g} CPU. "
-                "Lower n_runners, or num_cpus of runner={...}"
-            )
+        await StartUp(self._actors, self._config).wait()
 
     async def watch(self) -> None:
         """Keep the runners running until cancelled.
@@ -208,12 +192,9 @@ class RunnerPool:
         """Start a runner in the place of one that ended; returns its name."""
         replacement = self._start_actor()
         try:
-            await asyncio.wait_for(self._actors[replacement].ready.remote(), self._config.start_timeout_s)
-        except TimeoutError:
-            raise RunnerLostError(
-                f"{name} ended ({reason}), and its replacement did not start within "
-                f"{self._config.start_timeout_s:g} s; check the cluster's free CPU with `ray status`"
-            ) from None
+            await StartUp({replacement: self._actors[replacement]}, self._config).wait()
+        except (PlacementError, RunnerLostError) as error:
+            raise RunnerLostError(f"{name} ended ({reason}) and could not be replaced: {error}") from None
         return replacement
 
     async def _probe_forever(self) -> None:

@@ -7,16 +7,20 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray._private.worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raylight.errors import ConfigError, PlacementError
+from raylight.runner.start_up import format_amounts
 
 CONNECT_TIMEOUT_S = 2.0
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable that Ray sets for the driver of a job."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,20 @@ class Connection:
 
     owns_cluster: bool
     """True if the cluster was started for this connection and ends with it."""
-    dashboard: str = ""
-    """URL of the Ray dashboard; empty if unknown."""
+    description: str
+    """Which cluster it is, and how it was found."""
+    hint: str = ""
+    """How to get another cluster, if the user did not choose this one."""
+
+    def announce(self, note: Callable[[str], None], stage: Callable[[str], None]) -> None:
+        """Show the cluster: as a note that stays if the user did not choose it."""
+        if self.hint:
+            note(f"{self.description}. {self.hint}")
+        else:
+            stage(self.description)
+
+
+OWN_CLUSTER_HINT = 'For a cluster of its own: Trainer(address="local"), or --address local'
 
 
 def is_reachable(address: str) -> bool:
@@ -64,7 +80,8 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
         ConfigError: no cluster is reachable at the given address.
     """
     if ray.is_initialized():
-        yield Connection(owns_cluster=False)
+        unread = f"; address={address!r} is not read: call ray.shutdown() first to use it" if address else ""
+        yield Connection(False, f"uses this process's connection to {_describe_cluster()}{unread}")
         return
     wanted = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
@@ -81,18 +98,38 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
     if not local:
         try:
             # Ray sends the token of `ray start` only if it looks the address up itself
-            context = ray.init(address=wanted if named else None, **options)
+            ray.init(address=wanted if named else None, **options)
         except (ConnectionError, RuntimeError) as error:
             raise ConfigError(
                 f"the Ray cluster {wanted or 'on this machine'} cannot be joined: {error}. If it requires a "
                 "token, set RAY_AUTH_MODE=token; if it has crashed, run `ray stop`"
             ) from None
     if local:
-        context = ray.init(address="local", include_dashboard=True, **options)
+        ray.init(address="local", include_dashboard=True, **options)
     try:
-        yield Connection(local, f"http://{context.dashboard_url}" if context.dashboard_url else "")
+        yield _describe_connection(address, local)
     finally:
         ray.shutdown()
+
+
+def _describe_connection(address: str | None, local: bool) -> Connection:
+    if local:
+        return Connection(True, f"started {_describe_cluster()}, which ends with this run")
+    if address is not None:
+        return Connection(False, f"joined {_describe_cluster()}")
+    source = "found on this machine" if os.environ.get("RAY_ADDRESS") is None else "address from RAY_ADDRESS"
+    in_job = JOB_VARIABLE in os.environ
+    return Connection(False, f"joined {_describe_cluster()}, {source}", "" if in_job else OWN_CLUSTER_HINT)
+
+
+def _describe_cluster() -> str:
+    """Name the connected cluster, its size and its dashboard."""
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    dashboard = ray_worker.get_dashboard_url()  # no public function returns it for a joined connection
+    return (
+        f"the Ray cluster at {ray.get_runtime_context().gcs_address} ({nodes} node{'s'[: nodes != 1]}, "
+        f"{format_amounts(ray.cluster_resources())}{f'; dashboard http://{dashboard}' if dashboard else ''})"
+    )
 
 
 async def reserve(
@@ -106,18 +143,19 @@ async def reserve(
     """
     group = placement_group(bundles, strategy=strategy, name=name)
     try:
-        await asyncio.wait_for(group.ready(), timeout)
-        return group
-    except TimeoutError:
-        remove_placement_group(group)
+        # asks the GCS only: `group.ready()` would also wait for a worker process to start
+        if await asyncio.to_thread(group.wait, timeout):
+            return group
     except BaseException:
         remove_placement_group(group)
         raise
-    asked = f"{len(bundles)} x {_amounts(bundles[0])}"
-    has, free = _amounts(ray.cluster_resources()), _amounts(ray.available_resources())
+    asked = f"{len(bundles)} x {format_amounts(bundles[0])}"
+    has, free = map(format_amounts, (ray.cluster_resources(), ray.available_resources()))
+    remove_placement_group(group)
     raise PlacementError(
-        f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s{_demand(strategy)}; it has "
-        f"{has}, free now {free}. Reduce learner.n or the resources of each learner, or add nodes"
+        f"the cluster cannot place {asked} ({strategy}) within {timeout:g} s "
+        f"(learner.placement_timeout_s){_demand(strategy)}; it has {has}, free now {free}. Reduce learner.n "
+        "or the resources of each learner, end other work on the cluster, or add nodes"
     )
 
 
@@ -128,12 +166,5 @@ def _demand(strategy: str) -> str:
         return f", each on its own node; there are {len(nodes)} node(s)"
     if strategy == "STRICT_PACK":
         largest = max(nodes, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
-        return f", all on one node; the largest has {_amounts(largest)}"
+        return f", all on one node; the largest has {format_amounts(largest)}"
     return ""
-
-
-def _amounts(resources: dict[str, Any]) -> str:
-    return (
-        ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name))
-        or "none"
-    )

@@ -85,9 +85,8 @@ class EvalRun:
         show = self.trainer.progress
         with ray_session(address, log_to_driver) as connection, make_display(show, 0) as display:
             progress = ProgressReporter(display)
-            progress.stage(
-                f"run {self.plan.name}; Ray dashboard: {connection.dashboard or 'see the cluster'}"
-            )
+            progress.stage(f"run {self.plan.name}")
+            connection.announce(display.note, display.stage)
             figures = run_blocking(self._work(progress, connection.owns_cluster))
         if show:
             print_scores(figures, str(self.folder))

@@ -55,6 +55,7 @@ def serve_model(
     host = config.host or "127.0.0.1"
     config = config.model_copy(update={"kind": kind, "host": host})
     with ray_session(address, log_to_driver=False) as connection:
+        connection.announce(show, show)
         run_blocking(_serve(path, name, config, api_key, seed, connection.owns_cluster, show))
 
 

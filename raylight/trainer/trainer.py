@@ -94,8 +94,8 @@ class Trainer:
             a new name.
         dev: True makes `fit` and `train` do what `dev` does.
         seed: seed of the task order and of sampling; None is 0.
-        address: address of the Ray cluster; None joins the cluster at `RAY_ADDRESS` or on this machine, or
-            starts a local one.
+        address: address of the Ray cluster; "local" starts one that ends with the run; None joins the
+            cluster at `RAY_ADDRESS` or on this machine, and starts one if there is none.
         progress: show steps during the run, and a summary at its end; False also silences `Baseline`.
         log_to_driver: print the output of actors; otherwise it is in the dashboard and in `ray logs`.
 
@@ -351,7 +351,8 @@ class Trainer:
             report = Report(folder, display, run.config(), started, run.last_logged_step, self.loggers)
             with contextlib.closing(report):
                 run.begin(report, connection.owns_cluster)
-                report.stage(f"run {name}; Ray dashboard: {connection.dashboard or 'see the cluster'}")
+                report.stage(f"run {name}")
+                connection.announce(report.note, report.stage)
                 yield run
 
 

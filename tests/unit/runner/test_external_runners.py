@@ -19,6 +19,7 @@ from raylight.errors import ConfigError, RunnerLostError
 from raylight.runner import external_runners
 from raylight.runner.external_runners import ExternalRunners
 from raylight.trainer import join_run
+from raylight.trainer.cluster import Connection
 from raylight.trainer.join_run import RemoteRunnerProcess
 
 
@@ -61,7 +62,7 @@ class Gone:
 async def test_a_run_that_ends_before_its_runners_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def session(*arguments: Any) -> Iterator[Any]:
-        yield SimpleNamespace(owns_cluster=False)
+        yield Connection(False, "joined a cluster")
 
     async def find_rendezvous(run: str, timeout: float) -> Gone:
         return Gone()
