@@ -9,22 +9,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raylight.errors import EmptyTraceError
+from raylight.experience.call_relations import RelationReport, report_relations
 from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
 from raylight.experience.token_budgets import LongRows, RowLimit
-from raylight.experience.trajectory import Relation, TokenCounts, Trajectories, build_trajectories
+from raylight.experience.trajectory import TokenCounts, Trajectories, build_trajectories
 from raylight.traces.trained_agents import filter_generations
 from raylight.types import FinishedRollout, Trajectory
-
-RELATION_COUNTERS: dict[Relation, str] = {
-    "extension": "extensions",
-    "fork": "forks",
-    "drift_ending": "drifts_ending",
-    "drift_response": "drifts_response",
-    "drift_header": "drifts_header",
-    "restart": "restarts",
-}
-"""Fields of `BatchReport` that count the relations of calls."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +94,8 @@ class BatchReport:
     """Rows left out because a constraint forced all their tokens: there was no choice to train."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Tokens of trained calls."""
-    calls: int = 0
-    """Trained calls. The counts below are their relations to earlier calls
-    (`experience.trajectory.Relation`), without the first call of each rollout."""
-    extensions: int = 0
-    forks: int = 0
-    drifts_ending: int = 0
-    drifts_response: int = 0
-    drifts_header: int = 0
-    restarts: int = 0
+    relations: RelationReport = field(default_factory=RelationReport)
+    """Rows per rollout, and relations of calls to earlier ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +164,6 @@ def build_batch(
         trained = [item for item in comparable if item.group not in constant]
     limit = RowLimit(rules.row_limit, rules.long_rows)
     batch, rows_forced = _assemble(trained, limit, baselines is not None)
-    relations = Counter(relation for item in trained for relation in item.trajectories.relations)
     report = BatchReport(
         trained=len(trained),
         failed=failed,
@@ -197,8 +180,7 @@ def build_batch(
         rows_truncated=limit.truncated,
         rows_forced=rows_forced,
         tokens=sum((item.trajectories.tokens for item in trained), TokenCounts()),
-        calls=relations.total(),
-        **{RELATION_COUNTERS[r]: n for r, n in relations.items() if r in RELATION_COUNTERS},
+        relations=report_relations(item.trajectories for item in trained),
     )
     return batch, report
 

@@ -99,6 +99,8 @@ class Trajectories:
     positions: list[CallPosition] = field(default_factory=list)
     """One entry per trained call, in call order."""
     tokens: TokenCounts = field(default_factory=lambda: TokenCounts())
+    calls: list[Generation] = field(default_factory=list)
+    """The trained calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +170,8 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
     row_of = {id(branch): row for row, branch in enumerate(rows)}
     positions = [CallPosition(row_of[id(n.branch)], n.length - 1, n.call.end_time) for n in nodes]
     counts = sum((_count_tokens(node.call) for node in nodes), TokenCounts())
-    return Trajectories([_join_calls(branch) for branch in rows], relations, positions, counts)
+    calls = [node.call for node in nodes]
+    return Trajectories([_join_calls(branch) for branch in rows], relations, positions, counts, calls)
 
 
 def _count_tokens(call: Generation) -> TokenCounts:

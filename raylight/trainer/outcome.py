@@ -6,7 +6,8 @@ import statistics
 from collections import Counter
 
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
-from raylight.experience.batch import RELATION_COUNTERS, BatchReport
+from raylight.experience.batch import BatchReport
+from raylight.experience.call_relations import COUNTED
 from raylight.experience.rewards import effective_reward
 from raylight.trainer.report import Metrics
 from raylight.types import GREEDY, FinishedRollout
@@ -35,10 +36,12 @@ def describe(finished: list[FinishedRollout], content: BatchReport, seconds: flo
         "train/equal": float(content.zero_variance),
         "train/aborted": float(content.aborted),
         "train/other_agents": float(content.other_agents),
-        **{
-            f"trace/{name}": float(getattr(content, name))
-            for name in ("rows_dropped", "rows_truncated", "calls", *RELATION_COUNTERS.values())
-        },
+        "trace/rows_dropped": float(content.rows_dropped),
+        "trace/rows_truncated": float(content.rows_truncated),
+        "trace/rows_per_rollout": content.relations.rows_per_rollout,
+        "trace/rows_per_rollout_max": float(content.relations.max_rows),
+        "trace/calls": float(content.relations.calls),
+        **{f"trace/{name}": float(content.relations.counts[name]) for name in COUNTED},
         **_constraint_metrics(content),
         "time/rollout_s": seconds,
         "train/tokens_per_s": tokens / seconds,

@@ -15,6 +15,7 @@ import yaml
 from raylight.errors import ConfigError
 from raylight.experience.batch import BatchReport
 from raylight.files import write_atomic
+from raylight.trainer.drift_log import DriftLog
 from raylight.trainer.loggers import PLOT_FILE, Display, LoggerGroup, Metrics, find_loggers, read_history
 from raylight.types import FinishedRollout
 
@@ -86,7 +87,7 @@ class Report(ProgressReporter):
         super().__init__(display)
         self.folder = folder
         self._started = time.perf_counter() if started is None else started
-        self._reported_drift = False
+        self._drifts = DriftLog()
         self._reported_mismatch = False
         self.best: dict[str, Any] | None = None
         """The best evaluation so far: its metric, mode, step, value and metrics."""
@@ -123,15 +124,9 @@ class Report(ProgressReporter):
         self._loggers.log(step, timed)
 
     def drift(self, content: BatchReport) -> None:
-        """Show once that prompts render earlier turns to other tokens than those that were sampled."""
-        drifts = content.drifts_response + content.drifts_ending + content.drifts_header
-        if drifts and not self._reported_drift:
-            self._reported_drift = True
-            self.note(
-                f"{drifts} of {content.calls} calls have a prompt that renders earlier turns to other tokens "
-                "than those that were sampled (trace/drifts_* in metrics.jsonl). Each starts a new row, for "
-                "which the earlier turns are computed again"
-            )
+        """Count calls that do not continue the tokens of their conversations, and show the first ones."""
+        if note := self._drifts.add(content.relations):
+            self.note(note)
 
     def mismatch(self, metrics: Metrics) -> None:
         """Show once that the log-probs of engine and learner differ by more than `warn_logprob_mismatch`.
@@ -163,6 +158,8 @@ class Report(ProgressReporter):
                 f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared "
                 "storage"
             )
+        if advice := self._drifts.advice():
+            self.note(advice)
         return self._write_summary(
             {
                 "reward": key,
@@ -174,6 +171,7 @@ class Report(ProgressReporter):
                 "rollouts_lost": self._lost,
                 "failures": dict(self._failures.most_common(MAX_SHOWN_ERRORS)),
                 "rollouts_failed": self._failures.total(),
+                "drifts": self._drifts.summary(),
                 "checkpoint": str(self.checkpoint),
                 "best": self.best and {name: self.best[name] for name in ("metric", "step", "value")},
                 "counts": counts,

@@ -169,14 +169,24 @@ def test_relations_of_calls_are_counted() -> None:
         make_generation([1, 2, 70], [3, 9]), make_generation([1, 2, 3, 9, 70], [4, 9]), reward=0.0
     )
     batch, report = build([first, second], None)
-    assert (report.calls, report.extensions, report.forks, report.restarts) == (8, 1, 1, 1)
-    assert (report.drifts_ending, report.drifts_response, report.drifts_header) == (1, 1, 1)
-    assert len(batch.rows) == report.calls - report.extensions
+    relations = report.relations
+    assert relations.calls == 8
+    assert relations.counts == {
+        "extensions": 1,
+        "forks": 1,
+        "restarts": 1,
+        "drifts": 3,
+        "drifts_ending": 1,
+        "drifts_response": 1,
+        "drifts_header": 1,
+    }
+    assert len(batch.rows) == relations.calls - relations.counts["extensions"]
+    assert (relations.rows_per_rollout, relations.max_rows) == (3.5, 5)
 
 
 def test_calls_of_excluded_rollouts_are_not_counted() -> None:
     _, report = build([make_finished(1.0), make_finished(failure=LOST), make_finished(None)], None)
-    assert report.calls == 1
+    assert report.relations.calls == 1
 
 
 def test_only_the_calls_of_trained_agents_are_trained() -> None:
@@ -185,8 +195,8 @@ def test_only_the_calls_of_trained_agents_are_trained() -> None:
     )
     batch, report = build([item], None, trained_agents="^writ")
     assert [row.token_ids for row in batch.rows] == [[1, 2]]
-    assert (report.calls, report.other_agents, report.empty) == (1, 2, 0)
-    assert build([item], None)[1].calls == 3
+    assert (report.relations.calls, report.other_agents, report.empty) == (1, 2, 0)
+    assert build([item], None)[1].relations.calls == 3
 
 
 def aborted(prompt: list[int], output: list[int]) -> Generation:
@@ -199,7 +209,8 @@ def test_aborted_calls_are_counted_and_not_trained() -> None:
     )
     batch, report = build([item], None)
     assert [row.token_ids for row in batch.rows] == [[1, 2, 3]]
-    assert (report.calls, report.extensions, report.forks, report.aborted) == (2, 1, 0, 2)
+    assert (report.relations.calls, report.relations.counts) == (2, {"extensions": 1})
+    assert report.aborted == 2
 
 
 def test_a_rollout_of_aborted_calls_is_empty_and_a_batch_of_them_raises() -> None:

@@ -65,7 +65,7 @@ def test_zero_variance_groups_are_kept_or_dropped_and_counted() -> None:
         report.groups_without_signal,
         report.zero_variance,
         report.trained,
-        report.calls,
+        report.relations.calls,
     ) == (
         2,
         1,
