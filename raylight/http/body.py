@@ -20,6 +20,9 @@ COUNTED_PROBLEMS = 1_000
 PROBLEM_CHARS = 400
 """Length of one described problem, in characters."""
 
+PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
+"""OpenAI's codes of pydantic's errors."""
+
 
 class RequestModel(BaseModel):
     """A part of a request.
@@ -49,7 +52,16 @@ class RequestModel(BaseModel):
         try:
             return cls.model_validate(without_labels(body, cls.model_fields))
         except ValidationError as error:
-            raise RequestError(describe_problems(error, body)) from None
+            raise invalid_body(error, body) from None
+
+
+def invalid_body(error: ValidationError, body: Any) -> RequestError:
+    """Return the error of an invalid body, with the code of its first problem."""
+    kind = error.errors(include_url=False, include_input=False)[0]["type"]
+    code = (
+        "invalid_type" if kind.endswith(("_type", "_parsing")) else PROBLEM_CODES.get(kind, "invalid_value")
+    )
+    return RequestError(describe_problems(error, body), code=code)
 
 
 def without_labels(body: Any, kept: Container[str] = ()) -> Any:

@@ -32,7 +32,6 @@ class ContextLengthError(RequestError):
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
             f"{count} tokens. Please reduce the length of the messages. ({CONTEXT_LENGTH})",
             code=CONTEXT_LENGTH,
-            param="messages",
         )
 
 

@@ -44,7 +44,7 @@ STATUS_OF: Mapping[str, int] = {
 """Status of an error in a stream, which has none, by its `code` or `type`. All others are 500."""
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]{0,99}): ")
+_FIELD = re.compile(r"(?!body:)([A-Za-z_][\w.\[\]-]{0,99}): ")
 """A field's name at the start of a message."""
 _TYPE = re.compile(r"[a-z][a-z_]*")
 """A type of OpenAI's. vLLM sends names of classes and HTTP phrases instead."""

@@ -142,6 +142,8 @@ def decode_fields(content: bytes) -> dict[str, Any]:
     """
     if _has_too_many_values(content):
         raise RequestError(f"too many values in the body: at most {MAX_VALUES} are allowed")
+    if not content:
+        raise RequestError("the body is empty; send a JSON object")
     try:
         fields = msgspec.json.decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -203,4 +205,8 @@ def _check_values(fields: dict[str, Any]) -> None:
 
 
 def _too_large(max_bytes: int) -> RequestError:
-    return RequestError(f"the body is larger than {max_bytes} bytes", 413, "request_too_large")
+    return RequestError(
+        f"the body is larger than {max_bytes} bytes; send less, or raise engine.max_body_bytes",
+        413,
+        "request_too_large",
+    )

@@ -104,6 +104,8 @@ def test_a_prompt_that_is_too_long(caller: Caller, dialect: str, stream: bool, l
         assert numbers is not None
         assert int(numbers[1]) > int(numbers[2]) == MAX_MODEL_LEN
     else:
+        field = {"chat": "messages", "completions": "prompt", "responses": "input"}[dialect]
+        assert error.param == field
         assert f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, " in error.message
 
 

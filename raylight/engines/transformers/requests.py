@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.http.body import describe_problems, without_labels
+from raylight.http.body import invalid_body, without_labels
 from raylight.http.errors import RequestError
 from raylight.request_fields import log_dropped
 
@@ -44,7 +44,7 @@ class Body(BaseModel):
         try:
             return cls.model_validate(without_labels(body))
         except ValidationError as error:
-            raise RequestError(describe_problems(error, body)) from None
+            raise invalid_body(error, body) from None
 
 
 class SampledStreamOptions(Body):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.http.errors import RequestError, error_body
+from raylight.http.errors import CONTEXT_LENGTH, RequestError, error_body
 from raylight.serving.dialects.field_names import FieldNames
 
 Event = dict[str, Any]
@@ -84,6 +84,7 @@ class Dialect(ABC):
             `llm_call_match`.
         id_prefix: replaces `chatcmpl-` in the id of an answer; None: the engine's id is kept.
         native: True if engines serve its routes themselves, so that nothing is translated.
+        prompt_field: field of a request that holds the prompt, for the error that it is too long.
         error_statuses: HTTP status of an error -> the status that the dialect has instead.
     """
 
@@ -93,6 +94,7 @@ class Dialect(ABC):
     span_name: ClassVar[str]
     id_prefix: ClassVar[str | None] = None
     native: ClassVar[bool] = False
+    prompt_field: ClassVar[str] = "messages"
     error_statuses: ClassVar[Mapping[int, int]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -119,4 +121,7 @@ class Dialect(ABC):
 
         The gateway sets its `request_id`, if it has one.
         """
-        return error_body(error)
+        body = error_body(error)
+        return (
+            {"error": body["error"] | {"param": cls.prompt_field}} if error.code == CONTEXT_LENGTH else body
+        )

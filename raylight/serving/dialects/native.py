@@ -32,3 +32,4 @@ class CompletionsDialect(NativeDialect):
     name = "completions"
     path = "/v1/completions"
     span_name = COMPLETION_SPAN
+    prompt_field = "prompt"

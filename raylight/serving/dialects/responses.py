@@ -31,6 +31,7 @@ class ResponsesDialect(Dialect):
     path = "/v1/responses"
     span_name = RESPONSES_SPAN
     id_prefix = "resp_"
+    prompt_field = "input"
 
     def __init__(self, history: ResponseHistory | None = None) -> None:
         self._history = history or ResponseHistory()
