@@ -24,9 +24,9 @@ Command = Sequence[str | os.PathLike[str]]
 MAX_STDOUT = 4 * 1024 * 1024
 MAX_STDERR = 64 * 1024
 """Bytes of a command's output that are kept: the last ones."""
-SHOWN_STDERR_LINES = 3
-SHOWN_STDERR_LETTERS = 400
-"""Size of the part of the standard error that an error message shows; the failure's trace has all of it."""
+MESSAGE_LINES, MESSAGE_LETTERS = 3, 400
+TRACE_LINES, TRACE_LETTERS = 30, 4000
+"""Limits of the part of the standard error that a failure's message and its trace show."""
 TERMINATE_GRACE_S = 3.0
 """Time between SIGTERM and SIGKILL when a rollout is cancelled. The runner waits 5 s for an agent."""
 DRAIN_S = 1.0
@@ -212,14 +212,18 @@ def _status_error(program: str, process: _Process, hidden: str | None) -> Comman
     if hidden and hidden != "unused":
         stderr = stderr.replace(hidden, "***")
     reason = f"exit status {status}" if status >= 0 else f"signal {_signal_name(-status)}"
-    lines = "\n".join(stderr.splitlines()[-SHOWN_STDERR_LINES:])[-SHOWN_STDERR_LETTERS:]
+    lines = _last_lines(stderr, MESSAGE_LINES, MESSAGE_LETTERS)
     message = f"the agent's command {program} ended with {reason}. " + (
         f"Its standard error ends: {lines}" if lines else "It wrote nothing to its standard error"
     )
     error = CommandUnavailableError(message) if status == os.EX_TEMPFAIL else CommandError(message)
     if stderr:
-        error.add_note(f"standard error of {program}:\n{stderr}")
+        error.add_note(f"standard error of {program}:\n{_last_lines(stderr, TRACE_LINES, TRACE_LETTERS)}")
     return error
+
+
+def _last_lines(text: str, count: int, letters: int) -> str:
+    return "\n".join(text.splitlines()[-count:])[-letters:]
 
 
 def _signal_name(number: int) -> str:

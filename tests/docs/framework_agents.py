@@ -65,13 +65,45 @@ class Environments:
         return python
 
 
-def agent_of_page(page: Path, python: Path, block: str = "agent") -> rl.CommandAgent:
+def agent_of_page(page: Path, python: Path, block: str = "agent", *replaced: str) -> rl.CommandAgent:
     """Return an agent that runs the rollout function of a page with another Python.
 
     Args:
         block: name of the page's block, whose function is called `agent`.
+        replaced: a text in the block and its replacement, if any.
     """
-    return rl.CommandAgent([python, PROGRAM, page, block])
+    return rl.CommandAgent([python, PROGRAM, page, block, *replaced])
+
+
+class RunTasks(rl.FastAlgorithm):
+    """Algorithm that rolls out every task once and keeps the results."""
+
+    results: list[FinishedRollout]
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        store = self.get_store()
+        requests = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
+        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+        await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
+        self.results = await store.collect(ids, with_spans=True)
+
+
+def run_once(agent: Any, tasks: list[Any], url: str, folder: Path) -> list[FinishedRollout]:
+    """Run an agent once on each task, with a model that another server serves at `url`.
+
+    Args:
+        folder: output folder of the run.
+    """
+    algorithm = RunTasks()
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        n_runners=1,
+        output_dir=folder,
+        progress=False,
+        initial_resources={"llm": rl.LLM(endpoint=url, model="scripted", traced=True)},
+    )
+    trainer.fit(agent, tasks)
+    return algorithm.results
 
 
 @dataclass
@@ -85,8 +117,13 @@ class Training:
     @property
     def failures(self) -> list[str]:
         """Errors of failed rollouts, with the standard error of their programs."""
-        attempts = [item.rollout.attempt for item in self.rollouts if item.rollout.attempt]
-        return [f"{a.failure.error}\n{a.failure.trace}" for a in attempts if a.failure]
+        return failures(self.rollouts)
+
+
+def failures(rollouts: list[FinishedRollout]) -> list[str]:
+    """Return the errors of failed rollouts, with the standard error of their programs."""
+    attempts = [item.rollout.attempt for item in rollouts if item.rollout.attempt]
+    return [f"{a.failure.error}\n{a.failure.trace}" for a in attempts if a.failure]
 
 
 def train(agent: Any, tasks: list[Any], model: str, folder: Path, **settings: Any) -> Training:

@@ -1,8 +1,9 @@
 """Program that runs the rollout function of a documentation page on the task of its standard input.
 
-    python page_agent.py PAGE BLOCK
+    python page_agent.py PAGE BLOCK [OLD NEW]
 
-It runs in the framework's own environment, so it imports raylight from the checkout.
+OLD and NEW are a text in the block and its replacement. The program runs in the framework's own environment,
+so it imports raylight from the checkout.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import inspect
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[2]))
@@ -19,9 +21,11 @@ from docs_snippets import snippet
 import raylight as rl
 
 
-def main(page: Path, block: str) -> None:
+def main(page: Path, block: str, old: str = "", new: str = "") -> None:
     task = json.load(sys.stdin)
-    agent = snippet(page, block).run()["agent"]
+    shown = snippet(page, block)
+    assert old in shown.code
+    agent = replace(shown, code=shown.code.replace(old, new) if old else shown.code).run()["agent"]
     llm = rl.LLM(
         endpoint=os.environ["OPENAI_BASE_URL"],
         api_key=os.environ["OPENAI_API_KEY"],
@@ -34,4 +38,4 @@ def main(page: Path, block: str) -> None:
     print(f"\n{json.dumps(reward)}")
 
 
-main(Path(sys.argv[1]), sys.argv[2])
+main(Path(sys.argv[1]), *sys.argv[2:])

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from docs_snippets import Snippet, snippet
-from framework_agents import CLIENTS
+from framework_agents import CLIENTS, RunTasks
 from packaging.version import Version
 from ray_cluster import Cluster
 from scripted_model import scripted_model
@@ -54,19 +54,6 @@ class PageAgents(rl.LitAgent):
         if inspect.iscoroutinefunction(agent.__wrapped__):
             return await agent(task, resources["llm"])
         return await asyncio.to_thread(agent, task, resources["llm"])
-
-
-class RunTasks(rl.FastAlgorithm):
-    """Algorithm that rolls out every task once and keeps the results."""
-
-    results: list[FinishedRollout]
-
-    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-        store = self.get_store()
-        requests = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
-        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
-        self.results = await store.collect(ids, with_spans=True)
 
 
 def agent_of(block: Snippet) -> Any:
