@@ -63,6 +63,7 @@ _EXPORTS = {
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
     "experience.registry": ("advantage_estimator", "policy_loss"),
+    "experience.transcript": ("transcript",),
     "log": ("setup_logging",),
     "store.client": ("StoreClient",),
     "store.service": ("StoreService",),
@@ -78,7 +79,6 @@ _EXPORTS = {
     ),
     "traces.tracer": ("DummyTracer", "OtelTracer", "Tracer"),
     "traces.triplets": ("LlmProxyTraceToTriplet", "TraceToTriplet", "TracerTraceToTriplet"),
-    "traces.transcript": ("transcript",),
     "trainer.run_records": ("print_traces", "read_rollouts"),
     "trainer.trainer": ("Trainer",),
     "types": (

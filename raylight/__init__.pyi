@@ -55,6 +55,7 @@ from raylight.config import StoreConfig as StoreConfig
 from raylight.errors import RaylightError as RaylightError
 from raylight.experience.registry import advantage_estimator as advantage_estimator
 from raylight.experience.registry import policy_loss as policy_loss
+from raylight.experience.transcript import transcript as transcript
 from raylight.log import setup_logging as setup_logging
 from raylight.store.client import StoreClient as StoreClient
 from raylight.store.service import StoreService as StoreService
@@ -69,7 +70,6 @@ from raylight.traces.rewards import is_reward_span as is_reward_span
 from raylight.traces.tracer import DummyTracer as DummyTracer
 from raylight.traces.tracer import OtelTracer as OtelTracer
 from raylight.traces.tracer import Tracer as Tracer
-from raylight.traces.transcript import transcript as transcript
 from raylight.traces.triplets import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
 from raylight.traces.triplets import TraceToTriplet as TraceToTriplet
 from raylight.traces.triplets import TracerTraceToTriplet as TracerTraceToTriplet

@@ -300,13 +300,18 @@ def trace(
     full: Annotated[
         bool, typer.Option("--full", help="All attributes of all spans, without cuts, with the tokens.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per line and rollout, with its calls.")
+    ] = False,
 ) -> None:
-    """Print recorded rollouts: messages, tools, rewards, failures. The run may still be in progress."""
+    """Print recorded rollouts: messages, tools, rewards, failures, and for each call its relation to earlier
+    calls and the origins of its prompt's tokens. The run may still be in progress."""
     from raylight.trainer.run_records import print_traces
 
     if last is None and not rollout:
         last = 1
-    if not print_traces(run, rollout_ids=rollout, failed=failed, last=last, full=full):
+    count = print_traces(run, rollout_ids=rollout, failed=failed, last=last, full=full, as_json=as_json)
+    if not count and not as_json:
         print("no rollout matches")
 
 

@@ -195,13 +195,13 @@ def _shared_lengths(ids: list[int], tokens: Tokens, nodes: list[_CallNode]) -> l
         with_parent = lengths[node.parent] if node.parent >= 0 else 0
         reaches_suffix = with_parent == node.shared and with_parent < len(ids)
         if reaches_suffix and ids[with_parent] == node.first_suffix_token:
-            lengths.append(with_parent + _common_prefix(tokens[with_parent:], node.suffix))
+            lengths.append(with_parent + common_prefix(tokens[with_parent:], node.suffix))
         else:
             lengths.append(min(with_parent, node.shared))
     return lengths
 
 
-def _common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
     """Return the length of the common prefix. The compared chunks grow, since most pairs differ early."""
     end, start, size = min(len(a), len(b)), 0, 64
     while start < end:

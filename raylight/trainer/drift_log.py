@@ -22,9 +22,9 @@ ADVICE = {
     "unsupported": "send images and audio in the first message only, or train on the rows that they make",
     "token_in_off": "remove the header x-raylight-token-in",
 }
-"""What to change, by the kind of a drift."""
+"""Remedies by the kind of a drift."""
 SPLICING = "leave engine.token_in on, and use an engine with a tokenizer"
-"""What to change if no kind is known."""
+"""Remedy for drifts that only the tokens show."""
 
 
 class DriftLog:
@@ -55,7 +55,7 @@ class DriftLog:
         )
 
     def advice(self) -> str | None:
-        """Return what to change if many calls of the run drifted."""
+        """Return a remedy if many calls of the run drifted."""
         if self._counts.total() <= NOTED_FRACTION * self._calls:
             return None
         (kind, count), *_ = self._counts.most_common(1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from raylight.errors import ConfigError, UnknownIdError
+from raylight.experience.transcript import transcript, transcript_json
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.traces.transcript import transcript
 from raylight.trainer.blocking import run_blocking
 from raylight.types import FINISHED, FinishedRollout
 
@@ -65,16 +66,21 @@ def print_traces(
     failed: bool = False,
     last: int | None = None,
     full: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Print the messages, tools, rewards and failures of rollouts; return the number of rollouts.
 
     Args:
         path, rollout_ids, failed, last: as for `read_rollouts`.
         full: print all attributes of all spans without cuts.
+        as_json: print one JSON object per line and rollout.
     """
     rollouts = read_rollouts(path, rollout_ids=rollout_ids, failed=failed, last=last)
     for finished in rollouts:
-        print(transcript(finished, full=full) + "\n")
+        if as_json:
+            print(json.dumps(transcript_json(finished, full=full), ensure_ascii=False))
+        else:
+            print(transcript(finished, full=full) + "\n")
     return len(rollouts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import raylight as rl
 from raylight import semconv
 from raylight.cli import app
 from raylight.errors import ConfigError, UnknownIdError
-from raylight.types import TRAINABLE_AGENTS, Failure, FinishedRollout, Span, TraceStatus
+from raylight.experience.transcript import transcript_json
+from raylight.types import TRAINABLE_AGENTS, Failure, FinishedRollout, HistoryNote, Span, TraceStatus
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two\nlines"}]
 TOOL_CALL = {
@@ -43,6 +45,7 @@ def call(number: int, asked: list[Any], answered: Any, agent: str | None, call_i
         semconv.INPUT_MESSAGES: json.dumps(asked),
         semconv.OUTPUT_MESSAGES: json.dumps([answered]),
         semconv.CALL_ID: call_id,
+        semconv.PROMPT_SOURCE: "rendered",
         semconv.RESPONSE_ID: f"chatcmpl-{number}",
     }
     return span(number, semconv.CHAT_SPAN, attributes | ({semconv.AGENT_NAME: agent} if agent else {}))
@@ -68,7 +71,10 @@ def two_calls() -> FinishedRollout:
     ]
     generations = [
         make_generation([1, 2], [3], key=make_key("ro-1", call_id="c1")),
-        make_generation([1], [2, 3], key=make_key("ro-1", call_id="c2")),
+        replace(
+            make_generation([1, 9], [2, 3], key=make_key("ro-1", call_id="c2")),
+            history=HistoryNote("answer_edited", "the text was edited", 2, 0, "x", "y"),
+        ),
     ]
     rollout = make_rollout(
         task={"question": "1+2"}, status="succeeded", mode="train", metadata={TRAINABLE_AGENTS: ["solver"]}
@@ -82,6 +88,7 @@ def test_a_rollout_is_told_in_its_order() -> None:
         'task: {"question": "1+2"}',
         "",
         "--- #1 openai.chat.completion of solver (0.500 s, 2 + 1 tokens, stop)",
+        "    call 1, row 1",
         "    [system] Be brief.",
         "    [user] two",
         "    lines",
@@ -96,7 +103,11 @@ def test_a_rollout_is_told_in_its_order() -> None:
         "    [user] hello",
         "    >>> [assistant] bye",
         "",
-        "--- #4 openai.chat.completion of solver (0.500 s, 1 + 2 tokens, stop)",
+        "--- #4 openai.chat.completion of solver (0.500 s, 2 + 2 tokens, stop)",
+        "    call 2, row 2: drift_answer_edited (after call 1, tokens differ from token 1 on)",
+        "      the text was edited",
+        "      message 2, character 0: was 'x', sent 'y'",
+        "      prompt (rendered): 1 from the prompt of call 1, 1 new",
         "    (3 messages as before)",
         "    [tool] 3",
         "    >>> [assistant] 3",
@@ -114,6 +125,27 @@ def test_a_rollout_is_told_in_its_order() -> None:
         "",
         "reward: primary 0.5, style 1",
     ]
+
+
+def test_json_has_the_calls_with_their_lineage() -> None:
+    made = transcript_json(two_calls())
+    assert json.loads(json.dumps(made)) == made
+    assert {key: made[key] for key in ("rollout", "status", "rows", "rewards", "failure")} == {
+        "rollout": "ro-1",
+        "status": "succeeded",
+        "rows": 2,
+        "rewards": {"primary": 0.5, "style": 1.0},
+        "failure": None,
+    }
+    first, second = made["calls"]
+    assert (first["kind"], first["segments"]) == ("start", [{"origin": "new", "call": None, "tokens": 2}])
+    assert second["place"] == "message 2, character 0: was 'x', sent 'y'"
+    assert (second["call"], second["prompt_source"], second["output_tokens"]) == ("c2", "rendered", 2)
+    assert second["messages"][:2] == ASKED
+    assert "prompt_ids" not in second
+    assert transcript_json(two_calls(), full=True)["calls"][1]["prompt_ids"] == [1, 9]
+    made = transcript_json(FinishedRollout(make_rollout(task={1, 2}), None, []))
+    assert made["task"] == "{1, 2}"
 
 
 def test_full_shows_every_attribute_whole() -> None:
@@ -188,3 +220,6 @@ async def test_a_runs_folder_is_read_and_printed(tmp_path: Path) -> None:
     assert f"=== {first} (train): succeeded" in shown("--rollout", first)
     assert shown("--last", "2").count("===") == 2
     assert "no rollout matches" in shown("--rollout", first, "--failed")
+    lines = shown("--last", "2", "--json").splitlines()
+    assert [json.loads(line)["rollout"] for line in lines] == [first, second]
+    assert shown("--rollout", first, "--failed", "--json") == ""

@@ -1,4 +1,5 @@
-"""Transcript of a rollout as text: messages of each agent, calls of tools, rewards and failures."""
+"""Transcript of a rollout as text or JSON: messages of each agent, calls of tools, rewards, failures, and the
+relations of calls to earlier calls."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from raylight.experience.call_lineage import CallLineage, PromptSegment, trace_lineage
 from raylight.semconv import (
     CALL_ID,
     DIALECT,
@@ -14,6 +16,7 @@ from raylight.semconv import (
     OPERATION_NAME,
     OPERATION_OUTPUT,
     OUTPUT_MESSAGES,
+    PROMPT_SOURCE,
 )
 from raylight.traces.attributes import agent_of, response_id_of
 from raylight.traces.rewards import get_rewards_from_span
@@ -28,14 +31,53 @@ MAX_VALUE_CHARS = 400
 def transcript(finished: FinishedRollout, *, full: bool = False) -> str:
     """Return a transcript of all recorded spans of a rollout's latest attempt, in order.
 
-    A call of the model shows the messages that are new to its agent, the answer, and the numbers of recorded
-    tokens. An operation (a tool) shows its input and output. Any other span shows its attributes.
+    A call of the model shows its relation to earlier calls, the origins of its prompt's tokens, the messages
+    that are new to its agent, and the answer. An operation (a tool) shows its input and output. Any other
+    span shows its attributes.
 
     Args:
         finished: the rollout, with its spans.
         full: True for attributes in full length, and for the attributes of calls, with their tokens.
     """
     return "\n".join(_Transcript(finished, full).lines())
+
+
+def transcript_json(finished: FinishedRollout, *, full: bool = False) -> dict[str, Any]:
+    """Return the calls of a rollout's latest attempt as JSON values, with its rewards and its failure.
+
+    Args:
+        finished: the rollout, with its spans.
+        full: True adds the token ids and log-probs of each call.
+    """
+    rollout = finished.rollout
+    spans = {span.attributes.get(CALL_ID): span.attributes for span in finished.spans}
+    calls = []
+    for call, lineage in zip(finished.generations, trace_lineage(finished), strict=True):
+        attributes = spans.get(call.key.call_id, {})
+        values = lineage.to_json() | {
+            "call": call.key.call_id,
+            "agent": call.agent,
+            "finish_reason": call.finish_reason,
+            "prompt_source": attributes.get(PROMPT_SOURCE),
+            "prompt_tokens": len(call.prompt_ids),
+            "output_tokens": len(call.output_ids),
+            "messages": json.loads(str(attributes.get(INPUT_MESSAGES, "[]"))),
+            "answers": json.loads(str(attributes.get(OUTPUT_MESSAGES, "[]"))),
+        }
+        if full:
+            values |= {name: getattr(call, name) for name in ("prompt_ids", "output_ids", "logprobs")}
+        calls.append(values)
+    failure = rollout.attempt.failure if rollout.attempt else None
+    return {
+        "rollout": rollout.rollout_id,
+        "mode": rollout.mode,
+        "status": rollout.status,
+        "task": _json_value(rollout.input),
+        "rewards": finished.rewards,
+        "failure": failure.model_dump() if failure else None,
+        "rows": max((call["row"] or 0 for call in calls), default=0),
+        "calls": calls,
+    }
 
 
 class _Transcript:
@@ -48,6 +90,10 @@ class _Transcript:
         tree.repair_hierarchy()
         self._agents = tree.agents_of_responses()
         self._trained = AgentFilter(marked=finished.rollout.metadata.get(TRAINABLE_AGENTS, ()))
+        lineages = trace_lineage(finished)
+        self._lineages = {
+            call.key.call_id: lineage for call, lineage in zip(finished.generations, lineages, strict=True)
+        }
         self._last_messages: dict[str | None, list[Any]] = {}
         """Messages of each agent's last call, with the answer."""
 
@@ -82,6 +128,8 @@ class _Transcript:
         shown: set[str] = set()
         if served:
             shown = {INPUT_MESSAGES, OUTPUT_MESSAGES}
+            if call is not None:
+                yield from _lineage(self._lineages[call.key.call_id], span.attributes.get(PROMPT_SOURCE))
             yield from self._messages(span.attributes, agent)
         elif OPERATION_NAME in span.attributes:
             shown = {
@@ -132,6 +180,39 @@ class _Transcript:
             if self._full or len(text) <= MAX_VALUE_CHARS
             else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
         )
+
+
+def _lineage(lineage: CallLineage, source: Any) -> Iterator[str]:
+    """Yield a call's relation to earlier calls, and the origins of its prompt; nothing for a first call."""
+    if lineage.kind == "start":
+        yield f"    call {lineage.number}, row {lineage.row}"
+        return
+    row = f"row {lineage.row}" if lineage.row is not None else "no row"
+    related = "no tokens shared" if lineage.related is None else f"after call {lineage.related}"
+    if lineage.related is not None and not lineage.kind.startswith("continued"):
+        related += f", tokens differ from token {lineage.shared} on"
+    yield f"    call {lineage.number}, {row}: {lineage.kind} ({related})"
+    for detail in (lineage.reason, lineage.place):
+        if detail:
+            yield f"      {detail}"
+    origins = ", ".join(map(_origin, lineage.segments))
+    yield f"      prompt{f' ({source})' if source else ''}: {origins or 'empty'}"
+
+
+def _origin(segment: PromptSegment) -> str:
+    if segment.origin == "new":
+        return f"{segment.tokens} new"
+    verb = "sampled in" if segment.origin == "output" else "from the prompt of"
+    return f"{segment.tokens} {verb} call {segment.call}"
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value if it can be written as JSON; else its representation."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+    return value
 
 
 def _is_same_conversation(some: list[Any], others: list[Any]) -> bool:

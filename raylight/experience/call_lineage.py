@@ -1,0 +1,118 @@
+"""Lineage of the calls of an attempt: their relations to earlier calls, and the origins of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from raylight.experience.call_relations import find_drift
+from raylight.experience.trajectory import Relation, build_trajectories, common_prefix
+from raylight.traces.trained_agents import filter_generations
+from raylight.types import CONTINUED, FinishedRollout, Generation
+
+Origin: TypeAlias = Literal["prompt", "output", "new"]
+
+
+class PromptSegment(NamedTuple):
+    """Consecutive tokens of a prompt with the same origin."""
+
+    origin: Origin
+    """"output": sampled in an earlier call; "prompt": new in the prompt of an earlier call; "new": rendered
+    for this prompt."""
+    call: int | None
+    """Number of the earlier call."""
+    tokens: int
+    """Number of tokens."""
+
+
+@dataclass(frozen=True)
+class CallLineage:
+    """Relation of a call to the earlier calls of its attempt. Calls are numbered from 1 on."""
+
+    number: int
+    row: int | None
+    """Row of the rollout that the call is trained in, from 1 on; None if it is not trained: it sampled
+    nothing, was cut off, or is a call of another agent."""
+    kind: str
+    """"start", "continued", "continued_KIND" (`CONTINUED`), "fork", "restart" or "drift_KIND"
+    (`call_relations.Drift.kind`); "not_trained"."""
+    related: int | None
+    """Number of the earlier call that shares most tokens with the prompt; None if no call does."""
+    shared: int
+    """Number of tokens at the start of the prompt that it shares. The next token is the first one that
+    differs, or is new."""
+    reason: str
+    """Explanation; empty if there is nothing to explain."""
+    place: str
+    """First difference between the messages; empty if there is none."""
+    segments: list[PromptSegment]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the lineage as JSON values."""
+        values = {name: getattr(self, name) for name in ("number", "row", "kind", "related", "shared")}
+        explained = {"reason": self.reason or None, "place": self.place or None}
+        return values | explained | {"segments": [segment._asdict() for segment in self.segments]}
+
+
+def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
+    """Return the lineage of each call of a rollout's latest attempt, in order."""
+    generations = finished.generations
+    selected = filter_generations(finished)
+    trajectories = build_trajectories(selected)
+    of_trained_agents = set(map(id, selected))
+    trained = {
+        id(call): (relation, position.row)
+        for call, relation, position in zip(
+            trajectories.calls, trajectories.relations, trajectories.positions, strict=True
+        )
+    }
+    sequences: list[np.ndarray[Any, Any]] = []
+    origins: list[list[PromptSegment]] = []
+    lineages: list[CallLineage] = []
+    for number, call in enumerate(generations, 1):
+        prompt = np.array(call.prompt_ids, dtype=np.int64)
+        shared = [common_prefix(prompt, sequence) for sequence in sequences]
+        best = max(range(len(shared)), key=lambda i: (shared[i], i), default=None)
+        length = 0 if best is None else shared[best]
+        known = [] if best is None else _take(origins[best], length)
+        related = best + 1 if best is not None and length else None
+        new = len(prompt) - length
+        segments = [*known, PromptSegment("new", None, new)] if new else known
+        relation, row = trained.get(id(call), (None, None))
+        kind, reason, place = _explain(call, relation)
+        if id(call) not in of_trained_agents:
+            reason = "its agent is not trained"
+        row_number = None if row is None else row + 1
+        lineages.append(CallLineage(number, row_number, kind, related, length, reason, place, segments))
+        sequences.append(np.concatenate([prompt, np.array(call.output_ids, dtype=np.int64)]))
+        own = [PromptSegment("prompt", number, new), PromptSegment("output", number, len(call.output_ids))]
+        origins.append(known + [segment for segment in own if segment.tokens])
+    return lineages
+
+
+def _explain(call: Generation, relation: Relation | None) -> tuple[str, str, str]:
+    """Return the kind of a call's relation, its reason and its place."""
+    if relation is None:
+        return "not_trained", "its response was cut off" if call.output_ids else "it sampled nothing", ""
+    if drift := find_drift(call.key, relation, call.history):
+        return f"drift_{drift.kind}", drift.reason, drift.place
+    if relation != "extension":
+        return relation, "", ""
+    note = call.history
+    if note is None or note.kind not in CONTINUED or note.kind == "continued":
+        return "continued", "", ""
+    return f"continued_{note.kind}", note.reason, note.place
+
+
+def _take(segments: Sequence[PromptSegment], tokens: int) -> list[PromptSegment]:
+    """Return the first segments, cut to a number of tokens."""
+    taken: list[PromptSegment] = []
+    for segment in segments:
+        if tokens <= 0:
+            break
+        taken.append(segment._replace(tokens=min(segment.tokens, tokens)))
+        tokens -= segment.tokens
+    return taken
