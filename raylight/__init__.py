@@ -77,7 +77,7 @@ _EXPORTS = {
         "get_rewards_from_span",
         "is_reward_span",
     ),
-    "traces.tracer": ("DummyTracer", "OtelTracer", "Tracer"),
+    "traces.tracer": ("DummyTracer", "OtelTracer", "Tracer", "get_active_tracer"),
     "traces.triplets": ("LlmProxyTraceToTriplet", "TraceToTriplet", "TracerTraceToTriplet"),
     "trainer.run_records": ("print_traces", "read_rollouts"),
     "trainer.trainer": ("Trainer",),

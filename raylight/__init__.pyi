@@ -70,6 +70,7 @@ from raylight.traces.rewards import is_reward_span as is_reward_span
 from raylight.traces.tracer import DummyTracer as DummyTracer
 from raylight.traces.tracer import OtelTracer as OtelTracer
 from raylight.traces.tracer import Tracer as Tracer
+from raylight.traces.tracer import get_active_tracer as get_active_tracer
 from raylight.traces.triplets import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
 from raylight.traces.triplets import TraceToTriplet as TraceToTriplet
 from raylight.traces.triplets import TracerTraceToTriplet as TracerTraceToTriplet

@@ -161,6 +161,10 @@ class EmitTypeError(EmitError, TypeError):
     """A value given to an emitter is of another type than the emitter takes."""
 
 
+class OutsideRolloutError(RaylightError, ValueError, AttributeError):
+    """An attribute of an agent that exists only inside a rollout was read elsewhere."""
+
+
 class HookError(RaylightError):
     """A hook's signature does not fit, or a strict hook raised."""
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from raylight.agent.attributes import as_attributes, exception_attributes, strict_attributes, to_builtin
-from raylight.agent.parent_span import current_parent
 from raylight.errors import EmitError, EmitTypeError, RewardError
 from raylight.semconv import (
     ANNOTATION,
@@ -26,9 +24,9 @@ from raylight.semconv import (
     OBJECT_TYPE,
     reward_attributes,
 )
-from raylight.traces.context import current_trace
+from raylight.traces.recording import record_span
 from raylight.traces.rewards import SpanLike, named_rewards
-from raylight.types import Attributes, Span, SpanCoreFields
+from raylight.types import Attributes, SpanCoreFields
 
 
 def emit_reward(
@@ -54,11 +52,8 @@ def emit_reward(
         raise RewardError(
             f"emit_reward got several rewards: {names}; name the one to train on with primary_key="
         )
-    return _emit(
-        ANNOTATION,
-        reward_attributes(named_rewards(reward, primary_key)) | as_attributes(attributes),
-        propagate,
-    )
+    rewards = reward_attributes(named_rewards(reward, primary_key))
+    return record_span(ANNOTATION, rewards | as_attributes(attributes), propagate=propagate)
 
 
 def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanCoreFields:
@@ -67,7 +62,7 @@ def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanC
     Raises:
         EmitError: a value is not a str, bool, int or float, nor a dict or list of these.
     """
-    return _emit(ANNOTATION, strict_attributes(annotation), propagate)
+    return record_span(ANNOTATION, strict_attributes(annotation), propagate=propagate)
 
 
 def emit_message(
@@ -82,7 +77,8 @@ def emit_message(
         raise EmitTypeError(
             f"emit_message takes a string, not {type(message).__name__}; use emit_object for other values"
         )
-    return _emit(MESSAGE, {MESSAGE_BODY: to_builtin(message)} | as_attributes(attributes), propagate)
+    recorded = {MESSAGE_BODY: to_builtin(message)} | as_attributes(attributes)
+    return record_span(MESSAGE, recorded, propagate=propagate)
 
 
 def emit_object(
@@ -93,7 +89,8 @@ def emit_object(
     Raises:
         EmitError: JSON cannot represent the object.
     """
-    return _emit(OBJECT, _encode_object(object) | as_attributes(attributes), propagate)
+    recorded = _encode_object(object) | as_attributes(attributes)
+    return record_span(OBJECT, recorded, propagate=propagate)
 
 
 def emit_exception(
@@ -108,27 +105,8 @@ def emit_exception(
         raise EmitTypeError(
             f"emit_exception takes an exception, not {exception!r:.80} of type {type(exception).__name__}"
         )
-    return _emit(EXCEPTION, exception_attributes(exception) | as_attributes(attributes), propagate)
-
-
-def _emit(name: str, attributes: Attributes, propagate: bool) -> SpanCoreFields:
-    now = time.time()
-    core = SpanCoreFields(name=name, attributes=attributes, start_time=now, end_time=now)
-    trace = current_trace() if propagate else None
-    if trace is not None:
-        parent = current_parent()
-        trace.add(
-            Span.from_attributes(
-                name=name,
-                attributes=attributes,
-                start_time=now,
-                end_time=now,
-                status=core.status,
-                trace_id=parent.trace_id if parent else trace.trace_id,
-                parent_id=parent.span_id if parent else None,
-            )
-        )
-    return core
+    recorded = exception_attributes(exception) | as_attributes(attributes)
+    return record_span(EXCEPTION, recorded, propagate=propagate)
 
 
 def _encode_object(value: Any) -> Attributes:

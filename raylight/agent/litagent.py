@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from raylight.agent.resources import NamedResources
+from raylight.agent.rollout_scope import InsideRollout, current_runner, current_trainer
 from raylight.errors import AgentSignatureError
+from raylight.traces.tracer import get_active_tracer
 from raylight.types import Rollout, Span, SpanCoreFields
 
 RolloutResult = (
@@ -42,6 +44,12 @@ class LitAgent(Generic[Task]):
     """
 
     trained_agents: str | None = None
+    tracer = InsideRollout(get_active_tracer)
+    """Tracer of the running rollout; outside a rollout an OutsideRolloutError."""
+    runner = InsideRollout(current_runner)
+    """Runner of the running rollout."""
+    trainer = InsideRollout(current_trainer)
+    """Settings of the Trainer in the running rollout: `tracer`, `hooks`, `n_runners` and `max_rollouts`."""
 
     def __init__(self, *, trained_agents: str | None = None) -> None:
         self.trained_agents = trained_agents

@@ -11,16 +11,16 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from raylight.agent.attributes import as_attributes, exception_attributes, exception_message, value_attributes
-from raylight.agent.parent_span import (
+from raylight.errors import EmitError, EmitTypeError
+from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
+from raylight.traces.context import current_trace
+from raylight.traces.parent_span import (
     ParentSpan,
     current_parent,
     parent_from_context,
     start_otel_span,
     use_parent,
 )
-from raylight.errors import EmitError, EmitTypeError
-from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
-from raylight.traces.context import current_trace
 from raylight.types import Attributes, Event, Span, SpanCoreFields, TraceStatus
 
 if TYPE_CHECKING:

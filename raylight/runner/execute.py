@@ -14,6 +14,7 @@ from typing import Any
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
+from raylight.agent.rollout_scope import RolloutScope, TrainerView, rollout_scope
 from raylight.errors import HookError
 from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read_result
 from raylight.runner.threads import AgentThreads
@@ -39,7 +40,9 @@ class RolloutContext:
     threads: AgentThreads
     clock: Callable[[], float]
     runner: Any = None
-    """The runner, for hooks that have a parameter of this name."""
+    """The runner, for hooks that have a parameter of this name, and for the agent."""
+    trainer: TrainerView | None = None
+    """Settings of the Trainer, for the agent."""
 
 
 async def execute(
@@ -56,6 +59,17 @@ async def execute(
         "tracer": context.tracer,
         "rollout": rollout,
     }
+    with rollout_scope(RolloutScope(context.runner, context.trainer)):
+        return await _execute(context, rollout, resources, trace, hook_args)
+
+
+async def _execute(
+    context: RolloutContext,
+    rollout: Rollout,
+    resources: NamedResources,
+    trace: AttemptTrace,
+    hook_args: dict[str, Any],
+) -> Outcome:
     reward_spans: list[Span] = []
     try:
         await context.hooks.call("on_rollout_start", **hook_args)

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.litagent import LitAgent
+from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError, summarize_ray_error
 from raylight.runner.runner import Runner, RunnerExit
@@ -56,6 +57,7 @@ class RunnerActor:
             payload.secret,
             config.max_concurrent,
             config.max_rollouts,
+            trainer=TrainerView(payload.tracer, tuple(payload.hooks), config.n, config.max_rollouts),
         )
 
     async def ready(self) -> None:

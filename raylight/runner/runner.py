@@ -22,6 +22,7 @@ import psutil
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
+from raylight.agent.rollout_scope import TrainerView
 from raylight.errors import SpanError
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
@@ -60,6 +61,7 @@ class Runner:
         secret: secret of the run, from which each attempt's API key is derived.
         max_rollouts: rollouts after which it ends; None for no limit.
         heartbeat_s: seconds between two heartbeats; fewer if the store's leases are short.
+        trainer: settings of the Trainer, for the agent.
     """
 
     def __init__(
@@ -73,11 +75,15 @@ class Runner:
         max_concurrent: int,
         max_rollouts: int | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        trainer: TrainerView | None = None,
     ) -> None:
         self.worker_id = worker_id
+        self.tracer = tracer
         self._store = store
         self._threads = AgentThreads()
-        self._context = RolloutContext(agent, tracer, hooks, secret, self._threads, time.time, runner=self)
+        self._context = RolloutContext(
+            agent, tracer, hooks, secret, self._threads, time.time, runner=self, trainer=trainer
+        )
         self._max_concurrent = max_concurrent
         self._remaining = max_rollouts
         self._heartbeat_s = heartbeat_s
@@ -89,6 +95,14 @@ class Runner:
         self._obsolete: set[str] = set()
         """Running attempts that are being cancelled because the store reported them as obsolete."""
         self._process = psutil.Process()
+
+    def get_agent(self) -> LitAgent:
+        """Return the agent, for hooks."""
+        return self._context.agent
+
+    def get_store(self) -> StoreClient:
+        """Return the store's client, for hooks and agents."""
+        return self._store
 
     async def serve(self) -> RunnerExit:
         """Dequeue and execute rollouts until this runner ends by itself; raises when the store is gone."""

@@ -25,12 +25,14 @@ WEAVE_OUTPUT = "agentlightning.operation.output"
 EXECUTOR = "executor.id"
 """Attribute with the id of an executor in a workflow of agent-framework."""
 
+CHAIN = "langchain.chain.type"
+"""Attribute with the name of a chain of LangChain, or of a node of LangGraph."""
 AGENT_KEYS: tuple[tuple[str, tuple[str, str] | None], ...] = (
     (AGENT_NAME, None),  # OpenTelemetry
     ("agent.name", None),  # OpenAI Agents SDK
     ("operation.name", ("agentops.span.kind", "agent")),  # AgentOps' decorator
     ("recipient_agent_type", None),  # AutoGen
-    ("langchain.chain.type", None),  # LangGraph
+    (CHAIN, None),  # LangChain, LangGraph
     (EXECUTOR, None),
     (f"{WEAVE_INPUT}.name", ("type", "agent")),  # Weave
 )

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from raylight.errors import ConfigError, TracerError
 from raylight.traces.context import AttemptTrace, current_trace, tracing
-from raylight.types import Rollout, Span, TraceStatus
+from raylight.traces.recording import record_span
+from raylight.traces.trace_context import SpanStore, TraceContext
+from raylight.types import Attributes, Rollout, Span, SpanCoreFields, TraceStatus
 
 if TYPE_CHECKING:
+    from langchain_core.callbacks.base import BaseCallbackHandler
     from opentelemetry.sdk.trace.export import SpanExporter
 
     from raylight.traces.export import AttemptExport
@@ -29,30 +29,14 @@ EXPORT_TIMEOUT_S = 10.0
 """Seconds that `teardown` waits for the export of the last spans."""
 
 _LAST: ContextVar[AttemptTrace | None] = ContextVar("raylight_last_trace", default=None)
+_ACTIVE: ContextVar[Tracer | None] = ContextVar("raylight_active_tracer", default=None)
 _SETUP_LOCK = threading.Lock()
+Result = TypeVar("Result")
 
 
-class TraceContext:
-    """Context manager of a traced block, for `with` and `async with`."""
-
-    def __init__(self, inner: AbstractContextManager[AttemptTrace]) -> None:
-        self._inner = inner
-
-    def __enter__(self) -> AttemptTrace:
-        return self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._inner.__exit__(kind, error, traceback)
-
-    async def __aenter__(self) -> AttemptTrace:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self.__exit__(kind, error, traceback)
+def get_active_tracer() -> Tracer | None:
+    """Return the tracer of the running attempt or of the traced block; None outside of both."""
+    return _ACTIVE.get()
 
 
 class Tracer:
@@ -62,6 +46,11 @@ class Tracer:
     trace of an attempt is a context variable, so any number of attempts can run in one process without mixing
     spans.
     """
+
+    _store: SpanStore | None = None
+    """Store of `lifespan`."""
+    _process_state = frozenset({"_store"})
+    """Attributes that stay in this process when the tracer is pickled."""
 
     def setup(self) -> None:
         """Prepare this process for tracing. A second call does nothing.
@@ -92,70 +81,130 @@ class Tracer:
             yield trace
 
     def trace_context(
-        self, name: str | None = None, *, rollout_id: str | None = None, attempt_id: str | None = None
+        self,
+        name: str | None = None,
+        *,
+        store: SpanStore | None = None,
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
     ) -> TraceContext:
-        """Return a context manager that traces a block, and gives its `AttemptTrace`.
+        """Return a context manager that traces a block, for use outside the runner.
 
         Without ids, a block inside an attempt adds to that attempt's trace; outside an attempt its trace has
-        empty ids.
+        empty ids. `get_last_trace` returns its spans. `with ... as` gives an OpenTelemetry tracer if this
+        tracer records its spans, else this tracer.
 
         Args:
-            name: name of a span around the block. None: no such span.
+            name: name of the block, for the reader of the code; it adds no span.
+            store: store that receives the spans when the block ends; requires the ids and `async with`. None:
+                the store of `lifespan`, if there is one.
             rollout_id: id of the rollout of the spans; requires `attempt_id`.
             attempt_id: id of the attempt of the spans; requires `rollout_id`.
 
         Raises:
-            ConfigError: only one of the ids is given.
+            ConfigError: only one of the ids is given, or a store without ids.
         """
         if (rollout_id is None) != (attempt_id is None):
             raise ConfigError(
                 "trace_context needs both rollout_id and attempt_id, or neither; pass the missing one"
             )
-        return TraceContext(self._manual_trace(name, rollout_id, attempt_id))
+        if store is not None and rollout_id is None:
+            raise ConfigError(
+                "trace_context has a store, but no rollout_id and attempt_id under which it keeps the spans; "
+                "pass those of store.start_rollout(...)"
+            )
+        outer = current_trace()
+        if (
+            outer is not None
+            and rollout_id in (None, outer.rollout_id)
+            and attempt_id in (None, outer.attempt_id)
+        ):
+            # reuse it: only the attempt's own trace is stored, and by the runner
+            return TraceContext(outer, self._current(outer), self._recorder, None)
+        trace = AttemptTrace(rollout_id or "", attempt_id or "")
+        target = (store or self._store) if rollout_id is not None else None
+        return TraceContext(trace, self._current(trace), self._recorder, target)
+
+    @contextlib.contextmanager
+    def lifespan(self, store: SpanStore | None = None) -> Iterator[None]:
+        """Set the tracer up for a block, and tear it down afterwards.
+
+        Args:
+            store: store that receives the spans of each `trace_context` with ids in the block.
+        """
+        self.setup()
+        self._store = store
+        try:
+            yield
+        finally:
+            self._store = None
+            self.teardown()
+
+    def trace_run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Call a function in a `trace_context`, and return its result."""
+        with self.trace_context():
+            return function(*args, **kwargs)
+
+    async def trace_run_async(
+        self, function: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any
+    ) -> Result:
+        """Await a coroutine function in a `trace_context`, and return its result."""
+        async with self.trace_context():
+            return await function(*args, **kwargs)
+
+    def create_span(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        timestamp: float | None = None,
+        status: TraceStatus | None = None,
+    ) -> SpanCoreFields:
+        """Record a span that starts and ends at one moment; outside an attempt only return its fields.
+
+        Args:
+            timestamp: seconds since the epoch. None: now.
+            status: outcome. None: OK.
+        """
+        return record_span(name, dict(attributes or {}), time_s=timestamp, status=status)
+
+    def get_langchain_handler(self) -> BaseCallbackHandler:
+        """Return a LangChain callback handler that records chains, LangGraph's nodes, tools and model calls.
+
+        It names the agent of each call: the node of LangGraph, or the chain, that made it.
+
+        Raises:
+            TracerError: langchain-core is not installed.
+        """
+        try:
+            from raylight.traces.langchain_handler import LangChainHandler
+        except ImportError as error:
+            raise TracerError(
+                f"the LangChain handler cannot be created: {error}; pip install langchain-core"
+            ) from error
+        return LangChainHandler()
 
     def get_last_trace(self) -> list[Span]:
         """Return the spans of the running attempt, else of the last one in this context, else none."""
         trace = current_trace() or _LAST.get()
         return trace.spans if trace else []
 
-    @contextlib.contextmanager
-    def _manual_trace(
-        self, name: str | None, rollout_id: str | None, attempt_id: str | None
-    ) -> Iterator[AttemptTrace]:
-        outer = current_trace()
-        if outer is not None and (
-            rollout_id is None or (outer.rollout_id, outer.attempt_id) == (rollout_id, attempt_id)
-        ):
-            trace = outer  # reuse it: only the attempt's own trace is stored
-        else:
-            trace = AttemptTrace(rollout_id or "", attempt_id or "")
-        with self._current(trace), self._span(name, trace) if name else contextlib.nullcontext():
-            yield trace
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in self._process_state}
 
     @contextlib.contextmanager
     def _current(self, trace: AttemptTrace) -> Iterator[AttemptTrace]:
         self.setup()
         _LAST.set(trace)
-        with tracing(trace):
-            yield trace
-
-    @contextlib.contextmanager
-    def _span(self, name: str, trace: AttemptTrace) -> Iterator[None]:
-        """Record a span around a block."""
-        start, status = time.time(), TraceStatus(status_code="OK")
+        outer = _ACTIVE.set(self)
         try:
-            yield
-        except BaseException as error:
-            status = TraceStatus(status_code="ERROR", description=type(error).__name__)
-            raise
+            with tracing(trace):
+                yield trace
         finally:
-            fields: dict[str, Any] = {
-                "trace_id": trace.trace_id,
-                "status": status,
-                "start_time": start,
-                "end_time": time.time(),
-            }
-            trace.add(Span.from_attributes(name=name, attributes={}, **fields))
+            _ACTIVE.reset(outer)
+
+    def _recorder(self) -> Any:
+        """Return the object with which the code of a traced block records spans."""
+        return self
 
 
 class DummyTracer(Tracer):
@@ -192,6 +241,7 @@ class OtelTracer(Tracer):
     _capture: SpanCapture | None = None
     _export: AttemptExport | None = None
     _is_set_up = False
+    _process_state = Tracer._process_state | {"_capture", "_export", "_is_set_up"}
 
     def __init__(
         self,
@@ -260,19 +310,10 @@ class OtelTracer(Tracer):
         if export is not None:
             export.close(self.export_timeout)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in vars(self).items()
-            if key not in ("_capture", "_export", "_is_set_up")
-        }
-
-    @contextlib.contextmanager
-    def _span(self, name: str, trace: AttemptTrace) -> Iterator[None]:
+    def _recorder(self) -> Any:
         from opentelemetry.trace import get_tracer
 
-        with get_tracer("raylight").start_as_current_span(name):
-            yield
+        return get_tracer("raylight")
 
     def _make_exporter(self) -> SpanExporter | None:
         if self._exporter is not None:

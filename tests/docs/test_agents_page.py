@@ -80,3 +80,8 @@ def test_a_store_is_read(
     asyncio.run(fill())
     snippet(PAGE, "store").run()
     assert capsys.readouterr().out == "5 5.0\n[]\n[]\n"
+
+
+def test_a_block_that_is_traced_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    snippet(PAGE, "block").run()
+    assert capsys.readouterr().out == f"['{ANNOTATION}', 'step']\n"

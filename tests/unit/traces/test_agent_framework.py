@@ -23,7 +23,7 @@ from raylight.engines.capture_context import CURRENT
 from raylight.errors import TracerError
 from raylight.traces.agent_framework import AgentFrameworkTracer, init
 from raylight.traces.attributes import response_id_of
-from raylight.traces.context import AttemptTrace
+from raylight.traces.context import AttemptTrace, current_trace
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import OtelTracer
 from raylight.traces.trained_agents import AgentFilter, agents_of_generations
@@ -84,7 +84,7 @@ class Traced:
     def __init__(self, *says: Say) -> None:
         self.model = Sampling(*says)
         self.stack = Stack(engine_app=self.model)
-        self.trace: AttemptTrace
+        self.trace: AttemptTrace | None = None
 
     def client(self, kind: type[Any] = OpenAIChatCompletionClient) -> Any:
         http_client = openai.DefaultAsyncHttpxClient(transport=self.stack.transport)
@@ -94,9 +94,8 @@ class Traced:
         return kind(model="policy", async_client=client)
 
     async def run(self, agent: Any, text: str, tracer: OtelTracer | None = None) -> Any:
-        with (tracer or AgentFrameworkTracer()).trace_context(
-            rollout_id="ro-1", attempt_id="at-1"
-        ) as self.trace:
+        with (tracer or AgentFrameworkTracer()).trace_context(rollout_id="ro-1", attempt_id="at-1"):
+            self.trace = current_trace()
             async with within():
                 answer = await agent.run(text)
         await self.stack.sink.has(len(self.model.asked), len(self.model.asked))
@@ -104,6 +103,7 @@ class Traced:
 
     @property
     def own(self) -> list[Span]:
+        assert self.trace is not None
         return self.trace.spans
 
     @property

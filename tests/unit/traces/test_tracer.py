@@ -37,7 +37,7 @@ from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID
 from raylight.traces import otel as capture_module
 from raylight.traces import tracer as tracer_module
 from raylight.traces.context import AttemptTrace, current_trace, tracing
-from raylight.traces.tracer import DummyTracer, OtelTracer, Tracer
+from raylight.traces.tracer import DummyTracer, OtelTracer
 from raylight.types import Attempt, Rollout, Span
 
 
@@ -395,61 +395,6 @@ def test_sampling_by_environment_loses_no_span_of_an_attempt(monkeypatch: pytest
         sdk().start_span("kept").end()
     tracer.teardown()
     assert names(trace) == ["kept"]
-
-
-# ---- by hand
-
-
-@pytest.mark.parametrize("make", [DummyTracer, OtelTracer])
-def test_trace_context(make: type[Tracer]) -> None:
-    tracer = make()
-    with tracer.trace_context("root", rollout_id="r", attempt_id="a") as trace:
-        assert current_trace() is trace
-        trace.add(Span.from_attributes(name="emitted", attributes={}))
-    assert current_trace() is None
-    assert [(s.name, s.rollout_id, s.attempt_id) for s in tracer.get_last_trace()] == [
-        ("emitted", "r", "a"),
-        ("root", "r", "a"),
-    ]
-    assert trace.spans[1].start_time <= trace.spans[1].end_time  # type: ignore[operator]
-    tracer.teardown()
-
-
-@pytest.mark.parametrize("make", [DummyTracer, OtelTracer])
-async def test_trace_context_async(make: type[Tracer]) -> None:
-    tracer = make()
-    async with tracer.trace_context("root") as trace:
-        await asyncio.sleep(0)
-        assert current_trace() is trace
-    assert (trace.rollout_id, trace.attempt_id) == ("", "")
-    assert [span.name for span in tracer.get_last_trace()] == ["root"]
-    async with tracer.trace_context():
-        assert tracer.get_last_trace() == []
-    tracer.teardown()
-
-
-@pytest.mark.parametrize("make", [DummyTracer, OtelTracer])
-def test_a_trace_context_that_fails(make: type[Tracer]) -> None:
-    tracer = make()
-    with pytest.raises(KeyError), tracer.trace_context("root"):
-        raise KeyError("x")
-    assert current_trace() is None
-    assert tracer.get_last_trace()[0].status.status_code == "ERROR"
-    tracer.teardown()
-
-
-def test_a_trace_context_within_an_attempt_adds_to_it() -> None:
-    tracer = DummyTracer()
-    with tracer.attempt(rollout()) as trace:
-        with tracer.trace_context("part") as inner:
-            assert inner is trace
-        with tracer.trace_context(rollout_id="r0", attempt_id="a0") as same:
-            assert same is trace
-        with tracer.trace_context("other", rollout_id="r9", attempt_id="a9") as other:
-            assert other is not trace
-        assert current_trace() is trace
-    assert names(trace) == ["part"]
-    assert names(other) == ["other"]
 
 
 def test_bad_arguments() -> None:

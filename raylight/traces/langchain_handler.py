@@ -1,0 +1,174 @@
+"""LangChain callback handler, which records chains, LangGraph's nodes, tools and model calls as spans.
+
+Only `Tracer.get_langchain_handler` imports this module, because it imports langchain-core.
+
+The engine records the calls themselves. These spans tell which node made a call: both sides of a call carry
+the id of the response.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from langchain_core.callbacks.base import BaseCallbackHandler
+
+from raylight.semconv import REQUEST_MODEL, RESPONSE_ID
+from raylight.traces.attributes import CHAIN
+from raylight.traces.context import AttemptTrace, current_trace
+from raylight.traces.parent_span import ParentSpan, current_parent
+from raylight.types import Attributes, Span, TraceStatus
+
+CHAIN_SPAN = "langchain.chain"
+MODEL_SPAN = "langchain.model"
+TOOL_SPAN = "langchain.tool"
+"""Names of the spans. None is that of a captured call, which would count twice."""
+PLUMBING = "Runnable"
+"""Prefix of the names of LangChain's own chains, which are no agents."""
+
+
+@dataclass
+class OpenRun:
+    """A run of LangChain that has started and not ended."""
+
+    trace: AttemptTrace
+    name: str
+    attributes: Attributes
+    parent: ParentSpan | None
+    ids: ParentSpan
+    start: float = field(default_factory=time.time)
+
+
+class LangChainHandler(BaseCallbackHandler):
+    """Callback handler that adds spans to the trace of the attempt.
+
+    It serves any number of rollouts at once, and does nothing outside a rollout.
+    """
+
+    run_inline = True
+    """Run on the caller's event loop, in the context of the attempt; no method blocks."""
+
+    def __init__(self) -> None:
+        self._trace = current_trace()
+        """Trace of the attempt that made the handler, for threads without its context."""
+        self._open: dict[UUID, OpenRun] = {}
+
+    # chains and nodes
+
+    def on_chain_start(
+        self,
+        serialized: Mapping[str, Any] | None,
+        inputs: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        name = kwargs.get("name") or (serialized or {}).get("name")
+        node = (metadata or {}).get("langgraph_node")
+        attributes: Attributes = {}
+        if node is not None:
+            attributes[CHAIN] = node
+        elif name and not name.startswith(PLUMBING) and kwargs.get("run_type") is None:
+            attributes[CHAIN] = name
+        self._start(CHAIN_SPAN, attributes, run_id, parent_run_id)
+
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        self._end(run_id)
+
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        self._end(run_id, error=error)
+
+    # tools
+
+    def on_tool_start(
+        self,
+        serialized: Mapping[str, Any] | None,
+        input_str: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        **kwargs: Any,
+    ) -> None:
+        name = kwargs.get("name") or (serialized or {}).get("name") or ""
+        attributes = {"gen_ai.tool.name": name, "gen_ai.tool.call.arguments": str(input_str)}
+        self._start(TOOL_SPAN, attributes, run_id, parent_run_id)
+
+    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        self._end(run_id, {"gen_ai.tool.call.result": str(getattr(output, "content", output))})
+
+    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        self._end(run_id, error=error)
+
+    # models
+
+    def on_llm_start(
+        self,
+        serialized: Mapping[str, Any] | None,
+        prompts: Any,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        model = (metadata or {}).get("ls_model_name")
+        self._start(MODEL_SPAN, {REQUEST_MODEL: model} if model else {}, run_id, parent_run_id)
+
+    on_chat_model_start = on_llm_start  # type: ignore[assignment]  # both ignore the prompts
+
+    def on_llm_end(self, response: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        response_id = _response_id(response)
+        self._end(run_id, {RESPONSE_ID: response_id} if response_id else {})
+
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        self._end(run_id, error=error)
+
+    def _start(self, name: str, attributes: Attributes, run_id: UUID, parent_run_id: UUID | None) -> None:
+        trace = current_trace() or self._trace
+        if trace is None:
+            return
+        outer = self._open.get(parent_run_id) if parent_run_id else None
+        parent = outer.ids if outer else current_parent()
+        ids = ParentSpan(parent.trace_id if parent else trace.trace_id)
+        self._open[run_id] = OpenRun(trace, name, attributes, parent, ids)
+
+    def _end(
+        self, run_id: UUID, attributes: Attributes | None = None, error: BaseException | None = None
+    ) -> None:
+        run = self._open.pop(run_id, None)
+        if run is None:
+            return
+        status = TraceStatus(status_code="OK")
+        if error is not None:
+            status = TraceStatus(status_code="ERROR", description=type(error).__name__)
+        run.trace.add(
+            Span.from_attributes(
+                name=run.name,
+                attributes=run.attributes | (attributes or {}),
+                status=status,
+                start_time=run.start,
+                end_time=time.time(),
+                trace_id=run.ids.trace_id,
+                span_id=run.ids.span_id,
+                parent_id=run.parent.span_id if run.parent else None,
+            )
+        )
+
+
+def _response_id(response: Any) -> str | None:
+    """Return the provider's id of a response; None if LangChain does not give it."""
+    for generations in response.generations:
+        for generation in generations:
+            message = getattr(generation, "message", None)
+            for candidate in (
+                (getattr(message, "response_metadata", None) or {}).get("id"),
+                getattr(message, "id", None),
+            ):
+                if isinstance(candidate, str) and candidate:
+                    return candidate
+    return None
