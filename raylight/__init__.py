@@ -104,10 +104,15 @@ _EXPORTS = {
 """Public names by the module that defines them."""
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 
+_SUBMODULES = ("quickstart",)
+"""Public modules."""
+
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
@@ -116,4 +121,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

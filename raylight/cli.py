@@ -68,16 +68,25 @@ def quickstart(
         str | None, typer.Option(help="Model folder; the packaged starter model by default.")
     ] = None,
     engine: Engine = "auto",
+    tools: Annotated[
+        bool, typer.Option("--tools", help="Train an agent that adds with a tool, and the model TOOL_MODEL.")
+    ] = False,
 ) -> None:
     """Train a small model to add two numbers: offline, on a CPU, in about a minute."""
     import raylight as rl
-    from raylight.quickstart import STARTER_MODEL
+    from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
     from raylight.quickstart.additions import additions
     from raylight.quickstart.agent import adder
+    from raylight.quickstart.calculator import calculator
 
     train_tasks, val_tasks = additions(seed)
     algorithm = rl.GRPO(
-        model=model or STARTER_MODEL, n_steps=steps, lr=2e-4, kl_coef=1e-3, val_every=5, val_samples=2
+        model=model or (TOOL_MODEL if tools else STARTER_MODEL),
+        n_steps=steps,
+        lr=2e-4,
+        kl_coef=1e-3,
+        val_every=5,
+        val_samples=2,
     )
     trainer = rl.Trainer(
         algorithm=algorithm,
@@ -88,7 +97,7 @@ def quickstart(
         seed=seed,
         engine={"kind": engine},
     )
-    trainer.fit(adder, train_tasks, val_dataset=val_tasks)
+    trainer.fit(calculator if tools else adder, train_tasks, val_dataset=val_tasks)
 
 
 @app.command()

@@ -10,3 +10,10 @@ STARTER_MODEL = str(Path(__file__).parent / "model")
 
 Built by `scripts/build_quickstart_model.py`.
 """
+TOOL_MODEL = str(Path(__file__).parent / "tool_model")
+"""Folder of a model of 0.5M parameters that calls tools in Hermes' format and answers with their results.
+
+It copies: numbers and words of the question become arguments, whatever the tools are called, and the tool's
+result becomes the answer. It computes nothing itself. Sampled at temperature 1, about half of its rollouts
+are right. Built by `scripts/build_tool_model.py`.
+"""
