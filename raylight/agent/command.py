@@ -16,6 +16,7 @@ from urllib.parse import quote
 from pydantic_core import PydanticSerializationError, to_json
 
 from raylight.agent.litagent import LitAgent, RolloutResult
+from raylight.agent.process_guard import ProcessGuard
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import AgentSignatureError, CommandError, CommandUnavailableError, RewardError
 from raylight.types import Rollout
@@ -33,6 +34,8 @@ DRAIN_S = 1.0
 """Time in which the pipes of an ended command must close; a daemon that it left behind may hold them."""
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables of the runner's Python, which would make another Python import the runner's packages."""
+
+GUARD = ProcessGuard()
 
 
 @dataclass(frozen=True)
@@ -283,6 +286,7 @@ class _Process(asyncio.SubprocessProtocol):
         try:
             await asyncio.wait([starting])
             transport = starting.result()
+            GUARD.add(transport.get_pid())
             pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
             if not pipe.is_closing():  # the program may have ended
                 pipe.write(stdin)
@@ -302,6 +306,7 @@ class _Process(asyncio.SubprocessProtocol):
     async def _close(self, transport: asyncio.SubprocessTransport) -> None:
         """Kill what remains of the process group, and read the rest of the outputs."""
         _signal_group(transport, signal.SIGKILL)
+        GUARD.remove(transport.get_pid())
         try:
             await asyncio.wait([self._closed], timeout=DRAIN_S)
         finally:
@@ -310,6 +315,7 @@ class _Process(asyncio.SubprocessProtocol):
                 del tail[: -self._limits[fd]]
 
     async def _start(self) -> asyncio.SubprocessTransport:
+        GUARD.start()
         try:
             transport, _ = await asyncio.get_running_loop().subprocess_exec(
                 lambda: self, *self._command, env=self._env, cwd=self._cwd, start_new_session=True
