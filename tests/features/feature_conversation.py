@@ -83,14 +83,15 @@ class Conversation:
         return finished
 
     @contextlib.contextmanager
-    def refusal(self) -> Iterator[None]:
-        """Expect the engine to reject the request of this block with a reason."""
+    def refusal(self, *parts: str) -> Iterator[None]:
+        """Expect the request of this block to be rejected, with a reason that has some parts."""
         with pytest.raises(REFUSALS) as caught:
             yield
         body: Any = caught.value.body
         message = body["error"]["message"] if "error" in body else body["message"]
         assert len(message) > 15
         assert "Traceback" not in message
+        assert [part for part in parts if part not in message] == []
         self.recorded()
         self.refused = True
 

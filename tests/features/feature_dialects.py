@@ -55,6 +55,10 @@ class Dialect:
     streaming: ClassVar[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
     sync_client: Any = openai.OpenAI
     async_client: Any = openai.AsyncOpenAI
+    tool_schema: ClassVar[str]
+    """Path of the schema of a tool."""
+    hints: ClassVar[dict[str, Any]]
+    """Settings of a style that the model does not have."""
 
     def base(self, url: str) -> str:
         return f"{url}/v1"
@@ -64,6 +68,10 @@ class Dialect:
 
     def request(self, turns: list[Any], **asked: Any) -> dict[str, Any]:
         """Return the SDK's arguments for a request."""
+        raise NotImplementedError
+
+    def allowed_tools(self, name: str) -> dict[str, Any]:
+        """Return the choice that requires a call of one tool among those allowed."""
         raise NotImplementedError
 
     def read(self, answer: Any) -> DialectAnswer:
@@ -99,6 +107,13 @@ def renamed(asked: dict[str, Any], **names: str) -> dict[str, Any]:
 
 class Chat(Dialect):
     name = "chat"
+    tool_schema = "tools[{}].function.parameters: "
+    hints: ClassVar[dict[str, Any]] = {
+        "reasoning_effort": "low",
+        "reasoning": {"effort": "low"},
+        "verbosity": "low",
+        "thinking": {"type": "disabled"},
+    }
 
     def method(self, client: Any) -> Any:
         return client.chat.completions.create
@@ -158,6 +173,10 @@ class Chat(Dialect):
     def results(self, *results: tuple[Call, str]) -> list[Any]:
         return [{"role": "tool", "tool_call_id": call.id, "content": result} for call, result in results]
 
+    def allowed_tools(self, name: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}}]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
+
 
 class Completions(Dialect):
     name = "completions"
@@ -185,6 +204,12 @@ class Completions(Dialect):
 
 class Responses(Dialect):
     name = "responses"
+    tool_schema = "tools[{}].parameters: "
+    hints: ClassVar[dict[str, Any]] = {
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+    }
     truncated = "max_output_tokens"
     streaming: ClassVar[dict[str, Any]] = {"stream": True}
 
@@ -242,9 +267,18 @@ class Responses(Dialect):
             {"type": "function_call_output", "call_id": call.id, "output": result} for call, result in results
         ]
 
+    def allowed_tools(self, name: str) -> dict[str, Any]:
+        tools = [{"type": "function", "name": name}]
+        return {"type": "allowed_tools", "mode": "required", "tools": tools}
+
 
 class Messages(Dialect):
     name = "messages"
+    tool_schema = "tools[{}].input_schema: "
+    hints: ClassVar[dict[str, Any]] = {
+        "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+        "output_config": {"effort": "low"},
+    }
     truncated = "max_tokens"
     streaming: ClassVar[dict[str, Any]] = {"stream": True}
     sync_client: Any = anthropic.Anthropic
@@ -270,7 +304,7 @@ class Messages(Dialect):
         if schema := asked.pop("schema", None):
             asked["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         if "temperature" in asked:  # the SDK no longer has this argument
-            asked["extra_body"] = {"temperature": asked.pop("temperature")}
+            asked["extra_body"] = {"temperature": asked.pop("temperature"), **asked.get("extra_body", {})}
         return {"messages": turns, "max_tokens": 16, **renamed(asked, stop="stop_sequences")}
 
     def read(self, answer: Any) -> DialectAnswer:

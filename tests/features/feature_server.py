@@ -118,9 +118,8 @@ class EngineServer:
 
         upstream = small_engine(path)
         self._stack.callback(upstream.close)
-        return UpstreamEngine(
-            f"http://127.0.0.1:{await self._serve(await upstream.app())}/v1", "up-key", MODEL
-        )
+        app = build_gateway(await upstream.app(), upstream, None, None, None)  # as `raylight serve` does
+        return UpstreamEngine(f"http://127.0.0.1:{await self._serve(app)}/v1", "up-key", MODEL)
 
     async def _serve(self, app: ASGIApp) -> int:
         """Serve an application until the server closes. Return its port."""

@@ -33,6 +33,16 @@ LONG = 800
 REJECTED = {(engine, dialect, "images") for engine in ENGINES for dialect in CHAT_LIKE}
 """Combinations of engine, dialect and feature that the engine rejects with 400. All others work."""
 
+LABELS: dict[str, Any] = {
+    "metadata": {"user_id": "me"},
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "s",
+    "service_tier": "flex",
+    "store": True,
+    "user": "me",
+}
+CACHE_HINT = {"cache_control": {"type": "ephemeral"}}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"colour": {"type": "string", "enum": ["red", "green"]}, "on": {"type": "boolean"}},
@@ -244,6 +254,48 @@ def test_json_schema(conversation: Conversation) -> None:
     answer = conversation.ask(HI, max_tokens=LONG, schema=SCHEMA)
     jsonschema.validate(json.loads(answer.text), SCHEMA)
     conversation.recorded()
+
+
+@feature("allowed tools", "chat", "responses")
+def test_allowed_tools(conversation: Conversation) -> None:
+    choice = conversation.dialect.allowed_tools("move")
+    answer = conversation.ask(HI, max_tokens=LONG, tools=[LAMP, MOVE], extra_body={"tool_choice": choice})
+    assert {call.name for call in answer.calls} == {"move"}
+    conversation.recorded()
+
+
+@feature("invalid tool schema", *CHAT_LIKE)
+def test_invalid_tool_schema(conversation: Conversation) -> None:
+    wrong = LAMP | {"parameters": {"type": "object", "properties": {"on": {"type": "bool"}}}}
+    with conversation.refusal("'set_lamp'", conversation.dialect.tool_schema.format(1), "'bool'"):
+        conversation.ask(HI, max_tokens=4, tools=[MOVE, wrong])
+
+
+@feature("labels", *EVERY)
+def test_labels(conversation: Conversation) -> None:
+    asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    plain = conversation.ask(HI, **asked)
+    assert conversation.ask(HI, **asked, extra_body=LABELS).text == plain.text
+    conversation.recorded()
+
+
+@feature("hints that the model does not read", *CHAT_LIKE)
+def test_hints(conversation: Conversation) -> None:
+    asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    plain = conversation.ask(HI, **asked)
+    assert conversation.ask(HI, **asked, extra_body=conversation.dialect.hints).text == plain.text
+    conversation.recorded()
+
+
+@feature("cache hints", "chat", "messages")
+def test_cache_hints(conversation: Conversation) -> None:
+    def turn(**hint: Any) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "text", "text": "hi", **hint}]}
+
+    asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+    first = conversation.ask(turn(**CACHE_HINT), **asked)
+    conversation.ask(turn(), *first.turn, turn(**CACHE_HINT), extra_body=CACHE_HINT, **asked)
+    check_spliced(conversation)
 
 
 @feature("images", *CHAT_LIKE)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raylight.http.body import RequestModel
+from raylight.request_fields import log_dropped
 from raylight.serving.dialects.field_names import FieldNames
 from raylight.serving.dialects.responses_items import InputItem, as_items, to_messages
 
@@ -136,7 +137,7 @@ class ResponsesRequest(RequestModel):
     store: bool = True
     metadata: dict[str, str] | None = None
     user: str | None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     background: Literal[False] = False
     include: list[INCLUDED] = Field(default=[])
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -147,6 +148,8 @@ class ResponsesRequest(RequestModel):
         Args:
             messages: the conversation, this request's input included.
         """
+        if self.truncation != "disabled":
+            log_dropped("truncation", "no engine here does: a conversation that is too long is an error")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         settings: dict[str, Any] = {
             "max_completion_tokens": self.max_output_tokens,
@@ -195,7 +198,7 @@ class ResponsesRequest(RequestModel):
             "text": {"format": self.text.format.model_dump(by_alias=True, exclude_none=True)},
             "reasoning": {"effort": self.reasoning.effort, "summary": self.reasoning.summary},
             "metadata": self.metadata or {},
-            "truncation": self.truncation,
+            "truncation": "disabled",
             "background": self.background,
             "user": self.user,
             "store": False,

@@ -380,7 +380,6 @@ def test_a_response_remembered_twice_counts_once() -> None:
         ({"no_such_field": 1}, "no_such_field: this field is not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: "),
         ({"background": True}, "background: "),
-        ({"truncation": "auto"}, "truncation: "),
         ({"include": ["message.output_text.logprobs"]}, "include[0]: "),
         ({"conversation": "conv_1"}, "conversation: this field is not supported"),
         ({"reasoning": {"unheard": 1}}, "reasoning.unheard: this field is not supported"),
