@@ -263,12 +263,17 @@ def _error_of(response: httpx2.Response, path: str) -> RequestError:
             f"the upstream redirects with status {status}; set engine.url to its final URL", 502, "api_error"
         )
     if status in (401, 403):  # the upstream's own message may quote the key
-        return RequestError(
-            f"the upstream rejected this server's API key (status {status})", status, "authentication_error"
-        )
+        own = read_error(status, response.content)
+        what = "Incorrect API key provided" if status == 401 else "Access denied"
+        message = f"{what}: the upstream rejected this server's API key (status {status}); set engine.api_key"
+        return RequestError(message, status, own.kind, code=own.code)
     if path not in ("/v1/chat/completions", "/v1/completions") and status in (404, 405):
         return RequestError(f"the upstream has no {path}")
-    return read_error(status, response.content)
+    error = read_error(status, response.content)
+    if status == 404 and error.code is None:
+        message = f"{error.message} (the upstream's answer; check engine.url, which usually ends in /v1)"
+        return RequestError(message, status, error.kind, param=error.param)
+    return error
 
 
 def _parse_base_url(url: str) -> str:

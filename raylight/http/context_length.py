@@ -9,7 +9,7 @@ import re
 
 from raylight.http.errors import CONTEXT_LENGTH, RequestError
 
-_LIMIT = re.compile(r"maximum context length is (\d+)")
+_LIMIT = re.compile(r"(?:maximum context length is|configured limit of) (\d+)")
 _PROMPT = re.compile(
     r"(?:resulted in|prompt contains) (?:at least )?(\d+) (?:input )?tokens|(\d+) in your prompt"
 )

@@ -265,6 +265,16 @@ def test_a_long_prompt_is_told_in_anthropics_words(
     assert caught.value.body["error"]["message"].startswith(expected)  # type: ignore[index]
 
 
+def test_a_long_prompt_of_an_upstream_is_told_too(served: tuple[Replica, str]) -> None:
+    replica, base = served
+    message = "Input tokens exceed the configured limit of 64 tokens. Your messages resulted in 70 tokens."
+    replica.says[:] = [
+        Say(status=400, error=openai_error(message, "invalid_request_error", "context_length_exceeded"))
+    ]
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 70 tokens > 64 maximum"):
+        messages(base, False)
+
+
 def test_a_field_that_the_engine_names_is_the_param(served: tuple[Replica, str]) -> None:
     replica, base = served
     replica.says[:] = [Say(status=400, error=CASES["field, vLLM"].body)]
