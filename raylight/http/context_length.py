@@ -38,19 +38,15 @@ class ContextLengthError(RequestError):
 def anthropic_message(message: str) -> str:
     """Return the message of a context length error in Anthropic's wording, with the numbers of the original.
 
-    The original is this module's, OpenAI's or vLLM's; any other wording is quoted.
+    Its maximum leaves room for the requested response. The original is this module's, OpenAI's or
+    vLLM's; any other wording is quoted.
     """
     limit, prompt, output = (_number(pattern, message) for pattern in (_LIMIT, _PROMPT, _OUTPUT))
     if prompt is None and (longest := _number(_CHARS, message)) is not None:
         prompt = longest + 1
     if limit is None or prompt is None:
         return f"prompt is too long: {message}"
-    if output and prompt < limit:
-        return (
-            f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, decrease "
-            "input length or `max_tokens` and try again"
-        )
-    return f"prompt is too long: {prompt} tokens > {limit} maximum"
+    return f"prompt is too long: {prompt} tokens > {limit - (output or 0)} maximum"
 
 
 def _number(pattern: re.Pattern[str], text: str) -> int | None:

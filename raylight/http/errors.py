@@ -141,7 +141,7 @@ def find_error(answer: Any, status: int | None = None) -> RequestError | None:
         status,
         kind if isinstance(kind, str) and _TYPE.fullmatch(kind) else None,
         code if isinstance(code, str) else None,
-        param if isinstance(param, str) else None,
+        param.removeprefix("body.") if isinstance(param, str) else None,
     )
 
 

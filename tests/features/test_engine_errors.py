@@ -102,7 +102,7 @@ def test_a_prompt_that_is_too_long(caller: Caller, dialect: str, stream: bool, l
     if dialect == "messages":
         numbers = TOKENS.search(error.message)
         assert numbers is not None
-        assert int(numbers[1]) > int(numbers[2]) == MAX_MODEL_LEN
+        assert int(numbers[1]) > int(numbers[2]) >= MAX_MODEL_LEN - 4  # vLLM leaves room for the response
     else:
         field = {"chat": "messages", "completions": "prompt", "responses": "input"}[dialect]
         assert error.param == field

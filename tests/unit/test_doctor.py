@@ -14,6 +14,8 @@ from rich.console import Console
 
 from raylight import __version__, doctor
 from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages, render
+from raylight.engines.model_report import ModelReport
+from raylight.quickstart import STARTER_MODEL
 
 MACHINE = Machine(
     python="3.11.9",
@@ -138,6 +140,10 @@ def test_an_unreachable_address_is_reported_and_no_cluster_is_started(monkeypatc
     assert doctor.gather_cluster() == Cluster(
         "127.0.0.1:1", error="no Ray cluster is reachable at RAY_ADDRESS=127.0.0.1:1"
     )
+    assert doctor.gather_cluster("127.0.0.1:2") == Cluster(
+        "127.0.0.1:2", error="no Ray cluster is reachable at 127.0.0.1:2"
+    )
+    assert doctor.gather_cluster("local") is None, "the argument wins"
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert doctor.gather_cluster() is None
 
@@ -163,23 +169,44 @@ def test_prints_what_is_missing_last_and_whole():
 
 def test_required_problem_makes_the_exit_code_1(monkeypatch):
     monkeypatch.setattr(doctor, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
-    monkeypatch.setattr(doctor, "gather_cluster", lambda: None)
+    monkeypatch.setattr(doctor, "gather_cluster", lambda address: None)
+    monkeypatch.setattr(doctor, "load_xgrammar", lambda: None)
     with pytest.raises(SystemExit) as left:
         doctor.examine()
     assert left.value.code == 1
 
 
+def test_an_xgrammar_that_does_not_load_is_reported(monkeypatch, tmp_path):
+    (tmp_path / "xgrammar.py").write_text("raise ImportError('libxgrammar.so: wrong ELF class')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "xgrammar", raising=False)
+    error = doctor.load_xgrammar()
+    assert error == "ImportError: libxgrammar.so: wrong ELF class"
+    assert "force-reinstall xgrammar" in doctor.xgrammar_problem(error).remedy
+
+
+def test_prints_the_model_as_each_engine_reads_it():
+    out = io.StringIO()
+    report = ModelReport("vllm", 4096, True, True, "hermes", None, True)
+    render(MACHINE, {}, None, [], Console(file=out, markup=False), None, [report])
+    section = out.getvalue().split("\nmodel, vllm engine\n")[1]
+    for text in ("4096 tokens", "it shows tools to the model", "hermes", "left in the answer"):
+        assert text in section
+
+
 def test_command_without_a_cluster():
     # "local": whatever else runs on this machine is not joined
     run = subprocess.run(
-        [sys.executable, "-m", "raylight.cli", "doctor"],
-        env={**os.environ, "RAY_ADDRESS": "local"},
+        [sys.executable, "-m", "raylight.cli", "doctor", "--address", "local", "--model", str(STARTER_MODEL)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     for title in ("machine", "packages", "Ray cluster", "engine", "missing"):
         assert f"\n{title}\n" in run.stdout
     assert "a run starts a local one" in run.stdout
+    assert "works" in run.stdout.split("\nengine\n")[1]
+    assert "2048 tokens" in run.stdout.split("\nmodel, transformers engine\n")[1]
+    assert "does not show the tools of a request" in run.stdout.split("\nmissing\n")[1]
     assert f"{__version__}" in run.stdout

@@ -249,9 +249,9 @@ def test_what_passes_is_retried_and_nothing_else(
 @pytest.mark.parametrize(
     ("prompt", "output", "expected"),
     [
-        ("70", 1, "prompt is too long: 70 tokens > 64 maximum"),
-        ("at least 65", 1, "prompt is too long: 65 tokens > 64 maximum"),
-        ("50", 20, "input length and `max_tokens` exceed context limit: 50 + 20 > 64, decrease"),
+        ("70", 1, "prompt is too long: 70 tokens > 63 maximum"),
+        ("at least 64", 1, "prompt is too long: 64 tokens > 63 maximum"),
+        ("50", 20, "prompt is too long: 50 tokens > 44 maximum"),
     ],
 )
 def test_a_long_prompt_is_told_in_anthropics_words(
