@@ -16,6 +16,7 @@ from raylight.traces.attributes import (
     call_key_of,
     parse_literal,
     raw_field,
+    unflatten,
     unflatten_list,
 )
 from raylight.types import Span
@@ -128,6 +129,27 @@ def read_call(attributes: Mapping[str, Any], children: Sequence[Span] = ()) -> C
     ):
         answered[0] = answered[0] | {"tool_calls": calls}
     return CallMessages(asked, answered, [_tool(tool) for tool in tools if isinstance(tool, dict)] or None)
+
+
+def recorded_messages(attributes: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the prompt and the answers of a call as its span records them, unflattened or parsed from JSON.
+
+    Missing ones are None.
+    """
+    choices = unflatten(attributes, f"{WEAVE_OUTPUT}.choices")
+    prompts = (
+        parse_literal(attributes.get(INPUT_MESSAGES)),
+        unflatten(attributes, "gen_ai.prompt"),
+        raw_field(attributes, "messages"),
+        unflatten(attributes, f"{WEAVE_INPUT}.messages") if choices else None,
+    )
+    answers = (
+        parse_literal(attributes.get(OUTPUT_MESSAGES)),
+        unflatten(attributes, "gen_ai.completion"),
+        raw_field(attributes, "choices"),
+        choices,
+    )
+    return next(filter(None, prompts), None), next(filter(None, answers), None)
 
 
 def image_urls(messages: Sequence[Message]) -> list[str]:

@@ -30,7 +30,7 @@ from raylight.traces.attributes import (
     response_id_of,
     unflatten,
 )
-from raylight.traces.messages import image_urls, read_call
+from raylight.traces.messages import image_urls, read_call, recorded_messages
 from raylight.traces.rewards import get_reward_value
 from raylight.traces.span_tree import SpanNode, SpanTree
 from raylight.traces.trained_agents import AgentFilter
@@ -157,9 +157,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
             attributes = call.attributes
             response = response_id_of(attributes)
             agent = call.nodes[0].agent if response is None else agents[response]
-            triplet = read_triplet(
-                attributes, agent, [child.span for node in call.nodes for child in node.children]
-            )
+            triplet = read_triplet(attributes, agent)
             if self._agents.keeps(agent) and (has_tokens(triplet) or not self.skip_empty_token_spans):
                 pairs.append((call, triplet))
         pairs.sort(key=lambda pair: pair[0].start)
@@ -278,17 +276,17 @@ def match_rewards(
     return matched
 
 
-def read_triplet(attributes: Mapping[str, Any], agent: str | None, children: Sequence[Span] = ()) -> Triplet:
+def read_triplet(attributes: Mapping[str, Any], agent: str | None) -> Triplet:
     """Build the triplet of a call, without its reward.
 
-    `prompt` has `token_ids`, `raw_content` (messages in OpenAI's shape, or None) and `image_urls`. `response`
-    has `token_ids` and `raw_content`, and `logprobs` and `weight_versions` if the span has one entry per
-    token.
+    `prompt` has `token_ids`, `raw_content` (the messages as the span records them, or None) and `image_urls`.
+    `response` has `token_ids` and `raw_content`, and `logprobs` and `weight_versions` if the span has one
+    entry per token. `TraceToMessages` converts messages to OpenAI's shape.
     """
-    call = read_call(attributes, children)
+    raw_prompt, raw_answers = recorded_messages(attributes)
     prompt_ids = _numbers(*map(attributes.get, PROMPT_KEYS), raw_field(attributes, "prompt_token_ids"))
     response_ids = _numbers(*map(attributes.get, RESPONSE_KEYS), *_raw_response_ids(attributes))
-    response: dict[str, Any] = {"token_ids": response_ids, "raw_content": call.answers or None}
+    response: dict[str, Any] = {"token_ids": response_ids, "raw_content": raw_answers}
     columns = {
         "logprobs": _logprobs(attributes),
         "weight_versions": _numbers(attributes.get(WEIGHT_VERSIONS)),
@@ -303,8 +301,8 @@ def read_triplet(attributes: Mapping[str, Any], agent: str | None, children: Seq
     return Triplet(
         prompt={
             "token_ids": prompt_ids,
-            "raw_content": call.prompt or None,
-            "image_urls": image_urls(call.prompt),
+            "raw_content": raw_prompt,
+            "image_urls": image_urls(read_call(attributes).prompt),
         },
         response=response,
         metadata={

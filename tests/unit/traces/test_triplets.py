@@ -20,6 +20,7 @@ from raylight.traces.triplets import (
     TracerTraceToTriplet,
     TraceToTriplet,
     match_rewards,
+    read_triplet,
 )
 from raylight.types import Span, Triplet
 
@@ -182,7 +183,7 @@ def test_agentops_spans() -> None:
     assert triplet.prompt["image_urls"] == ["file:///a.png"]
     assert triplet.response["token_ids"] == [18, 151645]
     assert triplet.response["logprobs"] == [-0.25, -0.125]
-    assert triplet.response["raw_content"] == [{"role": "assistant", "content": "3"}]
+    assert triplet.response["raw_content"] == [{"role": "assistant", "content": "3", "finish_reason": "stop"}]
     assert (triplet.reward, triplet.metadata["agent_name"]) == (0.7, "planner")
     assert triplet.metadata["request"] == {
         "type": "chat",
@@ -298,7 +299,9 @@ def test_weave_spans() -> None:
     (triplet,) = TracerTraceToTriplet().adapt([agent, call])
     assert (triplet.prompt["token_ids"], triplet.response["token_ids"]) == ([1, 2], [3])
     assert triplet.prompt["raw_content"] == [{"role": "user", "content": "Hello"}]
-    assert triplet.response["raw_content"] == [{"role": "assistant", "content": "Hi"}]
+    assert triplet.response["raw_content"] == [
+        {"token_ids": [3], "message": {"role": "assistant", "content": "Hi"}}
+    ]
     assert triplet.metadata["agent_name"] == "helper"
     assert triplet.metadata["request"] == {"model": "policy"}
 
@@ -640,3 +643,21 @@ def test_the_choices_of_a_judge_are_all_left_out() -> None:
     )
     client = span("openai.chat", "o", "g", (11, 14), gen_ai__response__id="chatcmpl-abc")
     assert TracerTraceToTriplet().adapt([grade, client, *choices_of_one_response()[1:]]) == []
+
+
+def test_raw_content_is_kept_as_it_was_recorded() -> None:
+    parts = json.dumps([{"type": "image_url", "image_url": {"url": "file:///a.png"}}])
+    recorded = {
+        "gen_ai.prompt.0.role": "user",
+        "gen_ai.prompt.0.content": parts,
+        "gen_ai.prompt.prompt_filter_results": "[]",
+        "gen_ai.completion.0.content": "[1]",
+    }
+    triplet = read_triplet(recorded, None)
+    assert triplet.prompt["raw_content"] == {
+        "0": {"role": "user", "content": parts},
+        "prompt_filter_results": "[]",
+    }
+    assert triplet.prompt["image_urls"] == ["file:///a.png"]
+    assert triplet.response["raw_content"] == [{"content": "[1]"}]
+    assert read_triplet({}, None).prompt["raw_content"] is None
