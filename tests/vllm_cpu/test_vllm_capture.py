@@ -263,6 +263,22 @@ async def test_requests_that_vllm_would_ignore_or_never_serve_are_rejected(
     assert not bench.context.samples
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_limit_beyond_the_context_is_that_of_the_context(bench: Any, name: str) -> None:
+    answer = await bench.openai.chat.completions.create(
+        model="policy", messages=HI, temperature=1.0, **{name: 64_000}
+    )
+    total = answer.usage.total_tokens
+    assert answer.choices[0].finish_reason == "stop" or total == bench.engine.max_model_len
+
+
+async def test_a_budget_of_thinking_that_vllm_cannot_enforce_is_dropped(bench: Any) -> None:
+    answer = await bench.openai.chat.completions.create(
+        model="policy", messages=HI, max_tokens=2, extra_body={"thinking_token_budget": 9}
+    )
+    assert answer.usage.completion_tokens <= 2
+
+
 async def test_labels_without_effect_are_accepted(bench: Any) -> None:
     labels = dict.fromkeys(LABELS, "x")
     answer = await bench.openai.chat.completions.create(

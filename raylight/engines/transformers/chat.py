@@ -23,6 +23,7 @@ from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import Vocabulary
 from raylight.http.errors import RequestError
+from raylight.request_fields import log_dropped
 
 
 async def begin_chat(engine: Sampler, body: Any) -> ChatReply:
@@ -52,14 +53,14 @@ def _may_call_tools(request: ChatRequest) -> bool:
 def _check_tools(engine: Sampler, request: ChatRequest) -> None:
     if _may_call_tools(request) and engine.style.tool_format is None:
         raise RequestError(
-            "the format of this model's tool calls is not known; set the engine argument tool_parser "
+            "tools: the format of this model's tool calls is not known; set the engine argument tool_parser "
             "(hermes, qwen_xml or llama_json)"
         )
     if (
         isinstance(request.tool_choice, NamedTool)
         and request.tool_choice.function.name not in request.schemas()
     ):
-        raise RequestError(f"tool_choice: there is no tool {request.tool_choice.function.name!r}")
+        raise RequestError(f"tool_choice: the request has no tool {request.tool_choice.function.name!r:.200}")
 
 
 async def _grammar(engine: Sampler, request: ChatRequest) -> Any:
@@ -99,10 +100,13 @@ def _tags(engine: Sampler, request: ChatRequest) -> dict[str, Any] | None:
         schemas = {name: schema if name in strict else {"type": "object"} for name, schema in schemas.items()}
     parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
     tags = engine.style.tool_format.grammar(schemas, required=not optional or with_schema, parallel=parallel)
-    if tags is None:
+    if tags is None and optional and not with_schema:
+        log_dropped("tools[].function.strict", "this model's format of tool calls cannot enforce")
+    elif tags is None:
+        field = "response_format" if optional else "tool_choice"
         raise RequestError(
-            "this model's tool calls cannot be constrained to a schema; use tool_choice auto, and no strict "
-            "tools"
+            f"{field}: this model's tool calls cannot be constrained to a schema; use tool_choice auto, and "
+            "no response_format beside tools"
         )
     return tags
 

@@ -20,13 +20,13 @@ def render(engine: Sampler, request: MessagesBody) -> list[int]:
     tokenizer: Any = engine.tokenizer
     template = engine.style.template
     if request.tools and "tools" not in template:
-        raise RequestError("this model's chat template does not support tools")
+        raise RequestError("tools: this model's chat template does not support them")
     variables = dict(request.chat_template_kwargs or {})
     if reserved := variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
         raise RequestError(f"chat_template_kwargs: {min(reserved)} is not a template variable")
     if request.reasoning_effort is not None:
         if "reasoning_effort" not in template:
-            raise RequestError("this model's chat template does not support reasoning_effort")
+            raise RequestError("reasoning_effort: this model's chat template does not read it")
         variables["reasoning_effort"] = request.reasoning_effort
     messages = [_for_template(message) for message in request.messages]
     engine.check_text("".join(message["content"] for message in messages))
@@ -40,7 +40,7 @@ def render(engine: Sampler, request: MessagesBody) -> list[int]:
             tokenize=False,
         )
     except Exception as error:  # a template is the model authors' program and may raise anything
-        raise RequestError(f"the chat template rejected the messages: {error}") from error
+        raise RequestError(f"messages: the chat template rejected them: {error}") from error
     # checks the length again, with the text that the template and the tools add
     return encode(engine, text, add_special_tokens=False)
 

@@ -86,6 +86,7 @@ class VllmEngine:
         checked = RejectUnknownFields(
             app,
             config.scheduler_config.max_num_queued_reqs,
+            config.model_config.max_model_len,
             thinking_budgets=getattr(config, "reasoning_config", None) is not None,
         )
 

@@ -1,4 +1,4 @@
-"""Rejection of request fields that vLLM would silently ignore."""
+"""Rejection of request fields that vLLM would silently ignore, and of values that it cannot serve."""
 
 from __future__ import annotations
 
@@ -39,12 +39,17 @@ class RejectUnknownFields:
     Args:
         app: vLLM's application.
         max_choices: choices that may wait or be sampled concurrently; None: no limit.
+        max_model_len: longest prompt plus response, in tokens. A limit of at least this length is dropped,
+            because vLLM would reject it instead of answering up to its own limit.
         thinking_budgets: True if vLLM was started so that it can enforce `thinking_token_budget`.
     """
 
-    def __init__(self, app: ASGIApp, max_choices: int | None, thinking_budgets: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, max_choices: int | None, max_model_len: int, thinking_budgets: bool = False
+    ) -> None:
         self._app = app
         self._max_choices = max_choices
+        self._max_model_len = max_model_len
         self._thinking_budgets = thinking_budgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,10 +64,20 @@ class RejectUnknownFields:
             await error_response(error)(scope, receive, send)
         else:
             request = request.with_receive(receive)
-            if not self._thinking_budgets and request.fields.get("thinking_token_budget") is not None:
-                log_dropped("thinking_token_budget", NO_BUDGETS)
-                request = JsonRequest(request.fields | {"thinking_token_budget": None}, receive)
+            if unenforced := self._unenforced(request.fields, scope["path"]):
+                request = JsonRequest(request.fields | dict.fromkeys(unenforced), receive)
             await self._app(request.put_into(scope), request, send)
+
+    def _unenforced(self, body: Mapping[str, Any], path: str) -> list[str]:
+        """Return the fields of a chat request with limits that vLLM cannot enforce."""
+        if path != "/v1/chat/completions":
+            return []
+        limits = ("max_tokens", "max_completion_tokens")
+        names = [name for name in limits if type(n := body.get(name)) is int and n >= self._max_model_len]
+        if body.get("thinking_token_budget") is not None and not self._thinking_budgets:
+            log_dropped("thinking_token_budget", NO_BUDGETS)
+            names.append("thinking_token_budget")
+        return names
 
     def _check(self, body: Mapping[str, Any], known: frozenset[str]) -> None:
         if unknown := sorted(body.keys() - known):

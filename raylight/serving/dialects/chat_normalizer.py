@@ -30,6 +30,7 @@ class ChatNormalizer:
 
     - `cache_control` is dropped: a hint that moves from message to message would change earlier turns.
     - A `tool_choice` of type `allowed_tools` leaves only those tools in the request.
+    - An empty list of tools, and a `tool_choice` without tools that requires none, are dropped.
     - `reasoning_effort` (also as `reasoning.effort`), `verbosity`, `thinking` and `enable_thinking` reach the
       chat template under the name that it reads. A setting that it does not read is dropped, which is
       logged once.
@@ -55,7 +56,7 @@ class ChatNormalizer:
         body = _without_cache_hints(body)
         check_tools(body.get("tools"))
         check_response_format(body.get("response_format"))
-        body = _resolve_allowed_tools(body)
+        body = _without_empty_tools(_resolve_allowed_tools(body))
         return body if self._template is None else self._resolve_hints(body, client_name)
 
     def _resolve_hints(self, body: dict[str, Any], client_name: Callable[[str], str]) -> dict[str, Any]:
@@ -159,6 +160,13 @@ def _resolve_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:
             raise RequestError(f"{path}.tools[{index}]: the request has no tool {name!r:.200}")
     kept = [tool for name, tool in known.items() if name in names]
     return {**body, "tools": kept, "tool_choice": allowed["mode"]}
+
+
+def _without_empty_tools(body: dict[str, Any]) -> dict[str, Any]:
+    if body.get("tools"):
+        return body
+    empty = ("tools", "tool_choice") if body.get("tool_choice") in ("auto", "none") else ("tools",)
+    return body if body.keys().isdisjoint(empty) else {k: v for k, v in body.items() if k not in empty}
 
 
 def _tool_name(tool: Any) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 from transformers_helpers import HERMES, THINKING, MakeEngine, open_context, restyle, script
 
 from raylight.engines.transformers.grammar import Grammars
+from raylight.request_fields import log_dropped
 from unit.engines.transformers.test_app import ask, ask_stream, text_of
 
 ADD = {
@@ -277,8 +278,39 @@ async def test_tools_that_the_template_or_the_parser_does_not_know_are_refused(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine(tool_parser="hermes")
-    with pytest.raises(openai.BadRequestError, match="template does not support tools"):
+    with pytest.raises(openai.BadRequestError, match="template does not support them"):
         await ask(engine, tools=[ADD])
     restyle(engine, HERMES, tool_parser=None)
     with pytest.raises(openai.BadRequestError, match="tool_parser"):
         await ask(engine, tools=[ADD])
+
+
+async def test_strict_tools_of_a_format_without_grammar_are_free_and_logged_once(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_dropped.cache_clear()
+    engine = make_caller(make_engine)
+    restyle(engine, HERMES, tool_parser="qwen_xml")
+    script(engine, "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>")
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    for _ in range(2):
+        (call,) = (await ask(engine, tools=[strict], max_tokens=300)).choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    (record,) = [r for r in caplog.records if "strict" in r.message]
+    assert "cannot enforce" in record.message
+    with pytest.raises(openai.BadRequestError, match="tool_choice: this model's tool calls cannot be"):
+        await ask(engine, tools=[strict], tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="response_format: this model's tool calls cannot be"):
+        await ask(engine, tools=[strict], response_format=AS_JSON)
+
+
+async def test_a_budget_of_thinking_is_not_enforced_and_logged_once(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_dropped.cache_clear()
+    engine = make_caller(make_engine)
+    script(engine, "free")
+    for _ in range(2):
+        answer = await ask(engine, extra_body={"thinking_token_budget": 9}, max_tokens=50)
+        assert answer.choices[0].message.content == "free"
+    assert len([r for r in caplog.records if "thinking_token_budget" in r.message]) == 1

@@ -142,6 +142,22 @@ def test_a_wrong_choice_of_allowed_tools_is_refused(choice: dict[str, Any], mess
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"tools": [], "tool_choice": "auto"}, {}),
+        ({"tools": None, "tool_choice": "none"}, {}),
+        ({"tool_choice": "auto"}, {}),
+        ({"tools": [], "tool_choice": "required"}, {"tool_choice": "required"}),
+        ({"tools": [tool()], "tool_choice": "none"}, {"tools": [tool()], "tool_choice": "none"}),
+    ],
+)
+def test_choices_without_tools_are_dropped_unless_they_require_one(
+    given: dict[str, Any], left: dict[str, Any]
+) -> None:
+    assert ChatNormalizer(PLAIN).normalize(chat(**given)) == chat(**left)
+
+
 def test_the_template_of_a_tokenizer() -> None:
     class Tokenizer:
         chat_template: Any = PLAIN
