@@ -10,6 +10,7 @@ from collections.abc import Callable
 import ray
 
 from raylight.config import EngineConfig
+from raylight.engines.model_report import report_model
 from raylight.engines.registry import choose_engine
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.ingress import LOOPBACK, serve_http_options
@@ -18,6 +19,9 @@ from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.inputs import resolve_model
 from raylight.weight_sync.coordinator import start_coordinator
+
+REPORTED = ("transformers", "vllm")
+"""Engines that read a model's chat template."""
 
 
 def serve_model(
@@ -59,6 +63,17 @@ def serve_model(
         run_blocking(_serve(path, name, config, api_key, seed, connection.owns_cluster, show))
 
 
+def describe_model(path: str, config: EngineConfig) -> list[str]:
+    """Return lines on the model as the engine reads it, and on what is missing; none of other engines."""
+    if config.kind not in REPORTED:
+        return []
+    report = report_model(path, config.kind, config.args)
+    limit = min(config.max_model_len, report.context_length or config.max_model_len)
+    rows = report.rows() | {"context length": f"{limit} tokens"}
+    line = "; ".join(f"{name}: {value}" for name, value in rows.items())
+    return [line, *(f"note: {problem}; {remedy}" for problem, remedy in report.remedies().items())]
+
+
 async def _serve(
     path: str,
     name: str,
@@ -86,6 +101,9 @@ async def _serve(
         deployment = Deployment(spec, owns_cluster)
         stack.push_async_callback(deployment.stop)
         show(f"starting the {config.kind} engine")
-        url = await deployment.start()
+        described = asyncio.to_thread(describe_model, path, config)  # imports transformers meanwhile
+        url, lines = await asyncio.gather(deployment.start(), described)
+        for line in lines:
+            show(line)
         show(f"{name} is served at {url}/v1 (also {url}/health and {url}/metrics); press Ctrl-C to stop")
         await asyncio.Event().wait()

@@ -79,6 +79,16 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+def test_it_shows_how_the_engine_reads_the_model(server: Server) -> None:
+    line = (
+        "context length: 2048 tokens; chat template: it shows no tools to the model; tool calls: not parsed; "
+    )
+    assert line in server.output
+    assert (
+        "note: the model's chat template does not show the tools of a request to the model; " in server.output
+    )
+
+
 def test_every_dialect_answers(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     settings = {"model": "tiny", "temperature": 0.0}
     chat = client.chat.completions.create(messages=HI, max_tokens=4, **settings).choices[0].message.content

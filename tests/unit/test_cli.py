@@ -1,0 +1,64 @@
+"""Options of the command line that all commands share."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import raylight as rl
+from raylight import cli
+from raylight.quickstart import STARTER_MODEL
+
+FILES_ONLY = {"trace", "export"}
+"""Commands that read files and use no cluster."""
+
+
+class Constructed(Exception):
+    """Raised in place of a trainer's work."""
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Addresses that trainers, servers and doctor were given."""
+    given: list[Any] = []
+
+    def take(*args: Any, address: str | None = None, **settings: Any) -> None:
+        given.append(address)
+        raise Constructed
+
+    monkeypatch.setattr(rl, "Trainer", take)
+    monkeypatch.setattr("raylight.trainer.serve_model.serve_model", take)
+    monkeypatch.setattr("raylight.doctor.examine", lambda model, address: take(address=address))
+    return given
+
+
+def test_every_command_that_uses_a_cluster_takes_an_address() -> None:
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__
+        assert ("address" in inspect.signature(command.callback).parameters) == (name not in FILES_ONLY), name
+
+
+@pytest.mark.parametrize("address", ["local", "10.0.0.7:6379", None])
+def test_the_address_arrives(tmp_path: Path, addresses: list[Any], address: str | None) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("{}\n")
+    run_file = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+    model = ["--model", str(STARTER_MODEL)]
+    agent = "raylight.quickstart.agent:adder"
+    commands = [
+        ["quickstart"],
+        ["train", str(run_file)],
+        ["eval", agent, *model, "--data", str(tasks)],
+        ["serve", *model],
+        ["runner", agent, "--run", "r"],
+        ["doctor"],
+    ]
+    for command in commands:
+        result = CliRunner().invoke(cli.app, [*command, *(["--address", address] if address else [])])
+        assert isinstance(result.exception, Constructed), (command, result.output, result.exception)
+    assert addresses == [address] * len(commands)
