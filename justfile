@@ -34,6 +34,10 @@ docs:
 bench:
     for name in learner_tokens engine_tokens capture store_growth noop_rollouts; do python tests/benchmarks/$name.py; done
 
+# tests with the lowest versions that pyproject.toml allows, in a fresh virtual environment
+lowest:
+    scripts/test_lowest_versions.sh
+
 # what CI runs: a fresh virtual environment and all checks, about half an hour
 ci:
     .ci/run

@@ -153,12 +153,13 @@ class ResponsesStream(AnswerStream):
             started = new_item if block.kind == "call" else new_item | {"content": []}
             added = [self._event("response.output_item.added", output_index=block.index, item=started)]
             return added + [self._event(f"{part}.added", **position, part=one) for one in parts]
-        full_text = {"arguments": block.text} if block.kind == "call" else {"text": block.text}
+        is_call = block.kind == "call"
+        full_text = {"name": block.name, "arguments": block.text} if is_call else {"text": block.text}
         done = [self._event(f"{text}.done", **position, **full_text, **logprobs)]
         done += [self._event(f"{part}.done", **position, part=one) for one in item.get("content", [])]
         return [*done, self._event("response.output_item.done", output_index=block.index, item=item)]
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> Event:
         event = {"type": name, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return event

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import echo_engine
-import httpx2
+import httpx
 import openai
 import pytest
 from capture_helpers import Sink
@@ -50,7 +50,7 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
     assert choose_engine(config) == ECHO
     engine, sink = build_engine(EngineSettings("", "policy", config)), Sink()
     app = build_gateway(await engine.app(), engine, SECRET, Recorder(sink), None)
-    http_client = openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=app))
+    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
     async with (
         within(),
         openai.AsyncOpenAI(

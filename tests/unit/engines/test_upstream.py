@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import httpx2
 import openai
 import pytest
@@ -325,7 +326,7 @@ async def test_a_real_client_reads_streams_and_errors_through_it() -> None:
     chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": []}
     events = [b"data: " + json.dumps(chunk).encode() + b"\n\n"]
     engine = engine_of(streaming(Pieces(events, httpx2.ReadError("reset"))))
-    http_client = openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=await engine.app()))
+    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=await engine.app()))
     async with (
         within(),
         openai.AsyncOpenAI(

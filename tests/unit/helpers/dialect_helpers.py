@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anthropic
+import httpx
 import httpx2
 import openai
 import uvicorn
@@ -159,7 +160,8 @@ def anthropic_client(app: ASGIApp) -> anthropic.AsyncAnthropic:
 
 
 def openai_client(app: ASGIApp) -> openai.AsyncOpenAI:
-    client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
+    # every supported release of openai takes a client of httpx, those before 3 no other
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
     return openai.AsyncOpenAI(api_key="key", base_url="http://engine/v1", http_client=client, max_retries=0)
 
 

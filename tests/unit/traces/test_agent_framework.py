@@ -9,14 +9,13 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import openai
 import pytest
 from agent_framework import Agent, AgentExecutor, Executor, WorkflowBuilder, WorkflowContext, handler
 from agent_framework.observability import OBSERVABILITY_SETTINGS, disable_instrumentation
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
 from capture_helpers import send_event, send_json
 from dialect_helpers import Say, call
-from gateway_helpers import KEY, MINE, within
+from gateway_helpers import MINE, within
 from starlette.types import Receive, Scope, Send
 
 from raylight.engines.capture_context import CURRENT
@@ -87,11 +86,7 @@ class Traced:
         self.trace: AttemptTrace | None = None
 
     def client(self, kind: type[Any] = OpenAIChatCompletionClient) -> Any:
-        http_client = openai.DefaultAsyncHttpxClient(transport=self.stack.transport)
-        client = openai.AsyncOpenAI(
-            base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0
-        )
-        return kind(model="policy", async_client=client)
+        return kind(model="policy", async_client=self.stack.openai())
 
     async def run(self, agent: Any, text: str, tracer: OtelTracer | None = None) -> Any:
         with (tracer or AgentFrameworkTracer()).trace_context(rollout_id="ro-1", attempt_id="at-1"):
@@ -222,12 +217,7 @@ async def test_a_streamed_answer() -> None:
 
 async def test_an_agent_that_is_named_by_its_url_keeps_that_name() -> None:
     traced = Traced(Say("fine"))
-    client = openai.AsyncOpenAI(
-        base_url=f"http://replica{MINE}/agent/mine/v1",
-        api_key=KEY,
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(transport=traced.stack.transport),
-    )
+    client = traced.stack.openai(f"{MINE}/agent/mine")
     await traced.run(
         Agent(client=OpenAIChatCompletionClient(model="policy", async_client=client), name="solver"), "1+2"
     )

@@ -45,16 +45,15 @@ class Stack:
         self.app = build_gateway(
             self.engine_app, engine, secret, self.recorder, None, metrics=self.metrics, **settings
         )
-        self.transport = httpx2.ASGITransport(app=self.app)
 
-    def openai(self) -> openai.AsyncOpenAI:
-        http_client = openai.DefaultAsyncHttpxClient(transport=self.transport)
+    def openai(self, path: str = MINE) -> openai.AsyncOpenAI:
+        http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app))
         return openai.AsyncOpenAI(
-            base_url=f"http://replica{MINE}/v1", api_key=KEY, http_client=http_client, max_retries=0
+            base_url=f"http://replica{path}/v1", api_key=KEY, http_client=http_client, max_retries=0
         )
 
     def anthropic(self) -> anthropic.AsyncAnthropic:
-        http_client = anthropic.DefaultAsyncHttpxClient(transport=self.transport)
+        http_client = anthropic.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=self.app))
         return anthropic.AsyncAnthropic(
             base_url=f"http://replica{MINE}", api_key=KEY, http_client=http_client, max_retries=0
         )

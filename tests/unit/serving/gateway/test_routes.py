@@ -7,7 +7,6 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import httpx
-import httpx2  # what openai calls with
 import openai
 import pytest
 from gateway_helpers import BODY, CHAT, SECRET, Site, within
@@ -49,7 +48,7 @@ async def status(site: Site, path: str, key: str, app: Any = None) -> int:
 
 
 def openai_client(site: Site, llm: LLM) -> openai.AsyncOpenAI:
-    http_client = openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=site.app))
+    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=site.app))
     return openai.AsyncOpenAI(
         base_url=llm.get_base_url(), api_key=llm.api_key, http_client=http_client, max_retries=0
     )
