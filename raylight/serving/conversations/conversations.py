@@ -206,18 +206,16 @@ class Conversations:
         if root is None:
             root = attempt.roots[sent.root] = _Root(sent.scope.agent, sent.tools)
         all_tokens = np.array(tokens, dtype=np.uint32)
-        base, turns = None, root.turns
+        turns = root.turns
         steps = self._walk_from(turns, sent)
         steps = steps[: _last_sampled(steps, len(sent.forms)) + 1]
         for turn in [*steps, *map(StoredTurn, sent.forms[len(steps) :])]:
             turns = _store(attempt, turns, turn).next
-            if turn.prefix is not None and turn.prefix.is_prefix_of(all_tokens):
-                base = turn.prefix
         stored = turns.find(answer)
-        if stored is not None and stored.prefix is not None and stored.prefix.is_prefix_of(all_tokens):
-            if stored.prefix.length == len(tokens):
-                return
-            base = stored.prefix
+        prefixes = [turn.prefix for turn in [*steps, *([stored] if stored else [])] if turn.prefix]
+        base = next((prefix for prefix in reversed(prefixes) if prefix.is_prefix_of(all_tokens)), None)
+        if stored is not None and stored.prefix is base and base is not None and base.length == len(tokens):
+            return
         suffix = all_tokens[base.length if base else 0 :].copy()
         prefix = TokenPrefix(base, suffix, len(tokens), len(tokens) - prompt_length)
         if stored is None:

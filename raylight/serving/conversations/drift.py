@@ -12,6 +12,8 @@ from raylight.types import DRIFTS, DriftKind, HistoryKind, HistoryNote
 
 MAX_TURNS = 2000
 """Most stored turns in which a message is looked for."""
+MAX_BREADTH = 256
+"""Most turns at the same depth."""
 EXCERPT = 60
 """Characters of an excerpt."""
 INSTRUCTIONS = ("system", "developer")
@@ -110,8 +112,8 @@ def _changed_before(
 
 
 def _descendants(branches: Branches) -> Iterator[tuple[int, StoredTurn, StoredTurn]]:
-    """Yield turns with their depths and the branches that they are on, breadth first, up to a limit."""
-    level = [(turn, turn) for turn in branches]
+    """Yield turns with their depths and the branches that they are on, breadth first, the latest first."""
+    level = [(turn, turn) for turn in branches][:MAX_BREADTH]
     depth = count = 0
     while level:
         for turn, branch in level:
@@ -119,7 +121,7 @@ def _descendants(branches: Branches) -> Iterator[tuple[int, StoredTurn, StoredTu
         count += len(level)
         if count > MAX_TURNS:
             return
-        level = [(below, branch) for turn, branch in level for below in turn.next]
+        level = [(below, branch) for turn, branch in level for below in turn.next][:MAX_BREADTH]
         depth += 1
 
 

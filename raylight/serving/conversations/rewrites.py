@@ -73,7 +73,8 @@ class Rewrites:
         if not appended.strip():
             return _stand_in(turn, form, "suffix")
         if self.has_ended(turn):
-            return _split(turn, form, appended) if appended.lstrip(" \t")[:1] in ("\n", "\r") else None
+            between = spoken[len(spoken.rstrip()) :] + appended[: len(appended) - len(appended.lstrip())]
+            return _split(turn, form, appended) if "\n" in between else None
         text = appended.lstrip() if spoken[-1:].isspace() else appended
         return self._extended(turn, form, text)
 
