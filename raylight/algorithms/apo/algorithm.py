@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.console import Console
 
@@ -28,12 +28,14 @@ from raylight.types import RolloutMode
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+Task = TypeVar("Task")
+"""Type of the tasks, as in `APO[MyTask](client)`."""
 RESULT_FILE = "apo.json"
 TREE_FILE = "apo_tree.png"
 BEST_FILE = "best_prompt.txt"
 
 
-class APO(Algorithm):
+class APO(Algorithm, Generic[Task]):
     """Automatic prompt optimisation after ProTeGi (Pryzant et al. 2023, https://arxiv.org/abs/2305.03495).
 
     The seed is the first `PromptTemplate` among the resources. In each round, prompts of the beam are rolled

@@ -13,6 +13,8 @@ from raylight.algorithms.verl_config.key_rules import KeyRule, by_full_key, igno
 
 ACTOR, ROLLOUT, MODEL, REF = c.ACTOR, c.ROLLOUT, c.MODEL, c.REF
 FORWARD = "affects memory only: forward passes use the budget of training, learner.max_tokens_per_micro_batch"
+ROWS = "calls that extend the same tokens become one row, and statistics are over rollouts"
+ROW_LIMIT = "a row has at most data.max_prompt_length + max_response_length tokens"
 DATASETS = "datasets are arguments of Trainer.fit"
 
 _ALGORITHM = (
@@ -244,21 +246,9 @@ _ROLLOUT = (
     ignored("agent.custom_async_server.name", "raylight serves the model itself"),
     ignored("trace_aggregator.special_token_tolerance", "calls are merged only if their tokens are equal"),
     ignored("trace_aggregator.string_tolerance", "calls are merged only if their tokens are equal"),
-    ignored(
-        "trace_aggregator.trajectory_max_prompt_length",
-        "a row has at most data.max_prompt_length + max_response_length tokens",
-    ),
-    ignored(
-        "trace_aggregator.trajectory_max_response_length",
-        "a row has at most data.max_prompt_length + max_response_length tokens",
-    ),
-    only(
-        "trace_aggregator.mode",
-        "transition",
-        "trajectory",
-        "trajectory-strict",
-        reason="calls that extend the same tokens become one row, and statistics are over rollouts",
-    ),
+    ignored("trace_aggregator.trajectory_max_prompt_length", ROW_LIMIT),
+    ignored("trace_aggregator.trajectory_max_response_length", ROW_LIMIT),
+    only("trace_aggregator.mode", "transition", "trajectory", "trajectory-strict", reason=ROWS),
     only("mode", "async", reason="agents call the engine over HTTP"),
     only("top_p", 1, 1.0, reason="training uses the distribution that was sampled from"),
     only("top_k", -1, 0, reason="training uses the distribution that was sampled from"),
@@ -354,7 +344,14 @@ SECTIONS = {
     "actor_rollout_ref": (only("hybrid_engine", True, reason="learners and engines share their GPUs"),),
     "critic": _CRITIC,
     "trainer": _TRAINER,
-    "agentlightning": (ignored("port", "the store is an actor and has no port"),),
+    "agentlightning": (
+        ignored("port", "the store is an actor and has no port"),
+        only("trace_aggregator.level", "transition", "trajectory", reason=ROWS),
+        ignored("trace_aggregator.trajectory_max_prompt_length", ROW_LIMIT),
+        ignored("trace_aggregator.trajectory_max_response_length", ROW_LIMIT),
+        ignored("trace_aggregator.debug", "`trace/drifts_*` count the calls that did not continue a row"),
+        ignored("trace_aggregator.mismatch_log_dir", "`raylight trace` shows where a call left its row"),
+    ),
 }
 KEYS: dict[str, KeyRule] = by_full_key(SECTIONS)
 AGENT_LIGHTNING = (

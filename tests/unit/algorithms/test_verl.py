@@ -130,6 +130,14 @@ def test_the_examples_resolve_unchanged(config: dict[str, Any], own: dict[str, A
     assert "critic.lr" not in settings
 
 
+def test_agent_lightnings_aggregation_is_what_raylight_does() -> None:
+    aggregator = {"level": "trajectory", "trajectory_max_prompt_length": 8, "debug": True}
+    given = MATH | {"agentlightning": {"port": 9999, "trace_aggregator": aggregator}}
+    assert settings_of(given) == settings_of(MATH)
+    with pytest.raises(ConfigError, match=r"trace_aggregator\.level='turn'"):
+        VERL(MATH | {"agentlightning": {"trace_aggregator": {"level": "turn"}}})
+
+
 def test_an_unsupported_logger_is_noted() -> None:
     notes = VERL(MATH).adjust_run_settings(OPEN).notes
     assert any(

@@ -300,6 +300,10 @@ def test_wrong_settings_are_named(wrong: dict[str, Any]) -> None:
         APO("https://api.example.com")  # type: ignore[arg-type]
 
 
+def test_the_type_of_its_tasks_may_be_named() -> None:
+    assert APO[dict[str, Any]](client(), beam_width=2).settings.beam_width == 2
+
+
 def test_what_a_trainer_sees_of_it(planned_runs: list[Any], tmp_path: Path) -> None:
     from unit_helpers import ReachedRay
 
