@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def drop_field(value: Any, path: Sequence[str]) -> Any:
     if isinstance(value, list):
         entries = [drop_field(entry, path) for entry in value]
         return entries if any(new is not old for new, old in zip(entries, value, strict=True)) else value
-    if not isinstance(value, Mapping) or path[0] not in value:
+    if not isinstance(value, dict) or path[0] not in value:
         return value
     if len(path) == 1:
         return {name: entry for name, entry in value.items() if name != path[0]}

@@ -1,4 +1,4 @@
-"""Conversations that a request may continue by the id of an earlier response (`previous_response_id`)."""
+"""Earlier responses that a request may name by id: as `previous_response_id`, or item by item."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ OVERHEAD = 100
 
 
 class ResponseHistory:
-    """Conversations up to each response. The least recently used one is dropped first.
+    """Conversations up to each response, and the items of each response.
+
+    The least recently used ones are dropped first.
 
     Args:
-        capacity: characters to keep. A conversation counts once for each of its responses.
+        capacity: characters to keep of conversations, and of items. A conversation counts once for each of
+            its responses.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._conversations: LRUCache[tuple[AttemptScope | None, str], list[dict[str, Any]]] = LRUCache(
+            capacity, getsizeof=_size
+        )
+        self._items: LRUCache[tuple[AttemptScope | None, str], dict[str, Any]] = LRUCache(
             capacity, getsizeof=_size
         )
 
@@ -32,6 +38,12 @@ class ResponseHistory:
         """Keep the chat messages up to a response, without instructions, which hold for one request only."""
         with suppress(ValueError):  # one conversation is larger than the cache
             self._conversations[scope, response_id] = messages
+
+    def remember_items(self, scope: AttemptScope | None, items: list[dict[str, Any]]) -> None:
+        """Keep the output items of a response."""
+        for item in items:
+            with suppress(ValueError):  # one item is larger than the cache
+                self._items[scope, item["id"]] = item
 
     def find(self, scope: AttemptScope | None, response_id: str) -> list[dict[str, Any]]:
         """Return the messages up to a response.
@@ -42,13 +54,43 @@ class ResponseHistory:
         try:
             return self._conversations[scope, response_id]
         except KeyError:
-            raise RequestError(
-                f"previous_response_id: there is no response {response_id!r} here. A replica remembers its "
-                "own recent responses of the same attempt, unless they were made with store=false. Send the "
-                "whole conversation as input.",
-                404,
-                "not_found_error",
-            ) from None
+            raise _missing("previous_response_id", f"response {response_id!r:.200}") from None
+
+    def resolve_references(self, scope: AttemptScope | None, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a request in whose input earlier items stand for the references to them.
+
+        Raises:
+            RequestError: 404, as for `find`.
+        """
+        given = body.get("input")
+        if not isinstance(given, list) or not any(map(_is_reference, given)):
+            return body
+        items = list(given)
+        for index, item in enumerate(given):
+            if _is_reference(item):
+                try:
+                    items[index] = self._items[scope, item["id"]]
+                except KeyError:
+                    raise _missing(f"input[{index}]", f"item {item['id']!r:.200}") from None
+        return body | {"input": items}
+
+
+def _is_reference(item: Any) -> bool:
+    return (
+        isinstance(item, dict)
+        and isinstance(item.get("id"), str)
+        and (item.get("type") == "item_reference" or item.keys() == {"id"})
+    )
+
+
+def _missing(field: str, what: str) -> RequestError:
+    return RequestError(
+        f"{field}: there is no {what} here. A replica remembers its own recent responses of the same "
+        "attempt, unless they were made with store=false. Send the whole conversation as input.",
+        404,
+        "not_found_error",
+        param=field,
+    )
 
 
 def _size(value: Any) -> int:

@@ -25,7 +25,7 @@ FAILURE_CODES = {429: "rate_limit_exceeded"}
 
 
 class ResponsesDialect(Dialect):
-    """OpenAI's responses. Each replica remembers its own recent ones for `previous_response_id`."""
+    """OpenAI's responses. Each replica remembers its own recent ones, which requests may name."""
 
     name = "responses"
     path = "/v1/responses"
@@ -37,7 +37,8 @@ class ResponsesDialect(Dialect):
         self._history = history or ResponseHistory()
 
     def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
-        return ResponsesTranslation(ResponsesRequest.read(body), self._history, scope)
+        request = ResponsesRequest.read(self._history.resolve_references(scope, body))
+        return ResponsesTranslation(request, self._history, scope)
 
 
 class ResponsesTranslation(Translation):
@@ -86,6 +87,7 @@ class ResponsesTranslation(Translation):
         }
         if self._request.store:
             self._history.remember(self._scope, response["id"], [*self._messages, turn.message()])
+            self._history.remember_items(self._scope, response["output"])
         return response
 
     def response(self, turn: Turn, status: str) -> dict[str, Any]:

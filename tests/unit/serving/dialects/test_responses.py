@@ -355,6 +355,26 @@ async def test_only_the_own_attempt_finds_a_response_and_only_if_it_was_to_be_st
     assert len(fake.asked) == 2
 
 
+async def test_references_to_earlier_items_stand_for_them() -> None:
+    calls = [call("c1", '{"city": "A"}'), call("c2", '{"city": "B"}')]
+    fake, app = translated(Say("one", reasoning="hm", calls=calls), Say("two"))
+    outer = InScope(app)
+    client = openai_client(outer)
+    first = await client.responses.create(**ASK)
+    references: Any = [{"type": "item_reference", "id": first.output[0].id}, {"id": first.output[1].id}]
+    references += [{"type": "item_reference", "id": item.id} for item in first.output[2:]]
+    result = {"type": "function_call_output", "call_id": "c1", "output": "sun"}
+    asked: Any = {"model": "policy", "input": [{"role": "user", "content": "hi"}, *references, result]}
+    await client.responses.create(**asked)
+    whole = asked | {"input": [asked["input"][0], *(item.to_dict() for item in first.output), result]}
+    fake.says.append(Say("two"))
+    await client.responses.create(**whole)
+    assert fake.asked[1] == fake.asked[2]
+    outer.inside = AttemptScope("ro-2", "at-1")
+    with pytest.raises(openai.NotFoundError, match=r"input\[1\]: there is no item 'rs_1.0' here"):
+        await client.responses.create(**asked)
+
+
 def test_the_least_recently_used_responses_are_forgotten() -> None:
     earlier = ResponseHistory(capacity=400)
     for name in "ab":
@@ -389,7 +409,7 @@ def test_a_response_remembered_twice_counts_once() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens: "),
         ({"input": []}, "input: it is empty"),
         ({"input": 5}, "input: "),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: this item is not supported"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]: this item is not supported"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
             "'input_file' is not supported",
