@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -204,6 +205,24 @@ def langchain_model(base: str, stream: bool) -> None:
     list(client.stream("hi")) if stream else client.invoke("hi")
 
 
+def agents_sdk(base: str, stream: bool) -> None:
+    import agents
+
+    untraced = agents.RunConfig(tracing_disabled=True)
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=base, api_key=KEY, max_retries=0) as client:
+            model = agents.OpenAIResponsesModel("policy", client)
+            agent = agents.Agent(name="a", model=model)
+            if not stream:
+                await agents.Runner.run(agent, "hi", run_config=untraced)
+                return
+            async for _ in agents.Runner.run_streamed(agent, "hi", run_config=untraced).stream_events():
+                pass
+
+    asyncio.run(run())
+
+
 ASK: dict[str, tuple[Callable[[str, bool], None], int]] = {
     "chat": (chat, 0),
     "responses": (responses, 0),
@@ -211,6 +230,7 @@ ASK: dict[str, tuple[Callable[[str, bool], None], int]] = {
     "LiteLLM openai": (litellm_of("openai"), 2),
     "LiteLLM anthropic": (litellm_of("anthropic"), 3),
     "LangChain": (langchain_model, 4),
+    "OpenAI Agents": (agents_sdk, 0),
 }
 
 
