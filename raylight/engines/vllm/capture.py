@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from raylight.engines.capture_context import CONSTRAINED, CURRENT, CaptureContext, Sample
+from raylight.engines.vllm.constraints import is_constrained, read_columns
 from raylight.types import FinishReason as Finish
 
 FINISH: dict[FinishReason, Finish] = {
@@ -54,6 +55,8 @@ class Capture:
         """Version of the current weights."""
         self.adapter_versions: dict[int, int] = {}
         """vLLM's integer id of an adapter -> its version, for all adapters ever loaded."""
+        self.constraint_problem: str | None = None
+        """Reason why constrained requests cannot be recorded; None if they can."""
         self._states: dict[str, Any] = client.output_processor.request_states
         self._queue: asyncio.Queue[Any] = client.engine_core.outputs_queue
         self._add_request, client.output_processor.add_request = (
@@ -102,6 +105,11 @@ class Capture:
             raise VLLMValidationError(
                 "a request that samples a choice more than once (beam search) cannot be recorded; use n"
             )
+        if self.constraint_problem is not None and is_constrained(params):
+            raise VLLMValidationError(
+                "an answer under a constraint (schema, required tool, bias, penalty) cannot be recorded for "
+                f"training: {self.constraint_problem}"
+            )
         # the choices of a request share its parameters
         requested = (parent.sampling_params if parent else params).num_logprobs is not None
         if not requested:
@@ -111,7 +119,7 @@ class Capture:
         version = self.adapter_versions[request.lora_request.lora_int_id] if request.lora_request else None
         state = self._states[request.request_id]
         state.logprobs_processor = RecordingLogprobs.wrap(
-            state.logprobs_processor, sample, self, version, requested
+            state.logprobs_processor, sample, self, version, requested, is_constrained(params)
         )
         state.make_request_output = _recording_finish_reason(state.make_request_output, sample)
 
@@ -126,6 +134,7 @@ class RecordingLogprobs(LogprobsProcessor):
     capture: Capture
     fixed_version: int | None
     requested: bool
+    constrained: bool
 
     @classmethod
     def wrap(
@@ -135,15 +144,18 @@ class RecordingLogprobs(LogprobsProcessor):
         capture: Capture,
         version: int | None,
         requested: bool,
+        constrained: bool,
     ) -> Self:
         """Take over the state of a processor.
 
         Args:
             version: version of the request's adapter; None: the version of the weights at each token.
             requested: True if the request asked for log-probabilities.
+            constrained: True if the request has a constraint.
         """
         self = cls(**{field.name: getattr(original, field.name) for field in dataclasses.fields(original)})
-        self.sample, self.capture, self.fixed_version, self.requested = sample, capture, version, requested
+        self.sample, self.capture, self.fixed_version = sample, capture, version
+        self.requested, self.constrained = requested, constrained
         if not requested:
             self.logprobs = self.cumulative_logprob = self.num_logprobs = None
         return self
@@ -156,6 +168,10 @@ class RecordingLogprobs(LogprobsProcessor):
             sample.output_ids.extend(output.new_token_ids)
             # column 0 is the sampled token
             sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            if self.constrained:
+                policy_logprobs, allowed = read_columns(output.new_logprobs.logprobs)
+                sample.policy_logprobs.extend(policy_logprobs)
+                sample.allowed.extend(allowed)
             sample.weight_versions.extend([version] * count)
         super().update_from_output(output)
 

@@ -59,7 +59,8 @@ def llm_config(
 
 def environment(path: str, threads: int, gpus: float, eager: bool) -> dict[str, str]:
     """Return environment variables for vLLM; variables of vLLM that are already set keep their values."""
-    variables = {"VLLM_NO_USAGE_STATS": "1"}
+    # the V2 runner has no place where the policy's log-probs of constrained answers can be recorded
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if Path(path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     if gpus == 0:

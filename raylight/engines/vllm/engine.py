@@ -65,6 +65,8 @@ class VllmEngine:
         return self._capture.version
 
     async def app(self) -> ASGIApp:
+        problems = await self._client.collective_rpc("raylight_record_constraints")
+        self._capture.constraint_problem = next(filter(None, problems), None)
         app = await self._build_app()
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served

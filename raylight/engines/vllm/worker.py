@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker processes, which loads weights from a file.
+"""Extension of vLLM's worker processes, which loads weights from a file and records constraints.
 
 The module is imported by its dotted name in each worker, and so imports neither torch nor vllm itself.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-WORKER_EXTENSION = "raylight.engines.vllm.worker.WeightLoading"
+WORKER_EXTENSION = "raylight.engines.vllm.worker.WorkerExtension"
 
 
-class WeightLoading:
+class WorkerExtension:
     """Mixin of vLLM's worker class. Its methods are called through `collective_rpc`."""
 
     model_runner: Any
@@ -25,3 +25,15 @@ class WeightLoading:
         weights = torch.load(path, mmap=True, weights_only=True)
         self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
         return len(weights)
+
+    def raylight_record_constraints(self) -> str | None:
+        """Record the policy's log-probs of constrained requests from now on.
+
+        Returns the reason if this is not possible, else None.
+        """
+        from raylight.engines.vllm.constraints import ConstraintRecorder
+
+        problem = ConstraintRecorder.problem(self.model_runner)
+        if problem is None:
+            ConstraintRecorder(self.model_runner)
+        return problem

@@ -1,0 +1,138 @@
+"""Log-probs of the policy itself, without a request's constraint, recorded in vLLM's workers.
+
+vLLM masks the logits in place (grammar) or adds to them (bias, penalties) before it samples, and returns the
+log-probs of the result only. A learner needs those of the policy. They must be taken in the worker between
+the forward pass and the mask, so that they belong to the same weights as the sampled token. They travel to
+the API process as two more columns of the log-probs, which only steps with a constrained request have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+
+GREEDY_BELOW = 1e-5
+"""vLLM's own limit of greedy sampling."""
+TOLERANCE = 1e-5
+"""Difference of log-probs by rounding."""
+_IS_CONSTRAINED = "raylight_is_constrained"
+
+
+def is_constrained(params: SamplingParams) -> bool:
+    """True if a request does more to the policy's distribution than temperature and truncation."""
+    return bool(
+        params.structured_outputs is not None
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.min_tokens
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or getattr(params, "thinking_token_budget", None) is not None
+    )
+
+
+def read_columns(logprobs: np.ndarray[Any, Any]) -> tuple[list[float], list[int]]:
+    """Return the policy's log-probs and the counts of allowed tokens from a constrained request's log-probs.
+
+    Args:
+        logprobs: shape (tokens, columns), as `ConstraintRecorder` extended them.
+    """
+    policy, allowed = logprobs[:, -2], logprobs[:, -1]
+    assert not (policy < 1).any(), "the worker records all constrained requests that ask for log-probs"
+    return (1.0 - policy.astype(np.float64)).tolist(), allowed.astype(np.int64).tolist()
+
+
+class ConstraintRecorder:
+    """Extends a model runner, so that the log-probs of constrained rows have two more columns.
+
+    The columns are 1 minus the policy's log-prob of the sampled token, which is positive unlike all
+    log-probs, and the number of tokens that could have been sampled, 0 if the constraint changed nothing. A
+    client never sees them, because vLLM's answers have as many columns as the request asked for.
+
+    vLLM has no hook for this, so one method of the runner and one of its sampler are replaced. The tests of
+    this module fail if vLLM changes them.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._rows: list[int] = []
+        self._policy: torch.Tensor | None = None
+        """Logits of the constrained rows of the current step, before the constraint."""
+        self._sample_tokens, runner.sample_tokens = runner.sample_tokens, self._keep_logits
+        sampler = runner.sampler
+        self._gather, sampler.gather_logprobs = sampler.gather_logprobs, self._add_columns
+
+    @staticmethod
+    def problem(runner: Any) -> str | None:
+        """Return the reason why a runner cannot be extended; None if it can."""
+        if not (hasattr(runner, "input_batch") and hasattr(runner, "execute_model_state")):
+            return "vLLM runs its V2 model runner; start the run with VLLM_USE_V2_MODEL_RUNNER=0"
+        if runner.speculative_config is not None:
+            return "vLLM runs with speculative decoding; leave out speculative_config"
+        return None
+
+    def _keep_logits(self, grammar_output: Any) -> Any:
+        """Sample as vLLM does, with the constrained rows' logits kept aside."""
+        state, metadata = self._runner.execute_model_state, self._runner.input_batch.sampling_metadata
+        if state is not None and state.logits is not None and metadata.max_num_logprobs is not None:
+            self._rows = self._constrained_rows()
+            if self._rows:
+                self._policy = state.logits[self._rows].float()
+        try:
+            return self._sample_tokens(grammar_output)
+        finally:
+            self._rows, self._policy = [], None
+
+    def _constrained_rows(self) -> list[int]:
+        requests = self._runner.requests
+        rows = []
+        for row, request_id in enumerate(self._runner.input_batch.req_ids):
+            request = requests[request_id]
+            known = vars(request).get(_IS_CONSTRAINED)
+            if known is None:
+                params = request.sampling_params
+                known = params is not None and is_constrained(params)
+                setattr(request, _IS_CONSTRAINED, known)
+            if known:
+                rows.append(row)
+        return rows
+
+    def _add_columns(
+        self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
+    ) -> LogprobsTensors:
+        """Gather as vLLM does, and add the columns.
+
+        Args:
+            logprobs: of the distribution sampled from, shape (rows, vocabulary).
+            token_ids: the sampled tokens.
+        """
+        gathered = self._gather(logprobs, num_logprobs, token_ids)
+        if self._policy is None:
+            return gathered
+        rows = torch.tensor(self._rows, device=logprobs.device)
+        policy = (self._policy / self._temperatures(rows)).log_softmax(-1)
+        sampled = logprobs[rows]
+        changed = ~torch.isclose(sampled, policy, rtol=0, atol=TOLERANCE)
+        allowed = (sampled > -torch.inf).sum(-1).where(changed.any(-1), 0)
+        columns = torch.full((len(logprobs), 2), -torch.inf, device=logprobs.device)
+        columns[rows, 0] = 1 - policy.gather(-1, token_ids[rows][:, None])[:, 0]
+        columns[rows, 1] = allowed.float()
+        no_tokens = torch.zeros_like(columns, dtype=gathered.logprob_token_ids.dtype)
+        return gathered._replace(
+            logprob_token_ids=torch.cat([gathered.logprob_token_ids, no_tokens], 1),
+            logprobs=torch.cat([gathered.logprobs, columns], 1),
+        )
+
+    def _temperatures(self, rows: torch.Tensor) -> torch.Tensor | float:
+        """Return the temperatures of rows as a column, 1 for greedy ones."""
+        temperature = self._runner.input_batch.sampling_metadata.temperature
+        if temperature is None:
+            return 1.0
+        chosen = temperature[rows]
+        return torch.where(chosen < GREEDY_BELOW, 1.0, chosen)[:, None]

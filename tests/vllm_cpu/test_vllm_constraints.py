@@ -1,0 +1,144 @@
+"""Records of constrained answers in vLLM: log-probs of the policy alone, and counts of allowed tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import torch
+from vllm_helpers import HI, TOLERANCE, change, difference, expected_logprobs, until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+PATTERN = r'\{"colour": "(red|green|blue)", "name": "[^"\\\\]{1,6}"\}'
+"""JSON without the white space that a random model repeats."""
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+async def ask(bench: Any, **settings: Any) -> Any:
+    return await bench.openai.chat.completions.create(
+        model="policy", messages=HI, **{"max_tokens": 300, **settings}
+    )
+
+
+def policy_difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
+    assert len(sample.policy_logprobs) == len(sample.allowed) == len(sample.output_ids) > 0
+    expected = expected_logprobs(model, sample.prompt_ids, sample.output_ids, temperature)
+    return (torch.tensor(sample.policy_logprobs) - expected).abs()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_a_schemas_tokens_have_the_logprobs_of_the_policy(bench: Any, temperature: float) -> None:
+    await ask(bench, response_format=FORMAT, temperature=temperature)
+    sample = bench.sample
+    assert policy_difference(bench.reference(), sample, temperature or 1.0).max() < TOLERANCE
+    assert sample.allowed[0] == 1  # "{"
+    assert_shared_probability(sample)
+
+
+def assert_shared_probability(sample: Any) -> None:
+    """Assert that the allowed tokens share the whole probability."""
+    for allowed, logprob, policy in zip(sample.allowed, sample.logprobs, sample.policy_logprobs, strict=True):
+        assert logprob >= policy - 1e-4
+        assert allowed != 1 or logprob == pytest.approx(0, abs=1e-6)
+
+
+async def test_choices_are_counted_and_a_clients_logprobs_stay_its_own(bench: Any) -> None:
+    how = {"extra_body": {"structured_outputs": {"regex": PATTERN}}}
+    answer = await ask(bench, temperature=0.7, logprobs=True, top_logprobs=2, **how)
+    sample = bench.sample
+    assert policy_difference(bench.reference(), sample, 0.7).max() < TOLERANCE
+    assert_shared_probability(sample)
+    assert sample.allowed.count(1) > 20
+    assert sample.allowed[:12] == [1] * 12  # {"colour": "
+    assert sample.allowed[12] == 3
+    assert max(sample.allowed) > 100
+    entries = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in entries] == pytest.approx(sample.logprobs[: len(entries)], abs=1e-5)
+    assert {len(entry.top_logprobs) for entry in entries} == {2}
+    answered = json.loads(answer.choices[0].message.content, strict=False)  # a string may have a line break
+    assert answered["colour"] in ("red", "green", "blue")
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"logit_bias": {"65": 4.0, "66": -100}},
+        {"presence_penalty": 1.5},
+        {"extra_body": {"min_tokens": 24}},
+        {"extra_body": {"bad_words": ["A", "B"]}},
+        {"extra_body": {"allowed_token_ids": [65, 66, 67]}},
+    ],
+    ids=["bias", "penalty", "min_tokens", "bad_words", "allowed_token_ids"],
+)
+async def test_other_constraints_are_recorded_too(bench: Any, constraint: dict[str, Any]) -> None:
+    await ask(bench, max_tokens=24, temperature=0.7, **constraint)
+    sample = bench.sample
+    assert policy_difference(bench.reference(), sample, 0.7).max() < TOLERANCE
+    changed = [abs(a - b) > 1e-4 for a, b in zip(sample.logprobs, sample.policy_logprobs, strict=True)]
+    assert any(changed)
+    assert all(allowed > 1 for allowed, differs in zip(sample.allowed, changed, strict=True) if differs)
+    if "extra_body" in constraint and "allowed_token_ids" in constraint["extra_body"]:
+        assert set(sample.allowed) == {3}
+
+
+async def test_a_batch_mixes_free_and_constrained_answers(bench: Any) -> None:
+    before = len(bench.contexts)
+    await asyncio.gather(
+        *(ask(bench, response_format=FORMAT, temperature=0.7) for _ in range(3)),
+        *(ask(bench, max_tokens=60, temperature=1.0, extra_body={"ignore_eos": True}) for _ in range(3)),
+        ask(bench, max_tokens=60, logprobs=True, top_logprobs=4, extra_body={"ignore_eos": True}),
+        ask(bench, response_format=FORMAT, temperature=0),
+    )
+    model = bench.reference()
+    samples = [context.samples[0] for context in bench.contexts[before:]]
+    constrained = [sample for sample in samples if sample.allowed]
+    free = [sample for sample in samples if not sample.allowed]
+    assert (len(constrained), len(free)) == (4, 4)
+    for sample in constrained:
+        heat = sample.sampling["temperature"] or 1.0
+        assert policy_difference(model, sample, heat).max() < TOLERANCE
+    for sample in free:
+        assert sample.policy_logprobs == []
+        assert difference(model, sample).max() < TOLERANCE
+
+
+async def test_the_policys_logprobs_follow_weights_that_change_in_flight(bench: Any, learner: Any) -> None:
+    """Each token has the log-prob of the weights that sampled it."""
+    before = learner.state_dict()
+    old = {name: tensor.clone() for name, tensor in before.items()}
+    first = bench.engine.version
+    wordy = {"type": "object", "properties": {"text": {"type": "string", "minLength": 250}}}
+    wordy |= {"required": ["text"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "wordy", "schema": wordy}}
+    task = asyncio.create_task(ask(bench, response_format=form, max_tokens=300))
+    count = len(bench.contexts)
+    await until(lambda: len(bench.contexts) > count and bench.contexts[-1].samples)
+    await until(lambda: len(bench.sample.output_ids) > 5)
+    await bench.engine.load_weights(next(bench.versions), change(learner, 3))
+    await task
+    sample = bench.sample
+    versions = torch.tensor(sample.weight_versions)
+    assert len(set(sample.weight_versions)) == 2
+    assert policy_difference(learner, sample)[versions != first].max() < TOLERANCE
+    learner.load_state_dict(old)
+    assert policy_difference(learner, sample)[versions == first].max() < TOLERANCE
+
+
+async def test_a_runner_that_cannot_record_refuses_constrained_answers(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.engine._capture, "constraint_problem", "vLLM runs with speculative decoding")
+    answer = await bench.http.post(
+        "/v1/chat/completions", json={"model": "policy", "messages": HI, "response_format": FORMAT}
+    )
+    assert answer.status_code == 400
+    assert "speculative decoding" in answer.text
+    await ask(bench, max_tokens=4)
