@@ -46,7 +46,15 @@ from raylight.types.states import (
     RolloutStatus,
     WorkerStatus,
 )
-from raylight.types.tokens import GREEDY_BELOW, CallKey, FinishedRollout, FinishReason, Generation, Trajectory
+from raylight.types.tokens import (
+    GREEDY_BELOW,
+    NEVER_SAMPLED_BELOW,
+    CallKey,
+    FinishedRollout,
+    FinishReason,
+    Generation,
+    Trajectory,
+)
 
 __all__ = [
     "ATTEMPT_FINISHED",
@@ -58,6 +66,7 @@ __all__ = [
     "GREEDY_BELOW",
     "LIVE",
     "MAX_SEQUENCE_ID",
+    "NEVER_SAMPLED_BELOW",
     "RETRIED",
     "ROLLOUT_TRANSITIONS",
     "TRAINABLE_AGENTS",

@@ -12,6 +12,10 @@ from raylight.types.spans import Span
 GREEDY_BELOW = 1e-5
 """Temperatures below this limit mean greedy sampling, as in vLLM; dividing logits by them would overflow."""
 
+NEVER_SAMPLED_BELOW = -50.0
+"""Log-probs below this limit (a probability of 2e-22) count as excluded. A logit bias of -100, which
+providers document as a ban, leads there."""
+
 FinishReason = Literal["stop", "length", "aborted"]
 
 
@@ -60,8 +64,9 @@ class Generation:
     """Log-probs at the same temperature without constraint and truncation, which a learner can compute too.
     Empty if the request has no constraint: they are then `logprobs`."""
     allowed: list[int] = field(default_factory=list)
-    """Number of tokens that could have been sampled at each position; 0 at a position without a constraint.
-    At a position with 1 the model had no choice. Empty if the request has no constraint."""
+    """Number of tokens that could have been sampled at each position, those of a log-prob above
+    NEVER_SAMPLED_BELOW; 0 at a position where the constraint changed nothing. At a position with 1 the model
+    had no choice. Empty if the request has no constraint."""
 
     @property
     def temperature(self) -> float:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from schema_agent import MAX_TOKENS, questions, schema_agent
 from transformers import AutoModelForCausalLM
 
 import raylight as rl
 from raylight.agent.hooks import HookDispatcher
 from raylight.algorithms.minigrpo.endpoint import Endpoint
 from raylight.errors import DatasetError, PortInUseError
+from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
@@ -48,8 +50,10 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-async def train(folder: Path, val: list[Any], **settings: Any) -> tuple[Report, StoreClient, list[str]]:
-    """Run the algorithm on additions, with a runner in this process."""
+async def train(
+    folder: Path, val: list[Any], agent: Any = adder, tasks: Any = None, **settings: Any
+) -> tuple[Report, StoreClient, list[str]]:
+    """Run the algorithm on additions or other tasks, with a runner in this process."""
     plain = {
         "model": STARTER_MODEL,
         "max_model_len": 64,
@@ -63,11 +67,11 @@ async def train(folder: Path, val: list[Any], **settings: Any) -> tuple[Report, 
     algorithm.set_store(store)
     algorithm.set_run_context(TrainerRunContext(report, "secret", {}, None))
     running = asyncio.create_task(
-        Runner("w", store, adder, DummyTracer(), HookDispatcher(()), "secret", 32).serve()
+        Runner("w", store, agent, DummyTracer(), HookDispatcher(()), "secret", 32).serve()
     )
     try:
         async with asyncio.timeout(120):
-            await algorithm.run(additions(0)[0][:64], val)
+            await algorithm.run(tasks or additions(0)[0][:64], val)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -97,6 +101,40 @@ async def test_rollouts_are_captured_trained_and_counted(tmp_path: Path) -> None
         AutoModelForCausalLM.from_pretrained(STARTER_MODEL), tmp_path / "checkpoint"
     )
     assert max(float(p.abs().max()) for name, p in loaded.named_parameters() if "lora_B" in name) > 1e-4
+
+
+async def test_a_schema_bound_agent_learns(tmp_path: Path) -> None:
+    """The reward rises from about 0.5, because the choices that the schema leaves are trained."""
+    report, store, _ = await train(
+        tmp_path,
+        [],
+        schema_agent,
+        questions(64),
+        n_steps=10,
+        lr=1e-2,
+        max_new_tokens=MAX_TOKENS,
+        max_model_len=96,
+        seed=1,
+    )
+    rows = [row for row in report._history if row["step"]]
+    rewards = [row["train/reward"] for row in rows]
+    print(rewards, [row["time/total_s"] for row in rows])
+    assert sum(rewards[:2]) / 2 <= 0.7
+    assert sum(rewards[-2:]) / 2 >= 0.85
+    learned = [row for row in rows if "learner/grad_norm" in row]
+    assert len(learned) >= 5
+    assert all(row["mismatch/logprob_abs_max"] < 1e-3 for row in learned)
+    for row in rows:
+        assert (
+            row["constrained/tokens"] + row["constrained/forced_tokens"] == 32 * row["train/response_tokens"]
+        )
+        assert row["constrained/forced_fraction"] > 0.5
+    rollouts = await store.query_rollouts()
+    for item in await store.collect([rollout.rollout_id for rollout in rollouts]):
+        (call,) = item.generations
+        choices = [i for i, allowed in enumerate(call.allowed) if allowed != 1]
+        (row,) = build_trajectories([call]).rows
+        assert [i - len(call.prompt_ids) for i, trained in enumerate(row.mask) if trained] == choices
 
 
 async def test_a_run_without_tasks_is_refused() -> None:

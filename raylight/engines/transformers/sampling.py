@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raylight.engines.capture_context import CONSTRAINED
-from raylight.types import GREEDY_BELOW
+from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW
 
 History = tuple[list[int], list[int]]
 """Prompt and output tokens of a row."""
@@ -153,7 +153,8 @@ def _allowed(
     rows = [row for row, p in enumerate(params) if p.constrained]
     sampled, chosen = logprobs[rows], tokens[rows][:, None]
     policy = _heat(policy_logits[rows].float(), [params[row] for row in rows]).log_softmax(-1)
-    counts = (sampled > -torch.inf).sum(-1).where((sampled != policy).any(-1), 0)
+    changed = ~torch.isclose(sampled, policy, rtol=0, atol=1e-5)
+    counts = (sampled > NEVER_SAMPLED_BELOW).sum(-1).where(changed.any(-1), 0)
     values = policy.gather(-1, chosen)[:, 0]
     return dict(zip(rows, zip(counts.tolist(), values.tolist(), strict=True), strict=True))
 

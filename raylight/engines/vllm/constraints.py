@@ -15,8 +15,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
-GREEDY_BELOW = 1e-5
-"""vLLM's own limit of greedy sampling."""
+from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW
+
 TOLERANCE = 1e-5
 """Difference of log-probs by rounding."""
 _IS_CONSTRAINED = "raylight_is_constrained"
@@ -119,7 +119,7 @@ class ConstraintRecorder:
         policy = (self._policy / self._temperatures(rows)).log_softmax(-1)
         sampled = logprobs[rows]
         changed = ~torch.isclose(sampled, policy, rtol=0, atol=TOLERANCE)
-        allowed = (sampled > -torch.inf).sum(-1).where(changed.any(-1), 0)
+        allowed = (sampled > NEVER_SAMPLED_BELOW).sum(-1).where(changed.any(-1), 0)
         columns = torch.full((len(logprobs), 2), -torch.inf, device=logprobs.device)
         columns[rows, 0] = 1 - policy.gather(-1, token_ids[rows][:, None])[:, 0]
         columns[rows, 1] = allowed.float()

@@ -1,0 +1,54 @@
+"""Agent whose answers must fit a JSON schema, and its task: a value of an enum that depends on the question.
+
+The choice of the value is the only thing to learn: the schema forces all other tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+import raylight as rl
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["A", "B"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "kind", "schema": SCHEMA, "strict": True}}
+NO_BLANKS = {str(token): -100 for token in (197, 198, 201, 220)}
+"""Bias against white space (tab, line feed, carriage return, space), which JSON allows everywhere and which a
+model that has never seen JSON repeats. The ids are those of the starter model."""
+MAX_TOKENS = 24
+ANSWERS = {11: "A", 97: "B"}
+"""Number in the question -> right value. At first the model chooses A and B about equally often."""
+
+
+def questions(count: int) -> list[dict[str, int]]:
+    """Return tasks."""
+    return [{"number": (11, 97)[i % 2]} for i in range(count)]
+
+
+def score(task: dict[str, int], text: str) -> float:
+    """Return 1 for the right value, 0 for the wrong one or an answer that was cut off."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return 0.0
+    return float(answer == {"kind": ANSWERS[task["number"]]})
+
+
+@rl.rollout
+async def schema_agent(task: dict[str, int], llm: rl.LLM) -> float:
+    async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
+        reply = await client.chat.completions.create(
+            model=llm.model,
+            messages=[{"role": "user", "content": f"{task['number']}+{task['number']}="}],
+            response_format=FORMAT,
+            logit_bias=NO_BLANKS,
+            **{"temperature": 1.0, "max_tokens": MAX_TOKENS, **llm.sampling_parameters},
+        )
+    return score(task, reply.choices[0].message.content or "")
