@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -23,20 +24,24 @@ import raylight as rl
 from raylight.types import FinishedRollout
 
 CLIENTS = DOCS / "clients"
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
+"""Variables that keep frameworks from calling the network."""
 PROGRAM = Path(__file__).with_name("page_agent.py")
-INSTALL = re.compile(r"^    pip install (.+)$", re.MULTILINE)
-VERSION = re.compile(r"\b([a-z][a-z0-9]*(?:-[a-z0-9]+)*) (\d+\.\d+(?:\.\d+)*)\b")
+INSTALL = re.compile(r"^    (?:pip|npm) install (.+)$", re.MULTILINE)
+VERSION = re.compile(r"(?<!\S)((?:@[a-z-]+/)?[a-z][a-z0-9-]*) (\d+\.\d+(?:\.\d+)*)\b")
 
 
 def requirements(page: Path) -> list[str]:
-    """Return the packages that a page installs, with the versions that it was tested with."""
+    """Return the packages that a page installs, with the versions that it was tested with; none if it
+    installs none."""
     text = page.read_text()
-    (line,) = INSTALL.findall(text)
+    line = " ".join(INSTALL.findall(text))
     versions = dict(VERSION.findall(text.partition("Tested with")[2]))
     names = {name: re.sub(r"\[.*", "", name) for name in shlex.split(line)}
     missing = [name for name in names.values() if name not in versions]
     assert not missing, f'{page.name} does not say after "Tested with" which version of {missing} it means'
-    return [f"{name}=={versions[bare]}" for name, bare in names.items()]
+    sign = "@" if "npm install" in text else "=="
+    return [f"{name}{sign}{versions[bare]}" for name, bare in names.items()]
 
 
 class Environments:
@@ -50,11 +55,13 @@ class Environments:
         self._folder = folder
 
     def python(self, packages: list[str]) -> Path:
-        """Return the interpreter of an environment with these packages.
+        """Return the interpreter of an environment with these packages; this one's if there are none.
 
         Raises:
             AssertionError: pip fails; the message has its output.
         """
+        if not packages:
+            return Path(sys.executable)
         name = hashlib.sha256("\n".join(sorted(packages)).encode()).hexdigest()[:16]
         python = self._folder / name / "bin" / "python"
         if not python.exists():
@@ -65,14 +72,36 @@ class Environments:
         return python
 
 
-def agent_of_page(page: Path, python: Path, block: str = "agent", *replaced: str) -> rl.CommandAgent:
-    """Return an agent that runs the rollout function of a page with another Python.
+def modules(packages: list[str], folder: Path) -> None:
+    """Install packages of npm in a folder.
+
+    Raises:
+        AssertionError: npm fails; the message has its output.
+    """
+    command = ["npm", "install", "--no-audit", "--no-fund", *packages]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"npm cannot install {packages}:\n{done.stderr[-4000:]}"
+
+
+def agent_of_page(
+    page: Path, environments: Environments, block: str = "agent", *replaced: str, noise: bool = False
+) -> rl.CommandAgent:
+    """Return an agent that runs the rollout function of a page with the page's packages.
 
     Args:
         block: name of the page's block, whose function is called `agent`.
-        replaced: a text in the block and its replacement, if any.
+        replaced: texts in the block, each followed by its replacement.
+        noise: add a random number between 0 and 0.1 to each reward, so that every batch has a gradient.
     """
-    return rl.CommandAgent([python, PROGRAM, page, block, *replaced])
+    python = environments.python(requirements(page))
+    return rl.CommandAgent(
+        [python, PROGRAM, page, block, *replaced], reward=noisy if noise else "stdout", env=OFFLINE
+    )
+
+
+def noisy(task: Any, result: Any) -> float:
+    """Return the reward in the last line of a program's output, with noise."""
+    return float(result.stdout.split()[-1]) + random.uniform(0, 0.1)
 
 
 class RunTasks(rl.FastAlgorithm):

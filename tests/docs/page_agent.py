@@ -1,6 +1,6 @@
 """Program that runs the rollout function of a documentation page on the task of its standard input.
 
-    python page_agent.py PAGE BLOCK [OLD NEW]
+    python page_agent.py PAGE BLOCK [OLD NEW]...
 
 OLD and NEW are a text in the block and its replacement. The program runs in the framework's own environment,
 so it imports raylight from the checkout.
@@ -21,11 +21,13 @@ from docs_snippets import snippet
 import raylight as rl
 
 
-def main(page: Path, block: str, old: str = "", new: str = "") -> None:
+def main(page: Path, block: str, *replaced: str) -> None:
     task = json.load(sys.stdin)
     shown = snippet(page, block)
-    assert old in shown.code
-    agent = replace(shown, code=shown.code.replace(old, new) if old else shown.code).run()["agent"]
+    for old, new in zip(replaced[::2], replaced[1::2], strict=True):
+        assert old in shown.code
+        shown = replace(shown, code=shown.code.replace(old, new))
+    agent = shown.run()["agent"]
     llm = rl.LLM(
         endpoint=os.environ["OPENAI_BASE_URL"],
         api_key=os.environ["OPENAI_API_KEY"],

@@ -1,56 +1,138 @@
 """The agents of the framework pages run in environments with the frameworks' own packages.
 
 Each runs with a scripted model that adds with the page's tool, and so shows that tool calls and structured
-answers pass through raylight; then it is trained.
+answers pass through raylight. Then it is trained for two steps with the small model that calls tools.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from framework_agents import CLIENTS, Environments, agent_of_page, failures, requirements, run_once
+from docs_snippets import snippet, write_files
+from framework_agents import (
+    CLIENTS,
+    Environments,
+    agent_of_page,
+    failures,
+    modules,
+    noisy,
+    requirements,
+    run_once,
+    train,
+)
 from ray_cluster import Cluster
 from scripted_model import scripted_model
 
 import raylight as rl
+from raylight.quickstart import TOOL_MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TASK = {"a": 12, "b": 30}
-AGENTS: dict[str, tuple[str, ...]] = {
-    "pydantic_ai": ("agent",),
-    "pydantic_ai/responses": ("agent", "OpenAIChatModel", "OpenAIResponsesModel"),
-    "smolagents": ("agent",),
-    "smolagents/code": ("code agent",),
-    "dspy": ("agent",),
-    "haystack": ("agent",),
-    "agno": ("agent",),
-    "instructor": ("agent",),
+TASKS = [{"a": 12, "b": 30}, {"a": 45, "b": 21}]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Agent that a page shows.
+
+    Attributes:
+        block: name of the page's block.
+        replaced: texts in the block, each followed by its replacement.
+        calls: model calls with the scripted model.
+        rows: rows of each conversation of the trained model; None if they differ.
+        named: whether the agent's calls have the name "solver".
+    """
+
+    block: str = "agent"
+    replaced: tuple[str, ...] = ()
+    calls: int = 2
+    rows: int | None = 1
+    named: bool = True
+
+
+AGENTS = {
+    "pydantic_ai": Shown(),
+    "pydantic_ai/responses": Shown(replaced=("OpenAIChatModel", "OpenAIResponsesModel")),
+    "pydantic_ai/native": Shown("native output", calls=1, named=False),
+    "smolagents": Shown(rows=None),
+    "smolagents/code": Shown("code agent", calls=1, rows=None),
+    "dspy": Shown(calls=3, rows=None),
+    "haystack": Shown(),
+    "agno": Shown(),
+    "instructor": Shown(calls=1, named=False),
+    "langgraph/structured": Shown("structured", calls=1, named=False),
+    "langgraph/schema": Shown("structured", ("function_calling", "json_schema"), calls=1, named=False),
 }
-"""Block of each agent, with a text in it and its replacement, by the page's name and a variant."""
-CALLS = {"dspy": 3, "smolagents/code": 1, "instructor": 1}
-"""Model calls of an agent with a scripted model, if they are not two."""
+"""Agents by the name of their page and a variant."""
 
 
-def page_agent(name: str, environments: Environments) -> rl.CommandAgent:
-    page = CLIENTS / f"{name.partition('/')[0]}.md"
-    return agent_of_page(page, environments.python(requirements(page)), *AGENTS[name])
+def page_of(name: str) -> Path:
+    return CLIENTS / f"{name.partition('/')[0]}.md"
+
+
+def check(rollouts: list[Any], shown: Shown) -> None:
+    """Check rollouts with the scripted model."""
+    assert failures(rollouts) == []
+    for item in rollouts:
+        assert item.reward == 1.0
+        triplets = rl.TracerTraceToTriplet().adapt(item.spans)
+        assert len(triplets) == shown.calls
+        names = {triplet.metadata["agent_name"] for triplet in triplets}
+        assert names == {"solver" if shown.named else None}
+        asked = [span.attributes.get("raylight.request.parameters") for span in item.spans]
+        assert {json.loads(text)["temperature"] for text in asked if text} == {1.0}
+
+
+def check_training(agent: Any, shown: Shown, folder: Path) -> None:
+    """Train an agent for two steps, and check what was trained."""
+    training = train(agent, TASKS, TOOL_MODEL, folder, failure_reward=0.0)
+    assert len(training.metrics) == 2
+    for row in training.metrics:
+        assert row["train/trained"] == row["train/rollouts"] == 8
+        assert row["learner/grad_norm"] > 0
+        assert row["mismatch/logprob_abs_max"] < 1e-3
+        assert row["trace/rows_per_rollout"] == (shown.rows or row["trace/rows_per_rollout"])
+    assert len(training.failures) < len(training.rollouts) / 2, training.failures
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    with shared_cluster.connected(import_path=Path(__file__).parent):
+        yield
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_adds_with_its_tool(
-    name: str, cluster: Cluster, environments: Environments, tmp_path: Path
-) -> None:
+def test_an_agent_adds_with_its_tool(name: str, environments: Environments, tmp_path: Path) -> None:
+    shown = AGENTS[name]
+    agent = agent_of_page(page_of(name), environments, shown.block, *shown.replaced)
     with scripted_model() as url:
-        (item,) = run_once(page_agent(name, environments), [TASK], url, tmp_path)
-    assert failures([item]) == []
-    assert item.reward == 1.0
-    triplets = rl.TracerTraceToTriplet().adapt(item.spans)
-    assert len(triplets) == CALLS.get(name, 2)
-    assert {triplet.metadata["agent_name"] for triplet in triplets} == {
-        None if name == "instructor" else "solver"
-    }
-    asked = [span.attributes.get("raylight.request.parameters") for span in item.spans]
-    assert {json.loads(text)["temperature"] for text in asked if text} == {1.0}
+        check(run_once(agent, TASKS[:1], url, tmp_path), shown)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_is_trained(name: str, environments: Environments, tmp_path: Path) -> None:
+    shown = AGENTS[name]
+    agent = agent_of_page(page_of(name), environments, shown.block, *shown.replaced, noise=True)
+    check_training(agent, shown, tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="there is no npm")
+@pytest.mark.parametrize("program", ["agent.mjs", "structured.mjs"])
+def test_the_agent_in_typescript(program: str, tmp_path: Path) -> None:
+    page = CLIENTS / "vercel_ai.md"
+    write_files(page, tmp_path)
+    modules(requirements(page), tmp_path)
+    block = snippet(page, "agent")
+    code = block.code.replace("/home/me/agent", str(tmp_path)).replace("agent.mjs", program)
+    agent = replace(block, code=code).run()["agent"]
+    shown = Shown() if program == "agent.mjs" else Shown(calls=1, named=False)
+    with scripted_model() as url:
+        check(run_once(agent, TASKS[:1], url, tmp_path / "scripted"), shown)
+    trained = rl.CommandAgent(["node", program], cwd=tmp_path, reward=noisy)
+    check_training(trained, shown, tmp_path / "trained")
