@@ -118,7 +118,7 @@ def test_other_white_space_is_one_row(name: str, turns: list[Spoken]) -> None:
     table = RewritingTable(name, respaced)
     for said in turns:
         table.turn(said)
-    assert table.relations == ["start"] + ["extension"] * 5
+    assert_one_row(table)
     assert table.sources == ["rendered"] + ["spliced"] * 5
     assert set(table.kinds[1:]) <= {"white_space", "continued"}
 
@@ -132,7 +132,7 @@ def test_an_appended_stop_word_is_one_row(name: str, turns: list[str], stopped: 
         table.turn(speak(text + MARK * by_word, ends=False))
         if by_word:  # the client receives the text without the stop word
             table.messages[-2]["content"] = table.messages[-2]["content"].removesuffix(MARK)
-    assert table.relations == ["start"] + ["extension"] * 5
+    assert_one_row(table)
     assert set(table.kinds[1:]) <= {"suffix", "continued"}
     assert_shows(table)
 
@@ -144,7 +144,7 @@ def test_a_merged_message_is_one_row(name: str, turns: list[Spoken]) -> None:
     table = RewritingTable(name, annotated)
     for said in turns:
         table.turn(said)
-    assert table.relations == ["start"] + ["extension"] * 5
+    assert_one_row(table)
     assert set(table.kinds[1:]) <= {"suffix", "merged"}
     shown = TOKENIZERS[name].decode(table.calls[-1].prompt_ids)
     assert shown.count("[{'name': 'python'}]") == 5
@@ -157,9 +157,18 @@ def test_calls_as_text_are_one_row(name: str, turns: list[Spoken]) -> None:
     table = RewritingTable(name, flattened)
     for said in turns:
         table.turn(said)
-    assert table.relations == ["start"] + ["extension"] * 5
+    assert_one_row(table)
     assert set(table.kinds[1:]) <= {"calls_as_text", "continued"}
     assert "Calling tools" not in TOKENIZERS[name].decode(table.calls[-1].prompt_ids)
+
+
+def assert_one_row(table: RewritingTable) -> None:
+    """Assert that all calls are one row, whose tokens are those of the last call."""
+    made = build_trajectories(table.calls)
+    assert made.relations == ["start"] + ["extension"] * (len(table.calls) - 1)
+    (row,) = made.rows
+    assert row.token_ids == table.calls[-1].prompt_ids + table.calls[-1].output_ids
+    assert row.trained_tokens == sum(len(call.output_ids) for call in table.calls)
 
 
 def assert_shows(table: RewritingTable) -> None:

@@ -1,0 +1,142 @@
+"""Agents that rewrite their history, through the whole gateway with the transformers engine and a store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from gateway_helpers import SECRET
+from store_helpers import Box, ids_of, open_box
+from template_helpers import ADD, call_of, result, says, template, user
+from transformers_helpers import MakeEngine, restyle, script
+from unit_helpers import within
+
+from raylight.agent.attempt_keys import attempt_key, attempt_path
+from raylight.experience.call_relations import report_relations
+from raylight.experience.trajectory import build_trajectories
+from raylight.serving.capture.recorder import Recorder
+from raylight.serving.gateway.gateway import build_gateway
+from raylight.types import Generation
+
+STOP = "</code>"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a":1.0,  "b":2}}\n</tool_call>'
+Messages = list[dict[str, Any]]
+
+
+class Table:
+    """A scripted model behind the gateway, and an agent with the OpenAI SDK."""
+
+    def __init__(self, engine: Any, box: Box, rollout: Any, client: openai.AsyncOpenAI) -> None:
+        self.engine, self._box, self._rollout, self._client = engine, box, rollout, client
+
+    async def ask(self, messages: Messages, answer: str, **fields: Any) -> Any:
+        """Send messages that are answered with a text; return the message of the answer."""
+        script(self.engine, answer)
+        reply = await self._client.chat.completions.create(
+            model="policy",
+            messages=messages,  # type: ignore[arg-type]
+            max_completion_tokens=fields.pop("max_tokens", 150),
+            temperature=1.0,
+            **fields,
+        )
+        return reply.choices[0].message
+
+    async def recorded(self) -> list[Generation]:
+        await self._box.store.finish_attempt(self._rollout, "succeeded")
+        (finished,) = await self._box.store.collect([self._rollout.rollout_id])
+        return finished.generations
+
+
+@asynccontextmanager
+async def open_table(make_engine: MakeEngine, chat_template: str, **settings: Any) -> AsyncIterator[Table]:
+    engine = make_engine()
+    restyle(engine, template(chat_template))
+    async with within(60), open_box() as box:
+        rollout = await box.take()
+        recorder = Recorder(box.store.capture)
+        app = build_gateway(await engine.app(), engine, SECRET, recorder, None, **settings)
+        url = f"http://replica{attempt_path(*ids_of(rollout))}/v1"
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        key = attempt_key(SECRET, *ids_of(rollout))
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http, max_retries=0) as client:
+            yield Table(engine, box, rollout, client)
+        await recorder.aclose()
+
+
+def assert_one_row(calls: list[Generation], *kinds: str) -> None:
+    """Assert that calls are one row, with these kinds of continuations."""
+    made = build_trajectories(calls)
+    assert made.relations == ["start"] + ["extension"] * (len(calls) - 1)
+    (row,) = made.rows
+    assert row.token_ids == calls[-1].prompt_ids + calls[-1].output_ids
+    assert [call.history.kind for call in calls[1:] if call.history] == list(kinds)
+
+
+async def test_a_stop_word_that_the_agent_appends(make_engine: MakeEngine) -> None:
+    async with open_table(make_engine, "chatml") as table:
+        messages = [user("add")]
+        for text in (f"x = 1\n{STOP}", f"print(x) {STOP}\n", "done"):
+            answer = await table.ask(messages, text, stop=[STOP])
+            assert STOP not in answer.content
+            messages += [says(f"{answer.content}{STOP}\nCalling tools:\n[...]"), user("Observation: 1")]
+        calls = await table.recorded()
+        shown = table.engine.tokenizer.decode(calls[2].prompt_ids)
+    assert_one_row(calls, "suffix", "suffix")
+    assert f"x = 1\n{STOP}\nCalling tools:\n[...]<|im_end|>" in shown
+    assert shown.count(STOP) == 2
+
+
+async def test_other_white_space_and_merged_messages(make_engine: MakeEngine) -> None:
+    async with open_table(make_engine, "chatml") as table:
+        first = await table.ask([user("U1")], "if x:\n    y  ")
+        spaced = [user("U1"), says(first.content.replace("\n    ", " ")), user("U2")]
+        second = await table.ask(spaced, "Well.")
+        merged = [*spaced, says(f"{second.content}\nNow I look."), user("U3")]
+        await table.ask(merged, "Yes.")
+        calls = await table.recorded()
+        shown = table.engine.tokenizer.decode(calls[2].prompt_ids)
+    assert_one_row(calls, "white_space", "white_space")
+    assert "if x:\n    y  <|im_end|>" in shown
+    assert "Well.<|im_end|>\n<|im_start|>assistant\nNow I look.<|im_end|>" in shown
+
+
+async def test_calls_that_come_back_as_text_or_rewritten(make_engine: MakeEngine) -> None:
+    async with open_table(make_engine, "tools") as table:
+        answer = await table.ask([user("U1")], CALL, tools=[ADD])
+        (call,) = answer.tool_calls
+        arguments = json.dumps(dict(reversed(json.loads(call.function.arguments).items())), indent=1)
+        rewritten = [user("U1"), says(None, call_of("add", arguments, "other id")), result("3", "other id")]
+        await table.ask(rewritten, "It is 3.", tools=[ADD])
+        as_text = [{"name": "add", "arguments": {"b": 2, "a": 1}}]
+        flat = [user("U1"), says(f"Calling tools:\n{as_text}"), user("Observation:\n3")]
+        await table.ask(flat, "It is three.", tools=[ADD])
+        calls = await table.recorded()
+        shown = table.engine.tokenizer.decode(calls[2].prompt_ids)
+    made = build_trajectories(calls)
+    assert made.relations == ["start", "extension", "fork"], "both continue the first call"
+    assert [call.history.kind for call in calls if call.history] == ["new", "continued", "calls_as_text"]
+    assert calls[2].prompt_ids[: len(calls[0].prompt_ids)] == calls[0].prompt_ids
+    assert f"{CALL}<|im_end|>\n<|im_start|>user\nObservation:\n3<|im_end|>" in shown
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+async def test_a_drift_is_recorded_with_its_place(make_engine: MakeEngine, tolerant: bool) -> None:
+    async with open_table(make_engine, "chatml", tolerate_rewrites=tolerant) as table:
+        await table.ask([user("U1")], "It is  3.")
+        await table.ask([user("U1"), says("It is 3."), user("U2")], "Yes.")
+        await table.ask([user("U1"), says("It is 4."), user("U2")], "No.")
+        calls = await table.recorded()
+    report = report_relations([build_trajectories(calls)])
+    first = {"extensions": 1, "extensions_white_space": 1, "drifts": 1} if tolerant else {"drifts": 2}
+    assert report.counts == {**first, "drifts_answer_edited": first["drifts"]}
+    drift = report.drifts["answer_edited"]
+    if tolerant:
+        assert drift.place == "message 1, character 6: was ' 3.', sent '4.'"
+        assert (report.rows_per_rollout, report.max_rows) == (2.0, 2)
+    else:
+        assert drift.reason == "the white space of an earlier answer was edited"
