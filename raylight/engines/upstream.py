@@ -29,6 +29,8 @@ FORWARDED_HEADERS = ("content-type", "retry-after", "retry-after-ms", "x-should-
 """Response headers of the upstream that are passed to the client."""
 FORWARDED_HEADER_PREFIXES = ("x-ratelimit-", "openai-")
 CONNECT_TIMEOUT_S = 10.0
+NO_QUOTA = "insufficient_quota"
+"""Code of a status 429 that no retry changes."""
 
 
 def build_engine(settings: EngineSettings) -> UpstreamEngine:
@@ -191,7 +193,10 @@ class UpstreamEngine(InferenceOnlyEngine):
                 }
                 if response.status_code >= 300:
                     await response.aread()
-                    refusal = error_response(_error_of(response, scope["path"]))
+                    error = _error_of(response, scope["path"])
+                    if error.code == NO_QUOTA:
+                        headers.setdefault("x-should-retry", "false")
+                    refusal = error_response(error)
                     refusal.headers.update(headers | {"content-type": "application/json"})
                     await send(
                         {

@@ -20,7 +20,9 @@ COUNTED_PROBLEMS = 1_000
 PROBLEM_CHARS = 400
 """Length of one described problem, in characters."""
 
-PROBLEM_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
+UNKNOWN_PARAMETER = "unknown_parameter"
+"""OpenAI's code of a field that does not exist."""
+PROBLEM_CODES = {"extra_forbidden": UNKNOWN_PARAMETER, "missing": "missing_required_parameter"}
 """OpenAI's codes of pydantic's errors."""
 
 

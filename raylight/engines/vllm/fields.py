@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from raylight.http.body import DESCRIBED_PROBLEMS, ignore_hint
+from raylight.http.body import DESCRIBED_PROBLEMS, UNKNOWN_PARAMETER, ignore_hint
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
 from raylight.request_fields import LABELS, log_dropped
@@ -84,7 +84,7 @@ class RejectUnknownFields:
             names = [f"{name:.100}" for name in unknown[:DESCRIBED_PROBLEMS]]
             described = "; ".join(f"{name}: this field is not supported" for name in names)
             more = f"; and {len(unknown) - len(names)} more" if len(unknown) > len(names) else ""
-            raise RequestError(described + more + ignore_hint(names))
+            raise RequestError(described + more + ignore_hint(names), code=UNKNOWN_PARAMETER)
         if body.get("modalities") not in (None, ["text"]):
             raise RequestError("modalities: this engine answers with text only")
         for name, limit in MAX_ENTRIES.items():

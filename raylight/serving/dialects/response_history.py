@@ -49,18 +49,19 @@ class ResponseHistory:
         """Return the messages up to a response.
 
         Raises:
-            RequestError: 404, another replica or attempt made the response, or it has been dropped.
+            RequestError: 400, another replica or attempt made the response, or it has been dropped.
         """
         try:
             return self._conversations[scope, response_id]
         except KeyError:
-            raise _missing("previous_response_id", f"response {response_id!r:.200}") from None
+            error = _missing("previous_response_id", f"response {response_id!r:.200}")
+            raise RequestError(error, code="previous_response_not_found") from None
 
     def resolve_references(self, scope: AttemptScope | None, body: dict[str, Any]) -> dict[str, Any]:
         """Return a request in whose input earlier items stand for the references to them.
 
         Raises:
-            RequestError: 404, as for `find`.
+            RequestError: 404, an item is missing, for the reasons of `find`.
         """
         given = body.get("input")
         if not isinstance(given, list) or not any(map(_is_reference, given)):
@@ -71,7 +72,8 @@ class ResponseHistory:
                 try:
                     items[index] = self._items[scope, item["id"]]
                 except KeyError:
-                    raise _missing(f"input[{index}]", f"item {item['id']!r:.200}") from None
+                    error = _missing(f"input[{index}]", f"item {item['id']!r:.200}")
+                    raise RequestError(error, 404, "not_found_error", param=f"input[{index}]") from None
         return body | {"input": items}
 
 
@@ -83,13 +85,10 @@ def _is_reference(item: Any) -> bool:
     )
 
 
-def _missing(field: str, what: str) -> RequestError:
-    return RequestError(
+def _missing(field: str, what: str) -> str:
+    return (
         f"{field}: there is no {what} here. A replica remembers its own recent responses of the same "
-        "attempt, unless they were made with store=false. Send the whole conversation as input.",
-        404,
-        "not_found_error",
-        param=field,
+        "attempt, unless they were made with store=false. Send the whole conversation as input."
     )
 
 

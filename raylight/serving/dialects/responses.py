@@ -49,7 +49,7 @@ class ResponsesTranslation(Translation):
         scope: the attempt that calls; it finds its own responses only.
 
     Raises:
-        RequestError: 400, there is no input; 404, there is no such previous response.
+        RequestError: 400, there is no input, or no such previous response.
     """
 
     def __init__(

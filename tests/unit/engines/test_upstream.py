@@ -270,6 +270,13 @@ async def test_an_upstreams_refusal_comes_down_with_its_status(status: int) -> N
     assert "set-cookie" not in call.headers
 
 
+@pytest.mark.parametrize(("code", "retry"), [("insufficient_quota", "false"), ("rate_limit_exceeded", None)])
+async def test_a_quota_that_is_used_up_is_not_tried_again(code: str, retry: str | None) -> None:
+    body = {"error": {"message": "no", "type": "requests", "param": None, "code": code}}
+    call = await Call(engine_of(answering(429, body))).run()
+    assert (call.json, call.headers.get("x-should-retry")) == (body, retry)
+
+
 async def test_a_refusal_in_plain_text_gets_the_shape() -> None:
     call = await Call(engine_of(lambda request: httpx2.Response(503, text="<html>busy</html>"))).run()
     assert (call.status, call.error) == (503, "<html>busy</html>")

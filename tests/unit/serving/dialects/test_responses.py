@@ -347,10 +347,10 @@ async def test_only_the_own_attempt_finds_a_response_and_only_if_it_was_to_be_st
     client = openai_client(outer)
     stored = await client.responses.create(**ASK)
     unstored = await client.responses.create(**ASK, store=False)
-    with pytest.raises(openai.NotFoundError, match=r"no response 'resp_2' here.*whole conversation"):
+    with pytest.raises(openai.BadRequestError, match=r"no response 'resp_2' here.*whole conversation"):
         await client.responses.create(**ASK, previous_response_id=unstored.id)
     outer.inside = AttemptScope("ro-2", "at-1")
-    with pytest.raises(openai.NotFoundError, match="no response 'resp_1' here"):
+    with pytest.raises(openai.BadRequestError, match="no response 'resp_1' here"):
         await client.responses.create(**ASK, previous_response_id=stored.id)
     assert len(fake.asked) == 2
 
