@@ -39,6 +39,11 @@ replica that has their prefixes cached. Consistent hashing moves a rollout only 
 replica with more than 1.5 times the mean number of requests passes new ones to the next replica. Ray writes
 this text after the word `balance` into HAProxy's defaults."""
 ROUTING = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": STICKY_ROUTING}
+PATIENCE = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "60",
+}
+"""Serve kills a proxy that is not ready after 5 s, its default. On a busy machine a proxy needs longer."""
 for _flag, _value in SERVE_FLAGS.items():
     os.environ.setdefault(_flag, _value)
 
@@ -80,8 +85,10 @@ def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
             serve.start(
                 http_options={"host": host, "port": port},
                 logging_config=QUIET,
-                controller_options={"runtime_env": {"env_vars": SERVE_FLAGS | ROUTING | ports}},
+                controller_options={"runtime_env": {"env_vars": SERVE_FLAGS | ROUTING | PATIENCE | ports}},
             )
+        except TimeoutError as error:  # `wait_for_route` waits on, once the replicas are up
+            logger.warning("Ray Serve is slow to start (%s); the machine is busy, still waiting", error)
         except RayError as error:
             raise EngineStartError(f"Ray Serve did not start: {error}") from None
     return host, port

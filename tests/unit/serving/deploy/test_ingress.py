@@ -1,9 +1,12 @@
 """Serve's ports: chosen by one driver of a machine at a time."""
 
 import threading
+from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
+from raylight.errors import EngineStartError
 from raylight.serving.deploy import ingress
 
 
@@ -29,3 +32,32 @@ def test_a_driver_that_never_ends_blocks_no_other(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ingress, "PORT_LOCK_S", 0.2)
     with ingress._port_lock(), ingress._port_lock():
         pass
+
+
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress, "alive_nodes", lambda: [{}])
+
+
+def test_a_slow_serve_is_waited_for(
+    one_node: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {}
+
+    def start(**options: Any) -> None:
+        given.update(options)
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+    monkeypatch.setattr(ingress.serve, "start", start)
+    assert ingress.start_serve(None, None)[0] == "127.0.0.1"
+    assert "slow to start (HTTP proxies not available after 60s.)" in caplog.text
+    assert given["controller_options"]["runtime_env"]["env_vars"].items() >= ingress.PATIENCE.items()
+
+
+def test_a_failed_serve_is_an_error(one_node: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**options: Any) -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(ingress.serve, "start", start)
+    with pytest.raises(EngineStartError, match="Ray Serve did not start"):
+        ingress.start_serve(None, None)
