@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from typing import Any
@@ -15,8 +14,8 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Names that at least one provider accepts."""
 CACHED_SCHEMAS = 4096
 """Schemas whose check is remembered: an agent sends the same ones with each request."""
-MAX_CHECKED = 2**15
-"""Largest schema that is checked, in bytes of JSON; checking a larger one would delay all requests."""
+MAX_CHECKED = 2**18
+"""Schemas of a request that are checked, in bytes of JSON; checking more would delay all requests."""
 
 
 def check_tools(tools: Any) -> None:
@@ -25,6 +24,7 @@ def check_tools(tools: Any) -> None:
     Raises:
         RequestError: 400, a name or a schema is invalid.
     """
+    checked = 0
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict):
@@ -35,8 +35,10 @@ def check_tools(tools: Any) -> None:
                 f"{path}.name: {name!r:.200} is no name of a tool; it may have up to 128 letters, digits, "
                 "underscores, hyphens and dots"
             )
-        if function.get("parameters") is not None:
-            _check_parameters(f"{path}.parameters", name, function["parameters"])
+        if (schema := function.get("parameters")) is not None:
+            encoded = msgspec.json.encode(schema)
+            checked += len(encoded)
+            _check_parameters(f"{path}.parameters", name, schema, encoded if checked <= MAX_CHECKED else None)
 
 
 def check_response_format(response_format: Any) -> None:
@@ -47,11 +49,13 @@ def check_response_format(response_format: Any) -> None:
     """
     json_schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
     schema = json_schema.get("schema") if isinstance(json_schema, dict) else None
-    if isinstance(schema, dict) and (problem := _problem_of(schema)):
+    if not isinstance(schema, dict) or len(encoded := msgspec.json.encode(schema)) > MAX_CHECKED:
+        return
+    if problem := _problem_of(encoded):
         raise RequestError(f"response_format.json_schema.schema: it is no valid JSON schema: {problem}")
 
 
-def _check_parameters(path: str, name: Any, schema: Any) -> None:
+def _check_parameters(path: str, name: Any, schema: Any, encoded: bytes | None) -> None:
     if not isinstance(schema, dict):
         raise RequestError(
             f"{path}: the schema of tool {name!r:.200} must be an object, not {type(schema).__name__}"
@@ -61,30 +65,24 @@ def _check_parameters(path: str, name: Any, schema: Any) -> None:
             f"{path}: the schema of tool {name!r:.200} must have the type 'object', not "
             f"{schema['type']!r:.100}; put a single value into an object with one property"
         )
-    if problem := _problem_of(schema):
+    if encoded is not None and (problem := _problem_of(encoded)):
         raise RequestError(f"{path}: the schema of tool {name!r:.200} is no valid JSON schema: {problem}")
 
 
-def _problem_of(schema: dict[str, Any]) -> str | None:
-    """Return what is wrong with a schema, and where; None if it is valid."""
-    encoded = msgspec.json.encode(schema)
-    return _problem_of_encoded(encoded) if len(encoded) <= MAX_CHECKED else None
-
-
 @functools.lru_cache(CACHED_SCHEMAS)
-def _problem_of_encoded(encoded: bytes) -> str | None:
-    """Check a schema of the current version, or of draft 7, which older libraries write."""
-    from jsonschema import Draft7Validator, Draft202012Validator, SchemaError
+def _problem_of(encoded: bytes) -> str | None:
+    """Return what is wrong with a schema, and where; None if it is valid.
+
+    It is checked as one of draft 7, whose keywords later drafts have too; their check takes ten times longer.
+    """
+    from jsonschema import Draft7Validator, SchemaError
 
     schema = msgspec.json.decode(encoded)
+    if "definitions" not in schema and "$defs" in schema:  # its newer name
+        schema["definitions"] = schema["$defs"]
     try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        problem = error
-    else:
-        return None
-    with contextlib.suppress(SchemaError):
         Draft7Validator.check_schema(schema)
-        return None
-    where = ".".join(map(str, problem.absolute_path))
-    return f"{f'at {where}: ' if where else ''}{problem.message:.300}"
+    except SchemaError as error:
+        where = ".".join(map(str, error.absolute_path))
+        return f"{f'at {where}: ' if where else ''}{error.message:.300}"
+    return None

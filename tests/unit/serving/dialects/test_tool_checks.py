@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.tool_checks import check_response_format, check_tools
+from raylight.serving.dialects.tool_checks import MAX_CHECKED, check_response_format, check_tools
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 
@@ -59,6 +59,7 @@ def test_sound_tools_pass_and_their_form_is_left_to_the_engine(tools: Any) -> No
         ),
         (tool(parameters={"properties": ["a"]}), "at properties: ['a'] is not of type 'object'"),
         (tool(parameters=OBJECT | {"required": "a"}), "at required: "),
+        (tool(parameters={"$defs": {"a": {"type": "strng"}}}), "at definitions.a.type: "),
     ],
 )
 def test_a_wrong_tool_is_named_with_its_field(wrong: Any, message: str) -> None:
@@ -71,8 +72,11 @@ def test_a_wrong_tool_is_named_with_its_field(wrong: Any, message: str) -> None:
 
 
 def test_a_schema_that_would_take_seconds_to_check_is_left_to_the_engine() -> None:
-    huge = {"anyOf": [{"anyOf": [{"type": "strng"}] * 100}] * 100}
-    check_tools([tool(parameters=huge)])
+    wrong = {"anyOf": [{"type": "strng"}] * 10}
+    huge = {"description": "x" * MAX_CHECKED}
+    check_tools([tool(parameters=huge), tool(parameters=wrong)])
+    with pytest.raises(RequestError):
+        check_tools([tool(parameters=wrong), tool(parameters=huge)])
 
 
 def test_the_schema_of_the_answer_is_checked() -> None:
