@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 
-def setup_logging(level: int | str = "INFO") -> None:
+def setup_logging(level: int | str = "INFO", *, apply_to: Sequence[str] = ()) -> None:
     """Log raylight's messages of at least this level to the console. A second call changes the level.
+
+    Args:
+        level: least level of the messages.
+        apply_to: names of further loggers, such as the agent's own `[__name__]`.
 
     Raises:
         ValueError: the level is unknown.
     """
     from rich.logging import RichHandler
 
-    logger = logging.getLogger("raylight")
-    logger.setLevel(level)
-    if not any(isinstance(handler, RichHandler) for handler in logger.handlers):
-        logger.addHandler(RichHandler(show_path=False, log_time_format="%H:%M:%S"))
-        logger.propagate = False
+    for name in dict.fromkeys(("raylight", *apply_to)):
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        if not any(isinstance(handler, RichHandler) for handler in logger.handlers):
+            logger.addHandler(RichHandler(show_path=False, log_time_format="%H:%M:%S"))
+            logger.propagate = False

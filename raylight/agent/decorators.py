@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, overload
 
 from raylight.agent.litagent import LitAgent, RolloutResult
@@ -84,13 +87,22 @@ class FunctionalLitAgent(LitAgent[Any]):
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the function. cloudpickle sends a function that cannot be imported by value."""
+        """Pickle as the function, by value, or by its name if cloudpickle cannot send what it refers to."""
         settings = {
             "declared": self._declared,
             "trained_agents": self.trained_agents,
             "strip_proxy": self._strip_proxy,
         }
+        if self._is_importable() and not _is_picklable(self._function):
+            return (_import, (self._function.__module__, self._function.__qualname__, settings))
         return (_rebuild, (self._function, settings))
+
+    def _is_importable(self) -> bool:
+        """Return True if the agent is found under the name of its function in an imported module."""
+        found: Any = sys.modules.get(getattr(self._function, "__module__", None) or "__main__")
+        for name in getattr(self._function, "__qualname__", "").split("."):
+            found = getattr(found, name, None)
+        return found is self and self._function.__module__ != "__main__"
 
     def check(
         self, resources: Iterable[str], modes: Iterable[str] = (), *, more_may_come: bool = False
@@ -187,6 +199,32 @@ class FunctionalLitAgent(LitAgent[Any]):
 
 def _rebuild(function: Callable[..., Any], settings: dict[str, Any]) -> FunctionalLitAgent:
     return FunctionalLitAgent(function, **settings)
+
+
+def _import(module: str, qualname: str, settings: dict[str, Any]) -> FunctionalLitAgent:
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return FunctionalLitAgent(found._function, **settings)
+
+
+_TRYING: ContextVar[bool] = ContextVar("raylight_trying_to_pickle", default=False)
+
+
+def _is_picklable(function: Callable[..., Any]) -> bool:
+    """Return True if cloudpickle can send a function; also within this very question, to end recursion."""
+    if _TRYING.get():
+        return True
+    import cloudpickle
+
+    outer = _TRYING.set(True)
+    try:
+        cloudpickle.dumps(function)
+    except Exception:  # whatever the function's globals raise
+        return False
+    finally:
+        _TRYING.reset(outer)
+    return True
 
 
 def _unwrap_partial(function: Any) -> Any:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -144,6 +148,27 @@ async def test_a_local_function_travels_with_what_it_closes_over() -> None:
     assert copy.is_async
     assert copy.__name__ == "agent"
     assert await copy.rollout_async(5, RESOURCES, ROLLOUT) == 15
+
+
+def test_an_agent_whose_globals_cannot_be_pickled_is_found_in_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent_with_a_lock.py").write_text(
+        "import threading\nimport raylight as rl\nLOCK = threading.Lock()\n\n"
+        "@rl.rollout\ndef agent(task):\n    with LOCK:\n        return again(task)\n\n"
+        "def again(task):\n    return float(task) if task < 9 else agent(task - 1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = importlib.import_module("agent_with_a_lock").agent
+    agent.trained_agents = "solver"
+    data = cloudpickle.dumps(agent)
+    del sys.modules["agent_with_a_lock"]
+    copy = cloudpickle.loads(data)
+    assert copy.rollout(2, {}, ROLLOUT) == 2.0
+    assert copy.trained_agents == "solver"
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):  # a function that no module has
+        cloudpickle.dumps(rollout(lambda task: lock))
 
 
 def test_a_function_of_a_module_travels() -> None:

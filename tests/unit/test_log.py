@@ -1,0 +1,36 @@
+"""Logging to the console: raylight's loggers and those of the agent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from raylight.log import setup_logging
+
+OWN = "an_agent_of_a_test"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("raylight", OWN)]
+    before = [(logger.level, logger.handlers[:], logger.propagate) for logger in loggers]
+    yield
+    for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:], logger.propagate = handlers, propagate
+
+
+def test_further_loggers_are_set_up_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for level in ("INFO", "DEBUG"):
+        setup_logging(level, apply_to=["raylight", OWN])
+    logging.getLogger(OWN).debug("the agent's own")
+    logging.getLogger("raylight.store").debug("the store's")
+    printed = capsys.readouterr().out
+    assert printed.count("the agent's own") == printed.count("the store's") == 1
+
+
+def test_an_unknown_level_is_an_error() -> None:
+    with pytest.raises(ValueError, match="LOUD"):
+        setup_logging("LOUD")
