@@ -30,6 +30,12 @@ COLUMNS: list[tuple[str, str, str]] = [  # title, metric, format
     ("sync s", "time/sync_s", "{:.3f}"),
 ]
 
+DRIFT_COLUMNS: list[tuple[str, str, str]] = [
+    ("drifts", "trace/drifts", "{:.0f}"),
+    ("rows/rollout", "trace/rows_per_rollout", "{:.2f}"),
+]
+"""Columns that are shown once calls start new rows although they continue a conversation."""
+
 
 def cell(metrics: Metrics, key: str, form: str) -> str:
     """Return a formatted metric; empty if a step does not have it."""
@@ -56,7 +62,8 @@ class PlainDisplay:
         """Print nothing: each update would be a line of its own."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        shown = [f"{name} {cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics]
+        columns = COLUMNS + (DRIFT_COLUMNS if metrics.get("trace/drifts") else [])
+        shown = [f"{name} {cell(metrics, key, form)}" for name, key, form in columns if key in metrics]
         self._print(f"step {step}/{self._total}  " + "  ".join(shown))
 
     def note(self, text: str) -> None:
@@ -98,13 +105,14 @@ class LiveDisplay:
         self._live.console.print(escape(text), style="yellow", highlight=False)
 
     def _render(self) -> Group:
-        table = Table(
-            "step", *(name for name, _, _ in COLUMNS), box=None, header_style="bold", pad_edge=False
-        )
+        drifted = any(metrics.get("trace/drifts") for _, metrics in self._rows)
+        columns = COLUMNS + (DRIFT_COLUMNS if drifted else [])
+        names = [name for name, _, _ in columns]
+        table = Table("step", *names, box=None, header_style="bold", pad_edge=False)
         for column in table.columns:
             column.justify = "right"
         for step, metrics in self._rows:
-            table.add_row(f"{step}/{self._total}", *(cell(metrics, key, form) for _, key, form in COLUMNS))
+            table.add_row(f"{step}/{self._total}", *(cell(metrics, key, form) for _, key, form in columns))
         return Group(table, self._spinner)
 
 

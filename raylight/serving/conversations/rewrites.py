@@ -6,7 +6,8 @@ from the messages of the request in one of these ways only:
 - white_space: in white space;
 - suffix: text that the agent appended to an answer follows the sampled tokens, as part of the same turn. A
   sampled stop word, which the client did not receive, counts as the beginning of that text;
-- merged: the same, on a new line, after an answer that has ended: the text is a turn of its own;
+- merged: the same, on a new line or after an empty answer, where the answer has ended: the text is a turn of
+  its own;
 - calls_as_text: calls that the agent wrote as text are the sampled calls.
 """
 
@@ -74,7 +75,7 @@ class Rewrites:
             return _stand_in(turn, form, "suffix")
         if self.has_ended(turn):
             between = spoken[len(spoken.rstrip()) :] + appended[: len(appended) - len(appended.lstrip())]
-            return _split(turn, form, appended) if "\n" in between else None
+            return _split(turn, form, appended) if "\n" in between or not spoken.strip() else None
         text = appended.lstrip() if spoken[-1:].isspace() else appended
         return self._extended(turn, form, text)
 

@@ -38,6 +38,17 @@ def test_the_plain_display_prints_a_line_a_step_as_it_is() -> None:
     ]
 
 
+@pytest.mark.parametrize("live", [True, False])
+def test_drifts_are_shown_once_there_are_any(live: bool) -> None:
+    console = a_console(force_terminal=live)
+    with (LiveDisplay if live else PlainDisplay)(console, 10) as display:
+        display.step(1, {"trace/drifts": 0.0, "trace/rows_per_rollout": 1.0})
+        before = console.export_text(clear=False)
+        display.step(2, {"trace/drifts": 7.0, "trace/rows_per_rollout": 1.25})
+    assert "drifts" not in before
+    assert all(word in console.export_text() for word in ("drifts", "7", "rows/rollout", "1.25"))
+
+
 def test_the_silent_display_shows_notes_only() -> None:
     console = a_console()
     with SilentDisplay(console, 10) as display:

@@ -188,20 +188,17 @@ def test_without_tolerance_they_are_other_messages() -> None:
         assert set(table.kinds[1:]) == {"answer_edited"}
 
 
-def test_text_on_a_new_line_after_a_sampled_end_is_a_turn_of_its_own() -> None:
-    for text in ("the cat", "the cat\n"):
-        table = RewritingTable(
-            "chatml",
-            lambda messages: [
-                {**m, "content": f"the cat\n{MARK}"} if m["role"] == "assistant" else m for m in messages
-            ],
-        )
-        for _ in range(2):
-            table.turn(speak(text))
-        assert table.kinds == ["new", "merged"]
-        assert f"{text}<|im_end|>\n<|im_start|>assistant\n{MARK}<|im_end|>" in CHATML.decode(
-            table.calls[-1].prompt_ids
-        )
+@pytest.mark.parametrize("text", ["the cat", "the cat\n", ""])
+def test_text_on_a_new_line_after_a_sampled_end_is_a_turn_of_its_own(text: str) -> None:
+    echo = says(f"{text.strip()}\n{MARK}")
+    table = RewritingTable(
+        "chatml", lambda messages: [echo if m["role"] == "assistant" else m for m in messages]
+    )
+    for _ in range(2):
+        table.turn(speak(text))
+    assert table.kinds == ["new", "merged"]
+    shown = CHATML.decode(table.calls[-1].prompt_ids)
+    assert f"{text}<|im_end|>\n<|im_start|>assistant\n{MARK}<|im_end|>" in shown
 
 
 def test_text_after_a_sampled_end_is_another_answer() -> None:
