@@ -46,7 +46,8 @@ def test_drifts_are_shown_once_there_are_any(live: bool) -> None:
         before = console.export_text(clear=False)
         display.step(2, {"trace/drifts": 7.0, "trace/rows_per_rollout": 1.25})
     assert "drifts" not in before
-    assert all(word in console.export_text() for word in ("drifts", "7", "rows/rollout", "1.25"))
+    text = console.export_text()
+    assert all(word in text for word in ("drifts", "7", "rows/rollout", "1.25"))
 
 
 def test_the_silent_display_shows_notes_only() -> None:
