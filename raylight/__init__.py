@@ -23,6 +23,7 @@ _EXPORTS = {
         "emit_reward",
         "get_message_value",
         "get_object_value",
+        "reward",
     ),
     "agent.hooks": ("Hook", "LoggingHook"),
     "agent.links": (

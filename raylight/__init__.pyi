@@ -12,6 +12,7 @@ from raylight.agent.emit import emit_object as emit_object
 from raylight.agent.emit import emit_reward as emit_reward
 from raylight.agent.emit import get_message_value as get_message_value
 from raylight.agent.emit import get_object_value as get_object_value
+from raylight.agent.emit import reward as reward
 from raylight.agent.hooks import Hook as Hook
 from raylight.agent.hooks import LoggingHook as LoggingHook
 from raylight.agent.links import extract_links_from_attributes as extract_links_from_attributes

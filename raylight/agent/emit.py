@@ -7,9 +7,11 @@ raylight.
 from __future__ import annotations
 
 import base64
+import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from raylight.agent.attributes import as_attributes, exception_attributes, strict_attributes, to_builtin
 from raylight.errors import EmitError, EmitTypeError, RewardError
@@ -27,6 +29,8 @@ from raylight.semconv import (
 from raylight.traces.recording import record_span
 from raylight.traces.rewards import SpanLike, named_rewards
 from raylight.types import Attributes, SpanCoreFields
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def emit_reward(
@@ -54,6 +58,32 @@ def emit_reward(
         )
     rewards = reward_attributes(named_rewards(reward, primary_key))
     return record_span(ANNOTATION, rewards | as_attributes(attributes), propagate=propagate)
+
+
+def reward(function: Function) -> Function:
+    """Decorate a function, or a coroutine function, so that each call records its result as a reward.
+
+    A result of None records nothing. The call raises RewardError if the result is not a reward.
+    """
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return _rewarded(await function(*args, **kwargs))
+
+        return call_async  # type: ignore[return-value]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _rewarded(function(*args, **kwargs))
+
+    return call  # type: ignore[return-value]
+
+
+def _rewarded(result: Any) -> Any:
+    if result is not None:
+        emit_reward(result)
+    return result
 
 
 def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanCoreFields:

@@ -31,6 +31,7 @@ from raylight.agent.emit import (
     emit_reward,
     get_message_value,
     get_object_value,
+    reward,
 )
 from raylight.agent.links import make_link_attributes
 from raylight.errors import EmitError, RewardError
@@ -215,6 +216,24 @@ def test_endless_nesting_ends() -> None:
     endless["a"] = endless
     (key,) = as_attributes(endless)
     assert key.count("a") <= 17
+
+
+async def test_a_function_may_give_the_rewards(trace: AttemptTrace) -> None:
+    @reward
+    def grade(answer: str) -> float | None:
+        """Grade an answer."""
+        return {"right": 1.0, "wrong": 0.0}.get(answer)
+
+    @reward
+    async def grade_later(answer: str) -> Any:
+        await asyncio.sleep(0)
+        return answer if answer == "?" else 0.5
+
+    assert [grade("right"), grade("unknown"), await grade_later("half")] == [1.0, None, 0.5]
+    assert [get_rewards_from_span(span)[0].value for span in trace.spans] == [1.0, 0.5]
+    assert grade.__doc__ == "Grade an answer."
+    with pytest.raises(RewardError, match="'\\?' of type str"):
+        await grade_later("?")
 
 
 # messages, objects, exceptions
