@@ -60,6 +60,14 @@ PROTECTED = frozenset(
         *("ignore_eos", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "length_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
         *("use_beam_search", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
+        *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs"),
+        *(
+            "repetition_detection",
+            "prompt_embeds",
+            "truncation_side",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+        ),
         *("return_token_ids", "stream", "stream_options", "include_usage"),
     }
 )

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from raylight.config import EngineConfig
+from raylight.engines.transformers.requests import ChatRequest, CompletionRequest
 from raylight.errors import ConfigError
 from raylight.request_fields import LABELS, PROTECTED, drop_field
+from raylight.serving.dialects.messages_request import MessagesRequest
+from raylight.serving.dialects.responses_request import ResponsesRequest
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,16 @@ def test_a_field_named_twice_is_dropped_once() -> None:
 
 def test_no_label_shapes_an_answer() -> None:
     assert not LABELS & PROTECTED
+
+
+@pytest.mark.parametrize(
+    ("model", "harmless"),
+    [
+        (ChatRequest, {"modalities", "reasoning_effort", "thinking_token_budget"}),
+        (CompletionRequest, set()),
+        (ResponsesRequest, {"background", "include", "reasoning", "truncation"}),
+        (MessagesRequest, {"cache_control", "thinking"}),
+    ],
+)
+def test_a_new_field_is_protected_unless_it_may_be_ignored(model: Any, harmless: set[str]) -> None:
+    assert model.model_fields.keys() - PROTECTED - LABELS == harmless

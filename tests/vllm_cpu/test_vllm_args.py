@@ -101,3 +101,16 @@ def test_the_deployment_on_a_cpu_and_on_gpus(model_path: str) -> None:
     assert gpu.get_engine_config().placement_bundles == [{"GPU": 1, "CPU": 1}, {"GPU": 1}]
     assert gpu.runtime_env["env_vars"]["A"] == "b"
     assert "VLLM_CPU_KVCACHE_SPACE" not in gpu.runtime_env["env_vars"]
+
+
+def test_fields_of_vllm_that_shape_an_answer_cannot_be_ignored() -> None:
+    from raylight.engines.vllm.fields import KNOWN
+    from raylight.request_fields import LABELS, PROTECTED
+
+    harmless = {
+        *("cache_salt", "ec_transfer_params", "include_reasoning", "modalities", "priority", "request_id"),
+        *("reasoning_effort", "return_assistant_tokens_mask", "return_prompt_text", "return_token_offsets"),
+        *("return_tokens_as_token_ids", "routed_experts_prompt_start", "session_id", "stream_interval"),
+        "thinking_token_budget",
+    }
+    assert frozenset().union(*KNOWN.values()) - PROTECTED - LABELS == harmless

@@ -233,6 +233,29 @@ async def test_an_upstream_speaks_every_dialect() -> None:
     await stack.sink.has(3, 3)
 
 
+async def test_an_upstream_gets_labels_and_hints_as_the_agent_sent_them_unless_they_are_ignored() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        seen.append(json.loads(request.content))
+        message = "Unrecognized request argument supplied: thinking_token_budget"
+        error = {"message": message, "type": "invalid_request_error"}
+        return httpx2.Response(400, json={"error": error})
+
+    upstream = UpstreamEngine("http://up/v1", None, "policy", transport=httpx2.MockTransport(answer))
+    stack = Stack(upstream, await upstream.app(), ignore_fields=["verbosity", "metadata"])
+    given: Any = {"user": "me", "service_tier": "flex", "reasoning_effort": "low"}
+    ignored: Any = {"verbosity": "low", "metadata": {"a": "b"}}
+    async with within(), stack.openai() as client, stack.anthropic() as other:
+        with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
+            await client.chat.completions.create(model="policy", messages=MESSAGES, **given, **ignored)
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        with pytest.raises(anthropic.BadRequestError, match=r"supplied: thinking\.budget_tokens"):
+            await other.messages.create(model="policy", messages=MESSAGES, max_tokens=5, thinking=thinking)
+    assert seen[0] == {"model": "policy", "messages": MESSAGES, **given}
+    assert (seen[1]["thinking_token_budget"], "thinking" in seen[1]) == (1024, False)
+
+
 async def test_ignored_fields_are_dropped_in_every_dialect_counted_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
