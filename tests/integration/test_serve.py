@@ -89,6 +89,19 @@ def test_it_shows_how_the_engine_reads_the_model(server: Server) -> None:
     )
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1/", "/v1//", "/v1/v1"])
+def test_a_base_url_is_served_however_it_ends(server: Server, end: str) -> None:
+    """Ray Serve's proxy passes every path on."""
+    base = server.url + end
+    with openai.OpenAI(base_url=base, api_key="any", max_retries=0) as client:
+        assert client.chat.completions.create(model="tiny", messages=HI, max_tokens=1).choices
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model="gpt", messages=HI)
+    assert caught.value.code == "model_not_found"
+    with anthropic.Anthropic(base_url=base, api_key="any", max_retries=0) as claude:
+        assert claude.messages.create(model="tiny", messages=HI, max_tokens=1).usage.output_tokens == 1
+
+
 def test_every_dialect_answers(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     settings = {"model": "tiny", "temperature": 0.0}
     chat = client.chat.completions.create(messages=HI, max_tokens=4, **settings).choices[0].message.content
