@@ -66,6 +66,7 @@ _EXPORTS = {
     "experience.registry": ("advantage_estimator", "policy_loss"),
     "experience.transcript": ("transcript",),
     "log": ("setup_logging",),
+    "runner.local_runner": ("LitAgentRunner",),
     "store.client": ("StoreClient",),
     "store.service": ("StoreService",),
     "traces.adapters": ("TraceAdapter",),

@@ -59,6 +59,7 @@ from raylight.experience.registry import advantage_estimator as advantage_estima
 from raylight.experience.registry import policy_loss as policy_loss
 from raylight.experience.transcript import transcript as transcript
 from raylight.log import setup_logging as setup_logging
+from raylight.runner.local_runner import LitAgentRunner as LitAgentRunner
 from raylight.store.client import StoreClient as StoreClient
 from raylight.store.service import StoreService as StoreService
 from raylight.traces.adapters import TraceAdapter as TraceAdapter

@@ -164,7 +164,7 @@ class Runner:
             return  # the store repeated a response
         if self._remaining is not None:
             self._remaining -= 1
-        self._running[attempt_id] = asyncio.create_task(self._run(rollout, attempt_id))
+        self._running[attempt_id] = asyncio.create_task(self.run_attempt(rollout))
 
     async def _wait_while(self, condition: Callable[[], bool]) -> None:
         """Wait for running attempts while a condition holds; raises the error of one that ended."""
@@ -174,7 +174,9 @@ class Runner:
                 return
             await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
 
-    async def _run(self, rollout: Rollout, attempt_id: str) -> None:
+    async def run_attempt(self, rollout: AttemptedRollout) -> None:
+        """Execute an attempt and decide it."""
+        attempt_id = rollout.attempt.attempt_id
         original, before = rollout.model_copy(), _pickled_metadata(rollout)  # the agent may change its copy
         resources = await self._resources_of(rollout)
         with self._context.tracer.attempt(rollout) as trace:

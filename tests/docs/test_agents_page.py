@@ -85,3 +85,8 @@ def test_a_store_is_read(
 def test_a_block_that_is_traced_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     snippet(PAGE, "block").run()
     assert capsys.readouterr().out == f"['{ANNOTATION}', 'step']\n"
+
+
+def test_a_step_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    snippet(PAGE, "step").run()
+    assert capsys.readouterr().out.splitlines()[-1] == "6.0"
