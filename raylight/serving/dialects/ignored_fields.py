@@ -29,7 +29,7 @@ class IgnoredFields:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        request = await json_request(scope, receive)
+        request = (await json_request(scope, receive)).with_receive(receive)
         fields = request.fields
         for name, path in self._paths.items():
             kept = drop_field(fields, path)

@@ -277,3 +277,19 @@ async def test_ignored_fields_are_dropped_in_every_dialect_counted_and_logged_on
     recorded = [str(span.attributes) for _, _, span in stack.sink.closed if span]
     assert len(recorded) == 4
     assert "web_search_options" not in "".join(recorded)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("body", [BODY, BODY | {"unheard": 1}])
+async def test_an_application_that_reads_bodies_itself_gets_them_without_the_ignored_fields(
+    path: str, body: dict[str, Any]
+) -> None:
+    seen: list[Any] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(json.loads((await receive())["body"]))
+        await JSONResponse(ANSWER)(scope, receive, send)
+
+    stack = Stack(engine_app=application, secret=None, records=False, ignore_fields=["unheard"])
+    assert (await stack.post(path, body=body)).status_code == 200
+    assert seen == [BODY]
