@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from docs_snippets import DOCS, snippet
 
-from raylight.quickstart import STARTER_MODEL
+import raylight as rl
+from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 
 PAGE = DOCS / "first_agent.md"
 BIN = Path(sys.executable).parent
@@ -121,3 +122,8 @@ def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
         assert done.returncode == 0, command + done.stdout + done.stderr
     assert len((tmp_path / "val.jsonl").read_text().splitlines()) == 128
     assert "pass@4" in done.stdout
+
+
+def test_the_tool_model_is_named_as_on_the_page() -> None:
+    algorithm = snippet(PAGE, "tools").run({"rl": rl})["algorithm"]
+    assert algorithm.model == TOOL_MODEL == rl.quickstart.TOOL_MODEL

@@ -70,6 +70,18 @@ def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes
 
 
 @pytest.mark.slow
+def test_an_agent_with_a_tool_learns(tmp_path: Path, no_processes_left: None) -> None:
+    command = quickstart("--tools", "--steps", "10", "--output-dir", str(tmp_path))
+    done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 0.25 <= summary["reward_before"] <= 0.65
+    assert summary["reward_after"] >= summary["reward_before"] + 0.25
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {row["trace/drifts"] for row in rows if "learner/grad_norm" in row} == {0}
+
+
+@pytest.mark.slow
 def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left: None) -> None:
     """The other Serve is represented by its ports: 8000 and the two that HAProxy also uses."""
     with contextlib.ExitStack() as held:
