@@ -112,7 +112,8 @@ class Training:
             return self._evaluator.stop_reason
         return (
             f"training ends early: in the last {self._steps_without_signal} steps no group had rewards that "
-            "differ. Either the task is learned, or its reward does not separate good rollouts from bad ones"
+            "differ. Either the task is learned, or its reward does not separate good rollouts from bad "
+            "ones, or a schema left the model no choice (constrained/forced_fraction in metrics.jsonl)"
         )
 
     async def _learn(self, step: int) -> tuple[Metrics, bool]:
