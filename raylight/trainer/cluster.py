@@ -30,9 +30,9 @@ class Connection:
     owns_cluster: bool
     """True if the cluster was started for this connection and ends with it."""
     description: str
-    """Which cluster it is, and how it was found."""
+    """Address and size of the cluster, and how it was found."""
     hint: str = ""
-    """How to get another cluster, if the user did not choose this one."""
+    """Advice for using another cluster, if the user did not choose this one."""
 
     def announce(self, note: Callable[[str], None], stage: Callable[[str], None]) -> None:
         """Show the cluster: as a note that stays if the user did not choose it."""
