@@ -234,10 +234,9 @@ class StoreService:
         self._ensure_timer()
         if limit < 1:
             return []
-        waits = not self._leases.leased_by(request_id) and not self._leases.can_dequeue(worker_id)
-        if timeout > 0 and waits:
-            if worker_id is not None:  # from here on the worker is known to be idle
-                with self._committed():
+        if timeout > 0 and not self._leases.leased_by(request_id):
+            if worker_id is not None and not self._leases.can_dequeue(worker_id):
+                with self._committed():  # a worker that waits is known to be idle
                     self._workers.record_dequeue(worker_id)
             await self._wait_for(self._queue_changed, lambda: self._leases.can_dequeue(worker_id), timeout)
         with self._committed():
