@@ -123,11 +123,12 @@ class SamplingBody(Body):
             )
         if (self.min_tokens or 0) > max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is greater than max_tokens={max_tokens}")
+        top_k = self.top_k or 0
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=_value_or(self.temperature, 1.0),
             top_p=_value_or(self.top_p, 1.0),
-            top_k=max(self.top_k or 0, 0),
+            top_k=top_k if 0 < top_k < vocab_size else 0,  # more than all tokens is no limit
             stop=self.stop_words,
             seed=self.seed,
             min_p=self.min_p or 0.0,

@@ -240,6 +240,15 @@ async def test_what_it_does_not_support_is_refused_by_name(
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("top_k", [2**63, 2**64 - 1])
+async def test_a_top_k_beyond_the_vocabulary_is_no_limit(make_engine: MakeEngine, top_k: int) -> None:
+    engine = make_engine()
+    free, limited = [
+        await ask(engine, seed=3, max_tokens=8, extra_body={"top_k": value}) for value in (-1, top_k)
+    ]
+    assert limited.choices[0].message == free.choices[0].message
+
+
 async def test_refusals_have_openais_shape(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(openai.BadRequestError, match="unheard") as caught:
