@@ -2,11 +2,14 @@
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
+import ray
 
 from raylight.errors import ConfigError
-from raylight.trainer.cluster import ray_session, running_cluster
+from raylight.trainer import cluster
+from raylight.trainer.cluster import OWN_CLUSTER_HINT, ray_session, running_cluster
 
 
 @pytest.fixture
@@ -36,3 +39,80 @@ def test_an_address_where_nothing_answers_is_an_error_at_once(dead_port: int) ->
     ):
         pass
     assert time.monotonic() - began < 10
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Addresses that are joined, without a cluster."""
+    addresses: list[str | None] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda address, **options: addresses.append(address))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": False}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
+    monkeypatch.setattr(cluster.ray_worker, "get_dashboard_url", lambda: "127.0.0.1:8265")
+    monkeypatch.setattr(cluster, "is_reachable", lambda address: True)
+    monkeypatch.setattr(cluster, "running_cluster", lambda: "10.0.0.7:6379")
+    monkeypatch.delenv(cluster.JOB_VARIABLE, raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return addresses
+
+
+NAMED = "the Ray cluster at 10.0.0.7:6379 (1 node, 2 CPU; dashboard http://127.0.0.1:8265)"
+
+
+@pytest.mark.parametrize(
+    ("address", "variables", "used", "shown"),
+    [
+        (None, {}, None, f"note joined {NAMED}, found on this machine. {OWN_CLUSTER_HINT}"),
+        (
+            None,
+            {"RAY_ADDRESS": "10.0.0.7:6379"},
+            "10.0.0.7:6379",
+            f"note joined {NAMED}, address from RAY_ADDRESS. {OWN_CLUSTER_HINT}",
+        ),
+        ("10.0.0.7:6379", {}, "10.0.0.7:6379", f"stage joined {NAMED}"),
+        (
+            "local",
+            {"RAY_ADDRESS": "10.0.0.7:6379"},
+            "local",
+            f"stage started {NAMED}, which ends with this run",
+        ),
+        (
+            None,
+            {"RAY_ADDRESS": "10.0.0.7:6379", cluster.JOB_VARIABLE: "{}"},
+            "10.0.0.7:6379",
+            f"stage joined {NAMED}, address from RAY_ADDRESS",
+        ),
+    ],
+    ids=["found", "RAY_ADDRESS", "address", "local", "in a job"],
+)
+def test_a_run_names_its_cluster(
+    address: str | None,
+    variables: dict[str, str],
+    used: str | None,
+    shown: str,
+    joined: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    lines: list[str] = []
+    with ray_session(address, False) as connection:
+        connection.announce(
+            lambda text: lines.append(f"note {text}"), lambda text: lines.append(f"stage {text}")
+        )
+    assert joined == [used]
+    assert lines == [shown]
+
+
+def test_an_address_beside_an_existing_connection_is_said_to_be_unread(
+    joined: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with ray_session("local", False) as connection:
+        assert connection.description.endswith(
+            "address='local' is not read: call ray.shutdown() first to use it"
+        )
+    assert joined == []
