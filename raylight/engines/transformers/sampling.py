@@ -192,7 +192,7 @@ def truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
     """Keep each row's top-k tokens and, of those, the smallest set whose probability reaches top-p."""
     ordered, order = logits.sort(-1, descending=True)
     size = logits.shape[-1]
-    top_k = torch.tensor([p.top_k or size for p in params], device=logits.device)
+    top_k = torch.tensor([min(p.top_k or size, size) for p in params], device=logits.device)
     rank = torch.arange(size, device=logits.device)
     ordered = ordered.masked_fill(rank[None] >= top_k[:, None], -torch.inf)
     top_p = torch.tensor([p.top_p for p in params], device=logits.device)

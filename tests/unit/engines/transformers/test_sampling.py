@@ -50,7 +50,7 @@ SETTINGS = [
     SamplingParams(1, temperature=0.7, top_k=6, top_p=0.9),
     SamplingParams(1, top_p=1e-9),
     SamplingParams(1, top_k=1),
-    SamplingParams(1, top_k=10_000),
+    SamplingParams(1, top_k=2**63),
     SamplingParams(1, temperature=0.0),
     SamplingParams(1, min_p=0.2),
     SamplingParams(1, temperature=1.5, min_p=0.05),
