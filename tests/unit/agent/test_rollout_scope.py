@@ -13,8 +13,10 @@ from unit_helpers import enqueue, make_context, make_rollout, make_runner, withi
 from raylight.agent.hooks import Hook
 from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
+from raylight.config import RunnerConfig
 from raylight.errors import OutsideRolloutError
 from raylight.runner.execute import execute
+from raylight.runner.pool import RunnerActor, RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.tracer import DummyTracer
@@ -65,6 +67,22 @@ async def test_a_runner_gives_its_store_and_agent_to_hooks() -> None:
     async with within():
         await runner.serve()
     assert seen == [("task", True, True)]
+
+
+async def test_a_runner_actor_gives_the_trainers_settings_to_the_agent() -> None:
+    seen: list[Any] = []
+
+    class Asking(LitAgent[Any]):
+        async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
+            view = self.trainer
+            seen.append((view.n_runners, view.max_rollouts, view.tracer, view.hooks))
+
+    store, hook, tracer = StoreClient(StoreService()), Hook(), DummyTracer()
+    await enqueue(store, [1])
+    payload = RunnerPayload(Asking(), tracer, [hook])
+    async with within():
+        await RunnerActor("w", store, payload, RunnerConfig(n=3, max_rollouts=1)).serve()
+    assert seen == [(3, 1, tracer, (hook,))]
 
 
 def test_an_attribute_of_the_agents_own_precedes() -> None:
