@@ -302,6 +302,8 @@ class Conversations:
     def _walk_from(self, turns: Branches, sent: SentConversation) -> list[StoredTurn]:
         steps: list[StoredTurn] = []
         for form in sent.forms:
+            if not turns:
+                break
             turn = turns.find(form)
             if turn is None and self._rewrites is not None:
                 turn = self._rewrites.find(turns, form)

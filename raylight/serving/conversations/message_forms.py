@@ -33,11 +33,11 @@ class MessageForm:
     role: str
     text: str
     """Text without outer white space and, in an answer, without reasoning."""
-    calls: list[list[Any]]
+    calls: Sequence[list[Any]]
     """Name and decoded arguments of each tool call of an answer."""
-    others: list[Any]
+    others: Sequence[Any]
     """Other content of a message that is not an answer: the index of the tool call that it answers, because
-    some agents replace call ids, and its other keys."""
+    some agents replace call ids, and its other keys; empty if there is none."""
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ def answer_form(message: Mapping[str, Any]) -> MessageForm:
     if not isinstance(calls, list):
         raise UnsupportedMessage("tool_calls that are not a list")
     text = without_reasoning(text_of(message.get("content"))).strip()
-    return MessageForm("assistant", text, [_canonical_call(call) for call in calls], [])
+    return MessageForm("assistant", text, [_canonical_call(call) for call in calls] if calls else (), ())
 
 
 def collapse(text: str) -> str:
@@ -141,7 +141,8 @@ def _input_form(message: Mapping[str, Any], call_indices: Mapping[Any, int]) -> 
     }
     call_id = message.get("tool_call_id")
     index = call_indices.get(call_id) if isinstance(call_id, str) else None
-    return MessageForm(message["role"], text_of(message.get("content")).strip(), [], [index, rest])
+    others = (index, rest) if rest or index is not None else ()
+    return MessageForm(message["role"], text_of(message.get("content")).strip(), (), others)
 
 
 def _canonical_call(call: Any) -> list[Any]:

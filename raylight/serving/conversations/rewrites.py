@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,7 +174,7 @@ def _call(item: Any) -> list[Any]:
     return [function.get("name"), decoded]
 
 
-def _digest(calls: list[list[Any]]) -> bytes | None:
+def _digest(calls: Sequence[list[Any]]) -> bytes | None:
     try:
         return digest_of(calls)
     except UnsupportedMessage:

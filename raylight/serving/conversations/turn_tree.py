@@ -70,6 +70,8 @@ class TokenPrefix:
 class Branches:
     """The turns that follow a turn, by the digests of their forms."""
 
+    __slots__ = ("_loose", "_turns")
+
     def __init__(self) -> None:
         self._turns: dict[bytes, StoredTurn] = {}
         self._loose: dict[bytes, StoredTurn] | None = None
