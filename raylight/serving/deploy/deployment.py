@@ -125,8 +125,9 @@ class Deployment:
         total, free = map(_format_resources, (ray.cluster_resources(), ray.available_resources()))
         return (
             f"{config.replicas} engine replica(s) of {config.num_cpus:g} CPU and {config.num_gpus:g} GPU "
-            f"were not up within {config.start_timeout_s:g} s; the cluster has {total}, of which {free} are "
-            f"free. {messages}"
+            f"were not up within {config.start_timeout_s:g} s (engine.start_timeout_s); the cluster has "
+            f"{total}, of which {free} are free. If that is enough, the machine is busy or the model large: "
+            f"raise engine={{'start_timeout_s': ...}}. {messages}"
         ).strip()
 
 
