@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
+import feature_server
 import openai
 import pytest
 from feature_server import MAX_MODEL_LEN, SECRET, EngineServer
@@ -141,3 +142,31 @@ def test_a_field_with_a_wrong_value(caller: Caller, dialect: str) -> None:
         assert error.body["error"]["type"] == "invalid_request_error"
     else:
         assert (error.type, error.param) == ("invalid_request_error", "temperature")
+
+
+@pytest.fixture
+def broken(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
+    """Caller of a server of its own, whose engine samples one token and fails."""
+    engine: Any = feature_server.small_engine(tiny)
+
+    def fail() -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(engine._decoder, "decode", fail)
+    monkeypatch.setattr(feature_server, "small_engine", lambda path: engine)
+    server = EngineServer("transformers", tiny)
+    caller = Caller(server)
+    yield caller
+    caller.close()
+    server.close()
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions", "messages"])
+def test_an_engine_that_fails_in_the_middle_of_a_stream(broken: Caller, dialect: str) -> None:
+    with pytest.raises((openai.APIError, anthropic.APIStatusError), match="out of order") as caught:
+        list(DIALECTS[dialect](broken, "hi", stream=True, max_tokens=8))
+    error: Any = caught.value
+    if dialect == "messages":
+        assert error.body["error"]["type"] == "api_error"
+    else:
+        assert (error.code, error.type) == (None, "server_error")
