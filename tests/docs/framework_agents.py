@@ -24,6 +24,8 @@ import raylight as rl
 from raylight.types import FinishedRollout
 
 CLIENTS = DOCS / "clients"
+MAX_TOKENS = 16_384
+"""Limit of a conversation: some frameworks' prompts are long, and a token of a small model is a byte."""
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
 """Variables that keep frameworks from calling the network."""
 PROGRAM = Path(__file__).with_name("page_agent.py")
@@ -167,6 +169,7 @@ def train(agent: Any, tasks: list[Any], model: str, folder: Path, **settings: An
         algorithm=rl.GRPO(model=model, **options),
         n_runners=1,
         runner={"max_concurrent": 4},
+        engine={"max_model_len": MAX_TOKENS},
         output_dir=folder,
         progress=False,
     )
