@@ -21,6 +21,8 @@ MISSING = (
     "an answer can be constrained to a schema only with xgrammar, which is not installed on this server: "
     "pip install xgrammar there, or send no schema, no strict tools and tool_choice auto"
 )
+MAX_WHITE_SPACE = 16
+"""Most characters of white space in a row in JSON. Without a limit, a small model may write nothing else."""
 NOT_IN_REASON = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: (?:Check failed: .*? is false: )?")
 """Time and source line at the start of xgrammar's messages."""
 logger = logging.getLogger(__name__)
@@ -66,7 +68,9 @@ class Grammars:
         Raises:
             RequestError: the schema is invalid (400), or xgrammar is not installed (400) or broken (501).
         """
-        return await self._compile("compile_json_schema", json.dumps(schema))
+        return await self._compile(
+            "compile_json_schema", json.dumps(schema), max_whitespace_cnt=MAX_WHITE_SPACE
+        )
 
     async def compile_structure(self, structure: dict[str, Any]) -> Any:
         """Compile a grammar of text with tagged parts (xgrammar's structural tag).
@@ -74,22 +78,21 @@ class Grammars:
         Raises:
             RequestError: as for `compile_schema`.
         """
-        return await self._compile(
-            "compile_structural_tag", json.dumps({"type": "structural_tag", "format": structure})
-        )
+        tag = {"type": "structural_tag", "format": _limit_white_space(structure)}
+        return await self._compile("compile_structural_tag", json.dumps(tag))
 
-    async def _compile(self, method: str, text: str) -> Any:
+    async def _compile(self, method: str, text: str, **options: Any) -> Any:
         if not self.available:
             raise RequestError(MISSING)
-        return await asyncio.to_thread(self._compile_now, method, text)
+        return await asyncio.to_thread(self._compile_now, method, text, options)
 
-    def _compile_now(self, method: str, text: str) -> Any:
+    def _compile_now(self, method: str, text: str, options: dict[str, Any]) -> Any:
         try:
             compiler = self._get_compiler()
         except Exception as error:  # a broken installation: a missing library, another version's symbols
             raise _broken("cannot be loaded", error) from error
         try:
-            return getattr(compiler, method)(text)
+            return getattr(compiler, method)(text, **options)
         except (RuntimeError, ValueError, TypeError) as error:  # all that xgrammar raises for invalid input
             reason = NOT_IN_REASON.sub("", str(error)).strip()
             raise RequestError(f"the schema cannot be compiled: {reason}") from error
@@ -105,6 +108,17 @@ class Grammars:
             )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         return self._compiler
+
+
+def _limit_white_space(structure: Any) -> Any:
+    """Return a structure whose JSON parts have limited white space."""
+    if isinstance(structure, list):
+        return [_limit_white_space(part) for part in structure]
+    if not isinstance(structure, dict):
+        return structure
+    if structure.get("type") == "json_schema":  # the schema itself is no structure
+        return structure | {"max_whitespace_cnt": MAX_WHITE_SPACE}
+    return {key: _limit_white_space(part) for key, part in structure.items()}
 
 
 def _broken(how: str, error: Exception) -> RequestError:

@@ -240,7 +240,7 @@ async def test_a_failing_library_is_not_blamed_on_the_schema(
 ) -> None:
     import xgrammar
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError("libxgrammar_bindings.so: undefined symbol")
 
     monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", fail)

@@ -1,0 +1,38 @@
+"""Grammars: the white space that they allow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import xgrammar
+from transformers import AutoTokenizer
+
+from raylight.engines.transformers.grammar import MAX_WHITE_SPACE, Grammars
+from raylight.quickstart import STARTER_MODEL
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CONTENT = {"type": "json_schema", "json_schema": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
+    return Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+
+def accepts(grammar: Any, text: str) -> bool:
+    return xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True).accept_string(text)
+
+
+async def test_white_space_in_json_is_limited(grammars: Grammars) -> None:
+    tag = {"type": "tag", "begin": "<call>", "content": CONTENT, "end": "</call>"}
+    schema = await grammars.compile_schema(SCHEMA)
+    structure = await grammars.compile_structure({"type": "or", "elements": [CONTENT, tag]})
+    assert accepts(schema, json.dumps({"a": 1}, indent=4))
+    for count, allowed in ((0, True), (MAX_WHITE_SPACE, True), (MAX_WHITE_SPACE + 1, False)):
+        text = "{" + " " * count + '"a": 1}'
+        assert accepts(schema, text) == allowed
+        assert accepts(structure, text) == allowed
+        assert accepts(structure, f"<call>{text}</call>") == allowed
