@@ -8,8 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from transformers_helpers import HERMES, THINKING, MakeEngine, open_context, restyle, script
+from transformers_helpers import HERMES, THINKING, Brake, MakeEngine, open_context, restyle, script
+from unit_helpers import within
 
+from raylight.engines.transformers.chat import begin_chat
 from raylight.engines.transformers.grammar import Grammars
 from raylight.request_fields import log_dropped
 from unit.engines.transformers.test_app import ask, ask_stream, text_of
@@ -65,8 +67,27 @@ async def test_streamed_tool_calls_come_whole_after_the_text(make_engine: MakeEn
     calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
     assert [(c.index, c.function.arguments) for c in calls] == [(0, '{"a": 1}'), (1, '{"a": 2}')]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    # the text came while it was sampled; a busy machine sends several tokens in one chunk
-    assert len([c for c in chunks if c.choices[0].delta.content]) > 1
+
+
+async def test_text_before_a_call_comes_while_it_is_sampled(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine)
+    script(engine, f"I add.\n{CALL}")
+    brake, texts = Brake(engine, at=5), []
+    body = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [ADD],
+        "stream": True,
+    }
+    async with within(30):
+        reply = await begin_chat(engine, body)
+        with reply.choices:
+            async for chunk in reply.events():
+                if text := chunk["choices"][0]["delta"].get("content"):
+                    texts.append(text)
+                    brake.release()  # sampling goes on only after a part of the text has come
+    assert len(texts) > 1
+    assert "".join(texts) == "I add."
 
 
 async def test_the_sdks_stream_helper_understands_it(make_engine: MakeEngine) -> None:
