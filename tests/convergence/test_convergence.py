@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
+import schema_agent
 from quotes import buyer, quotes, teach_buyer
 
 import raylight as rl
@@ -107,3 +109,17 @@ def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
         last
     )
     assert item.reward == second.reward
+
+
+@pytest.mark.slow
+def test_a_schema_bound_agent(tmp_path: Path) -> None:
+    """Only the choice among the values of an enum is trained; the schema forces all other tokens."""
+    cloudpickle.register_pickle_by_value(schema_agent)  # the runners cannot import it
+    algorithm = rl.GRPO(model=STARTER_MODEL, **COMMON | {"n_steps": 12, "tasks_per_step": 8, "lr": 1e-3})
+    agent, data = schema_agent.schema_agent, (schema_agent.questions(128), schema_agent.questions(16))
+    rows = fit(algorithm, tmp_path, agent, data)
+    assert gain(rows) >= 0.2
+    for row in rows[1:]:
+        assert row["constrained/tokens"] >= row["train/rollouts"]
+        assert row["constrained/forced_fraction"] >= 0.5
+        assert row["constrained/allowed_probability"] < 0.5

@@ -12,17 +12,10 @@ from openai import AsyncOpenAI
 
 import raylight as rl
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["A", "B"]}},
-    "required": ["kind"],
-    "additionalProperties": False,
-}
+SCHEMA: dict[str, Any] = {"enum": ["A", "B"]}
+"""One value instead of an object: a model that has never seen JSON repeats white space between its parts."""
 FORMAT = {"type": "json_schema", "json_schema": {"name": "kind", "schema": SCHEMA, "strict": True}}
-NO_BLANKS = {str(token): -100 for token in (197, 198, 201, 220)}
-"""Bias against white space (tab, line feed, carriage return, space), which JSON allows everywhere and which a
-model that has never seen JSON repeats. The ids are those of the starter model."""
-MAX_TOKENS = 24
+MAX_TOKENS = 8
 ANSWERS = {11: "A", 97: "B"}
 """Number in the question -> right value. At first the model chooses A and B about equally often."""
 
@@ -38,7 +31,7 @@ def score(task: dict[str, int], text: str) -> float:
         answer = json.loads(text)
     except ValueError:
         return 0.0
-    return float(answer == {"kind": ANSWERS[task["number"]]})
+    return float(answer == ANSWERS[task["number"]])
 
 
 @rl.rollout
@@ -48,7 +41,6 @@ async def schema_agent(task: dict[str, int], llm: rl.LLM) -> float:
             model=llm.model,
             messages=[{"role": "user", "content": f"{task['number']}+{task['number']}="}],
             response_format=FORMAT,
-            logit_bias=NO_BLANKS,
             **{"temperature": 1.0, "max_tokens": MAX_TOKENS, **llm.sampling_parameters},
         )
     return score(task, reply.choices[0].message.content or "")

@@ -110,24 +110,21 @@ async def test_a_schema_bound_agent_learns(tmp_path: Path) -> None:
         [],
         schema_agent,
         questions(64),
-        n_steps=10,
-        lr=1e-2,
+        n_steps=12,
+        tasks_per_step=8,
+        lr=5e-3,
         max_new_tokens=MAX_TOKENS,
-        max_model_len=96,
         seed=1,
     )
     rows = [row for row in report._history if row["step"]]
     rewards = [row["train/reward"] for row in rows]
-    print(rewards, [row["time/total_s"] for row in rows])
-    assert sum(rewards[:2]) / 2 <= 0.7
-    assert sum(rewards[-2:]) / 2 >= 0.85
+    assert sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3 >= 0.15, rewards
     learned = [row for row in rows if "learner/grad_norm" in row]
     assert len(learned) >= 5
     assert all(row["mismatch/logprob_abs_max"] < 1e-3 for row in learned)
     for row in rows:
-        assert (
-            row["constrained/tokens"] + row["constrained/forced_tokens"] == 32 * row["train/response_tokens"]
-        )
+        sampled = row["constrained/tokens"] + row["constrained/forced_tokens"]
+        assert sampled == 64 * row["train/response_tokens"]
         assert row["constrained/forced_fraction"] > 0.5
     rollouts = await store.query_rollouts()
     for item in await store.collect([rollout.rollout_id for rollout in rollouts]):
