@@ -154,7 +154,7 @@ def read_start_states(actors: Mapping[str, Any], num_cpus: float) -> dict[str, S
     """
     demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.ray_task_actor_demand
     unplaced = any(
-        math.isclose(request.bundle.get("CPU", 0.0), num_cpus)
+        set(request.bundle) == {"CPU"} and math.isclose(request.bundle["CPU"], num_cpus)
         for demand in demands
         for request in demand.bundles_by_count
     )

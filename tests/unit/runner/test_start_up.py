@@ -15,7 +15,8 @@ from unit_helpers import within
 
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError, RunnerLostError
-from raylight.runner.start_up import UNPLACED, StartState, StartUp
+from raylight.runner import start_up
+from raylight.runner.start_up import UNPLACED, StartState, StartUp, read_start_states
 
 STARTING = StartState("starting", 0, "ab12")
 LOADING = StartState("loading", 4711, "ab12")
@@ -103,6 +104,27 @@ async def test_progress_gives_a_slow_runner_more_time() -> None:
     async with within():
         await StartUp({"runner-0": actor}, SHORT, read).wait()
     assert seen >= 5  # checks, each of them at the end of a deadline
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "waiting", "phase"),
+    [
+        (0.1, {"CPU": 0.1}, "unplaced"),
+        (0.1, {"CPU": 0.5}, "starting"),
+        (0.1, {"CPU": 0.1, "GPU": 1.0}, "starting"),
+        (0.0, {"GPU": 1.0}, "starting"),
+    ],
+)
+def test_what_other_programs_wait_for_is_not_taken_for_a_runner(
+    num_cpus: float, waiting: dict[str, float], phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demand = SimpleNamespace(bundles_by_count=[SimpleNamespace(bundle=waiting)])
+    status = SimpleNamespace(resource_demands=SimpleNamespace(ray_task_actor_demand=[demand]))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
+    monkeypatch.setattr(start_up, "get_cluster_status", lambda address: status)
+    monkeypatch.setattr(start_up, "get_actor", lambda actor_id, timeout: None)
+    actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "ab12"))
+    assert read_start_states({"runner-0": actor}, num_cpus)["runner-0"].phase == phase
 
 
 async def test_a_runner_that_fails_ends_the_start_at_once() -> None:
