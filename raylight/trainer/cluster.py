@@ -32,10 +32,10 @@ class Connection:
     description: str
     """Address and size of the cluster, and how it was found."""
     hint: str = ""
-    """Advice for using another cluster, if the user did not choose this one."""
+    """Advice for using another cluster, if this is not the one that the user chose."""
 
     def announce(self, note: Callable[[str], None], stage: Callable[[str], None]) -> None:
-        """Show the cluster: as a note that stays if the user did not choose it."""
+        """Show the cluster, as a note that stays if the user did not choose it."""
         if self.hint:
             note(f"{self.description}. {self.hint}")
         else:
@@ -80,19 +80,21 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
         ConfigError: no cluster is reachable at the given address.
     """
     if ray.is_initialized():
-        unread = f"; address={address!r} is not read: call ray.shutdown() first to use it" if address else ""
-        yield Connection(False, f"uses this process's connection to {_describe_cluster()}{unread}")
+        read = address in (None, "auto", ray.get_runtime_context().gcs_address)
+        unread = "" if read else f"address={address!r} is not read: call ray.shutdown() first to use it"
+        yield Connection(False, f"uses this process's connection to {_describe_cluster()}", unread)
         return
-    wanted = address or os.environ.get("RAY_ADDRESS")
+    wanted = address or os.environ.get("RAY_ADDRESS") or None
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     # Ray warns at every start that it uses a token, which is its default
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     named = wanted not in (None, "auto", "local")
     found = is_reachable(wanted) if named and wanted else running_cluster() is not None
     if wanted not in (None, "local") and not found:
+        source = "" if address else " (from RAY_ADDRESS)"
         raise ConfigError(
-            f"no Ray cluster is reachable at {wanted!r}; start one with `ray start --head`, or give its "
-            "host:port"
+            f"no Ray cluster is reachable at {wanted!r}{source}; start one with `ray start --head`, or give "
+            f"its host:port. {OWN_CLUSTER_HINT}"
         )
     local = wanted == "local" or not found
     if not local:
@@ -117,7 +119,7 @@ def _describe_connection(address: str | None, local: bool) -> Connection:
         return Connection(True, f"started {_describe_cluster()}, which ends with this run")
     if address is not None:
         return Connection(False, f"joined {_describe_cluster()}")
-    source = "found on this machine" if os.environ.get("RAY_ADDRESS") is None else "address from RAY_ADDRESS"
+    source = "address from RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "found on this machine"
     in_job = JOB_VARIABLE in os.environ
     return Connection(False, f"joined {_describe_cluster()}, {source}", "" if in_job else OWN_CLUSTER_HINT)
 

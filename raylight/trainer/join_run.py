@@ -91,7 +91,7 @@ class RemoteRunnerProcess:
                     f"run {self._run_name!r} cannot be joined: no Ray cluster was found; give its address, "
                     "or set RAY_ADDRESS"
                 )
-            connection.announce(display.note, display.stage)
+            display.stage(connection.description)
             display.stage(f"looking for run {self._run_name}")
             rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
             try:

@@ -72,6 +72,7 @@ NAMED = "the Ray cluster at 10.0.0.7:6379 (1 node, 2 CPU; dashboard http://127.0
             "10.0.0.7:6379",
             f"note joined {NAMED}, address from RAY_ADDRESS. {OWN_CLUSTER_HINT}",
         ),
+        (None, {"RAY_ADDRESS": ""}, None, f"note joined {NAMED}, found on this machine. {OWN_CLUSTER_HINT}"),
         ("10.0.0.7:6379", {}, "10.0.0.7:6379", f"stage joined {NAMED}"),
         (
             "local",
@@ -86,7 +87,7 @@ NAMED = "the Ray cluster at 10.0.0.7:6379 (1 node, 2 CPU; dashboard http://127.0
             f"stage joined {NAMED}, address from RAY_ADDRESS",
         ),
     ],
-    ids=["found", "RAY_ADDRESS", "address", "local", "in a job"],
+    ids=["found", "RAY_ADDRESS", "empty RAY_ADDRESS", "address", "local", "in a job"],
 )
 def test_a_run_names_its_cluster(
     address: str | None,
@@ -107,12 +108,34 @@ def test_a_run_names_its_cluster(
     assert lines == [shown]
 
 
-def test_an_address_beside_an_existing_connection_is_said_to_be_unread(
-    joined: list[str | None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("address", "unread"),
+    [
+        ("local", "address='local' is not read: call ray.shutdown() first to use it"),
+        ("10.0.0.7:6379", ""),
+        (None, ""),
+    ],
+)
+def test_an_existing_connection_is_used_and_another_address_is_noted(
+    address: str | None, unread: str, joined: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    with ray_session("local", False) as connection:
-        assert connection.description.endswith(
-            "address='local' is not read: call ray.shutdown() first to use it"
-        )
+    notes: list[str] = []
+    stages: list[str] = []
+    with ray_session(address, False) as connection:
+        connection.announce(notes.append, stages.append)
+    used = f"uses this process's connection to {NAMED}"
+    assert (notes, stages) == (([f"{used}. {unread}"], []) if unread else ([], [used]))
     assert joined == []
+
+
+def test_an_unreachable_ray_address_is_named_with_the_way_out(
+    dead_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{dead_port}")
+    with (
+        pytest.raises(ConfigError, match=rf"{dead_port}' \(from RAY_ADDRESS\); start one.*--address local"),
+        ray_session(None, False),
+    ):
+        pass
