@@ -69,6 +69,12 @@ AGENTS = {
     "haystack": Shown(),
     "agno": Shown(),
     "instructor": Shown(calls=1, named=False),
+    "crewai": Shown(rows=None),
+    "crewai/structured": Shown("structured", calls=1),
+    "llamaindex": Shown(replaced=("streaming=True", "streaming=False")),  # the scripted model does not stream
+    "google_adk": Shown(),
+    "semantic_kernel": Shown(rows=None),
+    "autogen": Shown(),
     "langgraph/structured": Shown("structured", calls=1, named=False),
     "langgraph/schema": Shown("structured", ("function_calling", "json_schema"), calls=1, named=False),
 }
