@@ -67,8 +67,9 @@ class CommandAgent(LitAgent[Any]):
             users of a machine can read command lines.
         reward: origin of the reward. "stdout": the last line of the standard output, a JSON number, an object
             of named rewards (the primary one first), or null for none. "exit_status": 1.0 for status 0, 0.0
-            for status 1. A function, which may be asynchronous, receives the task and a `CommandResult`, and
-            returns what a rollout may return.
+            for status 1, with which Python and Node also end after an uncaught exception. A function, which
+            may be asynchronous, receives the task and a `CommandResult`, and returns what a rollout may
+            return.
         env: further environment variables. None as a value removes a variable. The runner's own variables are
             inherited, except those of its Python environment, such as PYTHONPATH.
         cwd: working directory.

@@ -127,17 +127,17 @@ class Tracer:
 
     @contextlib.contextmanager
     def lifespan(self, store: SpanStore | None = None) -> Iterator[None]:
-        """Set the tracer up for a block, and tear it down afterwards.
+        """Set the tracer up for a block, and tear it down afterwards. Blocks may be nested.
 
         Args:
             store: store that receives the spans of each `trace_context` with ids in the block.
         """
         self.setup()
-        self._store = store
+        outer, self._store = self._store, store
         try:
             yield
         finally:
-            self._store = None
+            self._store = outer
             self.teardown()
 
     def trace_run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

@@ -109,6 +109,19 @@ async def test_the_spans_of_a_block_go_to_its_store(tracer: Tracer, by_lifespan:
         assert copied._store is tracer._store is None
 
 
+async def test_an_inner_lifespan_leaves_the_outer_one_its_store(tracer: Tracer) -> None:
+    async with open_box() as box:
+        started = await box.store.start_rollout("task")
+        with tracer.lifespan(box.store):
+            with tracer.lifespan():
+                pass
+            async with tracer.trace_context(
+                rollout_id=started.rollout_id, attempt_id=started.attempt.attempt_id
+            ):
+                tracer.create_span("after")
+        assert names(await box.store.query_spans(started.rollout_id)) == ["after"]
+
+
 async def test_a_block_within_an_attempt_leaves_its_spans_to_the_runner(tracer: Tracer) -> None:
     async with open_box() as box:
         started = await box.store.start_rollout("task")
