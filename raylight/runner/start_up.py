@@ -1,5 +1,5 @@
-"""Start of actors: waiting until they are up, and telling actors that the cluster cannot place from slow
-ones."""
+"""Start of actors: waiting until they are up, and distinguishing slow ones from those that the cluster cannot
+place."""
 
 from __future__ import annotations
 
