@@ -72,7 +72,7 @@ AGENTS = {
     "crewai": Shown(rows=None),
     "crewai/structured": Shown("structured", calls=1),
     "llamaindex": Shown(replaced=("streaming=True", "streaming=False")),  # the scripted model does not stream
-    "google_adk": Shown(),
+    "google_adk": Shown(rows=None),
     "semantic_kernel": Shown(rows=None),
     "autogen": Shown(),
     "langgraph/structured": Shown("structured", calls=1, named=False),
