@@ -2,8 +2,9 @@
 
 Only `Tracer.get_langchain_handler` imports this module, because it imports langchain-core.
 
-The engine records the calls themselves. These spans tell which node made a call: both sides of a call carry
-the id of the response.
+The engine records the calls themselves. These spans show which node made a call: both sides of a call carry
+the id of the response. LangChain drops the id of a streamed chat completion; such a call belongs to the span
+that encloses it in time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ TOOL_SPAN = "langchain.tool"
 """Names of the spans. None is that of a captured call, which would count twice."""
 PLUMBING = "Runnable"
 """Prefix of the names of LangChain's own chains, which are no agents."""
+OWN_IDS = ("lc_run-", "run-")
+"""Prefixes of ids that LangChain makes for messages without one, such as streamed ones."""
 
 
 @dataclass
@@ -169,6 +172,6 @@ def _response_id(response: Any) -> str | None:
                 (getattr(message, "response_metadata", None) or {}).get("id"),
                 getattr(message, "id", None),
             ):
-                if isinstance(candidate, str) and candidate:
+                if isinstance(candidate, str) and candidate and not candidate.startswith(OWN_IDS):
                     return candidate
     return None

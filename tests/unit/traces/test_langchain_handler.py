@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, TypedDict
 
 import pytest
@@ -70,6 +71,33 @@ async def test_the_nodes_of_a_graph_name_the_agents_of_its_calls() -> None:
     assert root.attributes == {"langchain.chain.type": "LangGraph"}
     assert len({span.trace_id for span in spans}) == 1
     assert {span.name for span in spans} == {CHAIN_SPAN, MODEL_SPAN}
+
+
+async def test_a_streamed_call_belongs_to_the_node_that_encloses_it_in_time() -> None:
+    captured: list[Span] = []
+
+    def node(name: str) -> Any:
+        def write(state: State) -> State:
+            began = time.time()
+            text = "".join(str(chunk.content) for chunk in model("lost").stream("question"))
+            captured.append(
+                call(f"r-{name}").model_copy(update={"start_time": began, "end_time": time.time()})
+            )
+            return {"query": text}
+
+        return write
+
+    built = StateGraph(State)
+    built.add_sequence([("first", node("first")), ("second", node("second"))])
+    built.add_edge(START, "first")
+    tracer = DummyTracer()
+    async with tracer.trace_context():
+        built.compile().invoke({"question": "?"}, {"callbacks": [tracer.get_langchain_handler()]})
+    spans = tracer.get_last_trace()
+    assert [span.attributes for span in spans if span.name == MODEL_SPAN] == [{}, {}]
+    tree = SpanTree.from_spans([*spans, *captured])
+    tree.repair_hierarchy()
+    assert tree.agents_of_responses() == {"r-first": "first", "r-second": "second"}
 
 
 async def test_rollouts_at_once_share_a_handler_without_mixing() -> None:
