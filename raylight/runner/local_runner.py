@@ -51,7 +51,14 @@ class LitAgentRunner(Generic[Task]):
 
         Args:
             worker_id: number of the runner in the store. None: 0.
+
+        Raises:
+            ConfigError: the agent is not a LitAgent.
         """
+        if not isinstance(agent, LitAgent):
+            raise ConfigError(
+                f"agent is {agent!r:.80}; give a function decorated with @rollout or an instance of LitAgent"
+            )
         self._runner = Runner(
             f"worker-{worker_id or 0}",
             store,

@@ -86,4 +86,6 @@ async def test_what_cannot_be_run_is_an_error_before_anything_runs(store: StoreC
         await step(agent, store, resources={"llm": LLM(model="m")})
     with pytest.raises(ConfigError, match="inside `with run_context"):
         await LitAgentRunner[int]().step(1)
+    with pytest.raises(ConfigError, match="give a function decorated with @rollout"):
+        await step(lambda task: 1.0, store)
     assert await store.query_rollouts() == []
