@@ -69,7 +69,11 @@ class RunContext(Protocol):
         ...
 
     def batch_metrics(
-        self, finished: list[FinishedRollout], content: BatchReport, seconds: float
+        self,
+        finished: list[FinishedRollout],
+        content: BatchReport,
+        seconds: float,
+        failure_reward: float | None = None,
     ) -> dict[str, float]:
         """Return the metrics of a batch of rollouts that took `seconds`."""
         ...

@@ -127,7 +127,7 @@ class Training:
         batch, content = algorithm.build_train_batch(
             finished, session.plan.learner, session.plan.trained_agents
         )
-        metrics = describe(finished, content, rollout_s)
+        metrics = describe(finished, content, rollout_s, algorithm.failure_reward)
         report.drift(content)
         if not content.has_signal:
             return metrics, False

@@ -13,22 +13,25 @@ from raylight.trainer.report import Metrics
 from raylight.types import GREEDY, FinishedRollout
 
 
-def describe(finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
+def describe(
+    finished: list[FinishedRollout], content: BatchReport, seconds: float, failure_reward: float | None = None
+) -> Metrics:
     """Return the metrics of a training batch. Greedy rollouts, the baseline of ReMax, count in tokens per
     second only.
 
     Args:
         content: counts of the batch that was built from the rollouts.
         seconds: duration of the rollouts.
+        failure_reward: reward of a rollout whose agent failed; None leaves it out of the mean.
     """
     sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
-    rewards = [reward for item in sampled if (reward := effective_reward(item, None)) is not None]
+    rewards = [reward for item in sampled if (reward := effective_reward(item, failure_reward)) is not None]
     lengths = [len(call.output_ids) for item in sampled for call in item.generations]
     tokens = sum(len(call.output_ids) for item in finished for call in item.generations)
     metrics = {
         "train/rollouts": float(len(sampled)),
         "train/trained": float(content.trained),
-        "train/failed": float(content.failed),
+        "train/failed": float(sum(item.rollout.status != "succeeded" for item in sampled)),
         "train/unscored": float(content.unscored),
         "train/empty": float(content.empty),
         "train/alone": float(content.without_baseline),

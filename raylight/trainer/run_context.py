@@ -53,9 +53,15 @@ class TrainerRunContext:
         self.report_failures(finished)
         raise_if_hopeless(finished, failure_reward)
 
-    def batch_metrics(self, finished: list[FinishedRollout], content: BatchReport, seconds: float) -> Metrics:
+    def batch_metrics(
+        self,
+        finished: list[FinishedRollout],
+        content: BatchReport,
+        seconds: float,
+        failure_reward: float | None = None,
+    ) -> Metrics:
         self.report.drift(content)
-        return describe(finished, content, seconds)
+        return describe(finished, content, seconds, failure_reward)
 
     def stage(self, text: str) -> None:
         self.report.stage(text)

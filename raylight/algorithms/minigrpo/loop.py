@@ -105,7 +105,7 @@ class TrainingLoop:
         rolled_out = time.perf_counter()
         rules = BatchRules(settings.failure_reward, min_group=2, trained_agents=context.trained_agents)
         batch, content = build_batch(finished, rules)
-        metrics = context.batch_metrics(finished, content, rolled_out - started)
+        metrics = context.batch_metrics(finished, content, rolled_out - started, settings.failure_reward)
         if not content.has_signal:
             return metrics, False
         metrics |= await self._engine.run_update(lambda version: self._trainer.update(batch, version))

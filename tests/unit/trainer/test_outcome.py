@@ -78,6 +78,20 @@ def test_a_step_is_described_by_its_rollouts() -> None:
     )
 
 
+def test_failures_with_a_reward_count_as_failed_and_in_the_mean() -> None:
+    finished = [
+        make_finished(1.0),
+        make_finished(1.0),
+        make_finished(failure=BROKEN),
+        make_finished(failure=LOST),
+    ]
+    for failure_reward, reward in ((None, 1.0), (0.0, 2 / 3), (-1.0, 1 / 3)):
+        content = build_batch(finished, BatchRules(failure_reward=failure_reward))[1]
+        metrics = describe(finished, content, 1.0, failure_reward)
+        assert metrics["train/failed"] == 2
+        assert metrics["train/reward"] == pytest.approx(reward)
+
+
 def test_a_step_without_rewards_or_calls_says_nothing_about_them() -> None:
     finished = [make_finished(failure=LOST, calls=0)]
     metrics = describe(finished, build_batch(finished, BatchRules())[1], seconds=1.0)
