@@ -74,6 +74,7 @@ def _problem_of(encoded: bytes) -> str | None:
     """Return what is wrong with a schema, and where; None if it is valid.
 
     It is checked as one of draft 7, whose keywords later drafts have too; their check takes ten times longer.
+    Formats are left out: a `pattern` is a regular expression of ECMAScript, which Python's `re` cannot judge.
     """
     from jsonschema import Draft7Validator, SchemaError
 
@@ -81,7 +82,7 @@ def _problem_of(encoded: bytes) -> str | None:
     if "definitions" not in schema and "$defs" in schema:  # its newer name
         schema["definitions"] = schema["$defs"]
     try:
-        Draft7Validator.check_schema(schema)
+        Draft7Validator.check_schema(schema, format_checker=None)
     except SchemaError as error:
         where = ".".join(map(str, error.absolute_path))
         return f"{f'at {where}: ' if where else ''}{error.message:.300}"

@@ -34,6 +34,7 @@ def tool(name: Any = "add", **fields: Any) -> dict[str, Any]:
                 }
             )
         ],
+        [tool(parameters={"properties": {"a": {"pattern": r"^\p{Lu}(?<year>\d+)$"}}})],  # as Zod writes them
         [tool("x" * 128)],
         "no list; the engine rejects it",
         [3, {"type": "function"}, {"type": "function", "function": 3}, tool(None)],
