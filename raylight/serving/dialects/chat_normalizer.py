@@ -6,14 +6,19 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jinja2 import TemplateSyntaxError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from raylight.http.errors import RequestError
 from raylight.request_fields import drop_field, log_dropped
 from raylight.serving.dialects.tool_checks import check_response_format, check_tools
 
 HINTS = frozenset({"reasoning_effort", "reasoning", "verbosity", "thinking", "enable_thinking"})
 """Settings of a model's style and reasoning, by their names in chat requests."""
-VARIABLES = ("reasoning_effort", "verbosity", "enable_thinking", "thinking")
+VARIABLES = frozenset({"reasoning_effort", "verbosity", "enable_thinking", "thinking"})
 """Variables under which chat templates read them."""
+GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Tag of transformers around the assistant's text, which jinja2 alone does not parse."""
 UNREAD = "this model's chat template does not read"
 CACHE_HINTS = (
     ("cache_control",),
@@ -42,7 +47,7 @@ class ChatNormalizer:
 
     def __init__(self, template: str | None) -> None:
         self._template = template
-        self._read = frozenset(name for name in VARIABLES if _reads(template or "", name))
+        self._read = _variables(template or "")
 
     def normalize(self, body: dict[str, Any], client_name: Callable[[str], str] = str) -> dict[str, Any]:
         """Return a request in normal form; the same object if it is in it already.
@@ -74,8 +79,8 @@ class ChatNormalizer:
             if enabled is not None and not self._set(variables, ("enable_thinking", "thinking"), enabled):
                 log_dropped(client_name(field), UNREAD)
         for field, effort in _efforts(body).items():
-            if "reasoning_effort" in self._read:
-                kept["reasoning_effort"] = effort  # engines have a field for it
+            if effort is not None and "reasoning_effort" in self._read:
+                kept.setdefault("reasoning_effort", effort)  # engines have a field for it
             elif effort is None or not self._set(variables, ("enable_thinking",), effort != "none"):
                 log_dropped(client_name(field), UNREAD)
         verbosity = body.get("verbosity")
@@ -101,9 +106,14 @@ def template_of(tokenizer: Any) -> str | None:
     return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
 
 
-def _reads(template: str, variable: str) -> bool:
-    """Return True if a statement or expression of a template names a variable."""
-    return re.search(rf"\{{[%{{](?:(?![%}}]\}}).)*?\b{variable}\b", template, re.DOTALL) is not None
+def _variables(template: str) -> frozenset[str]:
+    """Return the names of `VARIABLES` that a template reads; none if it is no valid template."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        read = meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))
+    except TemplateSyntaxError:
+        return frozenset()  # the engine rejects every request that renders it
+    return VARIABLES & read
 
 
 def _is_hint(name: str, value: Any) -> bool:

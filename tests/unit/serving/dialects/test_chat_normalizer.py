@@ -13,8 +13,14 @@ from raylight.serving.dialects.chat_normalizer import ChatNormalizer, template_o
 
 PLAIN = "{% for message in messages %}{{ message.content }} about verbosity and thinking{% endfor %}"
 QWEN = PLAIN + "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+DEEPSEEK_3 = PLAIN + "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
 DEEPSEEK = PLAIN + "{% if thinking %}<think>{% endif %}"
-GPT_OSS = PLAIN + "{{- 'Reasoning: ' + reasoning_effort }}{{ verbosity|default('medium') }}"
+GPT_OSS = (
+    PLAIN
+    + "{{- 'Reasoning: ' + reasoning_effort }}{{ verbosity|default('medium') }}"
+    + "{% for message in messages %}{% generation %}{{ message.thinking }}{{ '<thinking>' }}"
+    + "{% endgeneration %}{% continue %}{% endfor %}{% set enable_thinking = true %}{{ enable_thinking }}"
+)
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -56,6 +62,7 @@ def test_a_plain_request_stays_the_same_object(template: str | None) -> None:
         (GPT_OSS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
         (GPT_OSS, {"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
         (GPT_OSS, {"verbosity": "high"}, {"chat_template_kwargs": {"verbosity": "high"}}),
+        (DEEPSEEK_3, {"thinking": True}, {"chat_template_kwargs": {"thinking": True}}),
     ],
 )
 def test_a_setting_that_the_template_reads_reaches_it(
@@ -71,7 +78,10 @@ def test_a_setting_that_the_template_reads_reaches_it(
         (PLAIN, {"reasoning_effort": "low"}, "reasoning_effort"),
         (PLAIN, {"reasoning": {"effort": "low"}}, "reasoning"),
         (QWEN, {"reasoning": {"summary": "auto"}}, "reasoning"),
+        (GPT_OSS, {"reasoning": {"summary": "auto"}}, "reasoning"),
         (GPT_OSS, {"enable_thinking": True}, "enable_thinking"),
+        (GPT_OSS, {"thinking": True}, "thinking"),
+        ("{% if thinking", {"thinking": True}, "thinking"),
         (PLAIN, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         (PLAIN, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
         (QWEN, {"verbosity": "low"}, "verbosity"),
@@ -84,6 +94,11 @@ def test_a_setting_that_the_template_does_not_read_is_dropped_and_logged_once(
         assert normalizer.normalize(chat(**given)) == chat()
     (message,) = caplog.messages
     assert f"the field {field}, which this model's chat template does not read" in message
+
+
+def test_reasoning_without_an_effort_leaves_the_effort_of_the_request() -> None:
+    given = chat(reasoning_effort="low", reasoning={"summary": "auto"})
+    assert ChatNormalizer(GPT_OSS).normalize(given) == chat(reasoning_effort="low")
 
 
 def test_the_log_has_the_agents_name_of_a_field(caplog: pytest.LogCaptureFixture) -> None:
