@@ -13,7 +13,7 @@ from raylight.http.body import invalid_body, without_labels
 from raylight.http.errors import RequestError
 from raylight.request_fields import log_dropped
 
-NO_BUDGETS = "this engine cannot enforce (thinking.budget_tokens in the messages dialect)"
+NO_BUDGETS = "this engine cannot enforce (or thinking.budget_tokens)"
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1_000
 MAX_STOP_WORDS = 64

@@ -24,8 +24,7 @@ def _field_names(model: Any) -> frozenset[str]:
 
 
 NO_BUDGETS = (
-    "vLLM enforces only with the arguments reasoning_parser and reasoning_config "
-    "(thinking.budget_tokens in the messages dialect)"
+    "vLLM enforces only with the arguments reasoning_parser and reasoning_config (or thinking.budget_tokens)"
 )
 KNOWN = {
     "/v1/chat/completions": _field_names(ChatCompletionRequest),

@@ -38,7 +38,7 @@ class ChatNormalizer:
     - An empty list of tools, and a `tool_choice` without tools that requires none, are dropped.
     - `reasoning_effort` (also as `reasoning.effort`), `verbosity`, `thinking` and `enable_thinking` reach the
       chat template under the name that it reads. A setting that it does not read is dropped, which is
-      logged once.
+      logged once. `thinking.budget_tokens` becomes `thinking_token_budget`, which engines read.
 
     Args:
         template: the model's chat template. None: the model runs elsewhere, and gets these settings as the
@@ -83,6 +83,8 @@ class ChatNormalizer:
                 kept.setdefault("reasoning_effort", effort)  # engines have a field for it
             elif effort is None or not self._set(variables, ("enable_thinking",), effort != "none"):
                 log_dropped(client_name(field), UNREAD)
+        if (budget := _thinking_budget(body)) is not None:
+            kept.setdefault("thinking_token_budget", budget)
         verbosity = body.get("verbosity")
         if verbosity is not None and not self._set(variables, ("verbosity",), verbosity):
             log_dropped(client_name("verbosity"), UNREAD)
@@ -137,6 +139,15 @@ def _is_enabled(thinking: Any) -> bool | None:
     if isinstance(thinking, dict):
         return thinking.get("type") != "disabled"
     return thinking if isinstance(thinking, bool) else None
+
+
+def _thinking_budget(body: Mapping[str, Any]) -> int | None:
+    """Return the tokens of thinking that a `thinking` setting allows; None if it states no number."""
+    thinking = body.get("thinking")
+    if not isinstance(thinking, dict) or thinking.get("type") == "disabled":
+        return None
+    budget = thinking.get("budget_tokens")
+    return budget if type(budget) is int else None
 
 
 def _without_cache_hints(body: dict[str, Any]) -> dict[str, Any]:

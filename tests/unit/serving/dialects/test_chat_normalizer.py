@@ -62,6 +62,16 @@ def test_a_plain_request_stays_the_same_object(template: str | None) -> None:
         (GPT_OSS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
         (GPT_OSS, {"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
         (GPT_OSS, {"verbosity": "high"}, {"chat_template_kwargs": {"verbosity": "high"}}),
+        (
+            QWEN,
+            {"thinking": {"type": "enabled", "budget_tokens": 64}},
+            {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 64},
+        ),
+        (
+            QWEN,
+            {"thinking": {"budget_tokens": 64}, "thinking_token_budget": 32},
+            {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 32},
+        ),
         (DEEPSEEK_3, {"thinking": True}, {"chat_template_kwargs": {"thinking": True}}),
     ],
 )
@@ -82,7 +92,8 @@ def test_a_setting_that_the_template_reads_reaches_it(
         (GPT_OSS, {"enable_thinking": True}, "enable_thinking"),
         (GPT_OSS, {"thinking": True}, "thinking"),
         ("{% if thinking", {"thinking": True}, "thinking"),
-        (PLAIN, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        (PLAIN, {"thinking": {"type": "enabled"}}, "thinking"),
+        (PLAIN, {"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking"),
         (PLAIN, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
         (QWEN, {"verbosity": "low"}, "verbosity"),
     ],
