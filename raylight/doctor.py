@@ -309,7 +309,8 @@ def render(
     print_section(console, "Ray cluster", cluster_rows(cluster))
     engine = choose_engine(EngineConfig(num_gpus=min(gpus, 1)))
     why = f"of {', '.join(ENGINES)}; vLLM {vllm or 'absent'}, {gpus:g} GPUs"
-    grammar = f"xgrammar {installed('xgrammar') or 'absent'}, {xgrammar_error or 'works'}"
+    xgrammar = installed("xgrammar")
+    grammar = f"xgrammar {xgrammar}, {xgrammar_error or 'works'}" if xgrammar else "none: xgrammar is absent"
     print_section(console, "engine", {"auto": f"{engine} ({why})", "constrained answers": grammar})
     for report in reports:
         print_section(console, f"model, {report.engine} engine", report.rows())

@@ -185,6 +185,12 @@ def test_an_xgrammar_that_does_not_load_is_reported(monkeypatch, tmp_path):
     assert "force-reinstall xgrammar" in doctor.xgrammar_problem(error).remedy
 
 
+def test_an_absent_xgrammar_is_not_said_to_work(monkeypatch):
+    assert "works" in printed().split("constrained answers")[1].splitlines()[0]
+    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    assert printed().split("constrained answers")[1].splitlines()[0].strip() == "none: xgrammar is absent"
+
+
 def test_prints_the_model_as_each_engine_reads_it():
     out = io.StringIO()
     report = ModelReport("vllm", 4096, True, True, "hermes", None, True)
