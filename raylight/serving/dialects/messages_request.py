@@ -194,7 +194,10 @@ class CountTokensRequest(RequestModel):
 
     def field_names(self) -> FieldNames:
         """Return the names of this request's fields by those of its chat request."""
-        return FieldNames(CHAT_FIELDS, lambda: [source for _, source in self._messages()])
+        return FieldNames(CHAT_FIELDS, self._sources)
+
+    def _sources(self) -> list[MessageSource]:
+        return [source for _, source in self._messages()]
 
     def _messages(self) -> list[tuple[dict[str, Any], MessageSource]]:
         """Return the messages of the chat request, each with its source in this request."""
@@ -215,6 +218,14 @@ class MessagesRequest(CountTokensRequest):
     output_config: OutputConfig = OutputConfig()
     output_format: JsonFormat | None = None
     """`output_config.format` under the name that it had before."""
+
+    def field_names(self) -> FieldNames:
+        if self.output_config.format or not self.output_format:
+            return super().field_names()
+        names = {
+            chat: name.replace("output_config.format", "output_format") for chat, name in CHAT_FIELDS.items()
+        }
+        return FieldNames(names, self._sources)
 
     def to_chat(self) -> dict[str, Any]:
         """Return the chat request.

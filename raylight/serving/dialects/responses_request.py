@@ -18,6 +18,7 @@ from raylight.serving.dialects.field_names import FieldNames
 from raylight.serving.dialects.responses_items import InputItem, as_items, to_messages
 
 CHAT_FIELDS = {
+    "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -134,9 +135,9 @@ class ResponsesRequest(RequestModel):
     reasoning: Reasoning = Reasoning()
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
-    store: bool = True
-    metadata: dict[str, str] | None = None
-    user: str | None = None
+    store: Any = True
+    metadata: Any = None
+    user: Any = None
     truncation: Literal["auto", "disabled"] = "disabled"
     background: Literal[False] = False
     include: list[INCLUDED] = Field(default=[])

@@ -71,6 +71,11 @@ HI = {"role": "user", "content": "hi"}
             None,
             "output_config.format.schema: ",
         ),
+        (
+            {"extra_body": {"output_format": {"type": "json_schema", "schema": {"type": "strng"}}}},
+            None,
+            "output_format.schema: ",
+        ),
         ({"thinking": {"type": "enabled"}}, None, "thinking.budget_tokens: Field required"),
         ({"output_config": {"effort": "some"}}, None, "output_config.effort: "),
         (
@@ -113,6 +118,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
     ("fields", "said", "param"),
     [
         ({"tools": [FUNCTION | {"name": "a b"}]}, None, "tools[0].name"),
+        ({}, "messages: the chat template rejected them", "input"),
         (
             {"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}]},
             None,

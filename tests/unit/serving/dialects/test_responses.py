@@ -62,6 +62,13 @@ async def test_a_plain_question_and_answer() -> None:
     }
 
 
+@pytest.mark.parametrize("label", ["metadata", "user", "store", "safety_identifier"])
+async def test_a_label_may_have_any_value(label: str) -> None:
+    for value in ("x", 5, {"a": 1}, ["x"], None):
+        _, answer = await ask(Say("hello"), extra_body={label: value})
+        assert answer.status == "completed"
+
+
 async def test_every_setting_reaches_the_engine_and_is_echoed() -> None:
     schema = {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}
     settings = {"temperature": 0, "top_p": 0.5, "parallel_tool_calls": False}
