@@ -58,7 +58,10 @@ from raylight.errors import EngineStartError, PortInUseError  # noqa: E402
 
 logger = logging.getLogger(__name__)
 DEFAULT_PORT = 8000
-PORT_LOCK_S = 60.0
+PORT_LOCK_S = 180.0
+"""Longer than a start of Serve takes with the times of `PATIENCE`."""
+PORT_TAKEN = "Address already in use"
+"""Part of HAProxy's message."""
 ANY_HOST = "0.0.0.0"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
@@ -90,6 +93,12 @@ def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
         except TimeoutError as error:  # `wait_for_route` waits on, once the replicas are up
             logger.warning("Ray Serve is slow to start (%s); the machine is busy, still waiting", error)
         except RayError as error:
+            if PORT_TAKEN in str(error):
+                taken = ", ".join([str(port), *ports.values()])
+                raise EngineStartError(
+                    f"Ray Serve did not start: one of its ports ({taken}) was free, and another process took "
+                    f"it while Serve started. Start the run again.\n{error}"
+                ) from None
             raise EngineStartError(f"Ray Serve did not start: {error}") from None
     return host, port
 

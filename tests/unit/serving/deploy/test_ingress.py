@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from raylight.errors import EngineStartError
 from raylight.serving.deploy import ingress
@@ -54,10 +54,23 @@ def test_a_slow_serve_is_waited_for(
     assert given["controller_options"]["runtime_env"]["env_vars"].items() >= ingress.PATIENCE.items()
 
 
-def test_a_failed_serve_is_an_error(one_node: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RayActorError(), "Ray Serve did not start"),
+        (
+            RayError("HAProxy crashed: cannot bind socket (Address already in use) for [0.0.0.0:9101]"),
+            r"ports \(\d+, \d+, \d+, \d+, \d+\) was free, .* Start the run again",
+        ),
+    ],
+    ids=["actor", "port"],
+)
+def test_a_failed_serve_is_an_error(
+    error: RayError, message: str, one_node: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(**options: Any) -> None:
-        raise RayActorError
+        raise error
 
     monkeypatch.setattr(ingress.serve, "start", start)
-    with pytest.raises(EngineStartError, match="Ray Serve did not start"):
+    with pytest.raises(EngineStartError, match=message):
         ingress.start_serve(None, None)
