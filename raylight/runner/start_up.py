@@ -12,19 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
+import ray._private.state as ray_state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayError
-from ray.util.state import get_actor
-from ray.util.state.exception import RayStateApiException
 
 from raylight.aio import cancel_all
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError, RunnerLostError, summarize_ray_error
 
 logger = logging.getLogger(__name__)
-
-STATE_TIMEOUT_S = 5
-"""Longest wait for a response of Ray's state API."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +159,13 @@ def read_start_states(actors: Mapping[str, Any], num_cpus: float) -> dict[str, S
 
 def _state(actor_id: str, unplaced: bool) -> StartState:
     try:
-        actor = get_actor(actor_id, timeout=STATE_TIMEOUT_S)
-    except (RayStateApiException, RayError) as error:
-        logger.debug("no state of actor %s: %s", actor_id, error)  # a cluster without a dashboard has none
-        actor = None
-    if actor is not None and actor.pid:
-        return StartState("loading", actor.pid, actor_id)
+        # `ray.util.state` asks the cluster at RAY_ADDRESS or on this machine, which may be another one
+        pid = ray_state.actors(actor_id).get("Pid", 0)
+    except RayError as error:
+        logger.debug("no state of actor %s: %s", actor_id, error)
+        pid = 0
+    if pid:
+        return StartState("loading", pid, actor_id)
     return UNPLACED if unplaced else StartState("starting", 0, actor_id)
 
 

@@ -28,12 +28,13 @@ class Gated:
 
 @pytest.mark.slow
 async def test_a_slow_start_is_not_taken_for_missing_resources(
-    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = tmp_path / "gate"
     os.mkfifo(pipe)
     config = RunnerConfig(num_cpus=0.2, placement_timeout_s=0.5, start_timeout_s=60)
     with cluster.connected():
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # as of another cluster, beside address="local"
         slow = Gated.options(num_cpus=0.2).remote(str(pipe))
         eventually(
             lambda: read_start_states({"runner-0": slow}, 0.2)["runner-0"].phase == "loading",

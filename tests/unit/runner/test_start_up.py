@@ -107,22 +107,23 @@ async def test_progress_gives_a_slow_runner_more_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "waiting", "phase"),
+    ("num_cpus", "waiting", "pid", "phase"),
     [
-        (0.1, {"CPU": 0.1}, "unplaced"),
-        (0.1, {"CPU": 0.5}, "starting"),
-        (0.1, {"CPU": 0.1, "GPU": 1.0}, "starting"),
-        (0.0, {"GPU": 1.0}, "starting"),
+        (0.1, {"CPU": 0.1}, 0, "unplaced"),
+        (0.1, {"CPU": 0.1}, 4711, "loading"),
+        (0.1, {"CPU": 0.5}, 0, "starting"),
+        (0.1, {"CPU": 0.1, "GPU": 1.0}, 0, "starting"),
+        (0.0, {"GPU": 1.0}, 0, "starting"),
     ],
 )
 def test_what_other_programs_wait_for_is_not_taken_for_a_runner(
-    num_cpus: float, waiting: dict[str, float], phase: str, monkeypatch: pytest.MonkeyPatch
+    num_cpus: float, waiting: dict[str, float], pid: int, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demand = SimpleNamespace(bundles_by_count=[SimpleNamespace(bundle=waiting)])
     status = SimpleNamespace(resource_demands=SimpleNamespace(ray_task_actor_demand=[demand]))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
     monkeypatch.setattr(start_up, "get_cluster_status", lambda address: status)
-    monkeypatch.setattr(start_up, "get_actor", lambda actor_id, timeout: None)
+    monkeypatch.setattr(start_up.ray_state, "actors", lambda actor_id: {"Pid": pid} if pid else {})
     actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "ab12"))
     assert read_start_states({"runner-0": actor}, num_cpus)["runner-0"].phase == phase
 
