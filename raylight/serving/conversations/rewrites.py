@@ -56,17 +56,26 @@ class Rewrites:
         """Return a turn for a message that is not stored but stands for one that is; None if none fits."""
         if same := branches.find_loose(form):
             return _stand_in(same, form, "white_space")
-        if not form.is_answer:
+        if not form.is_answer or form.calls:
             return None
-        found = (self._as_answer(turn, form) for turn in branches.sampled())
-        return next((turn for turn in found if turn is not None), None)
+        sampled = branches.sampled()
+        with_calls = (self._as_calls(turn, form) for turn in sampled if turn.form.calls)
+        if called := next(filter(None, with_calls), None):
+            return called
+        begun = [
+            turn
+            for turn in sampled
+            if not turn.form.calls and remainder(form.text, turn.form.text) is not None
+        ]
+        # a shorter answer may begin like the longest one; an empty answer begins like any
+        longest = max(begun, key=lambda turn: len(turn.form.text), default=None)
+        if longest is None or not (longest.form.text or longest is sampled[0]):
+            return None
+        return self._as_answer(longest, form)
 
     def _as_answer(self, turn: StoredTurn, form: MessageForm) -> StoredTurn | None:
-        """Return a turn that stands for a sampled answer; None if the form is another answer."""
-        if turn.form.calls:
-            return None if form.calls else self._as_calls(turn, form)
-        if form.calls or remainder(form.text, turn.form.text) is None:
-            return None
+        """Return a turn that stands for a sampled answer with which a text begins; None if the text cannot
+        continue it."""
         spoken = self._spoken(turn)
         appended = remainder(form.text, spoken)
         if appended is None:
@@ -137,7 +146,7 @@ def calls_in_text(text: str) -> list[list[Any]]:
         return []
     try:
         return [_call(item) for item in _literals(body)]
-    except (ValueError, SyntaxError, RecursionError, MemoryError, AttributeError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, AttributeError):
         return []
 
 
@@ -145,7 +154,7 @@ def _literals(body: str) -> Iterator[Any]:
     """Yield the values that a text consists of: JSON values, or one Python literal.
 
     Raises:
-        ValueError, SyntaxError: it is something else.
+        ValueError, TypeError, SyntaxError: it is something else.
     """
     decoder, position = json.JSONDecoder(), 0
     values: list[Any] = []
@@ -164,7 +173,7 @@ def _call(item: Any) -> list[Any]:
     """Return name and arguments of a call.
 
     Raises:
-        ValueError, AttributeError: it is no call.
+        ValueError, TypeError, AttributeError: it is no call.
     """
     function = item.get("function", item)
     arguments = [function[key] for key in ARGUMENT_KEYS if key in function]

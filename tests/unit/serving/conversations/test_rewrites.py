@@ -211,6 +211,31 @@ def test_text_after_a_sampled_end_is_another_answer() -> None:
     assert table.relations[1] != "extension"
 
 
+def sampled_twice(first: str, second: str, sent: str, *, ends: bool) -> tuple[HistoryNote, str]:
+    """Return the note and the prompt of a request after two answers to the same messages."""
+    table = Table("chatml")
+    question = table.messages
+    for text in (first, second):
+        table.messages = question
+        table.turn(speak(text, ends=ends))
+    messages = [*question, says(sent), user("and then?")]
+    prompt = table.conversations.prompt(table.conversations.read(SCOPE, table.body(messages)))
+    return prompt.note, CHATML.decode(prompt.tokens or [])
+
+
+@pytest.mark.parametrize("answers", [("the", "the cat"), ("the cat", "the")])
+def test_text_is_appended_to_the_longest_answer_that_it_begins_with(answers: tuple[str, str]) -> None:
+    note, shown = sampled_twice(*answers, "the cat" + MARK, ends=False)
+    assert (note.kind, note.sampled, note.sent) == ("suffix", "", MARK)
+    assert f"assistant\nthe cat{MARK}" in shown
+
+
+@pytest.mark.parametrize("sent", ["the cat sat", "a dog"])
+def test_an_empty_answer_that_was_asked_again_is_not_replaced(sent: str) -> None:
+    note, _ = sampled_twice("", "the cat", sent, ends=True)
+    assert note.kind == "answer_edited"
+
+
 def test_a_rewritten_turn_is_found_again_at_once() -> None:
     table = RewritingTable("chatml", marked)
     for _ in range(4):
@@ -266,6 +291,10 @@ def test_the_rest_of_a_text(text: str, beginning: str, rest: str | None) -> None
         ("[__import__('os')]", []),
         ("[" * 100_000, []),
         ('{"name": "add", "args": {}} and more', []),
+        ('[{"function": 5}]', []),
+        ('[{"function": "takes arguments"}]', []),
+        ("[{'name': 'add', 'args': {1, 2}}]", []),
+        ("{[]: 1}", []),
     ],
 )
 def test_calls_in_a_text(text: str, calls: list[Any]) -> None:
