@@ -153,7 +153,7 @@ def build_batch(
             empty += 1
             continue
         group = group_key(item)
-        turns = assign_turn_rewards(item, trajectories.positions) if rules.turn_rewards else []
+        turns = assign_turn_rewards(item, trajectories.chosen_positions) if rules.turn_rewards else []
         scored.append(_ScoredRollout(group, reward, trajectories, turns, (baselines or {}).get(group)))
     if not scored and empty:
         raise EmptyTraceError(_empty_reason(empty, aborted, other_agents, rules.trained_agents))

@@ -277,3 +277,23 @@ def test_rows_of_groups_without_signal_are_no_signal() -> None:
     equal = [schema_bound(0.5, [2], group="equal") for _ in range(2)]
     batch, report = build([*forced, *equal])
     assert (len(batch.rows), report.has_signal) == (2, False)
+
+
+def test_the_turn_reward_of_a_forced_row_belongs_to_the_last_choice_before() -> None:
+    item = conversation((0.5, 1.0), (3.0, 7.5), (9.0, 8.0))
+    *calls, last = item.generations
+    forced = dataclasses.replace(last, policy_logprobs=[-1.0], allowed=[1])
+    batch, report = build([dataclasses.replace(item, generations=[*calls, forced])], turn_rewards=True)
+    assert (len(batch.rows), report.rows_forced) == (1, 1)
+    assert batch.turn_rewards == [TurnReward(0.5, 0, 0, 2), TurnReward(3.0, 0, 0, 5)]
+
+
+def test_the_turn_reward_of_a_rollout_of_forced_tokens_has_no_row() -> None:
+    item = conversation((0.5, 1.0), (9.0, 8.0))
+    calls = [
+        dataclasses.replace(call, policy_logprobs=[-1.0] * n, allowed=[1] * n)
+        for call in item.generations
+        if (n := len(call.output_ids))
+    ]
+    batch, _ = build([dataclasses.replace(item, generations=calls)], turn_rewards=True)
+    assert batch.turn_rewards == [TurnReward(0.5, 0, None, 2)]
