@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
 from vllm_helpers import HI, TOLERANCE, change, difference, expected_logprobs, until
+
+from raylight.engines.vllm.constraints import ConstraintRecorder
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 SCHEMA = {
@@ -130,6 +135,32 @@ async def test_the_policys_logprobs_follow_weights_that_change_in_flight(bench: 
     assert policy_difference(learner, sample)[versions != first].max() < TOLERANCE
     learner.load_state_dict(old)
     assert policy_difference(learner, sample)[versions == first].max() < TOLERANCE
+
+
+async def test_only_sampled_tokens_have_more_columns() -> None:
+    """In the same step, vLLM gathers the log-probs of prompts, of which it may have any number."""
+
+    def gather(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        column = token_ids[:, None]
+        return LogprobsTensors(column.int(), logprobs.gather(-1, column), token_ids)
+
+    def sample_tokens(_: Any) -> list[int]:
+        tokens = [sampler.gather_logprobs(torch.zeros(n, 8), 0, torch.zeros(n).long()) for n in (2, 1, 5)]
+        return [gathered.logprobs.shape[-1] for gathered in tokens]
+
+    sampler = SimpleNamespace(gather_logprobs=gather)
+    params = {"free": SamplingParams(), "bound": SamplingParams(presence_penalty=1)}
+    runner = SimpleNamespace(
+        sampler=sampler,
+        sample_tokens=sample_tokens,
+        execute_model_state=SimpleNamespace(logits=torch.zeros(2, 8)),
+        input_batch=SimpleNamespace(
+            req_ids=list(params), sampling_metadata=SimpleNamespace(max_num_logprobs=0, temperature=None)
+        ),
+        requests={name: SimpleNamespace(sampling_params=value) for name, value in params.items()},
+    )
+    ConstraintRecorder(runner)
+    assert runner.sample_tokens(None) == [3, 1, 1]
 
 
 async def test_a_runner_that_cannot_record_refuses_constrained_answers(

@@ -113,10 +113,11 @@ class ConstraintRecorder:
             token_ids: the sampled tokens.
         """
         gathered = self._gather(logprobs, num_logprobs, token_ids)
-        if self._policy is None:
+        kept, self._policy = self._policy, None  # later in the step, vLLM gathers log-probs of prompts
+        if kept is None:
             return gathered
         rows = torch.tensor(self._rows, device=logprobs.device)
-        policy = (self._policy / self._temperatures(rows)).log_softmax(-1)
+        policy = (kept / self._temperatures(rows)).log_softmax(-1)
         sampled = logprobs[rows]
         changed = ~torch.isclose(sampled, policy, rtol=0, atol=TOLERANCE)
         allowed = (sampled > NEVER_SAMPLED_BELOW).sum(-1).where(changed.any(-1), 0)
