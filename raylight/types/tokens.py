@@ -65,8 +65,8 @@ class Generation:
     Empty if the request has no constraint: they are then `logprobs`."""
     allowed: list[int] = field(default_factory=list)
     """Number of tokens that could have been sampled at each position, those of a log-prob above
-    NEVER_SAMPLED_BELOW; 0 at a position where the constraint changed nothing. At a position with 1 the model
-    had no choice. Empty if the request has no constraint."""
+    NEVER_SAMPLED_BELOW; 0 at a position where constraint and truncation changed nothing. At a position with 1
+    the model had no choice. Empty if the request has no constraint."""
 
     @property
     def temperature(self) -> float:
