@@ -94,6 +94,8 @@ class Grammars:
         try:
             return getattr(compiler, method)(text, **options)
         except (RuntimeError, ValueError, TypeError) as error:  # all that xgrammar raises for invalid input
+            if not _works(compiler):
+                raise _broken("failed", error) from error
             reason = NOT_IN_REASON.sub("", str(error)).strip()
             raise RequestError(f"the schema cannot be compiled: {reason}") from error
         except Exception as error:
@@ -108,6 +110,15 @@ class Grammars:
             )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         return self._compiler
+
+
+def _works(compiler: Any) -> bool:
+    """Return True if a compiler compiles a schema that is valid."""
+    try:
+        compiler.compile_json_schema("{}", max_whitespace_cnt=MAX_WHITE_SPACE)
+    except Exception:
+        return False
+    return True
 
 
 def _limit_white_space(structure: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Grammars: the white space that they allow."""
+"""Grammars: the white space that they allow, and errors of schemas and of xgrammar."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from raylight.engines.transformers.grammar import MAX_WHITE_SPACE, Grammars
+from raylight.http.errors import RequestError
 from raylight.quickstart import STARTER_MODEL
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -36,3 +37,19 @@ async def test_white_space_in_json_is_limited(grammars: Grammars) -> None:
         assert accepts(schema, text) == allowed
         assert accepts(structure, text) == allowed
         assert accepts(structure, f"<call>{text}</call>") == allowed
+
+
+async def test_an_error_of_all_schemas_is_xgrammars(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match="the schema cannot be compiled") as caught:
+        await grammars.compile_schema({"type": "nonsense"})
+    assert caught.value.status == 400
+
+    def fail(self: Any, schema: str) -> None:
+        """Fail as a version without the argument `max_whitespace_cnt` does."""
+
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_json_schema", fail)
+    with pytest.raises(RequestError, match=r"failed on this server.*max_whitespace_cnt.*reinstall") as caught:
+        await grammars.compile_schema(SCHEMA)
+    assert caught.value.status == 501
