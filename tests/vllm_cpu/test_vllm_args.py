@@ -114,3 +114,27 @@ def test_fields_of_vllm_that_shape_an_answer_cannot_be_ignored() -> None:
         "thinking_token_budget",
     }
     assert frozenset().union(*KNOWN.values()) - PROTECTED - LABELS == harmless
+
+
+async def test_labels_of_other_types_reach_vllm_without_a_value() -> None:
+    from raylight.engines.vllm.fields import KNOWN, RejectUnknownFields
+    from raylight.http.request import JsonRequest, json_request
+
+    received: list[Any] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        received.append((await json_request(scope, receive)).fields)
+
+    async def wait_forever() -> Any:
+        raise AssertionError("the body has been read")
+
+    async def fail(message: Any) -> None:
+        raise AssertionError(message)
+
+    app = RejectUnknownFields(vllm, None, 512)
+    for path in KNOWN:
+        for user, kept in (("me", "me"), (5, None), ({"id": 1}, None)):
+            request = JsonRequest({"model": "m", "user": user, "metadata": 5}, wait_forever)
+            scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+            await app(request.put_into(scope), wait_forever, fail)
+            assert received.pop() == {"model": "m", "user": kept, "metadata": 5}

@@ -63,8 +63,9 @@ class RejectUnknownFields:
             await error_response(error)(scope, receive, send)
         else:
             request = request.with_receive(receive)
-            if unenforced := self._unenforced(request.fields, scope["path"]):
-                request = JsonRequest(request.fields | dict.fromkeys(unenforced), receive)
+            dropped = [*_invalid_labels(request.fields), *self._unenforced(request.fields, scope["path"])]
+            if dropped:
+                request = JsonRequest(request.fields | dict.fromkeys(dropped), receive)
             await self._app(request.put_into(scope), request, send)
 
     def _unenforced(self, body: Mapping[str, Any], path: str) -> list[str]:
@@ -94,6 +95,11 @@ class RejectUnknownFields:
             raise RequestError(
                 f"n: this engine takes at most {self._max_choices} choices at a time; the request has {count}"
             )
+
+
+def _invalid_labels(body: Mapping[str, Any]) -> list[str]:
+    """Return the labels with values that vLLM rejects. They have no effect in any case."""
+    return [] if isinstance(body.get("user"), str | None) else ["user"]
 
 
 def _count_choices(body: Mapping[str, Any]) -> int:
