@@ -12,7 +12,7 @@ from raylight.http.errors import RequestError
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Names that at least one provider accepts."""
-CACHED_SCHEMAS = 4096
+CACHED_SCHEMAS = 256
 """Schemas whose check is remembered: an agent sends the same ones with each request."""
 MAX_CHECKED = 2**18
 """Schemas of a request that are checked, in bytes of JSON; checking more would delay all requests."""
