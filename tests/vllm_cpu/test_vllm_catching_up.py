@@ -31,7 +31,9 @@ def make_capture() -> tuple[Core, Capture]:
 
     core = Core()
     processor = SimpleNamespace(request_states={}, add_request=None)
-    return core, Capture(SimpleNamespace(output_processor=processor, engine_core=core))
+    config = SimpleNamespace(structured_outputs_config=SimpleNamespace(disable_any_whitespace=False))
+    client = SimpleNamespace(output_processor=processor, engine_core=core, vllm_config=config)
+    return core, Capture(client)
 
 
 async def handle(core: Core, done: list[Any], turns: int = 3) -> None:

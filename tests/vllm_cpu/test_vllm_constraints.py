@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm_helpers import HI, TOLERANCE, change, difference, expected_logprobs, until
 
 from raylight.engines.vllm.constraints import ConstraintRecorder
+from raylight.engines.white_space import MAX_WHITE_SPACE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 SCHEMA = {
@@ -23,7 +26,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PATTERN = r'\{"colour": "(red|green|blue)", "name": "[^"\\\\]{1,6}"\}'
-"""JSON without the white space that a random model repeats."""
+"""JSON without white space."""
+TOOL = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 
 
@@ -46,6 +50,25 @@ async def test_a_schemas_tokens_have_the_logprobs_of_the_policy(bench: Any, temp
     assert policy_difference(bench.reference(), sample, temperature or 1.0).max() < TOLERANCE
     assert sample.allowed[0] == 1  # "{"
     assert_shared_probability(sample)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": FORMAT},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "paint"}}},
+    ],
+    ids=["schema", "object", "required", "named"],
+)
+async def test_white_space_in_json_is_limited(bench: Any, form: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bench.path)
+    (space,) = tokenizer.encode(" ")
+    await ask(bench, max_tokens=60, logit_bias={str(space): 100}, **form)  # a space wherever one is allowed
+    spaces = re.search(" {2,}", tokenizer.decode(bench.sample.output_ids))
+    assert spaces is not None
+    assert len(spaces[0]) == MAX_WHITE_SPACE
 
 
 def assert_shared_probability(sample: Any) -> None:

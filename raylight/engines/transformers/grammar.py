@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
+from raylight.engines.white_space import MAX_WHITE_SPACE, limit_white_space
 from raylight.http.errors import RequestError
 
 MISSING = (
     "an answer can be constrained to a schema only with xgrammar, which is not installed on this server: "
     "pip install xgrammar there, or send no schema, no strict tools and tool_choice auto"
 )
-MAX_WHITE_SPACE = 16
-"""Most characters of white space in a row in JSON. Without a limit, a small model may write nothing else."""
 NOT_IN_REASON = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: (?:Check failed: .*? is false: )?")
 """Time and source line at the start of xgrammar's messages."""
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class Grammars:
         Raises:
             RequestError: as for `compile_schema`.
         """
-        tag = {"type": "structural_tag", "format": _limit_white_space(structure)}
+        tag = {"type": "structural_tag", "format": limit_white_space(structure)}
         return await self._compile("compile_structural_tag", json.dumps(tag))
 
     async def _compile(self, method: str, text: str, **options: Any) -> Any:
@@ -119,17 +118,6 @@ def _works(compiler: Any) -> bool:
     except Exception:
         return False
     return True
-
-
-def _limit_white_space(structure: Any) -> Any:
-    """Return a structure whose JSON parts have limited white space."""
-    if isinstance(structure, list):
-        return [_limit_white_space(part) for part in structure]
-    if not isinstance(structure, dict):
-        return structure
-    if structure.get("type") == "json_schema":  # the schema itself is no structure
-        return structure | {"max_whitespace_cnt": MAX_WHITE_SPACE}
-    return {key: _limit_white_space(part) for key, part in structure.items()}
 
 
 def _broken(how: str, error: Exception) -> RequestError:

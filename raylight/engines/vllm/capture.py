@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from raylight.engines.capture_context import CONSTRAINED, CURRENT, CaptureContext, Sample
-from raylight.engines.vllm.constraints import is_constrained, read_columns
+from raylight.engines.vllm.constraints import is_constrained, limit_json, read_columns
 from raylight.types import FinishReason as Finish
 
 FINISH: dict[FinishReason, Finish] = {
@@ -57,6 +57,8 @@ class Capture:
         """vLLM's integer id of an adapter -> its version, for all adapters ever loaded."""
         self.constraint_problem: str | None = None
         """Reason why constrained requests cannot be recorded; None if they can."""
+        outputs = client.vllm_config.structured_outputs_config
+        self._forbids_white_space: bool = outputs.disable_any_whitespace
         self._states: dict[str, Any] = client.output_processor.request_states
         self._queue: asyncio.Queue[Any] = client.engine_core.outputs_queue
         self._add_request, client.output_processor.add_request = (
@@ -97,6 +99,8 @@ class Capture:
     ) -> None:
         """Add one choice of a request to vLLM; record it if there is a current capture context."""
         capture, params = CURRENT.get(), request.sampling_params
+        if params is not None and not self._forbids_white_space:
+            limit_json(params)
         if capture is None or params is None:
             self._add_request(request, prompt, parent, index, queue)
             return

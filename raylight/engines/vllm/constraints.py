@@ -8,6 +8,7 @@ the API process as two more columns of the log-probs, which only steps with a co
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
+from raylight.engines.white_space import limit_white_space
 from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW
 
 TOLERANCE = 1e-5
@@ -35,6 +37,30 @@ def is_constrained(params: SamplingParams) -> bool:
         or params.repetition_penalty != 1
         or getattr(params, "thinking_token_budget", None) is not None
     )
+
+
+def limit_json(params: SamplingParams) -> None:
+    """Limit white space in a request's JSON. vLLM itself can only forbid it, in all requests.
+
+    A JSON schema becomes xgrammar's structural tag of the same schema. Requests that vLLM constrains with
+    another library stay as they are.
+    """
+    outputs = params.structured_outputs
+    if outputs is None or outputs._backend != "xgrammar":
+        return
+    if outputs.structural_tag is not None:
+        tag = json.loads(outputs.structural_tag)
+        if "format" not in tag:  # the deprecated form, which has no such option
+            return
+        structure = tag["format"]
+    elif outputs.json is not None or outputs.json_object:
+        schema = {"type": "object"} if outputs.json is None else outputs.json
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        structure = {"type": "json_schema", "json_schema": schema}
+    else:
+        return
+    outputs.json = outputs.json_object = None
+    outputs.structural_tag = json.dumps({"type": "structural_tag", "format": limit_white_space(structure)})
 
 
 def read_columns(logprobs: np.ndarray[Any, Any]) -> tuple[list[float], list[int]]:

@@ -9,7 +9,8 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from raylight.engines.transformers.grammar import MAX_WHITE_SPACE, Grammars
+from raylight.engines.transformers.grammar import Grammars
+from raylight.engines.white_space import MAX_WHITE_SPACE
 from raylight.http.errors import RequestError
 from raylight.quickstart import STARTER_MODEL
 
