@@ -15,7 +15,7 @@ test *args:
 unit *args:
     pytest tests/unit {{args}}
 
-# slow tests; `just slow --slow-part $(git rev-parse HEAD)` runs the tenth that CI runs for this commit
+# slow tests; `just slow --slow-part $(git rev-parse HEAD)` runs the twentieth that CI runs for this commit
 slow *args:
     pytest -m slow {{args}}
 

@@ -2,7 +2,8 @@
 
 `pytest -n 2` schedules whole files on two processes. All files that use the shared Ray cluster go to one
 process and all others to the other; the process that finishes first takes files that are left.
-`pytest -m slow --slow-part HASH` runs a tenth of the slow tests; the commit hash selects the part.
+`pytest -m slow --slow-part HASH` runs a twentieth of the slow tests; the commit hash selects the part. Tests
+with `slow(parts=N)`, which are slower still, are divided into N parts.
 """
 
 import functools
@@ -27,7 +28,7 @@ restore_interrupts()
 hypothesis.settings.register_profile("raylight", deadline=None)
 hypothesis.settings.load_profile("raylight")
 
-SLOW_PARTS = 10
+SLOW_PARTS = 20
 ROOT = Path(__file__).parent.parent
 USES_CLUSTER = re.compile(r"\b(shared_)?cluster: (Cluster|Any)\b")
 """Parameter of a test or fixture that uses the shared cluster."""
@@ -43,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     if commit := config.getoption("--slow-part"):
-        return f"slow tests: part {int(commit, 16) % SLOW_PARTS} of {SLOW_PARTS}, by commit {commit}"
+        return f"slow tests: one of {SLOW_PARTS} parts, by commit {commit}"
     return None
 
 
@@ -53,10 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key=lambda item: next((n for start, n in order.items() if _scope(item.nodeid).startswith(start)), 2)
     )
     if commit := config.getoption("--slow-part"):
-        part = int(commit, 16) % SLOW_PARTS
-        kept = [
-            item for item in items if not item.get_closest_marker("slow") or _slow_part(item.nodeid) == part
-        ]
+        kept = [item for item in items if _is_selected(item, int(commit, 16))]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
 
@@ -77,9 +75,13 @@ def _scope_of_file(path: str) -> str:
     return "cluster" if uses_cluster else path
 
 
-def _slow_part(nodeid: str) -> int:
-    """Return the part of a slow test. It depends on the test's name only."""
-    return int(hashlib.sha256(nodeid.encode()).hexdigest(), 16) % SLOW_PARTS
+def _is_selected(item: pytest.Item, commit: int) -> bool:
+    """True if a test is not slow, or belongs to the commit's part. A test's part depends on its name only."""
+    slow = item.get_closest_marker("slow")
+    if slow is None:
+        return True
+    parts = slow.kwargs.get("parts", SLOW_PARTS)
+    return int(hashlib.sha256(item.nodeid.encode()).hexdigest(), 16) % parts == commit % parts
 
 
 @pytest.hookimpl(wrapper=True)

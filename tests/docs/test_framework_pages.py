@@ -33,7 +33,7 @@ from scripted_model import scripted_model
 import raylight as rl
 from raylight.quickstart import TOOL_MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(parts=60), pytest.mark.timeout(600)]
 
 TASKS = [{"a": 12, "b": 30}, {"a": 45, "b": 21}]
 

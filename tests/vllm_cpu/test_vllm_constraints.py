@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer
-from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import LogprobsTensors
 from vllm_helpers import HI, TOLERANCE, change, difference, expected_logprobs, until
 
-from raylight.engines.vllm.constraints import ConstraintRecorder
 from raylight.engines.white_space import MAX_WHITE_SPACE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
@@ -163,7 +160,12 @@ async def test_the_policys_logprobs_follow_weights_that_change_in_flight(bench: 
 async def test_only_sampled_tokens_have_more_columns() -> None:
     """In the same step, vLLM gathers the log-probs of prompts, of which it may have any number."""
 
-    def gather(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.outputs import LogprobsTensors
+
+    from raylight.engines.vllm.constraints import ConstraintRecorder
+
+    def gather(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         column = token_ids[:, None]
         return LogprobsTensors(column.int(), logprobs.gather(-1, column), token_ids)
 
