@@ -12,12 +12,13 @@ import ray
 from ray.exceptions import RayActorError
 
 from raylight.agent.litagent import LitAgent
+from raylight.aio import cancel_all
 from raylight.errors import ConfigError, RaylightError
 from raylight.runner.external_runners import RENDEZVOUS_NAME, JoinedPool, find_rendezvous
 from raylight.runner.pool import RunnerPayload
 from raylight.store.actor import STORE_NAME
 from raylight.trainer.cluster import ray_session
-from raylight.trainer.display import make_display
+from raylight.trainer.display import Display, make_display
 from raylight.trainer.inputs import as_agent
 
 if TYPE_CHECKING:
@@ -104,11 +105,7 @@ class RemoteRunnerProcess:
             payload = replace(RunnerPayload(self._agent, trainer.tracer, trainer.hooks), secret=secret)
             pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)
             try:
-                await pool.start()
-                display.stage(
-                    f"{self._config.n} runner(s) joined run {self._run_name}; they end with it, or on Ctrl-C"
-                )
-                run_ended = await self._wait_for_end(rendezvous, pool)
+                run_ended = await self._work_until_end(rendezvous, pool, display)
             finally:
                 await pool.stop()
             if run_ended:
@@ -117,32 +114,40 @@ class RemoteRunnerProcess:
                 display.note("all runners have executed max_rollouts rollouts")
         return {"run": self._run_name, "runners_lost": pool.lost, "runners_replaced": pool.replaced}
 
-    async def _wait_for_end(self, rendezvous: Any, pool: JoinedPool) -> bool:
+    async def _work_until_end(self, rendezvous: Any, pool: JoinedPool, display: Display) -> bool:
         """Return True when the run has ended, False when all runners have executed `max_rollouts`."""
-        ending, watching = asyncio.ensure_future(_end_of(rendezvous)), asyncio.ensure_future(pool.watch())
+        ending = asyncio.ensure_future(_end_of(rendezvous))
+        working = asyncio.ensure_future(self._work(rendezvous, pool, display))
         try:
-            await asyncio.wait([ending, watching], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ending, working], return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 await ending
                 return True
             try:
-                await watching
-            except RaylightError:
-                # the runners may notice the lost store before this process notices the end of the run
+                await working
+            except (RaylightError, RayActorError):
+                # runners that work or start may notice that the store is gone before this process notices
+                # the end of the run
                 ended, _ = await asyncio.wait([ending], timeout=END_TIMEOUT_S)
                 if not ended:
                     raise
             return ending.done()
         finally:
-            for task in (ending, watching):
-                task.cancel()
-            await asyncio.gather(ending, watching, return_exceptions=True)
+            await cancel_all([ending, working])
+
+    async def _work(self, rendezvous: Any, pool: JoinedPool, display: Display) -> None:
+        """Start the runners and watch them."""
+        await pool.start()
+        await rendezvous.join.remote()
+        display.stage(
+            f"{self._config.n} runner(s) joined run {self._run_name}; they end with it, or on Ctrl-C"
+        )
+        await pool.watch()
 
 
 async def _end_of(rendezvous: Any) -> None:
-    """Join the run, and return when it has ended."""
+    """Return when the run has ended."""
     try:
-        await rendezvous.join.remote()
         await rendezvous.wait_for_end.remote()
     except RayActorError:  # the rendezvous actor ends with the run
         return

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
+from rich.console import Console
 
 import raylight as rl
-from raylight.errors import ConfigError
-from raylight.trainer.join_run import check_joinable
+from raylight.errors import ConfigError, RunnerLostError
+from raylight.trainer import join_run
+from raylight.trainer.display import SilentDisplay
+from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
 
 
 def test_the_role_is_from_the_argument_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +66,37 @@ def test_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = CliRunner().invoke(app, ["runner", "--help"]).output
     assert "--run" in shown
     assert json.dumps("AGENT")[1:-1] in shown
+
+
+class EndingRun:
+    """Rendezvous and pool of a run whose runners cannot start, because it is ending or for another reason."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.failed = asyncio.Event()
+        self.wait_for_end = self
+
+    async def remote(self) -> None:
+        await self.ended.wait()
+        raise RayActorError
+
+    async def start(self) -> None:
+        self.failed.set()
+        raise RunnerLostError("the runners did not start")
+
+
+async def test_runners_that_cannot_start_because_the_run_ends_end_with_it() -> None:
+    process = RemoteRunnerProcess(rl.Trainer(role="runner", run_name="a"), "raylight.quickstart.agent:adder")
+    run = EndingRun()
+    working = asyncio.create_task(process._work_until_end(run, run, SilentDisplay(Console(), 0)))
+    await run.failed.wait()
+    run.ended.set()
+    assert await working
+
+
+async def test_runners_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_run, "END_TIMEOUT_S", 0.01)
+    process = RemoteRunnerProcess(rl.Trainer(role="runner", run_name="a"), "raylight.quickstart.agent:adder")
+    run = EndingRun()
+    with pytest.raises(RunnerLostError, match="did not start"):
+        await process._work_until_end(run, run, SilentDisplay(Console(), 0))
