@@ -18,7 +18,7 @@ from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.inputs import resolve_model
-from raylight.weight_sync.coordinator import start_coordinator
+from raylight.weight_sync.actor import start_coordinator
 
 REPORTED = ("transformers", "vllm")
 """Engines that read a model's chat template."""

@@ -18,8 +18,8 @@ from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.session import Session
 from raylight.types import EnqueueRolloutRequest, RolloutMode
+from raylight.weight_sync.actor import start_coordinator
 from raylight.weight_sync.client import CoordinatorClient
-from raylight.weight_sync.coordinator import start_coordinator
 
 CANCEL_TIMEOUT_S = 5.0
 

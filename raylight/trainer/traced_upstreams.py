@@ -13,7 +13,7 @@ from raylight.config import EngineConfig
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.client import StoreClient
-from raylight.weight_sync.coordinator import start_coordinator
+from raylight.weight_sync.actor import start_coordinator
 
 
 def is_traced_upstream(resource: Any) -> bool:

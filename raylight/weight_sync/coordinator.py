@@ -25,19 +25,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from raylight.aio import BroadcastCondition
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import EngineStartError, WeightSyncError
-from raylight.store.client import StoreClient
 from raylight.weight_sync.orders import TRANSIENT, CatchUp, Kind, Order, Versions
 
 logger = logging.getLogger(__name__)
 
-COORDINATOR_NAME = "coordinator"
-"""Name of the coordinator's actor, in the run's namespace."""
 POLL_TIMEOUT_S = 30.0
 """Longest time that a replica's poll waits for an order."""
 
@@ -373,23 +369,3 @@ class ReplicaCoordinator:
             self._update_completed()
         if self._on_leave is not None:
             await self._on_leave(replica)
-
-
-class CoordinatorActor(ReplicaCoordinator):
-    """The coordinator as a Ray actor.
-
-    Args:
-        store: receives the names of replicas that are gone, so that it does not wait for their records.
-    """
-
-    def __init__(self, store: StoreClient | None) -> None:
-        super().__init__(store.lose_recorder if store is not None else None)
-
-
-def start_coordinator(namespace: str, store: StoreClient | None = None) -> Any:
-    """Start the coordinator of an application's replicas and return its actor handle."""
-    return (
-        ray.remote(CoordinatorActor)
-        .options(name=COORDINATOR_NAME, namespace=namespace, num_cpus=0, max_concurrency=1000)
-        .remote(store)
-    )

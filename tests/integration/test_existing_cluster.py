@@ -17,7 +17,7 @@ import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.weight_sync.coordinator import COORDINATOR_NAME
+from raylight.weight_sync.actor import COORDINATOR_NAME
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN, VAL = additions(0)

@@ -26,7 +26,7 @@ from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.types import EnqueueRolloutRequest, Rollout
-from raylight.weight_sync.coordinator import start_coordinator
+from raylight.weight_sync.actor import start_coordinator
 
 SECRET = "the run's secret"
 NAME = "replicas-test"
