@@ -22,7 +22,7 @@ from raylight.traces.attributes import agent_of, response_id_of
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.traces.span_tree import SpanTree
 from raylight.traces.trained_agents import AgentFilter
-from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, Span
+from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, Rollout, Span
 
 MAX_VALUE_CHARS = 400
 """Characters of an attribute that a short transcript shows."""
@@ -75,6 +75,7 @@ def transcript_json(finished: FinishedRollout, *, full: bool = False) -> dict[st
         "task": _json_value(rollout.input),
         "rewards": finished.rewards,
         "failure": failure.model_dump() if failure else None,
+        "losses": _losses(rollout),
         "rows": max((call["row"] or 0 for call in calls), default=0),
         "calls": calls,
     }
@@ -109,6 +110,7 @@ class _Transcript:
             yield f"\n{failure.kind} failed: {failure.error}"
             if failure.trace:
                 yield failure.trace.rstrip()
+        yield from (f"\n{name.replace('_', ' ')}: {count}" for name, count in _losses(rollout).items())
         listed = ", ".join(f"{name} {value:.4g}" for name, value in rewards.items())
         yield f"\nreward: {listed or 'none'}"
 
@@ -180,6 +182,11 @@ class _Transcript:
             if self._full or len(text) <= MAX_VALUE_CHARS
             else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
         )
+
+
+def _losses(rollout: Rollout) -> dict[str, Any]:
+    """Return the counts of spans and rewards that the latest attempt recorded and that were not kept."""
+    return (rollout.attempt.metadata if rollout.attempt else None) or {}
 
 
 def _lineage(lineage: CallLineage, source: Any) -> Iterator[str]:

@@ -29,7 +29,7 @@ from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
 from raylight.store.rows import pickled, span_row
-from raylight.traces.context import AttemptTrace
+from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
 from raylight.types import AttemptedRollout, ResourcesUpdate, Rollout, Span
 
@@ -200,17 +200,24 @@ class Runner:
         await asyncio.gather(*writes)
 
     async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> Rollout:
-        """Store the attempt's last spans and decide it."""
-        spans = trace.take()
+        """Store the attempt's last spans and decide it. An attempt that lost a reward fails."""
+        spans = trace.take(SEND_BATCH)
+        while len(spans) == SEND_BATCH:  # the last ones go with the decision
+            await self._store_spans(trace, spans)
+            spans = trace.take(SEND_BATCH)
         try:
-            return await self._store.finish_attempt(
-                rollout, outcome.status, outcome.failure, spans, _dropped(trace)
-            )
+            return await self._decide(rollout, outcome, trace, spans)
         except SpanError:
-            spans = _without_unstorable(trace, spans)
-            return await self._store.finish_attempt(
-                rollout, outcome.status, outcome.failure, spans, _dropped(trace)
-            )
+            return await self._decide(rollout, outcome, trace, _without_unstorable(trace, spans))
+
+    async def _decide(
+        self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace, spans: list[Span]
+    ) -> Rollout:
+        if outcome.status == "succeeded" and (lost := trace.reward_error):
+            outcome = Outcome("failed", describe(lost))
+        return await self._store.finish_attempt(
+            rollout, outcome.status, outcome.failure, spans, losses=trace.losses
+        )
 
     async def _resources_of(self, rollout: Rollout) -> NamedResources:
         """Resources of a rollout, fetched once for each version, or a newer version of them."""
@@ -240,10 +247,12 @@ class Runner:
         await asyncio.gather(*(self._send(trace) for trace in self._traces.values()))
 
     async def _send(self, trace: AttemptTrace) -> None:
-        spans = trace.take()
+        while spans := trace.take(SEND_BATCH):
+            await self._store_spans(trace, spans)
+
+    async def _store_spans(self, trace: AttemptTrace, spans: list[Span]) -> None:
         try:
-            if spans:
-                await self._store.add_many_spans(spans)
+            await self._store.add_many_spans(spans)
         except SpanError:
             await self._store.add_many_spans(_without_unstorable(trace, spans))
 
@@ -278,11 +287,6 @@ def _pickled_metadata(rollout: Rollout) -> bytes:
     return pickled(metadata)
 
 
-def _dropped(trace: AttemptTrace) -> dict[str, int] | None:
-    """Attempt metadata with the number of spans that could not be stored; None if there are none."""
-    return {"spans_dropped": trace.dropped} if trace.dropped else None
-
-
 def _without_unstorable(trace: AttemptTrace, spans: list[Span]) -> list[Span]:
     """Filter the spans that can be stored; the trace counts the others as dropped."""
     storable = []
@@ -291,7 +295,7 @@ def _without_unstorable(trace: AttemptTrace, spans: list[Span]) -> list[Span]:
             span_row(span)
         except SpanError as error:
             logger.warning("rollout %s: %s", trace.rollout_id, error)
-            trace.dropped += 1
+            trace.drop(span, str(error))
         else:
             storable.append(span)
     return storable

@@ -252,7 +252,7 @@ class StoreClient(StoreReader):
         status: AttemptStatus,
         failure: Failure | None = None,
         spans: Sequence[Span] = (),
-        metadata: dict[str, Any] | None = None,
+        losses: dict[str, int] | None = None,
         timeout: float = RECORDS_TIMEOUT_S,
     ) -> Rollout:
         """Store an attempt's last spans and decide it, in one transaction, once all its calls to the engine
@@ -263,16 +263,18 @@ class StoreClient(StoreReader):
 
         Args:
             rollout: the dequeued rollout with the attempt to finish.
+            losses: counts of what the attempt recorded and the runner could not keep (`spans_dropped`,
+                `rewards_lost`), for the attempt's metadata and the store's counters.
         """
         attempt = rollout.attempt
         assert attempt is not None, "only a dequeued rollout has an attempt to finish"
         ids, rows = (attempt.rollout_id, attempt.attempt_id), [span_row(span) for span in spans]
         values: dict[str, Any] = {"status": status, "failure": failure_json(failure) if failure else None}
-        if metadata is not None:
-            values["metadata"] = pickled(metadata, "the metadata")
+        if losses:
+            values["metadata"] = pickled(losses, "the metadata")
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout
-        row = await self._channel.call("finish_attempt", *ids, values, rows, False)
+        row = await self._channel.call("finish_attempt", *ids, values, rows, False, losses)
         while row is None:
             recorded = await self._channel.send("wait_for_records", attempt.attempt_id, deadline - clock())
             if not recorded and status == "succeeded":
@@ -281,7 +283,7 @@ class StoreClient(StoreReader):
                     error=f"LostGeneration: calls were not recorded within {timeout:g} s",
                 )
                 values |= {"status": "failed", "failure": failure_json(lost)}
-            row = await self._channel.call("finish_attempt", *ids, values, rows, not recorded)
+            row = await self._channel.call("finish_attempt", *ids, values, rows, not recorded, losses)
         return rollout_from_row(row)
 
     # spans and calls

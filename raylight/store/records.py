@@ -3,18 +3,23 @@
 Laws:
 - A span or a call that arrives twice is stored once.
 - The sequence ids of an attempt's spans only grow.
+- The spans of an attempt are bounded in number. Those with a reward have a bound of their own, and an attempt
+  over it fails, because rewards were dropped.
 - The record of a call belongs to the attempt that opened it, and to no other.
 - Records for a decided attempt are counted as late, never attributed to the next attempt.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from raylight.errors import UnknownIdError
 from raylight.store.attempts import Attempts, AttemptState
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
-from raylight.store.rows import SPAN, Row
-from raylight.types import ATTEMPT_FINISHED
+from raylight.store.rows import SPAN, Row, failure_json
+from raylight.types import ATTEMPT_FINISHED, MAX_REWARD_SPANS, MAX_SPANS, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]
 """`(rollout_id, attempt_id, call_id, start_time, recorder, request)`."""
@@ -30,6 +35,22 @@ _ADD_SPAN = (
 )
 
 
+@dataclass
+class Room:
+    """Numbers of spans without and with a reward that an attempt may still store."""
+
+    spans: int
+    rewards: int
+
+    def take(self, rewarded: bool) -> bool:
+        """Reserve the room of a span; return False if there is none."""
+        if rewarded:
+            self.rewards -= 1
+            return self.rewards >= 0
+        self.spans -= 1
+        return self.spans >= 0
+
+
 class Records:
     """Spans and calls in the journal."""
 
@@ -43,8 +64,12 @@ class Records:
 
     # spans
 
-    def add_spans(self, spans: list[Row]) -> list[int | None]:
-        """Store spans (columns SPAN); returns the sequence id of each, or None for a duplicate.
+    def add_spans(self, spans: list[Row], bounded: bool = True) -> list[int | None]:
+        """Store spans (columns SPAN); returns the sequence id of each, or None for one that is not stored: a
+        duplicate, or one over the capacity of its attempt.
+
+        Args:
+            bounded: False exempts the spans of captured calls, which conversations are read from.
 
         Raises:
             UnknownIdError: a span names an unknown attempt; no span was stored.
@@ -52,11 +77,18 @@ class Records:
         attempts: dict[tuple[str, str], AttemptState] = {}
         next_ids: dict[str, int] = {}
         sequence_ids: list[int | None] = []
+        rooms: dict[str, Room] = {}
+        dropped = 0
         for span in spans:
             rollout_id, attempt_id, given_id = span[:3]
             if (rollout_id, attempt_id) not in attempts:
                 attempt = attempts[rollout_id, attempt_id] = self._attempts.get(rollout_id, attempt_id)
                 next_ids[attempt_id] = attempt.next_sequence_id
+                rooms[attempt_id] = self._room(attempt, len(spans))
+            if bounded and not rooms[attempt_id].take(span[REWARD] is not None):
+                dropped += 1
+                sequence_ids.append(None)
+                continue
             sequence_id = given_id or next_ids[attempt_id]
             late = attempts[rollout_id, attempt_id].status in ATTEMPT_FINISHED
             if late:  # the reward of a decided attempt does not change
@@ -73,8 +105,39 @@ class Records:
             self._attempts.record_activity(attempt)
         added = sum(sequence_id is not None for sequence_id in sequence_ids)
         self._journal.increment("total_spans", by=added)
-        self._journal.increment("spans_duplicate", by=len(spans) - added)
+        self._journal.increment("spans_duplicate", by=len(spans) - added - dropped)
+        self._journal.increment("spans_dropped", by=dropped)
         return sequence_ids
+
+    def _room(self, attempt: AttemptState, n_new: int) -> Room:
+        """Room of an attempt for `n_new` more spans."""
+        stored = attempt.next_sequence_id - 1
+        rewards = self._count_rewards(attempt.attempt_id) if stored else 0
+        if stored + n_new > MAX_SPANS:  # ids may have gaps; counting takes a millisecond
+            row = self._journal.fetch_one(
+                "SELECT COUNT(*) FROM spans WHERE rollout_id = ? AND attempt_id = ?",
+                (attempt.rollout_id, attempt.attempt_id),
+            )
+            stored = row[0] if row else 0
+        return Room(MAX_SPANS - (stored - rewards), MAX_REWARD_SPANS + 1 - rewards)
+
+    def _count_rewards(self, attempt_id: str) -> int:
+        """Number of spans with a reward. At most one more than allowed is stored, which shows the excess."""
+        row = self._journal.fetch_one(
+            "SELECT COUNT(*) FROM spans WHERE attempt_id = ? AND reward IS NOT NULL", (attempt_id,)
+        )
+        return row[0] if row else 0
+
+    def check_rewards(self, attempt_id: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the final values of an attempt: a failure instead of a success if rewards were dropped."""
+        if values["status"] != "succeeded" or self._count_rewards(attempt_id) <= MAX_REWARD_SPANS:
+            return values
+        lost = Failure(
+            kind="reward",
+            error=f"RewardError: the attempt has more than {MAX_REWARD_SPANS} spans with a reward, and the "
+            "later ones were dropped; emit fewer rewards",
+        )
+        return values | {"status": "failed", "failure": failure_json(lost)}
 
     def _set_next_id(self, attempt_id: str, sequence_id: int) -> None:
         self._journal.execute(
@@ -164,7 +227,7 @@ class Records:
                 )
                 self._journal.increment("generations")
             if open_row and span is not None:
-                self.add_spans([span])
+                self.add_spans([span], bounded=False)
             self._rollouts.events.calls_closed = True
 
     def _undecided_attempt(self, rollout_id: str, attempt_id: str) -> AttemptState | None:

@@ -191,14 +191,22 @@ class StoreService:
         return self._workers.record_heartbeat(worker_id, stats), obsolete
 
     def _finish_attempt(
-        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row], force: bool
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        values: dict[str, Any],
+        spans: list[Row],
+        force: bool,
+        losses: dict[str, int] | None,
     ) -> Row | None:
         """Store an attempt's last spans and decide it; returns None without any change while it has open
         calls, unless forced."""
         if not force and self._attempts.count_open_calls(attempt_id):
             return None
         self._records.add_spans(spans)
-        return self._attempts.finish(rollout_id, attempt_id, values)
+        for name, count in (losses or {}).items():
+            self._journal.increment(name, by=count)
+        return self._attempts.finish(rollout_id, attempt_id, self._records.check_rewards(attempt_id, values))
 
     def _capture(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> list[RejectedCall]:
         rejected = self._records.open_calls(opened)

@@ -1,8 +1,11 @@
 """The trace of the running attempt, to which emitters and tracers add spans.
 
-Laws: two attempts interleaved on one event loop, or in two threads, never mix spans, because the current
-trace is a context variable. Adding a span never blocks and never fails the agent; spans over the capacity are
-counted.
+Laws:
+- Two attempts interleaved on one event loop, or in two threads, never mix spans, because the current trace is
+  a context variable.
+- Adding a span never blocks and never fails the agent. Spans over the capacity are dropped and counted.
+- Spans with a reward have a capacity of their own, so that other spans never displace a reward. An attempt
+  that loses a reward cannot succeed.
 """
 
 from __future__ import annotations
@@ -12,11 +15,54 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
-from raylight.types import Span
+from raylight.errors import RewardError
+from raylight.traces.rewards import SpanLike, has_reward
+from raylight.types import MAX_REWARD_SPANS, MAX_SPANS, Span
 
-CAPACITY = 100_000
-"""Maximum number of spans of one attempt. Further ones are dropped and counted."""
+MAX_TEXT = 256 * 2**20
+"""Maximum number of characters in the attributes of an attempt's spans. It bounds the runner's memory."""
+MAX_REWARD_TEXT = 16 * 2**20
+"""Maximum number of characters in the attributes of an attempt's reward spans."""
+SEND_BATCH = 1000
+"""Maximum number of spans in a message to the store. A larger one would block the event loops of runner and
+store."""
+TOO_MANY_REWARDS = (
+    f"an attempt has at most {MAX_REWARD_SPANS} spans with a reward, whose attributes have at most "
+    f"{MAX_REWARD_TEXT} characters; emit fewer of them"
+)
+
+
+class Capacity:
+    """Remaining room for spans, by their number and by the characters of their attributes."""
+
+    def __init__(self, spans: int, text: int) -> None:
+        self._spans = spans
+        self._text = text
+
+    def take(self, span: Span) -> bool:
+        """Reserve the room of a span; return False, and reserve nothing, if it does not fit."""
+        text = _count_characters(span)
+        if not self._spans or text > self._text:
+            return False
+        self._spans -= 1
+        self._text -= text
+        return True
+
+
+def _count_characters(span: Span) -> int:
+    """Return the number of characters of a span's attributes and events."""
+    held = [span.attributes, *(event.attributes for event in span.events)]
+    return len(span.name) + sum(
+        len(key) + _length(value) for attributes in held for key, value in attributes.items()
+    )
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return len(value) + sum(len(item) for item in value if isinstance(item, str))
+    return len(value) if isinstance(value, str | bytes) else 1
 
 
 class AttemptTrace:
@@ -25,17 +71,30 @@ class AttemptTrace:
     Args:
         rollout_id: id of the rollout, given to every added span.
         attempt_id: id of the attempt, given to every added span.
-        capacity: maximum number of spans.
+        max_spans: maximum number of spans without a reward.
+        max_rewards: maximum number of spans with a reward.
     """
 
-    def __init__(self, rollout_id: str, attempt_id: str, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        max_spans: int = MAX_SPANS,
+        max_rewards: int = MAX_REWARD_SPANS,
+    ) -> None:
         self.rollout_id = rollout_id
         self.attempt_id = attempt_id
         self.trace_id = secrets.token_hex(16)
         """Trace id of spans that belong to no OpenTelemetry trace."""
         self.dropped = 0
+        """Number of spans that were not kept: over the capacity, not storable, or after the end."""
+        self.lost_rewards = 0
+        """Number of spans with a reward that were not kept, or whose reward cannot be read."""
+        self._reward_loss = ""
+        """Reason for the first lost reward."""
         self.closed = False
-        self._capacity = capacity
+        self._capacity = Capacity(max_spans, MAX_TEXT)
+        self._reward_capacity = Capacity(max_rewards, MAX_REWARD_TEXT)
         self._spans: list[Span] = []
         self._sent = 0
         # reentrant: garbage collection may end a span at any point of this thread, also while it holds the
@@ -45,12 +104,50 @@ class AttemptTrace:
     def add(self, span: Span) -> None:
         """Add a span. After the end of the attempt, or beyond the capacity, it is dropped and counted."""
         with self._lock:
-            if self.closed or len(self._spans) >= self._capacity:
+            if self.closed:
                 self.dropped += 1
+                return
+            try:
+                rewarded = has_reward(span)
+            except RewardError as error:  # the span is kept, to show what the agent recorded
+                rewarded = False
+                self._lose_reward(str(error))
+            if not (self._reward_capacity if rewarded else self._capacity).take(span):
+                self.drop(span)
                 return
             self._spans.append(
                 span.model_copy(update={"rollout_id": self.rollout_id, "attempt_id": self.attempt_id})
             )
+
+    def drop(self, span: SpanLike, reason: str = TOO_MANY_REWARDS) -> None:
+        """Count a span that is not kept, and its reward as lost if it has one.
+
+        Args:
+            reason: cause of the loss, for the error about lost rewards.
+        """
+        with self._lock:
+            self.dropped += 1
+            with contextlib.suppress(RewardError):  # counted when the span was added
+                if has_reward(span):
+                    self._lose_reward(reason)
+
+    def _lose_reward(self, reason: str) -> None:
+        self.lost_rewards += 1
+        self._reward_loss = self._reward_loss or reason
+
+    @property
+    def reward_error(self) -> RewardError | None:
+        """Error of an attempt that lost rewards; None if it lost none."""
+        if not self.lost_rewards:
+            return None
+        others = f" (and {self.lost_rewards - 1} more)" if self.lost_rewards > 1 else ""
+        return RewardError(f"a reward was recorded, but could not be kept{others}: {self._reward_loss}")
+
+    @property
+    def losses(self) -> dict[str, int] | None:
+        """Counts of dropped spans and lost rewards, for the attempt's metadata; None if nothing was lost."""
+        counts = {"spans_dropped": self.dropped, "rewards_lost": self.lost_rewards}
+        return {name: count for name, count in counts.items() if count} or None
 
     @property
     def spans(self) -> list[Span]:
@@ -58,11 +155,16 @@ class AttemptTrace:
         with self._lock:
             return list(self._spans)
 
-    def take(self) -> list[Span]:
-        """Return the spans added since the last call, to be sent to the store."""
+    def take(self, limit: int | None = None) -> list[Span]:
+        """Return spans added since the last call, to be sent to the store.
+
+        Args:
+            limit: maximum number of spans; None for all.
+        """
         with self._lock:
-            fresh = self._spans[self._sent :]
-            self._sent = len(self._spans)
+            end = len(self._spans) if limit is None else self._sent + limit
+            fresh = self._spans[self._sent : end]
+            self._sent += len(fresh)
             return fresh
 
     def close(self) -> None:

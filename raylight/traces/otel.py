@@ -87,6 +87,7 @@ class SpanCapture(SpanProcessor):
             self._count_failure(span)
 
     def on_end(self, span: ReadableSpan) -> None:
+        owner = None
         try:
             context = span.get_span_context()
             owner = self._open.pop((context.trace_id, context.span_id), None) if context else None
@@ -97,8 +98,10 @@ class SpanCapture(SpanProcessor):
             owner.add(Span.from_opentelemetry(span, owner.rollout_id, owner.attempt_id))
             for export in self._exports:
                 export.add(span, owner)
-        except Exception:  # errors here must not reach the agent's code
+        except Exception as error:  # errors here must not reach the agent's code
             self._count_failure(span)
+            if owner is not None:
+                owner.drop(span, f"span {span.name!r} cannot be converted: {error!r}")
 
     def shutdown(self) -> None:
         """Close all exports. The provider calls it when it shuts down, at the latest at interpreter exit."""

@@ -18,8 +18,9 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 
-from raylight.errors import OtlpError, SpanError
+from raylight.errors import OtlpError, RewardError, SpanError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from raylight.traces.rewards import has_reward
 from raylight.types import (
     MAX_SEQUENCE_ID,
     Event,
@@ -93,8 +94,9 @@ def decode(
             try:
                 span = _span(sent if isinstance(sent, ProtoSpan) else _span_of_json(sent), resource)
                 span_json(span)
+                has_reward(span)  # a reward that cannot be read is not stored in silence
                 spans.append(span)
-            except (OtlpError, SpanError) as error:
+            except (OtlpError, SpanError, RewardError) as error:
                 reasons.append(str(error))
     return spans, reasons
 

@@ -16,6 +16,9 @@ from raylight.semconv import ANNOTATION, PRIMARY, REWARD_PREFIX
 
 logger = logging.getLogger(__name__)
 
+MAX_REWARD = 1e9
+"""Largest magnitude of a reward. Sums and squares of advantages over the tokens of a batch stay finite in
+float32."""
 LEGACY_REWARD = "reward"
 """Attribute of an annotation span in which agent-lightning 0.2 stored its only reward."""
 AGENTOPS_OUTPUTS = ("agentops.task.output", "agentops.entity.output")
@@ -43,7 +46,7 @@ class NamedReward(BaseModel):
 
 
 def as_reward(value: Any, name: str = PRIMARY) -> float:
-    """Convert a number (also a bool, or a scalar of numpy or torch) to a finite float.
+    """Convert a number (also a bool, or a scalar of numpy or torch) to a float within `MAX_REWARD`.
 
     Args:
         value: the reward.
@@ -51,7 +54,7 @@ def as_reward(value: Any, name: str = PRIMARY) -> float:
 
     Raises:
         RewardTypeError: the value is not a number.
-        RewardError: the value is not finite.
+        RewardError: the value is not finite, or its magnitude is over `MAX_REWARD`.
     """
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
@@ -65,6 +68,11 @@ def as_reward(value: Any, name: str = PRIMARY) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise RewardError(f"the reward {name!r} is {value!s:.40}; a reward must be a finite float")
+    if abs(number) > MAX_REWARD:
+        raise RewardError(
+            f"the reward {name!r} is {number:g}, and its magnitude must be at most {MAX_REWARD:g}; scale it, "
+            "or clip it"
+        )
     return number
 
 
@@ -76,7 +84,8 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
         primary_key: name of the primary reward. None: the first.
 
     Raises:
-        RewardError: a reward is not a finite number, the dict is empty, or it lacks `primary_key`.
+        RewardError: a reward is not a finite number within `MAX_REWARD`, the dict is empty, or it lacks
+            `primary_key`.
     """
     if not isinstance(reward, Mapping):
         if primary_key is not None:
@@ -102,18 +111,31 @@ def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
 
     The list is empty if the span has none. Rewards that cannot be read are logged and ignored.
     """
+    try:
+        return _read_rewards(span)
+    except RewardError as error:
+        logger.warning("the reward of span %r is ignored: %s", span.name, error)
+        return []
+
+
+def has_reward(span: SpanLike) -> bool:
+    """Return True if a span has a reward.
+
+    Raises:
+        RewardError: the span has the attributes of a reward, and the reward cannot be read.
+    """
+    return bool(_read_rewards(span))
+
+
+def _read_rewards(span: SpanLike) -> list[NamedReward]:
     attributes = span.attributes
     if not attributes:
         return []
     keys = [key for key in attributes if key.startswith(f"{REWARD_PREFIX}.")]
-    try:
-        if keys:
-            return _indexed(attributes, keys)
-        value = _legacy_value(span.name, attributes)
-        return [] if value is None else [NamedReward(name=PRIMARY, value=as_reward(value))]
-    except RewardError as error:
-        logger.warning("the reward of span %r is ignored: %s", span.name, error)
-        return []
+    if keys:
+        return _indexed(attributes, keys)
+    value = _legacy_value(span.name, attributes)
+    return [] if value is None else [NamedReward(name=PRIMARY, value=as_reward(value))]
 
 
 def _indexed(attributes: Mapping[str, Any], keys: list[str]) -> list[NamedReward]:
@@ -144,7 +166,8 @@ def _legacy_value(name: str, attributes: Mapping[str, Any]) -> Any:
             except (ValueError, RecursionError):  # not JSON, so it is the agent's text
                 output = None
         if isinstance(output, Mapping) and output.get("type") == "reward":
-            return output.get("value")
+            value = output.get("value")
+            return value if isinstance(value, Real) else None  # other values are the agent's own text
     return attributes.get(LEGACY_REWARD) if name == ANNOTATION else None
 
 

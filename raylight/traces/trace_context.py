@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from raylight.errors import ConfigError
-from raylight.traces.context import AttemptTrace
+from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.types import Span
 
 
@@ -62,8 +62,12 @@ class TraceContext:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        if self._store is not None and (spans := self._trace.take()):
+        if self._store is None:
+            return
+        while spans := self._trace.take(SEND_BATCH):
             await self._store.add_many_spans(spans)
+        if kind is None and (lost := self._trace.reward_error):
+            raise lost
 
     def _enter(self) -> Any:
         self._stack.enter_context(self._current)

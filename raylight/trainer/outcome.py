@@ -43,6 +43,7 @@ def describe(
         "trace/rows_truncated": float(content.rows_truncated),
         "trace/rows_per_rollout": content.relations.rows_per_rollout,
         "trace/rows_per_rollout_max": float(content.relations.max_rows),
+        "trace/spans_dropped": float(sum(_spans_dropped(item) for item in sampled)),
         "trace/calls": float(content.relations.calls),
         **{f"trace/{name}": float(content.relations.counts[name]) for name in COUNTED},
         **_constraint_metrics(content),
@@ -57,6 +58,13 @@ def describe(
             "train/calls": len(lengths) / len(sampled),
         }
     return metrics
+
+
+def _spans_dropped(item: FinishedRollout) -> int:
+    """Return the number of spans of a rollout that were not kept, such as those over its capacity."""
+    metadata = (item.rollout.attempt.metadata if item.rollout.attempt else None) or {}
+    count = metadata.get("spans_dropped", 0)
+    return count if isinstance(count, int) else 0
 
 
 def _constraint_metrics(content: BatchReport) -> Metrics:

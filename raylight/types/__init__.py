@@ -21,7 +21,9 @@ from raylight.types.rollouts import (
     Worker,
 )
 from raylight.types.spans import (
+    MAX_REWARD_SPANS,
     MAX_SEQUENCE_ID,
+    MAX_SPANS,
     Attributes,
     Event,
     Link,
@@ -65,7 +67,9 @@ __all__ = [
     "GREEDY",
     "GREEDY_BELOW",
     "LIVE",
+    "MAX_REWARD_SPANS",
     "MAX_SEQUENCE_ID",
+    "MAX_SPANS",
     "NEVER_SAMPLED_BELOW",
     "RETRIED",
     "ROLLOUT_TRANSITIONS",

@@ -22,6 +22,11 @@ Attributes = dict[str, AttributeValue]
 StatusCode = Literal["UNSET", "OK", "ERROR"]
 MAX_SEQUENCE_ID = 2**62
 """Exclusive upper limit of sequence ids; the numbers above are reserved for later spans."""
+MAX_SPANS = 100_000
+"""Maximum number of spans without a reward of one attempt. Further ones are dropped and counted."""
+MAX_REWARD_SPANS = 10_000
+"""Maximum number of spans with a reward of one attempt. An attempt with more fails, as their rewards are
+lost."""
 
 
 class ExtensibleModel(BaseModel):

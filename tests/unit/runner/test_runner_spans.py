@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from raylight.agent.emit import emit_message, emit_reward
 from raylight.agent.hooks import Hook
 from raylight.agent.operations import operation
 from raylight.runner import runner as module
+from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.context import AttemptTrace, current_trace
@@ -231,15 +233,82 @@ async def test_a_late_span_of_a_thread_is_counted_and_never_half_there(store: St
 async def test_spans_beyond_the_capacity_are_counted_in_the_attempts_metadata(
     store: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raylight.traces.context.AttemptTrace.__init__.__defaults__", (10,))
+    monkeypatch.setattr("raylight.traces.context.AttemptTrace.__init__.__defaults__", (10, 10))
 
-    async def agent(task: int) -> None:
+    async def agent(task: int) -> float:
         for _ in range(15):
             emit_message("x")
+        emit_reward(0.25)
+        return 0.5
 
     (decided,) = await run_all(store, [1], agent)
-    assert decided.attempt.metadata == {"spans_dropped": 5}
-    assert len(await store.query_spans(decided.rollout_id)) == 10
+    assert (decided.status, decided.attempt.metadata) == ("succeeded", {"spans_dropped": 5})
+    (found,) = await store.collect([decided.rollout_id], with_spans=True)
+    assert (found.reward, len(found.spans)) == (0.5, 12)
+    assert (await store.statistics())["spans_dropped"] == 5
+
+
+async def record_nan(task: int) -> None:
+    attributes = reward_attributes({"primary": math.nan})
+    with sdk().start_as_current_span("agentlightning.annotation", attributes=attributes):
+        pass
+
+
+async def emit_too_many(task: int) -> float:
+    for _ in range(11):
+        emit_reward(0.5)
+    return 0.5
+
+
+async def emit_unstorable(task: int) -> None:
+    trace = current_trace()
+    assert trace is not None
+    trace.add(Span.from_attributes(name="bad", attributes=reward_attributes({"primary": 1.0}) | {"x": {1}}))
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason", "lost"),
+    [
+        (record_nan, "must be a finite float", 1),
+        (emit_too_many, "and 1 more", 2),
+        (emit_unstorable, "cannot be stored", 1),
+    ],
+)
+async def test_a_lost_reward_is_a_failure(
+    store: StoreClient,
+    tracer: OtelTracer,
+    agent: Any,
+    reason: str,
+    lost: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raylight.traces.context.AttemptTrace.__init__.__defaults__", (10, 10))
+    (decided,) = await run_all(store, [1], agent, {"tracer": tracer})
+    assert decided.status == "failed"
+    assert decided.attempt.failure.kind == "reward"
+    assert decided.attempt.failure.error.startswith("RewardError: a reward was recorded, but could not be")
+    assert reason in decided.attempt.failure.error
+    assert decided.attempt.metadata["rewards_lost"] == lost
+    assert (await store.statistics())["rewards_lost"] == lost
+
+
+async def test_many_spans_are_sent_in_parts(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEND_BATCH", 10)
+    sizes = []
+
+    class Watching(StoreClient):
+        async def add_many_spans(self, spans: Any) -> list[Span]:
+            sizes.append(len(spans))
+            return await super().add_many_spans(spans)
+
+    async def agent(task: int) -> float:
+        for _ in range(34):
+            emit_message("x")
+        return 0.5
+
+    (decided,) = await run_all(Watching(store._channel.target), [1], agent)
+    (found,) = await store.collect([decided.rollout_id], with_spans=True)
+    assert (found.reward, len(found.spans), sizes) == (0.5, 35, [10, 10, 10])
 
 
 @pytest.mark.parametrize("flush_s", [0.005, 60.0], ids=["while it runs", "at the end"])

@@ -137,6 +137,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
             {"status": "succeeded", "failure": None},
             [span_row(span_of(rollout))],
             False,
+            {"spans_dropped": 2},
         ],
         ["update_rollout", "mine", {"status": "requeuing"}],
         ["cancel", ["mine"]],

@@ -333,6 +333,36 @@ async def test_the_last_spans_of_an_attempt_that_was_decided_before_are_late(box
     assert await box.count("spans_late") == 2
 
 
+async def test_the_spans_of_an_attempt_are_bounded(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other processes too, which have sequence ids with gaps. Rewards have room of their own."""
+    monkeypatch.setattr("raylight.store.records.MAX_SPANS", 4)
+    rollout = await box.take()
+    await box.store.add_many_spans([span_of(rollout), reward_of(rollout, 0.25), span_of(rollout)])
+    await box.store.get_many_span_sequence_ids([ids_of(rollout)] * 5)
+    stored = await box.store.add_many_spans(
+        [span_of(rollout), span_of(rollout), span_of(rollout), reward_of(rollout, 0.75), span_of(rollout)]
+    )
+    assert len(stored) == 3
+    decided = await box.store.finish_attempt(rollout, "succeeded", None, [span_of(rollout)])
+    (found,) = await box.store.collect([rollout.rollout_id], with_spans=True)
+    assert (decided.status, found.reward, len(found.spans)) == ("succeeded", 0.75, 6)
+    assert (await box.count("spans_dropped"), await box.count("spans_duplicate")) == (3, 0)
+
+
+async def test_an_attempt_with_too_many_rewards_fails(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylight.store.records.MAX_REWARD_SPANS", 3)
+    rollout, other = await box.take(), await box.take()
+    for value in range(5):
+        await box.store.add_span(reward_of(rollout, value))
+    for value in range(3):
+        await box.store.add_span(reward_of(other, value))
+    assert (await box.store.finish_attempt(other, "succeeded")).status == "succeeded"
+    failed = await box.store.finish_attempt(rollout, "succeeded")
+    assert (failed.status, failed.attempt.failure.kind) == ("failed", "reward")
+    assert "more than 3 spans with a reward" in failed.attempt.failure.error
+    assert await box.count("spans_dropped") == 1
+
+
 async def test_a_span_that_comes_before_the_end_is_not_late(box: Box) -> None:
     rollout = await box.take()
     spans = [span_of(rollout), reward_of(rollout, 1.0)]

@@ -446,6 +446,18 @@ def test_partial_success(store: Store, encode: Any, kind: str) -> None:
     assert [span.span_id[0] for span in store.spans] == ["1", "4"]
 
 
+@pytest.mark.parametrize("value", [{"stringValue": "high"}, {"doubleValue": 1e308}, {"doubleValue": "NaN"}])
+def test_a_reward_that_cannot_be_read_is_rejected(store: Store, value: dict[str, Any]) -> None:
+    reward = [
+        {"key": "agentlightning.reward.0.name", "value": {"stringValue": "primary"}},
+        {"key": "agentlightning.reward.0.value", "value": value},
+    ]
+    spans = [span_json(attributes=reward), span_json(spanId="2" * 16)]
+    rejected, message = partial(post(client_of(store.add), as_json(*spans)))
+    assert (rejected, len(store.spans)) == (1, 1)
+    assert "the reward 'primary' is" in message
+
+
 def test_a_sink_may_return_reasons() -> None:
     async def sink(spans: list[Span]) -> list[str]:
         return ["the attempt is decided"] * (len(spans) - 1)

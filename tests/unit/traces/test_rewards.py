@@ -29,7 +29,7 @@ from raylight.traces.rewards import (
 from raylight.types import Span
 
 R = "agentlightning.reward"
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+FINITE = st.floats(min_value=-1e9, max_value=1e9)
 
 
 def span(attributes: dict[str, Any], name: str = ANNOTATION) -> Span:
