@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from raylight.http.errors import RequestError
 from raylight.request_fields import LABELS, PROTECTED
 
-MAX_ENTRIES = 10_000
-"""Most entries of a list in a body, such as its messages."""
 DESCRIBED_PROBLEMS = 10
 """Problems described in one error; the rest is counted."""
 COUNTED_PROBLEMS = 1_000
@@ -46,11 +44,6 @@ class RequestModel(BaseModel):
         Raises:
             RequestError: 400, with the fields that are invalid.
         """
-        for name, value in body.items() if isinstance(body, dict) else ():
-            if isinstance(value, list) and len(value) > MAX_ENTRIES:
-                raise RequestError(
-                    f"{name:.100}: at most {MAX_ENTRIES} entries are allowed, not {len(value)}"
-                )
         try:
             return cls.model_validate(without_labels(body, cls.model_fields))
         except ValidationError as error:

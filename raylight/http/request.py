@@ -6,6 +6,7 @@ another one has read or decoded. Layers share the decoded fields, so that none m
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
@@ -147,6 +148,7 @@ def decode_fields(content: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        _name_wrong_number(content)
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
@@ -196,12 +198,48 @@ def _check_values(fields: dict[str, Any]) -> None:
                 below.extend(value.values())
             elif kind is list:
                 below.extend(value)
-            elif (kind is int and value not in NUMBERS) or (kind is float and not math.isfinite(value)):
-                raise RequestError(f"the number {value!s:.30} in the body does not fit into 64 bits")
+            elif _is_wrong_number(value):
+                raise _number_error(fields)
         if not below:
             return
         level = below
     raise RequestError(f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed")
+
+
+def _is_wrong_number(value: Any) -> bool:
+    kind = type(value)
+    return (kind is int and value not in NUMBERS) or (kind is float and not math.isfinite(value))
+
+
+def _name_wrong_number(content: bytes) -> None:
+    """Raise an error that names the field, if a body is not JSON only for NaN, or for an infinite number."""
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(fields, dict):
+        _check_values(fields)
+
+
+def _number_error(fields: dict[str, Any]) -> RequestError:
+    """Return the error of a body with a number that is not finite or beyond 64 bits; it names the field."""
+    level: list[tuple[str, Any]] = [(name[:100], value) for name, value in fields.items()]
+    while True:
+        for path, value in level:
+            if _is_wrong_number(value):
+                return RequestError(
+                    f"{path}: it must be a finite number of at most 64 bits, not {value!s:.30}", param=path
+                )
+        level = [pair for path, value in level for pair in _within(path, value)]
+
+
+def _within(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the values within a list or an object, each with its path."""
+    if isinstance(value, dict):
+        return [(f"{path}.{name[:100]}", inner) for name, inner in value.items()]
+    return (
+        [(f"{path}[{index}]", inner) for index, inner in enumerate(value)] if isinstance(value, list) else []
+    )
 
 
 def _too_large(max_bytes: int) -> RequestError:

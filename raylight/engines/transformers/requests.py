@@ -10,22 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.body import invalid_body, without_labels
+from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError
 from raylight.request_fields import log_dropped
 
 NO_BUDGETS = "this engine cannot enforce (or thinking.budget_tokens)"
-MAX_MESSAGES = 10_000
-MAX_TOOLS = 1_000
-MAX_STOP_WORDS = 64
-StopWord = Annotated[str, Field(min_length=1, max_length=1_000)]
-StopWords = Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)]
-"""Bounded, because the engine's thread searches for each word after each token."""
+MAX_TOP_LOGPROBS = 20
+StopWord = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63 - 4096)]
-"""Leaves room for one seed per choice."""
-Bias = Annotated[float, Field(ge=-100, le=100)]
 BodyType = TypeVar("BodyType", bound="Body")
 
 
@@ -41,6 +35,8 @@ class Body(BaseModel):
         Raises:
             RequestError: names the invalid fields.
         """
+        if isinstance(body, dict):
+            check_bounds(body)
         try:
             return cls.model_validate(without_labels(body))
         except ValidationError as error:
@@ -71,22 +67,22 @@ class ResponseFormat(Body):
 
 
 class SamplingBody(Body):
-    """Fields that chat and completions have in common."""
+    """Fields that chat and completions have in common. `raylight.http.bounds` has their bounds."""
 
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=10)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    logit_bias: dict[str, Bias] | None = None
-    stop: StopWord | StopWords | None = None
-    seed: Seed | None = None
-    n: int | None = Field(default=None, ge=1, le=128)
-    min_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: StopWord | list[StopWord] | None = None
+    seed: int | None = None
+    n: int | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: SampledStreamOptions | None = None
@@ -215,8 +211,8 @@ class NamedTool(Body):
 class MessagesBody(Body):
     """Fields that are rendered into a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[FunctionTool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -236,9 +232,9 @@ class TokenPrompt(Body):
 
 
 class ChatRequest(SamplingBody, MessagesBody):
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     kv_transfer_params: TokenPrompt | None = None
@@ -270,7 +266,7 @@ class ChatRequest(SamplingBody, MessagesBody):
 
 class CompletionRequest(SamplingBody):
     prompt: str | TokenIds | Texts | TokenLists
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: Literal[False] | None = None
     add_special_tokens: bool = True
 
@@ -297,11 +293,6 @@ def _value_or(value: float | None, default: float) -> float:
 
 
 def _bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    invalid = [
-        key
-        for key in biases
-        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size
-    ]
-    if invalid:
+    if invalid := [key for key in biases if int(key) >= vocab_size]:
         raise RequestError(f"logit_bias: keys are token ids below {vocab_size}, not {invalid[0]!r}")
     return tuple((int(key), bias) for key, bias in biases.items())

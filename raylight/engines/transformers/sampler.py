@@ -22,6 +22,7 @@ from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.engines.transformers.tools import ToolParserName
 from raylight.engines.transformers.worker import CLOSED, EngineWorker
+from raylight.http.bounds import check_answer_size
 from raylight.http.context_length import ContextLengthError
 from raylight.http.errors import RequestError
 
@@ -102,6 +103,13 @@ class Sampler:
             raise RequestError(CLOSED, 503, "overloaded_error")
         for prompt in prompts:
             self._check_prompt(prompt)
+        if len(prompts) > self._max_in_flight:
+            raise RequestError(
+                f"n: this engine takes at most {self._max_in_flight} choices at a time; the request has "
+                f"{len(prompts)}"
+            )
+        longest = min(max(p.max_tokens for p in params), self.max_model_len - min(map(len, prompts)))
+        check_answer_size(len(prompts), longest, max(p.top_logprobs for p in params))
         if self._in_flight + len(prompts) > self._max_in_flight:
             raise RequestError(
                 f"{self._max_waiting} requests are waiting already; try again later", 503, "overloaded_error"

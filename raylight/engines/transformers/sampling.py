@@ -93,25 +93,12 @@ class SampledTokens:
     allowed: dict[int, tuple[int, float]]
 
 
-def sample(
-    logits: torch.Tensor,
-    params: list[SamplingParams],
-    generators: list[torch.Generator | None],
-    shared: torch.Generator,
-    policy_logits: torch.Tensor | None = None,
-) -> SampledTokens:
-    """Sample the next token of each row.
+def distribution(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Return the log-probabilities of all tokens after temperature, min-p, top-k and top-p.
 
     Args:
         logits: shape (rows, vocabulary).
-        params: one per row.
-        generators: one per row; None draws from `shared`.
-        shared: the engine's own random generator.
-        policy_logits: the logits without the rows' constraints; None if no row has one.
-
-    Returns:
-        Tokens with log-probabilities of the distribution after temperature, top-k, top-p and min-p. For a
-        greedy row they are those at temperature 1, as in vLLM.
+        params: one per row. A greedy row has temperature 1, as in vLLM.
     """
     logits = _heat(logits.float(), params)
     if any(p.min_p for p in params):
@@ -120,16 +107,34 @@ def sample(
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
     if any(p.top_k or p.top_p < 1 for p in params):
         logits = truncate(logits, params)
-    logprobs = logits.log_softmax(-1)
+    return logits.log_softmax(-1)
+
+
+def draw(
+    logprobs: torch.Tensor,
+    params: list[SamplingParams],
+    generators: list[torch.Generator | None],
+    shared: torch.Generator,
+    policy_logits: torch.Tensor | None = None,
+) -> SampledTokens:
+    """Draw the next token of each row.
+
+    Args:
+        logprobs: the rows' distributions, shape (rows, vocabulary).
+        params: one per row.
+        generators: one per row; None draws from `shared`.
+        shared: the engine's own random generator.
+        policy_logits: the logits without the rows' constraints; None if no row has one.
+    """
     tokens = _draw(logprobs, shared)
     for row, generator in enumerate(generators):
         if generator is not None:
             tokens[row] = _draw(logprobs[row : row + 1], generator)[0]
     greedy = [p.greedy for p in params]
     if any(greedy):
-        tokens = torch.where(torch.tensor(greedy, device=logits.device), logprobs.argmax(-1), tokens)
+        tokens = torch.where(torch.tensor(greedy, device=logprobs.device), logprobs.argmax(-1), tokens)
     sampled = logprobs.gather(-1, tokens[:, None])[:, 0]
-    top_count = min(max(p.top_logprobs for p in params), logits.shape[-1])
+    top_count = min(max(p.top_logprobs for p in params), logprobs.shape[-1])
     top_rows: list[list[tuple[int, float]]] = []
     if top_count:
         values, ids = logprobs.topk(top_count)

@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from raylight.engines.transformers.batch_step import batch_step, sequence_error
 from raylight.engines.transformers.decoder import Decoder
-from raylight.engines.transformers.grammar import mask_logits
-from raylight.engines.transformers.sampling import adjust_logits, sample
+from raylight.engines.transformers.sampling import draw
 from raylight.engines.transformers.sequence import Sequence, notify
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.types import FinishReason
@@ -62,6 +62,8 @@ class EngineWorker:
         self._deferred: deque[Sequence | Command[Any]] = deque()
         """A command that waits until the engine is idle, and everything submitted after it."""
         self._waiting: deque[Sequence] = deque()
+        self._alone = 0
+        """Number of waiting sequences, the first ones, that are prefilled alone: their batch failed."""
         self.thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.thread.start()
 
@@ -118,9 +120,8 @@ class EngineWorker:
                     if not self.asleep:
                         self._prefill()
                         self._decode()
-                except (
-                    Exception
-                ) as error:  # of any kind: every caller that waits for this step must receive it
+                except BaseException as error:  # of any kind, a panic of the tokenizer too: every caller that
+                    # waits for this step must receive it, and the thread must go on
                     logger.exception("a step of the engine failed")
                     reason = f"the engine failed: {type(error).__name__}: {error}"
                     self._fail_all(RequestError(reason, 500, "server_error"))
@@ -171,13 +172,28 @@ class EngineWorker:
         while self._waiting and len(self.decoder.active) + len(admitted) < self.decoder.slots:
             sequence = self._waiting[0]
             longest = max(longest, sequence.length)
-            if admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS:
+            if admitted and (self._alone or longest * (len(admitted) + 1) > PREFILL_TOKENS):
                 break
+            self._alone = max(self._alone - 1, 0)
             self._waiting.popleft()
             if self._assign_adapter(sequence):
                 admitted.append(sequence)
-        if admitted:
-            self._append(admitted, self.decoder.prefill(admitted))
+        if admitted and (logits := self._prefill_batch(admitted)) is not None:
+            self._append(admitted, logits)
+
+    def _prefill_batch(self, admitted: list[Sequence]) -> torch.Tensor | None:
+        """Prefill a batch. If that raises, a single sequence has failed; several wait for a pass each."""
+        try:
+            return self.decoder.prefill(admitted)
+        except Exception as error:  # of any kind; the cache of the other sequences is not touched
+            for sequence in admitted:
+                self.decoder.remove(sequence)
+            if len(admitted) == 1:
+                self._end(admitted, error=sequence_error(error))
+            else:
+                self._waiting.extendleft(reversed(admitted))
+                self._alone = len(admitted)
+            return None
 
     def _assign_adapter(self, sequence: Sequence) -> bool:
         """Assign the current version of its adapter to a new sequence.
@@ -199,33 +215,41 @@ class EngineWorker:
 
     def _append(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Sample a token for each sequence, end those that are complete, and notify their readers."""
-        params = [s.params for s in sequences]
-        policy_logits = logits if any(p.constrained for p in params) else None
-        if any(s.grammar_matcher is not None for s in sequences):
-            logits = mask_logits(logits, [s.grammar_matcher for s in sequences])
-        if any(p.adjusts_logits for p in params):
-            histories = [(s.sample.prompt_ids, s.sample.output_ids) for s in sequences]
-            logits = adjust_logits(logits, params, histories, self._stop_ids)
-        sampled = sample(logits, params, [s.generator for s in sequences], self._generator, policy_logits)
-        for sequence, logprob in zip(sequences, sampled.logprobs, strict=True):
-            if not math.isfinite(logprob):
-                self.decoder.remove(sequence)
-                self._end([sequence], error=_not_finite_error(sequence))
+        step = batch_step(sequences, logits, self._stop_ids)
+        for sequence, error in step.failed:
+            self._fail(sequence, error)
+        sequences = step.sequences
+        if not sequences:
+            return
+        params, generators = [s.params for s in sequences], [s.generator for s in sequences]
+        sampled = draw(step.logprobs, params, generators, self._generator, step.policy_logits)
+        ended: list[Sequence] = []
         for row, (sequence, token, logprob) in enumerate(
             zip(sequences, sampled.tokens, sampled.logprobs, strict=True)
         ):
-            if sequence.ended:
+            if not math.isfinite(logprob):
+                self._fail(sequence, _not_finite_error(sequence))
                 continue
             if sequence.params.top_logprobs:
                 sequence.top_logprobs.append(sampled.top_logprobs[row][: sequence.params.top_logprobs])
-            if sequence.grammar_matcher is not None:
-                sequence.grammar_matcher.accept_token(token)
-            version = sequence.adapter.version if sequence.adapter else self.version
-            sequence.append(token, logprob, version, sampled.allowed.get(row))
-        ended = [s for s in sequences if not s.ended and (s.cancelled or self._is_complete(s))]
+            try:
+                if self._add_token(sequence, token, logprob, sampled.allowed.get(row)):
+                    ended.append(sequence)
+            except BaseException as error:  # of any kind, a panic of the tokenizer too
+                self._fail(sequence, sequence_error(error))
         for sequence in ended:
             self.decoder.remove(sequence)
         self._end(ended, also=[s for s in sequences if s.streams and not s.ended])
+
+    def _add_token(
+        self, sequence: Sequence, token: int, logprob: float, allowed: tuple[int, float] | None
+    ) -> bool:
+        """Add a sampled token to its sequence; returns True if that completes or cancels it."""
+        if sequence.grammar_matcher is not None:
+            sequence.grammar_matcher.accept_token(token)
+        version = sequence.adapter.version if sequence.adapter else self.version
+        sequence.append(token, logprob, version, allowed)
+        return sequence.cancelled or self._is_complete(sequence)
 
     def _is_complete(self, sequence: Sequence) -> bool:
         """Check the last token of a sequence; sets the finish reason if the sequence is complete."""
@@ -245,6 +269,11 @@ class EngineWorker:
         return True
 
     # ends of sequences
+
+    def _fail(self, sequence: Sequence, error: RequestError) -> None:
+        """End an active sequence with an error."""
+        self.decoder.remove(sequence)
+        self._end([sequence], error=error)
 
     def _remove(self, sequence: Sequence) -> None:
         self.decoder.remove(sequence) if sequence in self.decoder.active else self._waiting.remove(sequence)

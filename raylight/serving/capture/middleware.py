@@ -19,6 +19,7 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import SCOPE, AttemptScope, CaptureContext, new_keys
 from raylight.engines.protocol import PROMPT_IDS, Engine
+from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
 from raylight.serving.capture.captured_request import CapturedRequest
@@ -30,8 +31,6 @@ from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
 from raylight.types import DRIFTS, HistoryNote
 
-MAX_CHOICES = 1024
-"""Most choices of one request."""
 PROMPT_FIELD = "kv_transfer_params"
 """Field of a chat request in which engines take a prompt in tokens. Agents may not send it."""
 TOKEN_IN = b"x-raylight-token-in"

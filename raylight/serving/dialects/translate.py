@@ -13,17 +13,21 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import SCOPE
+from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import SseReader, sse_bytes
 from raylight.serving.dialects.answers import DONE
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.serving.dialects.dialect import Dialect, Translation
-from raylight.serving.dialects.native import ChatDialect
+from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.registry import dialect_of
 
 DIALECT_KEY = "raylight.dialect"
 """Key of the ASGI scope that holds the name of the dialect of a translated request."""
+
+NATIVE_PATHS = (ChatDialect.path, CompletionsDialect.path, "/tokenize", "/detokenize")
+"""Routes that the engine serves itself, and whose requests are checked."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -48,13 +52,14 @@ class TranslationMiddleware:
         path = scope["path"].removeprefix(root) if scope["type"] == "http" else ""
         dialect = dialect_of(path)
         if dialect.native:
-            is_chat = path == ChatDialect.path and scope["method"] == "POST"
-            await (self._serve_chat if is_chat else self._app)(scope, receive, send)
+            checked = path in NATIVE_PATHS and scope["method"] == "POST"
+            await (self._serve_native if checked else self._app)(scope, receive, send)
             return
         answer = _AnswerSender(dialect, send)
         try:
             _check_route(dialect, path, scope["method"])
             fields = (await json_request(scope, receive)).fields
+            check_bounds(fields)
             answer.translation = translation = self._instance(dialect).translate(path, fields, SCOPE.get())
             chat = self._normalize(translation)
         except RequestError as error:
@@ -64,10 +69,13 @@ class TranslationMiddleware:
         inner = _inner_scope(scope, root + translation.engine_path) | {DIALECT_KEY: dialect.name}
         await self._app(request.put_into(inner), request, answer)
 
-    async def _serve_chat(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def _serve_native(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         try:
             request = (await json_request(scope, receive)).with_receive(receive)
-            fields = self._normalizer.normalize(request.fields)
+            fields = request.fields
+            check_bounds(fields)
+            if scope["path"].removeprefix(scope.get("root_path", "")) == ChatDialect.path:
+                fields = self._normalizer.normalize(fields)
         except RequestError as error:
             await _AnswerSender(ChatDialect, send).send_error(error)
             return

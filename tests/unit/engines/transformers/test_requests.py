@@ -75,8 +75,10 @@ def test_a_body_that_is_no_object_is_refused(body: Any) -> None:
 
 
 def test_every_wrong_field_is_named_at_once() -> None:
-    with pytest.raises(RequestError, match=r"n:.*unheard:"):
-        params_of(n=0, unheard=1)
+    with pytest.raises(RequestError, match=r"stream_options:.*unheard:"):
+        params_of(stream_options=3, unheard=1)
+    with pytest.raises(RequestError, match=r"n:.*top_k:"):
+        params_of(n=0, top_k=2**63)
 
 
 def test_choices_of_a_seeded_request_have_seeds_of_their_own() -> None:

@@ -7,13 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from raylight.engines.transformers.sampling import SamplingParams, adjust_logits, sample
+from raylight.engines.transformers import sampling
+from raylight.engines.transformers.sampling import SampledTokens, SamplingParams, adjust_logits, distribution
 
 VOCABULARY = 12
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+def sample(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    generators: list[torch.Generator | None],
+    shared: torch.Generator,
+) -> SampledTokens:
+    return sampling.draw(distribution(logits, params), params, generators, shared)
 
 
 def draw(

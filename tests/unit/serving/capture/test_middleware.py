@@ -20,6 +20,7 @@ from unit_helpers import within
 from raylight.engines.capture_context import CURRENT, AttemptScope
 from raylight.errors import StoreLostError
 from raylight.experience.trajectory import build_trajectories
+from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError
 from raylight.semconv import (
     AGENT_NAME,
@@ -38,7 +39,7 @@ from raylight.semconv import (
 )
 from raylight.serving.capture import captured_request, conversation_loader, retry_queue
 from raylight.serving.capture.conversation_loader import REMEMBERED, ConversationLoader
-from raylight.serving.capture.middleware import MAX_CHOICES, CaptureMiddleware, count_choices
+from raylight.serving.capture.middleware import CaptureMiddleware, count_choices
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.conversations.conversations import Conversations, Prompt
 from raylight.store.client import StoreClient

@@ -68,7 +68,7 @@ async def test_a_body_in_pieces_arrives_whole_and_described() -> None:
     assert fake.asked[0]["messages"] == [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/models", "/v1/models/messages"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/messages"])
 async def test_other_paths_pass_through_untouched(path: str) -> None:
     seen: list[Any] = []
 
@@ -79,6 +79,29 @@ async def test_other_paths_pass_through_untouched(path: str) -> None:
     await TranslationMiddleware(inner)(scope, *things)  # type: ignore[arg-type]
     assert seen[0] is scope
     assert seen[1:] == things
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/chat/completions", "top_k", 2**63),
+        ("/v1/completions", "top_k", 2**63),
+        ("/v1/responses", "max_output_tokens", 2**40),
+        ("/v1/messages", "stop_sequences", ["x" * 1001]),
+        ("/v1/messages/count_tokens", "tools", [{}] * 1001),
+        ("/tokenize", "truncate_prompt_tokens", -5),
+        ("/detokenize", "tokens", [-1]),
+    ],
+)
+async def test_values_beyond_their_bounds_are_refused_by_the_clients_name(
+    path: str, field: str, value: Any
+) -> None:
+    fake, app = translated()
+    body = json.dumps({"model": "policy", field: value}).encode()
+    start, answer = await talk(app, asking(path), {"type": "http.request", "body": body})
+    assert start["status"] == 400
+    assert json.loads(answer["body"])["error"]["message"].startswith(field)
+    assert fake.asked == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""Bounds of request fields: what fits passes, all else is named with its bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raylight.http.bounds import BOUNDS, MAX_LOGPROBS, Number, check_answer_size, check_bounds
+from raylight.http.errors import RequestError
+
+NUMBERS = {name: bound for name, bound in BOUNDS.items() if isinstance(bound, Number)}
+EXTREMES: list[Any] = [
+    2**63,
+    2**64 - 1,
+    -(2**63) - 1,
+    1e308,
+    -1e308,
+    float("inf"),
+    float("nan"),
+    True,
+    "3",
+    [1],
+    {},
+]
+
+
+def problem_of(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        check_bounds(fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_extreme_passes_and_each_error_names_the_field(name: str) -> None:
+    for value in EXTREMES:
+        error = problem_of(**{name: value})
+        assert error.param == name
+        assert error.message.startswith(f"{name}: it must be a")
+
+
+@pytest.mark.parametrize(("name", "bound"), NUMBERS.items())
+def test_a_bound_itself_passes_unless_it_is_excluded(name: str, bound: Number) -> None:
+    check_bounds({name: bound.high})
+    check_bounds({name: None})
+    if bound.above:
+        assert problem_of(**{name: bound.low}).code == "decimal_below_min_value"
+    else:
+        check_bounds({name: bound.low})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "code"),
+    [
+        (
+            {"top_k": 2**63},
+            f"top_k: it must be a whole number from -1 to 2147483647, not {2**63}",
+            "integer_above_max_value",
+        ),
+        ({"top_p": 0}, "top_p: it must be a number above 0 up to 1, not 0", "decimal_below_min_value"),
+        (
+            {"max_tokens": 2.5},
+            "max_tokens: it must be a whole number from 1 to 2147483647, not 2.5",
+            "invalid_type",
+        ),
+        (
+            {"logit_bias": {"7": 101}},
+            "logit_bias.7: it must be a number from -100 to 100, not 101",
+            "decimal_above_max_value",
+        ),
+        ({"logit_bias": {"-1": 1}}, "logit_bias: keys are token ids, not '-1'", "invalid_value"),
+        ({"stop": ["a"] * 65}, "stop: at most 64 entries are allowed, not 65", "array_above_max_length"),
+        (
+            {"stop": "a" * 1001},
+            "stop: at most 1000 characters are allowed, not 1001",
+            "string_above_max_length",
+        ),
+        (
+            {"stop_sequences": ["a", "a" * 1001]},
+            "stop_sequences[1]: at most 1000 characters are allowed, not 1001",
+            "string_above_max_length",
+        ),
+        (
+            {"prompt": [[1], [2, -3]]},
+            "prompt[1][1]: it must be a whole number from 0 to 2147483647, not -3",
+            "integer_below_min_value",
+        ),
+        (
+            {"prompt": ["a"] * 1025},
+            "prompt: at most 1024 entries are allowed, not 1025",
+            "array_above_max_length",
+        ),
+        (
+            {"tokens": [2**40]},
+            f"tokens[0]: it must be a whole number from 0 to 2147483647, not {2**40}",
+            "integer_above_max_value",
+        ),
+        (
+            {"thinking": {"budget_tokens": 0}},
+            "thinking.budget_tokens: it must be a whole number from 1 to 2147483647, not 0",
+            "integer_below_min_value",
+        ),
+        (
+            {"logprobs": "yes"},
+            "logprobs: it must be a whole number from -1 to 2147483647, not 'yes'",
+            "invalid_type",
+        ),
+        (
+            {"messages": [0] * 10_001},
+            "messages: at most 10000 entries are allowed, not 10001",
+            "array_above_max_length",
+        ),
+    ],
+)
+def test_an_error_has_the_path_the_bounds_and_openais_code(
+    fields: dict[str, Any], message: str, code: str
+) -> None:
+    error = problem_of(**fields)
+    assert error.message == message
+    assert error.code == code
+
+
+def test_labels_and_whole_floats_and_other_types_pass() -> None:
+    check_bounds({"metadata": [0] * 10_001, "max_tool_calls": 1e308})
+    check_bounds({"max_tokens": 3.0, "logprobs": True, "prompt": "hi", "stop": "x", "n": None})
+    check_bounds({"logit_bias": "left to the engine", "stop_token_ids": 3, "unknown": 1e308})
+
+
+def test_the_log_probs_of_an_answer_are_bounded_together() -> None:
+    check_answer_size(8, MAX_LOGPROBS // 8, 0)
+    with pytest.raises(RequestError, match="lower n, max_tokens or top_logprobs"):
+        check_answer_size(8, MAX_LOGPROBS // 8, 1)
