@@ -11,13 +11,19 @@ Laws:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
+from raylight.store.attempt_state import SELECT_STATE, AttemptState
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ATTEMPT, Row, failure_from_json, failure_json
-from raylight.store.transitions import InfrastructureLosses, check_attempt_transition, decide
+from raylight.store.transitions import (
+    InfrastructureLosses,
+    backoff_seconds,
+    check_attempt_transition,
+    decide,
+)
 from raylight.store.workers import Workers
 from raylight.types import (
     ATTEMPT_FINISHED,
@@ -28,45 +34,6 @@ from raylight.types import (
     AttemptStatus,
     Failure,
 )
-
-IS_LIVE = "a.status IN ('preparing', 'running')"
-"""SQL condition of attempts that a worker executes."""
-
-
-class AttemptState(NamedTuple):
-    """Columns of an attempt, and of its rollout, from which transitions and deadlines are computed."""
-
-    attempt_id: str
-    rollout_id: str
-    sequence_id: int
-    """Number of the attempt within its rollout, from 1."""
-    status: AttemptStatus
-    worker_id: str | None
-    start_time: float
-    last_heartbeat_time: float | None
-    leased: bool
-    """True if the attempt came from the queue; one that was started by hand has no lease."""
-    unresponsive_seconds: float | None
-    """Time without a span or a call after which the attempt is unresponsive."""
-    timeout_at: float | None
-    unresponsive_at: float | None
-    next_sequence_id: int
-    """Sequence id of the attempt's next span."""
-    lost: bool
-    """True if the attempt is unresponsive because of the infrastructure."""
-    latest: bool
-    """True if the rollout has no later attempt."""
-    suspect: bool
-    """True if the rollout is suspected of crashing a runner."""
-
-
-SELECT_STATE = (
-    "SELECT a.attempt_id, a.rollout_id, a.sequence_id, a.status, a.worker_id, a.start_time, "
-    "a.last_heartbeat_time, a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.next_span, "
-    "json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts, r.suspect FROM "
-    "attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
-)
-"""Columns of AttemptState."""
 
 
 class Attempts:
@@ -149,6 +116,7 @@ class Attempts:
             lost=False,
             latest=True,
             suspect=False,
+            charged=False,
         )
         attempt = attempt._replace(unresponsive_at=self._unresponsive_at(attempt, now))
         self._journal.execute(
@@ -287,7 +255,7 @@ class Attempts:
                     f"attempt {attempt.attempt_id} cannot succeed while {n} calls are open; finish_attempt "
                     "waits for them"
                 )
-            self.set_status(attempt, status, failure_from_json(failure))
+            self.set_status(attempt, status, failure_from_json(failure), reported=True)
         row = self._journal.fetch_one(
             f"SELECT {ATTEMPT} FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,)
         )
@@ -334,11 +302,14 @@ class Attempts:
         status: AttemptStatus,
         failure: Failure | None = None,
         charged: bool = True,
+        reported: bool = False,
     ) -> None:
         """Change an attempt's status, and that of its rollout if this is the latest attempt.
 
         Args:
             charged: a failure of the infrastructure counts against the rollout's `infrastructure_retries`.
+            reported: the attempt itself reports its end. If a service failed, its rollout is held back for a
+                while; a rollout whose worker was lost can go to another worker at once.
         """
         check_attempt_transition(attempt.attempt_id, attempt.status, status)
         now, finished = self._clock(), status in ATTEMPT_FINISHED
@@ -364,10 +335,15 @@ class Attempts:
             if not infrastructure and attempt.latest:
                 self._rollouts.set_suspect(attempt.rollout_id, False)
         if attempt.latest:
-            self._update_rollout(attempt, status, infrastructure, charged)
+            self._update_rollout(attempt, status, infrastructure, charged, reported)
 
     def _update_rollout(
-        self, attempt: AttemptState, status: AttemptStatus, infrastructure: bool, charged: bool
+        self,
+        attempt: AttemptState,
+        status: AttemptStatus,
+        infrastructure: bool,
+        charged: bool,
+        reported: bool,
     ) -> None:
         """Let a rollout follow its latest attempt.
 
@@ -388,7 +364,14 @@ class Attempts:
         if after in ROLLOUT_TRANSITIONS[before]:
             if change:
                 self._rollouts.set_losses(attempt.rollout_id, losses)
-            self._rollouts.set_status(attempt.rollout_id, before, after)
+                self._set_charged(attempt.attempt_id, change > 0 and charged)
+            delay = 0.0
+            if infrastructure and reported and after == "requeuing":
+                delay = backoff_seconds(losses.charged, attempt.attempt_id)
+            self._rollouts.set_status(attempt.rollout_id, before, after, delay)
+
+    def _set_charged(self, attempt_id: str, charged: bool) -> None:
+        self._journal.execute("UPDATE attempts SET charged = ? WHERE attempt_id = ?", (charged, attempt_id))
 
     def _drop_open_calls(self, attempt_id: str) -> None:
         """Delete the open calls of an attempt that ended without their records."""

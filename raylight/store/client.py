@@ -230,14 +230,8 @@ class StoreClient(StoreReader):
             "metadata": metadata,
         }
         values = {name: value for name, value in passed.items() if value is not UNSET}
-        checked = {
-            "rollout_id": rollout_id,
-            "attempt_id": attempt_id,
-            "sequence_id": 1,
-            "start_time": 0.0,
-            **values,
-        }
-        Attempt.model_validate(checked)  # raise now, not when it is read
+        ids = {"rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": 1, "start_time": 0.0}
+        Attempt.model_validate(ids | values)  # raise now, not when it is read
         if status is not UNSET:
             values["status"] = status
         if metadata is not UNSET:
@@ -360,6 +354,10 @@ class StoreClient(StoreReader):
         that the agent retried elsewhere is dropped: the agent never received the first response.
         """
         await self._channel.call("lose_recorder", recorder)
+
+    async def report_outage(self, source: str, since: float | None, reason: str = "") -> int:
+        """Report that a served model is away since a time, or back (None); see `Outages.report`."""
+        return await self._channel.call("report_outage", source, since, reason)
 
     # resources and workers
 

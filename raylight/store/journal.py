@@ -19,12 +19,13 @@ from typing import Any
 
 from raylight.errors import StoreError
 
-VERSION = 3
+VERSION = 4
 """Version of the schema. A file with another version, or of another program, is refused."""
 
-# Columns that need a word: `queue` is the position in the queue; `lost` and `charged` are
-# InfrastructureLosses; `suspect` marks a rollout that may have crashed its runner; `silence` is
-# `unresponsive_seconds`, and `silent_at` the time at which it is over; `gone` marks a released worker;
+# Columns that need a word: `queue` is the position in the queue; `not_before` is the time until which a
+# waiting rollout is held back; `lost` and `charged` of a rollout are InfrastructureLosses, and `charged`
+# marks an attempt that is one of them; `suspect` marks a rollout that may have crashed its runner; `silence`
+# is `unresponsive_seconds`, and `silent_at` the time at which it is over; `gone` marks a released worker;
 # `updated` orders resources by their last change. `lanes` keeps the last message of each client and its
 # results, so that a repeated message gets the same results.
 SCHEMA = """
@@ -42,11 +43,13 @@ CREATE TABLE rollouts (
     charged INTEGER NOT NULL DEFAULT 0,
     suspect INTEGER NOT NULL DEFAULT 0,
     queue INTEGER,
+    not_before REAL,
     config TEXT NOT NULL,
     metadata BLOB NOT NULL,
     input BLOB NOT NULL
 );
-CREATE INDEX rollouts_queue ON rollouts(suspect, queue) WHERE queue IS NOT NULL;
+CREATE INDEX rollouts_queue ON rollouts(suspect, queue) WHERE queue IS NOT NULL AND not_before IS NULL;
+CREATE INDEX rollouts_held_back ON rollouts(not_before) WHERE not_before IS NOT NULL;
 CREATE INDEX rollouts_status ON rollouts(status, position);
 CREATE INDEX rollouts_status_start ON rollouts(status, start_time);
 CREATE INDEX rollouts_start ON rollouts(start_time);
@@ -68,6 +71,7 @@ CREATE TABLE attempts (
     timeout_at REAL,
     silent_at REAL,
     deadline REAL,
+    charged INTEGER NOT NULL DEFAULT 0,
     UNIQUE (rollout_id, sequence_id)
 );
 CREATE INDEX attempts_deadline ON attempts(deadline) WHERE deadline IS NOT NULL;

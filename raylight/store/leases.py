@@ -6,6 +6,7 @@ Laws:
 - A dequeue is a lease: an attempt whose worker sends no heartbeat, span or call in time goes back to the
   queue.
 - A client that lost a response and repeats a dequeue gets the same rollouts.
+- Nothing is leased while serving is away.
 - A worker leases one crash suspect at a time, so that its next crash identifies the rollout that caused it.
 """
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raylight.errors import WorkerGoneError
-from raylight.store.attempts import IS_LIVE, Attempts, AttemptState
+from raylight.store.attempt_state import IS_LIVE, AttemptState
+from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
+from raylight.store.outages import Outages
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import Row, new_id
 from raylight.store.workers import Workers
@@ -35,18 +38,21 @@ class Leases:
         rollouts: Rollouts,
         attempts: Attempts,
         workers: Workers,
+        outages: Outages,
         clock: Callable[[], float],
     ) -> None:
         self._journal = journal
         self._rollouts = rollouts
         self._attempts = attempts
         self._workers = workers
+        self._outages = outages
         self._clock = clock
 
     # dequeuing
 
     def dequeue(self, worker_id: str | None, limit: int, request_id: str) -> list[Row]:
-        """Lease up to `limit` waiting rollouts, oldest first, each with a new attempt.
+        """Lease up to `limit` waiting rollouts, oldest first, each with a new attempt; none while serving is
+        away.
 
         Raises:
             WorkerGoneError: the worker was released.
@@ -58,6 +64,8 @@ class Leases:
                 f"the store has released {worker_id}, and its attempts went back to the queue; start another "
                 "worker"
             )
+        if self._outages.is_away:
+            return []
         leased = self._rollouts.oldest_waiting(1, suspect=True) if self._may_lease_suspect(worker_id) else []
         leased += self._rollouts.oldest_waiting(limit - len(leased))
         for rollout_id in leased:
@@ -69,7 +77,7 @@ class Leases:
 
     def can_dequeue(self, worker_id: str | None) -> bool:
         """True if a dequeue of this worker would return a rollout or raise."""
-        if not self._rollouts.n_waiting:
+        if not self._rollouts.n_waiting or self._outages.is_away:
             return self._workers.is_released(worker_id)
         if self._rollouts.oldest_waiting(1) or self._workers.is_released(worker_id):
             return True
@@ -147,13 +155,16 @@ class Leases:
             self._attempts.renew_fully(attempt, now)
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of any attempt, in seconds since the epoch."""
+        """The earliest deadline of any attempt, or end of a rollout's delay, in seconds since the epoch."""
         row = self._journal.fetch_one("SELECT MIN(deadline) FROM attempts WHERE deadline IS NOT NULL")
-        return row[0] if row else None
+        times = (row[0] if row else None, self._rollouts.next_release())
+        return min((time for time in times if time is not None), default=None)
 
     def expire(self) -> int:
-        """End the attempts whose deadline has passed; returns their number."""
+        """End the attempts whose deadline has passed, and the delays that are over; returns the number of
+        attempts."""
         now = self._clock()
+        self._rollouts.release_held_back()
         expired = self._attempts.select("a.deadline <= ?", now)
         for attempt in expired:
             self._attempts.set_status(attempt, *self._expiry(attempt, now))

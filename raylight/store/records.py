@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylight.errors import UnknownIdError
-from raylight.store.attempts import Attempts, AttemptState
+from raylight.store.attempt_state import AttemptState
+from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import SPAN, Row, failure_json

@@ -107,9 +107,11 @@ class Rollouts:
         return True
 
     def oldest_waiting(self, limit: int, suspect: bool = False) -> list[str]:
-        """Ids of the oldest rollouts in the queue, either of the crash suspects or of the others."""
+        """Ids of the oldest rollouts in the queue that are not held back, either of the crash suspects or of
+        the others."""
         rows = self._journal.execute(
-            "SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL AND suspect = ? ORDER BY queue LIMIT ?",
+            "SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL AND not_before IS NULL AND suspect = ? "
+            "ORDER BY queue LIMIT ?",
             (suspect, limit),
         )
         return [rollout_id for (rollout_id,) in rows.fetchall()]
@@ -118,13 +120,25 @@ class Rollouts:
         """Take a rollout out of the queue for another attempt; returns its config and the number of the
         attempt."""
         row = self._journal.fetch_one(
-            "UPDATE rollouts SET status = 'preparing', queue = NULL, end_time = NULL, n_attempts = "
-            "n_attempts + 1 WHERE rollout_id = ? RETURNING config, n_attempts",
+            "UPDATE rollouts SET status = 'preparing', queue = NULL, not_before = NULL, end_time = NULL, "
+            "n_attempts = n_attempts + 1 WHERE rollout_id = ? RETURNING config, n_attempts",
             (rollout_id,),
         )
         assert row is not None, "the caller looked the rollout up"
         self.events.dequeued = True
         return config_from_json(row[0]), row[1]
+
+    def next_release(self) -> float | None:
+        """The earliest time at which a rollout is no longer held back, in seconds since the epoch."""
+        row = self._journal.fetch_one("SELECT MIN(not_before) FROM rollouts WHERE not_before IS NOT NULL")
+        return row[0] if row else None
+
+    def release_held_back(self) -> None:
+        """Let workers take the rollouts whose delay is over."""
+        released = self._journal.execute(
+            "UPDATE rollouts SET not_before = NULL WHERE not_before <= ?", (self._clock(),)
+        )
+        self.events.queued |= released.rowcount > 0
 
     # changes by a user
 
@@ -155,7 +169,16 @@ class Rollouts:
         if status != before:
             check_manual_transition(rollout_id, before, status)
             self.set_status(rollout_id, before, status)
+            if status == "requeuing":
+                self._forget_attempts(rollout_id)
         return self.get(rollout_id)
+
+    def _forget_attempts(self, rollout_id: str) -> None:
+        """Give a rollout that is queued again by hand the retries of a new one."""
+        self._journal.execute(
+            "UPDATE rollouts SET lost = n_attempts, charged = 0 WHERE rollout_id = ?", (rollout_id,)
+        )
+        self._journal.execute("UPDATE attempts SET charged = 0 WHERE rollout_id = ?", (rollout_id,))
 
     # reading
 
@@ -223,13 +246,21 @@ class Rollouts:
         """Mark a rollout as suspected of crashing its runner, or clear the mark."""
         self._journal.execute("UPDATE rollouts SET suspect = ? WHERE rollout_id = ?", (suspect, rollout_id))
 
-    def set_status(self, rollout_id: str, before: RolloutStatus, status: RolloutStatus) -> None:
-        """Change a rollout's status and its position in the queue."""
+    def set_status(
+        self, rollout_id: str, before: RolloutStatus, status: RolloutStatus, delay: float = 0.0
+    ) -> None:
+        """Change a rollout's status and its position in the queue.
+
+        Args:
+            delay: seconds for which no worker may take the rollout from the queue.
+        """
         position = self._next_position() if status in WAITING else None
+        not_before = self._clock() + delay if delay else None
+        self.events.add_deadline(not_before)
         end = self._clock() if status in FINISHED else None
         self._journal.execute(
-            "UPDATE rollouts SET status = ?, queue = ?, end_time = ? WHERE rollout_id = ?",
-            (status, position, end, rollout_id),
+            "UPDATE rollouts SET status = ?, queue = ?, not_before = ?, end_time = ? WHERE rollout_id = ?",
+            (status, position, not_before, end, rollout_id),
         )
         if status in FINISHED:
             self.events.decided.add(rollout_id)

@@ -30,6 +30,7 @@ from raylight.store.attempts import Attempts
 from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
 from raylight.store.leases import Leases
+from raylight.store.outages import Outages
 from raylight.store.queries import Queries
 from raylight.store.records import ClosedCall, OpenedCall, Records, RejectedCall
 from raylight.store.resources import Resources
@@ -74,7 +75,10 @@ class StoreService:
         self._rollouts = Rollouts(self._journal, clock)
         self._workers = Workers(self._journal, clock)
         self._attempts = Attempts(self._journal, self._rollouts, self._workers, clock, config.lease_seconds)
-        self._leases = Leases(self._journal, self._rollouts, self._attempts, self._workers, clock)
+        self._outages = Outages(self._journal, self._rollouts, self._attempts, clock)
+        self._leases = Leases(
+            self._journal, self._rollouts, self._attempts, self._workers, self._outages, clock
+        )
         self._records = Records(self._journal, self._rollouts, self._attempts)
         self._resources = Resources(self._journal, clock)
         self._queries = Queries(self._journal.reader, clock)
@@ -109,6 +113,7 @@ class StoreService:
             "add_resources": self._resources.add_resources,
             "update_resources": self._resources.update_resources,
             "update_worker": self._update_worker,
+            "report_outage": self._outages.report,
         }
 
     # calls that never wait

@@ -5,6 +5,7 @@ Pure: no state, no clock.
 
 from __future__ import annotations
 
+import zlib
 from typing import NamedTuple
 
 from raylight.errors import InvalidTransitionError
@@ -34,6 +35,11 @@ STATUS_FROM_ATTEMPT: dict[AttemptStatus, RolloutStatus] = {
     "succeeded": "succeeded",
 }
 """Status of a rollout whose latest attempt has not failed."""
+
+
+FIRST_BACKOFF_S = 2.0
+BACKOFF_FACTOR = 4.0
+MAX_BACKOFF_S = 60.0
 
 
 class InfrastructureLosses(NamedTuple):
@@ -69,6 +75,22 @@ def decide(
     own_attempts = sequence_id - (losses.lost - beyond_limit)
     retried = status in config.retry_condition and own_attempts < config.max_attempts
     return "requeuing" if retried else "failed"
+
+
+def backoff_seconds(charged: int, attempt_id: str) -> float:
+    """Time for which a rollout is held back after a charged loss to the infrastructure.
+
+    It grows with each loss, and is spread over half of its length, so that the rollouts of a batch do not
+    return at the same moment. The delays of the default number of retries add up to at least 5 s, which is
+    longer than it takes to notice that the ingress is away.
+
+    Args:
+        charged: charged losses of the rollout, at least 1.
+        attempt_id: the lost attempt, from which the delay's position in its range is derived.
+    """
+    longest = min(FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(charged - 1, 10), MAX_BACKOFF_S)
+    spread = zlib.crc32(attempt_id.encode("utf-8", "surrogatepass")) / 2**32
+    return longest * (0.5 + 0.5 * spread)
 
 
 def check_attempt_transition(attempt_id: str, before: AttemptStatus, after: AttemptStatus) -> None:

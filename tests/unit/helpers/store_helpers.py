@@ -14,6 +14,7 @@ from raylight.config import StoreConfig
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.store.transitions import FIRST_BACKOFF_S
 from raylight.types import Attempt, CallKey, Failure, Rollout, RolloutConfig, Span
 
 LEASE_S = 60.0
@@ -51,6 +52,10 @@ class Box:
 
     async def again(self, worker_id: str | None = "w") -> Rollout:
         rollout = await self.store.dequeue_rollout(worker_id)
+        for _ in range(16):  # it may be held back after a loss
+            if rollout is None:
+                await self.pass_time(FIRST_BACKOFF_S)
+                rollout = await self.store.dequeue_rollout(worker_id)
         assert rollout is not None, "nothing waits"
         assert rollout.attempt is not None
         return rollout

@@ -36,6 +36,10 @@ class Try:
     spoke: float = 0.0
     """Time of its last span."""
     lost: bool = False
+    charged: bool = False
+    infrastructure: bool = False
+    """True if its failure is one of the infrastructure."""
+    ended: float | None = None
     spans: list[str] = field(default_factory=list)
     reward: float | None = None
     open: set[str] = field(default_factory=set)
@@ -70,6 +74,8 @@ class Known:
     charged: int = 0
     """Number of lost attempts that are charged to the rollout."""
     suspect: bool = False
+    held_until: float = 0.0
+    """Time until which it is held back in the queue."""
 
     def verdict(self, status: str, infrastructure: bool) -> str:
         """Expected status after the failure of its latest attempt."""

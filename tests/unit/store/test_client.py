@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, LOST, Box, begun, ids_of, open_box, span_of
+from store_helpers import BROKEN, Box, begun, ids_of, open_box, span_of
 
 from raylight.errors import InvalidTransitionError, RaylightError, StoreError, UnknownIdError
 from raylight.store.call_batcher import MAX_BATCH, Channel
 from raylight.store.client import UNSET, StoreClient
-from raylight.types import EnqueueRolloutRequest
+from raylight.types import EnqueueRolloutRequest, RolloutConfig
 
 
 @pytest.fixture
@@ -225,15 +225,16 @@ async def test_many_callers_at_once(box: Box) -> None:
                 await box.store.add_span(span_of(rollout))
                 lost = rollout.attempt.sequence_id == 1 and rollout.input % 5 == 0
                 await box.store.finish_attempt(
-                    rollout, "failed" if lost else "succeeded", LOST if lost else None
+                    rollout, "failed" if lost else "succeeded", BROKEN if lost else None
                 )
                 done += 1
         return done
 
+    twice = RolloutConfig(max_attempts=2, retry_condition={"failed"})
     working = [await begun(work(f"w{i}")) for i in range(6)]
     produced = await asyncio.gather(
         *[
-            box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(20)])
+            box.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i, config=twice) for i in range(20)])
             for _ in range(5)
         ]
     )
@@ -247,5 +248,5 @@ async def test_many_callers_at_once(box: Box) -> None:
         "total_attempts": 120,
         "total_spans": 120,
         "total_workers": 6,
-        "attempts_failed_infrastructure": 20,
+        "attempts_failed_agent": 20,
     }

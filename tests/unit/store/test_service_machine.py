@@ -23,6 +23,7 @@ from raylight.config import StoreConfig
 from raylight.errors import InvalidTransitionError, WorkerGoneError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.store.transitions import MAX_BACKOFF_S, backoff_seconds
 from raylight.types import CallKey, EnqueueRolloutRequest, Rollout, RolloutConfig
 
 
@@ -37,6 +38,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.calls: list[tuple[Try, str]] = []
         self.late: Counter[str] = Counter()
         self.deaths = Counter[str]()
+        self.away = False
         self.numbers = itertools.count()
         self.open()
 
@@ -62,10 +64,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     def offered(self, worker: str | None, limit: int) -> list[str]:
         """Expected rollouts of a dequeue: one suspect, unless the worker has one, and the oldest others."""
-        suspects = [rollout_id for rollout_id in self.queue if self.known[rollout_id].suspect]
+        if self.away:
+            return []
+        queue = [
+            rollout_id for rollout_id in self.queue if self.known[rollout_id].held_until <= self.clock.now
+        ]
+        suspects = [rollout_id for rollout_id in queue if self.known[rollout_id].suspect]
         if worker is not None and any(attempt.rollout.suspect for attempt in self.held_by(worker)):
             suspects = []
-        others = [rollout_id for rollout_id in self.queue if not self.known[rollout_id].suspect]
+        others = [rollout_id for rollout_id in queue if not self.known[rollout_id].suspect]
         return (suspects[:1] + others)[:limit]
 
     # the rules of the model
@@ -84,14 +91,23 @@ class StoreMachine(RuleBasedStateMachine):
             self.queue.remove(rollout_id)
         if status in ("queuing", "requeuing"):
             self.queue.append(rollout_id)
-        known.status = status
+        known.status, known.held_until = status, 0.0
 
-    def become(self, attempt: Try, status: str, infrastructure: bool = False, charged: bool = True) -> None:
+    def become(
+        self,
+        attempt: Try,
+        status: str,
+        infrastructure: bool = False,
+        charged: bool = True,
+        reported: bool = False,
+    ) -> None:
         """An attempt's new status, and what follows for its rollout."""
         known, before, was_lost = attempt.rollout, attempt.status, attempt.lost
         attempt.status, attempt.lost = status, infrastructure and status == "unresponsive"
+        attempt.infrastructure = infrastructure
         if status in FINAL:
             attempt.open.clear()
+            attempt.ended = self.clock.now
         if known.tries[-1] is attempt and status not in LIVE and not infrastructure:
             known.suspect = False
         if known.tries[-1] is not attempt or known.status == "cancelled":
@@ -100,6 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
             if status in ("running", "succeeded") and known.status in ("requeuing", "failed"):
                 known.lost = max(known.lost - was_lost, 0)
                 known.charged = max(known.charged - was_lost, 0)
+                attempt.charged &= not was_lost
                 self.put(known, status)
         elif known.status == "requeuing":
             if status == "succeeded":
@@ -107,9 +124,13 @@ class StoreMachine(RuleBasedStateMachine):
         elif known.status not in OVER:
             known.lost += infrastructure
             known.charged += infrastructure and charged
+            attempt.charged = infrastructure and charged
             self.put(
                 known, status if status in ("running", "succeeded") else known.verdict(status, infrastructure)
             )
+            if infrastructure and reported and known.status == "requeuing":
+                delay = backoff_seconds(known.charged, attempt.taken.attempt.attempt_id)
+                known.held_until = self.clock.now + delay
 
     def heard(self, attempt: Try) -> None:
         """A span or a call came."""
@@ -221,7 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
             status, failure = "failed", LOST
             self.late["attempts_late"] += again
         self.late["calls_lost"] += len(attempt.open)
-        self.become(attempt, status, failure is LOST)
+        self.become(attempt, status, failure is LOST, reported=True)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -250,6 +271,52 @@ class StoreMachine(RuleBasedStateMachine):
         self.do(self.store.update_rollout(rollout_id, status=status))
         if known.status != status:
             self.put(known, status)
+            if status == "requeuing":  # it has the retries of a new rollout
+                known.lost, known.charged = len(known.tries), 0
+                for attempt in known.tries:
+                    attempt.charged = False
+
+    @rule(age=st.sampled_from([0, 5, 30]))
+    def go_away(self, age: float) -> None:
+        since = self.clock.now - age
+        lost = [] if self.away else [attempt for attempt in self.tries if self.overlaps(attempt, since)]
+        for _ in range(2):  # a report is repeated while the outage lasts
+            reported = self.do(self.store.report_outage("policy", since, "nothing listens"))
+            assert reported == (0 if self.away else len(lost))
+            self.away = True
+        for attempt in sorted(lost, key=lambda attempt: (attempt.status in LIVE, self.age(attempt))):
+            known, charged, was_lost = attempt.rollout, attempt.charged, attempt.infrastructure
+            before = known.status
+            self.late["calls_lost"] += len(attempt.open)
+            if attempt.status in LIVE:
+                self.become(attempt, "failed", infrastructure=True, charged=False)
+                continue
+            ended = attempt.ended
+            self.become(attempt, "failed", infrastructure=True)
+            attempt.charged, attempt.ended = False, ended or attempt.ended
+            known.lost, known.charged = known.lost + (not was_lost), max(known.charged - charged, 0)
+            if known.tries[-1] is attempt:
+                assert before != "cancelled"
+                self.put(known, "requeuing")
+
+    def overlaps(self, attempt: Try, since: float) -> bool:
+        """True if an outage since this time makes the attempt a loss."""
+        if not attempt.leased or attempt.status in LIVE:
+            return attempt.leased
+        if attempt.status == "unresponsive":
+            seconds = attempt.rollout.config.unresponsive_seconds
+            recent = seconds is not None and attempt.spoke + seconds >= since
+        else:
+            recent = attempt.ended is not None and attempt.ended >= since
+        by_hand = attempt.rollout.tries[-1] is attempt and attempt.rollout.status not in (
+            ("succeeded",) if attempt.status == "succeeded" else ("failed", "requeuing")
+        )
+        return recent and not by_hand and (attempt.charged or not attempt.infrastructure)
+
+    @rule()
+    def come_back(self) -> None:
+        assert self.do(self.store.report_outage("policy", None)) == 0
+        self.away = False
 
     @rule(slot=st.sampled_from(["a", "b"]), data=st.data())
     def heartbeat(self, slot: str, data: st.DataObject) -> None:
@@ -328,6 +395,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.do(self.service.close())
         self.clock.now += 5
+        self.away = False  # until the monitor repeats its report
         self.open()
         for attempt in self.tries:
             if attempt.status in LIVE:
@@ -382,6 +450,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The queue is as the model has it, and every rollout comes to an end."""
+        self.come_back()
+        self.pass_time(MAX_BACKOFF_S)
         while offered := self.offered(None, 1000):
             taken = self.do(self.store.dequeue_many_rollouts(limit=1000))
             assert [rollout.rollout_id for rollout in taken] == offered

@@ -1,0 +1,48 @@
+"""State of an attempt as the store's rules read it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raylight.types import AttemptStatus
+
+IS_LIVE = "a.status IN ('preparing', 'running')"
+"""SQL condition of attempts that a worker executes."""
+
+
+class AttemptState(NamedTuple):
+    """Columns of an attempt, and of its rollout, from which transitions and deadlines are computed."""
+
+    attempt_id: str
+    rollout_id: str
+    sequence_id: int
+    """Number of the attempt within its rollout, from 1."""
+    status: AttemptStatus
+    worker_id: str | None
+    start_time: float
+    last_heartbeat_time: float | None
+    leased: bool
+    """True if the attempt came from the queue; one that was started by hand has no lease."""
+    unresponsive_seconds: float | None
+    """Time without a span or a call after which the attempt is unresponsive."""
+    timeout_at: float | None
+    unresponsive_at: float | None
+    next_sequence_id: int
+    """Sequence id of the attempt's next span."""
+    lost: bool
+    """True if the attempt is unresponsive because of the infrastructure."""
+    latest: bool
+    """True if the rollout has no later attempt."""
+    suspect: bool
+    """True if the rollout is suspected of crashing a runner."""
+    charged: bool
+    """True if the attempt's loss counts against the rollout's `infrastructure_retries`."""
+
+
+SELECT_STATE = (
+    "SELECT a.attempt_id, a.rollout_id, a.sequence_id, a.status, a.worker_id, a.start_time, "
+    "a.last_heartbeat_time, a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.next_span, "
+    "json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts, r.suspect, "
+    "a.charged FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
+)
+"""Columns of AttemptState."""

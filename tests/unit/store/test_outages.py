@@ -1,0 +1,190 @@
+"""Outages of serving in the store: what waits, what is lost, and what is charged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, open_box, reward_of
+
+SOURCE = "policy"
+
+
+@pytest.fixture
+async def box() -> AsyncIterator[Box]:
+    async with open_box() as box:
+        yield box
+
+
+async def go_away(box: Box, since: float | None = None, source: str = SOURCE) -> int:
+    return await box.store.report_outage(source, box.clock.now if since is None else since, "refused")
+
+
+async def come_back(box: Box, source: str = SOURCE) -> None:
+    assert await box.store.report_outage(source, None) == 0
+
+
+async def test_nothing_is_dequeued_while_serving_is_away(box: Box) -> None:
+    (waiting,) = await box.enqueue()
+    await go_away(box)
+    assert await box.store.dequeue_rollout("w") is None
+    await come_back(box)
+    assert (await box.again()).rollout_id == waiting
+
+
+async def test_a_poll_goes_on_when_serving_is_back(box: Box) -> None:
+    await go_away(box)
+    await box.enqueue()
+    polling = await begun(box.store.dequeue_rollout("w", timeout=30))
+    await come_back(box)
+    assert await asyncio.wait_for(polling, 10) is not None
+
+
+async def test_every_source_must_be_back(box: Box) -> None:
+    await box.enqueue()
+    await go_away(box)
+    await go_away(box, source="judge")
+    await come_back(box)
+    assert await box.store.dequeue_rollout("w") is None
+    await come_back(box, "judge")
+    assert await box.store.dequeue_rollout("w") is not None
+
+
+async def test_running_attempts_are_lost_and_not_charged(box: Box) -> None:
+    """More often than `infrastructure_retries` allows."""
+    rollout = await box.take(infrastructure_retries=0)
+    for _ in range(4):
+        assert await go_away(box) == 1
+        assert await box.status(rollout) == ("requeuing", "failed")
+        assert await box.store.heartbeat("w", {}, [rollout.attempt.attempt_id]) == [
+            rollout.attempt.attempt_id
+        ]
+        await come_back(box)
+        rollout = await box.again()
+    assert (await box.store.finish_attempt(rollout, "succeeded")).status == "succeeded"
+    failure = (await box.attempt(rollout)).failure
+    assert failure is not None
+    assert (failure.kind, failure.error) == ("infrastructure", "ServingAway: refused")
+    assert await box.count("attempts_lost_in_outages") == await box.count("outages") == 4
+
+
+@pytest.mark.parametrize("failure", [None, BROKEN, LOST])
+async def test_an_attempt_that_ended_since_the_last_good_probe_runs_again(box: Box, failure: object) -> None:
+    """An agent may have swallowed the connection error and returned 0, or raised an error of its own."""
+    rollout = await box.take(infrastructure_retries=0)
+    await box.store.add_span(reward_of(rollout, 0.0))
+    status = "succeeded" if failure is None else "failed"
+    assert (await box.store.finish_attempt(rollout, status, failure)).status == status
+    box.clock.now += 1
+    assert await go_away(box, since=box.clock.now - 2) == 1
+    assert await box.status(rollout) == ("requeuing", "failed")
+    await come_back(box)
+    assert (await box.again()).rollout_id == rollout.rollout_id
+
+
+async def test_what_ended_before_stays(box: Box) -> None:
+    done = await box.take()
+    await box.store.finish_attempt(done, "succeeded")
+    failed = await box.take()
+    await box.store.finish_attempt(failed, "failed", BROKEN)
+    box.clock.now += 5
+    assert await go_away(box) == 0
+    assert (await box.status(done), await box.status(failed)) == (
+        ("succeeded", "succeeded"),
+        ("failed", "failed"),
+    )
+
+
+async def test_a_charge_of_the_outage_is_taken_back(box: Box) -> None:
+    rollout = await box.take(infrastructure_retries=1)
+    await box.store.finish_attempt(rollout, "failed", LOST)
+    await go_away(box)
+    await come_back(box)
+    rollout = await box.again()  # at once: it is no longer held back
+    assert rollout.attempt.start_time == box.clock.now
+    assert (await box.store.finish_attempt(rollout, "failed", LOST)).status == "requeuing"
+    assert (await box.store.finish_attempt(await box.again(), "failed", LOST)).status == "failed"
+
+
+async def test_an_attempt_that_waited_in_silence_is_not_charged(box: Box) -> None:
+    rollout = await box.take(unresponsive_seconds=20)
+    await box.pass_time(21)
+    assert await box.status(rollout) == ("failed", "unresponsive")
+    assert await go_away(box, since=box.clock.now - 21) == 1
+    assert await box.status(rollout) == ("requeuing", "failed")
+
+
+async def test_decisions_by_hand_stay(box: Box) -> None:
+    cancelled, decided = await box.take(), await box.take()
+    await box.store.cancel_rollout(cancelled.rollout_id)
+    await box.store.update_rollout(decided.rollout_id, status="succeeded")
+    by_hand = await box.store.start_rollout(1)
+    await go_away(box)
+    assert (await box.status(cancelled))[0] == "cancelled"
+    assert (await box.status(decided))[0] == "succeeded"
+    assert await box.status(by_hand) == ("preparing", "preparing")
+
+
+async def test_a_repeated_report_changes_nothing(box: Box) -> None:
+    await box.take()
+    assert await go_away(box) == 1
+    assert await go_away(box) == 0
+    box.clock.now += 7
+    await come_back(box)
+    await come_back(box)
+    counts = await box.counts()
+    assert (counts["outages"], counts["outage_seconds"]) == (1, 7)
+
+
+async def test_a_late_result_of_a_lost_attempt_decides_nothing(box: Box) -> None:
+    rollout = await box.take()
+    await go_away(box)
+    assert (await box.store.finish_attempt(rollout, "succeeded")).status == "requeuing"
+    assert await box.count("attempts_late") == 1
+
+
+# delays after losses
+
+
+async def test_a_rollout_that_lost_a_service_is_held_back(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.finish_attempt(rollout, "failed", LOST)
+    (other,) = await box.enqueue()
+    assert (await box.store.dequeue_rollout("w")).rollout_id == other
+    assert await box.store.dequeue_rollout("w") is None
+    await box.pass_time(0.9)
+    assert await box.store.dequeue_rollout("w") is None
+    await box.pass_time(1.1)
+    assert (await box.store.dequeue_rollout("w")).rollout_id == rollout.rollout_id
+
+
+async def test_the_timer_wakes_a_poll_when_the_delay_is_over(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.finish_attempt(rollout, "failed", LOST)
+    released = box.service._leases.next_deadline()
+    assert released is not None
+    assert 1 <= released - box.clock.now <= 2
+    polling = await begun(box.store.dequeue_rollout("w", timeout=30))
+    await box.pass_time(2)
+    assert await asyncio.wait_for(polling, 10) is not None
+
+
+async def test_a_lost_runner_delays_nothing(box: Box) -> None:
+    rollout = await box.take("w")
+    await box.store.release_worker("w", "died")
+    assert (await box.store.dequeue_rollout("v")).rollout_id == rollout.rollout_id
+    await box.pass_time(LEASE_S)
+    assert (await box.store.dequeue_rollout("u")).rollout_id == rollout.rollout_id
+
+
+async def test_a_rollout_that_is_queued_again_by_hand_has_all_its_retries(box: Box) -> None:
+    rollout = await box.take(max_attempts=2, retry_condition={"failed"}, infrastructure_retries=1)
+    for failure in (LOST, BROKEN, BROKEN):
+        await box.store.finish_attempt(rollout, "failed", failure)
+        rollout = await box.again() if failure is LOST or rollout.attempt.sequence_id < 3 else rollout
+    assert await box.status(rollout) == ("failed", "failed")
+    await box.store.update_rollout(rollout.rollout_id, status="requeuing")
+    for failure, expected in ((LOST, "requeuing"), (BROKEN, "requeuing"), (BROKEN, "failed")):
+        rollout = await box.again()
+        assert (await box.store.finish_attempt(rollout, "failed", failure)).status == expected
