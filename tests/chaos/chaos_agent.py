@@ -1,0 +1,42 @@
+"""The agent under fault. It asks three questions in one conversation and keeps a log of its own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from chaos_log import AttemptLog, questions
+
+import raylight as rl
+
+PROGRAM = Path(__file__).with_name("chaos_program.py")
+
+
+@functools.cache
+def client() -> Any:
+    """Return the process's one HTTP client."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url="http://unset", api_key="unset")
+
+
+@rl.rollout
+async def asker(task: dict, llm: rl.LLM, rollout: rl.AttemptedRollout) -> float:
+    with AttemptLog(rollout.rollout_id, rollout.attempt.attempt_id, rollout.mode or "") as log:
+        model = client().with_options(base_url=llm.endpoint, api_key=llm.api_key)
+        messages: list[Any] = []
+        for question in questions(task):
+            messages.append({"role": "user", "content": question})
+            reply = await model.chat.completions.create(
+                model=llm.model, messages=messages, temperature=1.0, max_tokens=8
+            )
+            log.answers.append(reply.choices[0].message.content or "")
+            messages.append({"role": "assistant", "content": log.answers[-1]})
+        return log.finish()
+
+
+def asker_program() -> rl.LitAgent:
+    """Return the same agent as a program in a process of its own."""
+    return rl.CommandAgent([sys.executable, "-S", str(PROGRAM)])

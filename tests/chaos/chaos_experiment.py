@@ -1,0 +1,223 @@
+"""A run with one fault, from its start to the check of what it left."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from chaos_checker import Finding, check, count_findings, read_evidence
+from chaos_events import Driver, Events
+from chaos_faults import Fault, is_event, is_line
+from chaos_processes import RunProcesses
+
+STEPS, GROUP = 8, 32
+"""Steps of a run, and training rollouts of each step."""
+START_S, DRIVER_S, CLEAN_S = 150.0, 200.0, 20.0
+"""Deadlines: from a driver's start to the moment of the fault, from there to its end, and for the end of its
+processes after its own."""
+ERROR = re.compile(r"^raylight\.errors\.(\w+): ")
+
+
+@dataclass
+class Row:
+    """Result of a fault: a row of the table.
+
+    Attributes:
+        ends: how each driver ended: "completed", an error's name, "signal N", "untyped" or "hang".
+        rollout_s, step_s: seconds from the fault to the next completed rollout and step.
+        left: processes and files that were left behind.
+        notes: further facts for a person.
+    """
+
+    fault: Fault
+    ends: list[str] = field(default_factory=list)
+    rollout_s: float | None = None
+    step_s: float | None = None
+    findings: list[Finding] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def expected_ends(self) -> list[str]:
+        return ["completed"] if self.fault.error is None else [self.fault.error, "completed"]
+
+    @property
+    def faults_found(self) -> list[str]:
+        """All that is not as it should be; an empty list if the run passed."""
+        found = [str(finding) for finding in self.findings] + [f"left behind: {item}" for item in self.left]
+        expected = [end or self.ends[0] for end in self.expected_ends] if self.ends else []
+        if self.ends != expected or "hang" in self.ends or "untyped" in self.ends:
+            found.insert(0, f"ended as {self.ends}, not as {self.expected_ends}")
+        return found + self.notes
+
+
+class Experiment:
+    """A run with one fault.
+
+    Args:
+        folder: folder of the test; the run directory is `run` in it.
+    """
+
+    def __init__(self, fault: Fault, folder: Path) -> None:
+        self._fault, self._folder = fault, folder
+        self._run_folder = folder / "run"
+        self._events = Events(folder)
+        self._name = f"{fault.name}-{secrets.token_hex(4)}"
+        self._processes = RunProcesses(self._name)
+        self._row = Row(fault)
+        self._struck_at: float | None = None
+
+    def run(self) -> Row:
+        """Run to the end, resume once if the run ended, and check."""
+        try:
+            driver = self._start(resume=False)
+            try:
+                self._strike_at_moments(driver)
+            except TimeoutError:
+                self._row.notes.append(f"{self._fault.when} did not come within {START_S:g} s")
+            self._row.ends.append(self._end(driver))
+            if self._row.ends[0] != "completed":
+                self._row.ends.append(self._end(self._start(resume=True)))
+            self._row.left += self._processes.wait_for_end(CLEAN_S)
+            self._row.left += self._processes.files()
+            self._measure()
+            evidence = read_evidence(self._folder, self._run_folder, STEPS, GROUP, self._fault.may_fail)
+            self._row.findings = check(evidence)
+        finally:
+            self._processes.kill()
+            self._events.close()
+        return self._row
+
+    def _start(self, resume: bool) -> Driver:
+        settings = {"folder": str(self._run_folder), "steps": STEPS, "resume": resume, **self._fault.settings}
+        return Driver(self._folder, self._name, settings, self._events)
+
+    # the fault
+
+    def _strike_at_moments(self, driver: Driver) -> None:
+        """Wait for the moment of the fault and inject it, as often as it asks for."""
+        if self._fault.action in ("interrupt", "terminate"):
+            self._signal_driver(driver)
+            return
+        fault, target = self._fault, self._fault.target
+        for number in range(fault.times):
+            deadline = time.monotonic() + START_S
+            found = self._events.wait(fault.prelude(repeated=number > 0), deadline)
+            targets = self._processes.find(target)
+            self._events.drain()
+            found = self._events.wait(fault.moment, deadline)
+            if found is None:
+                self._row.notes.append(f"the driver ended before fault {number + 1}")
+                return
+            if target == "program":
+                targets = [psutil.Process(found.fields["pid"])]
+            if not any(process.is_running() for process in targets):
+                targets = self._processes.wait_for(target, deadline - time.monotonic())
+            self._strike(targets)
+
+    def _strike(self, targets: list[psutil.Process]) -> None:
+        chosen = targets if self._fault.every else targets[:1]
+        if self._struck_at is None:
+            self._struck_at = time.monotonic()
+        for process in chosen:
+            if self._fault.action == "kill":
+                process.kill()
+                continue
+            process.suspend()
+            if self._fault.seconds is not None:
+                threading.Timer(self._fault.seconds, _resume, [process]).start()
+
+    def _signal_driver(self, driver: Driver) -> None:
+        """Press Ctrl-C, which every process of the terminal's foreground group receives; or send SIGTERM."""
+        number = signal.SIGINT if self._fault.action == "interrupt" else signal.SIGTERM
+        first = [*self._fault.prelude(repeated=False), *self._fault.moment]
+        moments = [first, [is_line("interrupted; stopping")], [is_line("please wait")]]
+        for predicates in moments[: self._fault.times]:
+            if self._events.wait(predicates, time.monotonic() + START_S) is None:
+                return
+            self._struck_at = self._struck_at or time.monotonic()
+            self._processes.look()
+            if self._fault.action == "interrupt":
+                os.killpg(driver.process.pid, number)
+            else:
+                driver.process.send_signal(number)
+
+    # the end
+
+    def _end(self, driver: Driver) -> str:
+        """Wait for the end of a driver; return how it ended."""
+        try:
+            self._events.wait([is_event("exit")], time.monotonic() + DRIVER_S)
+        except TimeoutError:
+            self._row.notes.append("its last lines: " + " / ".join(driver.lines[-3:]))
+            self._processes.kill()
+            return "hang"
+        self._processes.look()
+        code = driver.process.returncode
+        if code == 0:
+            return "completed"
+        if code < 0:
+            return f"signal {-code}"
+        errors = [match[1] for line in driver.lines if (match := ERROR.match(line))]
+        if errors:
+            return errors[-1]
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            return f"signal {code - 128}"
+        self._row.notes.append("its last lines: " + " / ".join(driver.lines[-3:]))
+        return "untyped"
+
+    def _measure(self) -> None:
+        """Set the seconds from the fault to the next completed rollout and step."""
+        self._events.drain()
+        if self._struck_at is None:
+            return
+        self._row.rollout_s = self._after("finished")
+        self._row.step_s = self._after("step")
+
+    def _after(self, kind: str) -> float | None:
+        struck = self._struck_at or 0.0
+        times = [event.at for event in self._events.seen if event.kind == kind and event.at > struck]
+        return min(times) - struck if times else None
+
+
+def _resume(process: psutil.Process) -> None:
+    if process.is_running():
+        process.resume()
+
+
+HEADINGS = ("fault", "when", "what", "outcome", "next rollout", "next step", "lost/wrong/twice", "left")
+
+
+def cells(row: Row) -> list[str]:
+    """Return a row of the table as text."""
+    counts = count_findings(row.findings)
+    fault = row.fault
+    what = f"{fault.target} {fault.description}".strip()
+    seconds = ["-" if s is None else f"{s:.1f} s" for s in (row.rollout_s, row.step_s)]
+    outcome = ", then ".join(row.ends)
+    return [
+        fault.name,
+        fault.when,
+        what,
+        outcome if not row.faults_found else f"{outcome} (!)",
+        *seconds,
+        "/".join(str(counts[kind]) for kind in ("lost", "wrong", "twice")),
+        str(len(row.left)) if row.left else "-",
+    ]
+
+
+def format_table(rows: list[Row]) -> str:
+    """Return the table of all rows, and below it what is not as it should be."""
+    lines = [list(HEADINGS), *map(cells, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    for row in rows:
+        table += [f"{row.fault.name}: {text}" for text in row.faults_found]
+    return "\n".join(line.rstrip() for line in table)

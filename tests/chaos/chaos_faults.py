@@ -1,0 +1,176 @@
+"""The faults: what is done to which process of a run, when, and what the run is expected to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from chaos_events import Predicate
+
+Action = Literal["kill", "freeze", "interrupt", "terminate", "fill the disk", "remove the node"]
+
+
+def is_line(part: str) -> Predicate:
+    """Match a printed line that contains `part`."""
+    return lambda event: part in event.text
+
+
+def is_step(number: int) -> Predicate:
+    return lambda event: event.kind == "step" and event.fields["step"] >= number
+
+
+def is_event(kind: str, mode: str | None = None) -> Predicate:
+    return lambda event: event.kind == kind and mode in (None, event.fields.get("mode"))
+
+
+MOMENTS: dict[str, list[Predicate]] = {
+    "start": [is_line("starting the engine")],
+    "rollouts": [is_event("finished", "train"), is_event("begun", "train")],
+    "update": [is_event("update")],
+    "sync": [is_event("sync")],
+    "evaluation": [is_event("begun", "val")],
+    "checkpoint": [is_event("checkpoint")],
+    "shutdown": [is_line("stopping")],
+}
+"""Events for which a fault waits, one after another."""
+EVERYWHERE = ("start", "shutdown")
+"""Moments that come once, so that no step is waited for before them."""
+FIRST_STEP = 2
+"""Step after which a fault comes at the earliest; a training state is saved then."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and the expected reaction.
+
+    Attributes:
+        name: name on the command line, unique.
+        target: kind of process, a key of `chaos_processes.TARGETS`.
+        when: key of MOMENTS.
+        times: number of times; the later ones come at the same moment of a later step.
+        seconds: time after which a frozen process goes on; None: never.
+        every: do it to all processes of the kind, not only to the first.
+        error: name of the error that ends the driver; "" if it ends as by a signal. None: the run goes on. A
+            run that ended is resumed with `resume="auto"`, and must then complete.
+        may_fail: number of rollouts that the fault itself may fail.
+        settings: arguments of `chaos_driver.main`.
+    """
+
+    name: str
+    target: str
+    when: str
+    action: Action = "kill"
+    times: int = 1
+    seconds: float | None = None
+    every: bool = False
+    error: str | None = None
+    may_fail: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def prelude(self, repeated: bool) -> list[Predicate]:
+        """Return the events after which the target is looked up, shortly before the moment."""
+        if repeated:
+            return [is_event("step")]
+        return [] if self.when in EVERYWHERE else [is_step(FIRST_STEP - 1)]
+
+    @property
+    def moment(self) -> list[Predicate]:
+        """Events that the fault waits for after its prelude."""
+        events = MOMENTS[self.when]
+        return events if self.when in EVERYWHERE else [is_event("step"), *events]
+
+    @property
+    def description(self) -> str:
+        """What happens, in words."""
+        how = self.action
+        if self.action == "freeze":
+            how += f" for {self.seconds:g} s" if self.seconds else " for good"
+        times = {1: "", 2: ", twice", 3: ", three times"}[self.times]
+        return f"{how}{times}"
+
+
+def _fault(name: str, target: str, when: str, action: Action = "kill", **fields: Any) -> Fault:
+    return Fault(name, target, when, action, **fields)
+
+
+TWO_REPLICAS = {"replicas": 2}
+TWO_RANKS = {"learners": 2}
+LOST = "ClusterLostError"
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        # the ingress
+        _fault("haproxy-rollouts", "HAProxy", "rollouts"),
+        _fault("haproxy-twice", "HAProxy", "rollouts", times=2),
+        _fault("haproxy-sync", "HAProxy", "sync"),
+        _fault("haproxy-evaluation", "HAProxy", "evaluation"),
+        _fault("haproxy-start", "HAProxy", "start"),
+        _fault("haproxy-freeze", "HAProxy", "rollouts", "freeze", seconds=20.0),
+        _fault("haproxy-frozen", "HAProxy", "rollouts", "freeze"),
+        _fault("manager-rollouts", "proxy manager", "rollouts"),
+        _fault("manager-twice", "proxy manager", "rollouts", times=2),
+        _fault("manager-start", "proxy manager", "start"),
+        _fault("manager-frozen", "proxy manager", "rollouts", "freeze"),
+        _fault("controller-rollouts", "Serve controller", "rollouts"),
+        _fault("controller-start", "Serve controller", "start"),
+        _fault("controller-freeze", "Serve controller", "rollouts", "freeze", seconds=20.0),
+        # the engine
+        _fault("replica-rollouts", "replica", "rollouts"),
+        _fault("replica-twice", "replica", "rollouts", times=2),
+        _fault("replica-sync", "replica", "sync"),
+        _fault("replica-start", "replica", "start"),
+        _fault("replica-evaluation", "replica", "evaluation"),
+        _fault("replica-freeze", "replica", "rollouts", "freeze", seconds=20.0),
+        _fault("replica-frozen", "replica", "sync", "freeze"),
+        _fault("replica-1-of-2", "replica", "rollouts", settings=TWO_REPLICAS),
+        _fault("replica-1-of-2-sync", "replica", "sync", settings=TWO_REPLICAS),
+        _fault("replica-1-of-2-frozen", "replica", "sync", "freeze", settings=TWO_REPLICAS),
+        _fault("replica-2-of-2", "replica", "rollouts", every=True, settings=TWO_REPLICAS),
+        # weight sync
+        _fault("coordinator-rollouts", "coordinator", "rollouts"),
+        _fault("coordinator-sync", "coordinator", "sync"),
+        _fault("coordinator-twice", "coordinator", "sync", times=2),
+        _fault("coordinator-start", "coordinator", "start"),
+        _fault("coordinator-freeze", "coordinator", "sync", "freeze", seconds=15.0),
+        # learners
+        _fault("learner-update", "learner", "update", settings=TWO_RANKS),
+        _fault("learner-twice", "learner", "update", times=2, settings=TWO_RANKS),
+        _fault("learner-sync", "learner", "sync"),
+        _fault("learner-checkpoint", "learner", "checkpoint", settings=TWO_RANKS),
+        _fault("learner-start", "learner", "start", error="LearnerLostError"),
+        _fault("learner-frozen", "learner", "update", "freeze", settings=TWO_RANKS),
+        # runners, the store, the agent
+        _fault("runner-rollouts", "runner", "rollouts"),
+        _fault("runners-all", "runner", "rollouts", every=True),
+        _fault("runner-frozen", "runner", "rollouts", "freeze"),
+        _fault("runner-start", "runner", "start", error="RunnerLostError"),
+        _fault("store-rollouts", "store", "rollouts"),
+        _fault("store-twice", "store", "rollouts", times=2),
+        _fault("store-start", "store", "start"),
+        _fault("store-shutdown", "store", "shutdown"),
+        _fault("store-freeze", "store", "rollouts", "freeze", seconds=20.0),
+        _fault("program", "program", "rollouts", may_fail=1, settings={"program": True}),
+        # Ray, the node, the disk
+        _fault("gcs", "GCS", "rollouts", error=LOST),
+        _fault("gcs-start", "GCS", "start", error=LOST),
+        _fault("gcs-freeze", "GCS", "rollouts", "freeze", seconds=10.0),
+        _fault("raylet", "raylet", "rollouts", error=LOST),
+        _fault("raylet-sync", "raylet", "sync", error=LOST),
+        _fault("dashboard-agent", "dashboard agent", "rollouts"),
+        _fault("node", "", "rollouts", "remove the node", settings={"replicas": 2, "address": "cluster"}),
+        _fault("disk", "", "rollouts", "fill the disk", error="StoreError"),
+        # the driver
+        _fault("driver-rollouts", "driver", "rollouts", error=""),
+        _fault("driver-start", "driver", "start", error=""),
+        _fault("driver-sync", "driver", "sync", error=""),
+        _fault("driver-checkpoint", "driver", "checkpoint", error=""),
+        _fault("driver-shutdown", "driver", "shutdown", error=""),
+        _fault("interrupt", "driver", "rollouts", "interrupt", error=""),
+        _fault("interrupt-start", "driver", "start", "interrupt", error=""),
+        _fault("interrupt-twice", "driver", "rollouts", "interrupt", times=2, error=""),
+        _fault("interrupt-thrice", "driver", "rollouts", "interrupt", times=3, error=""),
+        _fault("terminate", "driver", "rollouts", "terminate", error=""),
+    )
+}
+CI = ("haproxy-rollouts", "replica-rollouts", "coordinator-sync", "store-rollouts", "driver-rollouts")
+"""Faults that every CI run injects."""
