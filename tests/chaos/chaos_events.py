@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_log import EVENTS, FOLDER_VARIABLE
-from chaos_processes import RUN_VARIABLE
+from chaos_log import EVENTS
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
 
@@ -102,22 +101,17 @@ class Driver:
 
     Args:
         folder: folder of the test; the run directory is `settings["folder"]`.
-        run: name of the run in the environment of all its processes.
+        environment: further environment variables of all processes of the run.
         settings: arguments of `chaos_driver.main`.
     """
 
-    def __init__(self, folder: Path, run: str, settings: dict[str, Any], events: Events) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str], settings: dict[str, Any], events: Events
+    ) -> None:
         self._log = (folder / "driver.log").open("a")
-        environment = {
-            **os.environ,
-            FOLDER_VARIABLE: str(folder),
-            RUN_VARIABLE: run,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(DRIVER.parent), os.environ.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-        }
         self.process = subprocess.Popen(
             [sys.executable, str(DRIVER), json.dumps(settings)],
-            env=environment,
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -15,7 +17,9 @@ import psutil
 from chaos_checker import Finding, check, count_findings, read_evidence
 from chaos_events import Driver, Events
 from chaos_faults import Fault, is_event, is_line
+from chaos_log import FOLDER_VARIABLE
 from chaos_processes import RunProcesses
+from chaos_surroundings import SmallDisk, TwoNodes
 
 STEPS, GROUP = 8, 32
 """Steps of a run, and training rollouts of each step."""
@@ -69,35 +73,53 @@ class Experiment:
         self._fault, self._folder = fault, folder
         self._run_folder = folder / "run"
         self._events = Events(folder)
-        self._name = f"{fault.name}-{secrets.token_hex(4)}"
-        self._processes = RunProcesses(self._name)
+        self._processes = RunProcesses(f"{fault.name}-{secrets.token_hex(4)}")
+        self._environment = {
+            **self._processes.environment,
+            FOLDER_VARIABLE: str(folder),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._settings = {"folder": str(self._run_folder), "steps": STEPS, **fault.settings}
+        self._disk = SmallDisk(self._run_folder)
+        self._nodes: TwoNodes | None = None
         self._row = Row(fault)
         self._struck_at: float | None = None
 
     def run(self) -> Row:
         """Run to the end, resume once if the run ended, and check."""
-        try:
-            driver = self._start(resume=False)
-            try:
-                self._strike_at_moments(driver)
-            except TimeoutError:
-                self._row.notes.append(f"{self._fault.when} did not come within {START_S:g} s")
-            self._row.ends.append(self._end(driver))
-            if self._row.ends[0] != "completed":
-                self._row.ends.append(self._end(self._start(resume=True)))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.callback(self._processes.kill)
+            if self._fault.action == "fill the disk":
+                stack.enter_context(self._disk.mounted())
+            if self._fault.action == "remove the node":
+                self._nodes = TwoNodes(self._environment)
+                self._settings["address"] = self._nodes.address
+            self._run_drivers()
+            if self._nodes is not None:
+                self._nodes.stop()
             self._row.left += self._processes.wait_for_end(CLEAN_S)
             self._row.left += self._processes.files()
             self._measure()
             evidence = read_evidence(self._folder, self._run_folder, STEPS, GROUP, self._fault.may_fail)
             self._row.findings = check(evidence)
-        finally:
-            self._processes.kill()
-            self._events.close()
         return self._row
 
+    def _run_drivers(self) -> None:
+        driver = self._start(resume=False)
+        try:
+            self._strike_at_moments(driver)
+        except TimeoutError:
+            self._row.notes.append(f"{self._fault.when} did not come within {START_S:g} s")
+        self._row.ends.append(self._end(driver))
+        if self._row.ends[0] != "completed":
+            if self._fault.action == "fill the disk":
+                self._disk.free()
+            self._row.ends.append(self._end(self._start(resume=True)))
+
     def _start(self, resume: bool) -> Driver:
-        settings = {"folder": str(self._run_folder), "steps": STEPS, "resume": resume, **self._fault.settings}
-        return Driver(self._folder, self._name, settings, self._events)
+        return Driver(self._folder, self._environment, {**self._settings, "resume": resume}, self._events)
 
     # the fault
 
@@ -110,7 +132,7 @@ class Experiment:
         for number in range(fault.times):
             deadline = time.monotonic() + START_S
             found = self._events.wait(fault.prelude(repeated=number > 0), deadline)
-            targets = self._processes.find(target)
+            targets = self._processes.find(target) if target else []
             self._events.drain()
             found = self._events.wait(fault.moment, deadline)
             if found is None:
@@ -118,14 +140,18 @@ class Experiment:
                 return
             if target == "program":
                 targets = [psutil.Process(found.fields["pid"])]
-            if not any(process.is_running() for process in targets):
+            elif target and not any(process.is_running() for process in targets):
                 targets = self._processes.wait_for(target, deadline - time.monotonic())
             self._strike(targets)
 
     def _strike(self, targets: list[psutil.Process]) -> None:
-        chosen = targets if self._fault.every else targets[:1]
         if self._struck_at is None:
             self._struck_at = time.monotonic()
+        if self._fault.action == "fill the disk":
+            self._disk.fill()
+        if self._nodes is not None:
+            self._nodes.remove_node()
+        chosen = targets if self._fault.every else targets[:1]
         for process in chosen:
             if self._fault.action == "kill":
                 process.kill()

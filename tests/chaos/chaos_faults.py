@@ -157,7 +157,7 @@ FAULTS = {
         _fault("raylet", "raylet", "rollouts", error=LOST),
         _fault("raylet-sync", "raylet", "sync", error=LOST),
         _fault("dashboard-agent", "dashboard agent", "rollouts"),
-        _fault("node", "", "rollouts", "remove the node", settings={"replicas": 2, "address": "cluster"}),
+        _fault("node", "", "rollouts", "remove the node", settings=TWO_REPLICAS),
         _fault("disk", "", "rollouts", "fill the disk", error="StoreError"),
         # the driver
         _fault("driver-rollouts", "driver", "rollouts", error=""),
