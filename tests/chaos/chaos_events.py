@@ -118,6 +118,7 @@ class Driver:
             text=True,
         )
         self._events = events
+        self.exited = threading.Event()
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -135,3 +136,4 @@ class Driver:
         code = self.process.wait()
         self._reader.join(2)  # its last lines; an orphan may hold the pipe open
         self._events.add("exit", code=code)
+        self.exited.set()

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from chaos_checker import Finding, check, count_findings, read_evidence
 from chaos_events import Driver, Events
-from chaos_faults import Fault, is_event, is_line
+from chaos_faults import Fault, is_line
 from chaos_log import FOLDER_VARIABLE
 from chaos_processes import RunProcesses
 from chaos_surroundings import SmallDisk, TwoNodes
@@ -85,6 +85,7 @@ class Experiment:
         self._nodes: TwoNodes | None = None
         self._row = Row(fault)
         self._struck_at: float | None = None
+        self._resumed_at: float | None = None
 
     def run(self) -> Row:
         """Run to the end, resume once if the run ended, and check."""
@@ -116,6 +117,7 @@ class Experiment:
         if self._row.ends[0] != "completed":
             if self._fault.action == "fill the disk":
                 self._disk.free()
+            self._resumed_at = time.monotonic()
             self._row.ends.append(self._end(self._start(resume=True)))
 
     def _start(self, resume: bool) -> Driver:
@@ -179,9 +181,7 @@ class Experiment:
 
     def _end(self, driver: Driver) -> str:
         """Wait for the end of a driver; return how it ended."""
-        try:
-            self._events.wait([is_event("exit")], time.monotonic() + DRIVER_S)
-        except TimeoutError:
+        if not driver.exited.wait(DRIVER_S):
             self._row.notes.append("its last lines: " + " / ".join(driver.lines[-3:]))
             self._processes.kill()
             return "hang"
@@ -200,17 +200,18 @@ class Experiment:
         return "untyped"
 
     def _measure(self) -> None:
-        """Set the seconds from the fault to the next completed rollout and step."""
+        """Set the seconds from the fault to the next rollout that began after it and completed, and to the
+        next step. After a fault that ends the driver, only those of the resumed run count."""
         self._events.drain()
         if self._struck_at is None:
             return
-        self._row.rollout_s = self._after("finished")
-        self._row.step_s = self._after("step")
-
-    def _after(self, kind: str) -> float | None:
-        struck = self._struck_at or 0.0
-        times = [event.at for event in self._events.seen if event.kind == kind and event.at > struck]
-        return min(times) - struck if times else None
+        since = self._resumed_at or self._struck_at
+        later = [event for event in self._events.seen if event.at > since]
+        begun = {event.fields["attempt"] for event in later if event.kind == "begun"}
+        finished = [e.at for e in later if e.kind == "finished" and e.fields["attempt"] in begun]
+        steps = [event.at for event in later if event.kind == "step"]
+        self._row.rollout_s = min(finished) - self._struck_at if finished else None
+        self._row.step_s = min(steps) - self._struck_at if steps else None
 
 
 def _resume(process: psutil.Process) -> None:
