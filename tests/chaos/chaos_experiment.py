@@ -10,16 +10,16 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from chaos_checker import Finding, check, count_findings, read_evidence
+from chaos_checker import check, read_evidence
 from chaos_events import Driver, Events
 from chaos_faults import Fault, is_line
 from chaos_log import FOLDER_VARIABLE
 from chaos_processes import RunProcesses
 from chaos_surroundings import SmallDisk, TwoNodes
+from chaos_table import Row
 
 STEPS, GROUP = 8, 32
 """Steps of a run, and training rollouts of each step."""
@@ -27,39 +27,6 @@ START_S, DRIVER_S, CLEAN_S = 150.0, 200.0, 20.0
 """Deadlines: from a driver's start to the moment of the fault, from there to its end, and for the end of its
 processes after its own."""
 ERROR = re.compile(r"^raylight\.errors\.(\w+): ")
-
-
-@dataclass
-class Row:
-    """Result of a fault: a row of the table.
-
-    Attributes:
-        ends: how each driver ended: "completed", an error's name, "signal N", "untyped" or "hang".
-        rollout_s, step_s: seconds from the fault to the next completed rollout and step.
-        left: processes and files that were left behind.
-        notes: further facts for a person.
-    """
-
-    fault: Fault
-    ends: list[str] = field(default_factory=list)
-    rollout_s: float | None = None
-    step_s: float | None = None
-    findings: list[Finding] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def expected_ends(self) -> list[str]:
-        return ["completed"] if self.fault.error is None else [self.fault.error, "completed"]
-
-    @property
-    def faults_found(self) -> list[str]:
-        """All that is not as it should be; an empty list if the run passed."""
-        found = [str(finding) for finding in self.findings] + [f"left behind: {item}" for item in self.left]
-        expected = [end or self.ends[0] for end in self.expected_ends] if self.ends else []
-        if self.ends != expected or "hang" in self.ends or "untyped" in self.ends:
-            found.insert(0, f"ended as {self.ends}, not as {self.expected_ends}")
-        return found + self.notes
 
 
 class Experiment:
@@ -217,34 +184,3 @@ class Experiment:
 def _resume(process: psutil.Process) -> None:
     if process.is_running():
         process.resume()
-
-
-HEADINGS = ("fault", "when", "what", "outcome", "next rollout", "next step", "lost/wrong/twice", "left")
-
-
-def cells(row: Row) -> list[str]:
-    """Return a row of the table as text."""
-    counts = count_findings(row.findings)
-    fault = row.fault
-    what = f"{fault.target} {fault.description}".strip()
-    seconds = ["-" if s is None else f"{s:.1f} s" for s in (row.rollout_s, row.step_s)]
-    outcome = ", then ".join(row.ends)
-    return [
-        fault.name,
-        fault.when,
-        what,
-        outcome if not row.faults_found else f"{outcome} (!)",
-        *seconds,
-        "/".join(str(counts[kind]) for kind in ("lost", "wrong", "twice")),
-        str(len(row.left)) if row.left else "-",
-    ]
-
-
-def format_table(rows: list[Row]) -> str:
-    """Return the table of all rows, and below it what is not as it should be."""
-    lines = [list(HEADINGS), *map(cells, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    for row in rows:
-        table += [f"{row.fault.name}: {text}" for text in row.faults_found]
-    return "\n".join(line.rstrip() for line in table)

@@ -1,16 +1,12 @@
 """The option that selects the faults of CI, and the table of all faults at the end of the tests."""
 
-from collections.abc import Callable
-
 import pytest
-from chaos_experiment import Row, format_table
 from chaos_faults import CI
-
-ROWS = pytest.StashKey[list[Row]]()
+from chaos_table import format_table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("chaos", "faults of tests/chaos; -k NAME selects one")
+    group = parser.getgroup("chaos", "faults of tests/chaos; -k NAME selects some")
     group.addoption("--ci-faults", action="store_true", help=f"inject only {', '.join(CI)}")
 
 
@@ -22,13 +18,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-@pytest.fixture
-def record_row(pytestconfig: pytest.Config) -> Callable[[Row], None]:
-    """Add a row to the table."""
-    return pytestconfig.stash.setdefault(ROWS, []).append
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if rows := config.stash.get(ROWS, []):
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    rows = [
+        value
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "row" and report.when == "call"
+    ]
+    if rows:
         terminalreporter.section("faults")
         terminalreporter.write_line(format_table(rows))

@@ -1,16 +1,20 @@
 """Runs with one fault each: every run ends only when it should, and loses, falsifies or repeats nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chaos_experiment import Experiment
 from chaos_faults import FAULTS
+from chaos_table import cells
 
 
 @pytest.mark.slow(parts=2 * len(FAULTS))
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault(name: str, tmp_path: Path, record_row) -> None:
+def test_fault(name: str, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture) -> None:
     row = Experiment(FAULTS[name], tmp_path).run()
-    record_row(row)
+    record_property("row", {"cells": cells(row), "faults": row.faults_found})
+    with capsys.disabled():
+        print("", *cells(row), sep="  ", flush=True)
     assert not row.faults_found
