@@ -61,6 +61,15 @@ class RolloutsFailedError(RaylightError):
     """Every rollout of a batch failed; there is nothing to train on."""
 
 
+class ClusterStartError(RaylightError):
+    """Ray did not start on this machine, or not in time."""
+
+
+class ClusterLostError(RaylightError):
+    """The Ray cluster ended during the run: its GCS, or the raylet of the driver's node. The run can be
+    resumed on another cluster."""
+
+
 class PlacementError(RaylightError):
     """The cluster did not provide the requested resources within the deadline."""
 

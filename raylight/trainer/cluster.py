@@ -7,18 +7,34 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray._private.worker as ray_worker
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from raylight.errors import ConfigError, PlacementError
+from raylight.errors import ClusterStartError, ConfigError, PlacementError, summarize_ray_error
 from raylight.runner.start_up import format_amounts
+from raylight.trainer.blocking import ignored_interrupts, single_interrupt
+from raylight.trainer.cluster_monitor import (
+    ClusterMonitor,
+    driver_processes,
+    is_cluster_lost,
+    monitored_cluster,
+)
+from raylight.trainer.local_cluster import start_local_cluster
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
+START_TIMEOUT_S = 180.0
+"""Default of the seconds that each step of Ray's start may take: that of `start_timeout_s` elsewhere."""
+SHUTDOWN_TIMEOUT_S = 20.0
+"""Longest wait for the disconnection from a cluster that is lost, in seconds."""
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the driver of a job."""
 
@@ -69,21 +85,42 @@ def running_cluster() -> str | None:
 
 
 @contextlib.contextmanager
-def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection]:
-    """Connect to Ray.
+def ray_session(
+    address: str | None, log_to_driver: bool, start_timeout_s: float = START_TIMEOUT_S
+) -> Iterator[Connection]:
+    """Connect to Ray, and watch it.
 
     An existing connection is reused. Otherwise the cluster at `address`, at `RAY_ADDRESS` or on this machine
     is joined; if there is none, or the address is "local", a local cluster is started. Only a cluster that
     was started here is shut down.
 
+    Of several Ctrl-C, only the first interrupts the block; none interrupts the end of the connection.
+
+    Args:
+        start_timeout_s: seconds for each step of the start of a local cluster.
+
     Raises:
         ConfigError: no cluster is reachable at the given address.
+        ClusterStartError: Ray did not start, or not in time.
     """
-    if ray.is_initialized():
-        read = address in (None, "auto", ray.get_runtime_context().gcs_address)
-        unread = "" if read else f"address={address!r} is not read: call ray.shutdown() first to use it"
-        yield Connection(False, f"uses this process's connection to {_describe_cluster()}", unread)
-        return
+    with single_interrupt():
+        if ray.is_initialized():
+            read = address in (None, "auto", ray.get_runtime_context().gcs_address)
+            unread = "" if read else f"address={address!r} is not read: call ray.shutdown() first to use it"
+            connection = Connection(False, f"uses this process's connection to {_describe_cluster()}", unread)
+            with monitored_cluster(ClusterMonitor(driver_processes(owns_cluster=False))):
+                yield connection
+            return
+        try:
+            connection = _connect(address, log_to_driver, start_timeout_s)
+            with monitored_cluster(ClusterMonitor(driver_processes(connection.owns_cluster))):
+                yield connection
+        finally:
+            with ignored_interrupts("Ray is being shut down"):
+                _disconnect()
+
+
+def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -> Connection:
     wanted = address or os.environ.get("RAY_ADDRESS") or None
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     # Ray warns at every start that it uses a token, which is its default
@@ -97,21 +134,48 @@ def ray_session(address: str | None, log_to_driver: bool) -> Iterator[Connection
             f"its host:port. {OWN_CLUSTER_HINT}"
         )
     local = wanted == "local" or not found
-    if not local:
-        try:
-            # Ray sends the token of `ray start` only if it looks the address up itself
-            ray.init(address=wanted if named else None, **options)
-        except (ConnectionError, RuntimeError) as error:
-            raise ConfigError(
-                f"the Ray cluster {wanted or 'on this machine'} cannot be joined: {error}. If it requires a "
-                "token, set RAY_AUTH_MODE=token; if it has crashed, run `ray stop`"
-            ) from None
     if local:
-        ray.init(address="local", include_dashboard=True, **options)
+        start_local_cluster(start_timeout_s, **options)
+    else:
+        # Ray sends the token of `ray start` only if it looks the address up itself
+        _join(wanted if named else None, options)
+    return _describe_connection(address, local)
+
+
+def _join(address: str | None, options: dict[str, Any]) -> None:
+    where = address or "on this machine"
     try:
-        yield _describe_connection(address, local)
-    finally:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, AuthenticationError) as error:
+        raise ConfigError(
+            f"the Ray cluster {where} cannot be joined: {error}. If it requires a token, set "
+            "RAY_AUTH_MODE=token; if it has crashed, run `ray stop`"
+        ) from None
+    except Exception as error:  # Ray raises a plain Exception for several time-outs
+        raise ClusterStartError(
+            f"the Ray cluster {where} was not joined: {summarize_ray_error(error)}. It is busy or has "
+            "crashed: see `ray status`, and raise RAY_gcs_server_request_timeout_seconds (60 by default) if "
+            "it is busy"
+        ) from None
+
+
+def _disconnect() -> None:
+    """Disconnect from Ray, and end a cluster that this process started."""
+    if not is_cluster_lost():
         ray.shutdown()
+        return
+    node = ray_worker._global_node
+    ending = threading.Thread(target=ray.shutdown, name="ray.shutdown", daemon=True)
+    ending.start()
+    ending.join(SHUTDOWN_TIMEOUT_S)
+    if ending.is_alive():
+        logger.warning(
+            "Ray did not disconnect from the lost cluster within %g s; killing what is left of it",
+            SHUTDOWN_TIMEOUT_S,
+        )
+        if node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+    ray_worker._worker_logs_enabled = True
 
 
 def _describe_connection(address: str | None, local: bool) -> Connection:

@@ -20,6 +20,7 @@ from raylight.runner.pool import RunnerPayload
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
+from raylight.trainer.cluster_monitor import until_lost
 from raylight.trainer.display import make_display, print_scores
 from raylight.trainer.eval_session import EvalPlan, EvalSession, EvalSettings, find_adapter
 from raylight.trainer.inputs import resolve_model
@@ -83,11 +84,16 @@ class EvalRun:
         """
         self._clear()
         show = self.trainer.progress
-        with ray_session(address, log_to_driver) as connection, make_display(show, 0) as display:
+        start_timeout_s = self.plan.runner.start_timeout_s
+        with (
+            ray_session(address, log_to_driver, start_timeout_s) as connection,
+            make_display(show, 0) as display,
+        ):
             progress = ProgressReporter(display)
             progress.stage(f"run {self.plan.name}")
             connection.announce(display.note, display.stage)
-            figures = run_blocking(self._work(progress, connection.owns_cluster))
+            work = self._work(progress, connection.owns_cluster)
+            figures = run_blocking(until_lost(work, "Start the evaluation again"))
         if show:
             print_scores(figures, str(self.folder))
         return figures

@@ -18,6 +18,7 @@ from raylight.runner.external_runners import RENDEZVOUS_NAME, JoinedPool, find_r
 from raylight.runner.pool import RunnerPayload
 from raylight.store.actor import STORE_NAME
 from raylight.trainer.cluster import ray_session
+from raylight.trainer.cluster_monitor import component_stack, until_lost
 from raylight.trainer.display import Display, make_display
 from raylight.trainer.inputs import as_agent
 
@@ -84,7 +85,7 @@ class RemoteRunnerProcess:
         """
         trainer = self._trainer
         with (
-            ray_session(trainer.address, trainer.log_to_driver) as connection,
+            ray_session(trainer.address, trainer.log_to_driver, self._config.start_timeout_s) as connection,
             make_display(trainer.progress, 0) as display,
         ):
             if connection.owns_cluster:
@@ -94,24 +95,28 @@ class RemoteRunnerProcess:
                 )
             display.stage(connection.description)
             display.stage(f"looking for run {self._run_name}")
-            rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
-            try:
-                store, secret = await rendezvous.access.remote()
-            except RayActorError:
-                raise ConfigError(
-                    f"run {self._run_name!r} ended before the runners joined; start the runners after the "
-                    "next run"
-                ) from None
-            payload = replace(RunnerPayload(self._agent, trainer.tracer, trainer.hooks), secret=secret)
-            pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)
-            try:
-                run_ended = await self._work_until_end(rendezvous, pool, display)
-            finally:
-                await pool.stop()
-            if run_ended:
-                display.stage(f"run {self._run_name} ended")
-            else:
-                display.note("all runners have executed max_rollouts rollouts")
+            return await until_lost(self._join(display), "Start the runners again after the run")
+
+    async def _join(self, display: Display) -> dict[str, Any]:
+        """Execute rollouts on the connected cluster until the run ends."""
+        trainer = self._trainer
+        rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
+        try:
+            store, secret = await rendezvous.access.remote()
+        except RayActorError:
+            raise ConfigError(
+                f"run {self._run_name!r} ended before the runners joined; start the runners after the "
+                "next run"
+            ) from None
+        payload = replace(RunnerPayload(self._agent, trainer.tracer, trainer.hooks), secret=secret)
+        pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)
+        async with component_stack() as stack:
+            stack.push_async_callback(pool.stop)
+            run_ended = await self._work_until_end(rendezvous, pool, display)
+        if run_ended:
+            display.stage(f"run {self._run_name} ended")
+        else:
+            display.note("all runners have executed max_rollouts rollouts")
         return {"run": self._run_name, "runners_lost": pool.lost, "runners_replaced": pool.replaced}
 
     async def _work_until_end(self, rendezvous: Any, pool: JoinedPool, display: Display) -> bool:

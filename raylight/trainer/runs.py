@@ -26,6 +26,7 @@ from raylight.experience.checkpoints import TrainingStates
 from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
 from raylight.traces.triplets import TracerTraceToTriplet
+from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.display import print_run, print_summary
 from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, resolve_model
 from raylight.trainer.loop import Training
@@ -115,6 +116,11 @@ class Run:
             )
 
     @property
+    def remedy(self) -> str:
+        """Advice on how to continue after the cluster was lost."""
+        return f"Start the run again; its records are in {self.folder}"
+
+    @property
     def last_logged_step(self) -> int | None:
         """Last step whose metrics are kept; None if the run directory starts empty."""
         return None
@@ -160,7 +166,10 @@ class Run:
         try:
             return await work
         except asyncio.CancelledError:
-            self.report.note("interrupted; stopping the components of this run")
+            lost = is_cluster_lost()
+            self.report.note(
+                "the Ray cluster is lost" if lost else "interrupted; stopping the components of this run"
+            )
             raise
 
 
@@ -209,6 +218,13 @@ class PolicyRun(Run):
         if resume in (True, "auto") and self.trainer.output_dir is None:
             raise ConfigError("resume has no run to continue: give the Trainer its output_dir")
         self._resume = resume
+
+    @property
+    def remedy(self) -> str:
+        return (
+            f"Continue after the last training state with output_dir={str(self.folder)!r} and "
+            "fit(resume='auto'), or `raylight train FILE --resume`"
+        )
 
     @property
     def last_logged_step(self) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from raylight.serving.deploy.ingress import LOOPBACK, serve_http_options
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
+from raylight.trainer.cluster_monitor import component_stack, until_lost
 from raylight.trainer.inputs import resolve_model
 from raylight.weight_sync.actor import start_coordinator
 
@@ -58,9 +58,10 @@ def serve_model(
         show(f"the API key is {api_key}")
     host = config.host or "127.0.0.1"
     config = config.model_copy(update={"kind": kind, "host": host})
-    with ray_session(address, log_to_driver=False) as connection:
+    with ray_session(address, False, config.start_timeout_s) as connection:
         connection.announce(show, show)
-        run_blocking(_serve(path, name, config, api_key, seed, connection.owns_cluster, show))
+        serving = _serve(path, name, config, api_key, seed, connection.owns_cluster, show)
+        run_blocking(until_lost(serving, "Start the command again"))
 
 
 def describe_model(path: str, config: EngineConfig) -> list[str]:
@@ -84,7 +85,7 @@ async def _serve(
     show: Callable[[str], None],
 ) -> None:
     app_name = f"serve-{secrets.token_hex(4)}"
-    async with contextlib.AsyncExitStack() as stack:
+    async with component_stack() as stack:
         coordinator = start_coordinator(app_name)
         stack.callback(ray.kill, coordinator)
         spec = ReplicaSettings(

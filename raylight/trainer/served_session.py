@@ -15,6 +15,7 @@ from raylight.aio import task_group
 from raylight.errors import StoreLostError
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSettings
+from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.session import Session
 from raylight.types import EnqueueRolloutRequest, RolloutMode
@@ -103,6 +104,8 @@ class ServedSession(Session):
                 done = len(await self.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least))
                 progress(done, len(ids))
         except asyncio.CancelledError:
+            if is_cluster_lost():
+                raise
             with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends in any case
                 await asyncio.wait_for(self.store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)
             raise

@@ -20,6 +20,7 @@ from raylight.runner.pool import RunnerPool
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
+from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.plan import RunPlan
 from raylight.trainer.traced_upstreams import is_traced_upstream, serve_traced_upstreams
 
@@ -69,6 +70,9 @@ class Session:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
+        if is_cluster_lost():
+            self._stack.pop_all()
+            return
         try:
             await self._stack.aclose()  # continues with the remaining callbacks when one fails
         except Exception:  # the run's own result or error is more important

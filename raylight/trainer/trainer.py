@@ -39,6 +39,7 @@ from raylight.trainer.arguments import (
 )
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
+from raylight.trainer.cluster_monitor import until_lost
 from raylight.trainer.display import make_display
 from raylight.trainer.eval_run import EvalRun
 from raylight.trainer.eval_session import EvalSettings
@@ -228,7 +229,7 @@ class Trainer:
         if self.role == "runner":
             return await RemoteRunnerProcess(self, agent if is_agent(agent) else None).work()
         with self._run(self._chosen_algorithm(), agent, train_dataset, val_dataset, resume) as run:
-            return run.finish(await run.work())
+            return run.finish(await until_lost(run.work(), run.remedy))
 
     @accept_synonyms(val_data="val_dataset")
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
@@ -317,7 +318,7 @@ class Trainer:
     ) -> dict[str, Any]:
         try:
             with self._run(algorithm, agent, train_dataset, val_dataset, resume) as run:
-                return run.finish(run_blocking(run.work()))
+                return run.finish(run_blocking(until_lost(run.work(), run.remedy)))
         except RaylightError as error:
             raise error.with_traceback(None) from None  # raylight's own frames would hide the message
 
@@ -342,7 +343,7 @@ class Trainer:
         run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
         run.resume(resume)
         with (
-            ray_session(self.address, self.log_to_driver) as connection,
+            ray_session(self.address, self.log_to_driver, self.runner.start_timeout_s) as connection,
             make_display(self.progress, run.total_steps) as display,
         ):
             if self.runner.external:

@@ -47,6 +47,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     addresses: list[str | None] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda address, **options: addresses.append(address))
+    monkeypatch.setattr(cluster, "driver_processes", lambda owns_cluster: [])
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": False}])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})

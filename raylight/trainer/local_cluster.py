@@ -1,0 +1,107 @@
+"""Start of a local Ray cluster: reachable from this machine only, and patient on a busy machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import ray
+import ray._private.ray_constants as ray_constants
+from ray._common.utils import get_default_ray_temp_dir
+
+from raylight.errors import ClusterStartError, summarize_ray_error
+
+logger = logging.getLogger(__name__)
+
+START_TIMES = {
+    "gcs_server_port_wait_time_s": 1,
+    "py_gcs_connect_timeout_s": 1,
+    "gcs_rpc_server_connect_timeout_s": 1,
+    "raylet_start_wait_time_s": 1,
+    "agent_register_timeout_ms": 1000,
+    "worker_register_timeout_seconds": 1,
+}
+"""Ray's settings `RAY_<name>` that limit a step of its start, with their unit as parts of a second. Their
+defaults, 10 to 60 s, are too short for a busy machine."""
+END_TIMEOUT_S = 10.0
+
+
+def start_local_cluster(timeout_s: float, **options: Any) -> None:
+    """Start a Ray cluster that ends with this process, and connect to it.
+
+    All its ports are bound to the loopback interface, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, Ray's switch
+    for that, is set.
+
+    Args:
+        timeout_s: seconds for each step of the start. A variable RAY_... of the user takes precedence.
+        options: further arguments of `ray.init`.
+
+    Raises:
+        ClusterStartError: Ray did not start, or not in time.
+    """
+    before, began = _children(), time.monotonic()
+    try:
+        with _start_settings(timeout_s):
+            ray.init(address="local", include_dashboard=True, **options)
+    except BaseException as error:
+        _end_processes(_children() - before)
+        ray.shutdown()
+        if not isinstance(error, Exception):
+            raise
+        raise ClusterStartError(_describe(error, time.monotonic() - began, timeout_s)) from None
+
+
+@contextlib.contextmanager
+def _start_settings(timeout_s: float) -> Iterator[None]:
+    """Set the times and the interface of Ray's start. Ray's processes inherit the times."""
+    constants: dict[str, Any] = {}
+    if "RAY_DASHBOARD_STARTUP_TIMEOUT_S" not in os.environ:
+        constants["RAY_DASHBOARD_STARTUP_TIMEOUT_S"] = timeout_s
+    if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ:
+        constants["ENABLE_RAY_CLUSTER"] = False
+    variables = {f"RAY_{name}": str(round(timeout_s * unit)) for name, unit in START_TIMES.items()}
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    previous = {name: getattr(ray_constants, name) for name in constants}
+    os.environ.update(added)
+    for name, value in constants.items():
+        setattr(ray_constants, name, value)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(ray_constants, name, value)
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
+
+
+def _end_processes(processes: set[psutil.Process]) -> None:
+    """Kill the processes of an unfinished start: Ray itself ends them only with this process."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(list(processes), END_TIMEOUT_S)
+
+
+def _describe(error: Exception, seconds: float, timeout_s: float) -> str:
+    busy = f"The load of the machine is {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
+    reason = summarize_ray_error(error)
+    if seconds < timeout_s:
+        return f"Ray did not start: {reason}. {busy}; Ray's logs are in {_logs()}"
+    return (
+        f"Ray did not start within {timeout_s:g} s (start_timeout_s) a step, {seconds:.0f} s in all: "
+        f"{reason}. {busy}. If it is only busy, raise start_timeout_s (of the runner, or of the engine for "
+        f"`raylight serve`); otherwise see Ray's logs in {_logs()}"
+    )
+
+
+def _logs() -> str:
+    return os.path.join(get_default_ray_temp_dir(), "session_latest", "logs")
