@@ -82,12 +82,11 @@ async def test_work_is_cancelled_and_the_loss_is_raised_with_the_way_to_continue
             finally:
                 assert is_cluster_lost()
 
-    with (
-        monitored_cluster(watch(listener)),
-        pytest.raises(ClusterLostError, match=rf"raylet at 127.0.0.1:{listener.port} has ended.*Try again"),
-    ):
+    message = rf"raylet at 127.0.0.1:{listener.port} has ended.*Try again"
+    with monitored_cluster(watch(listener)):
         assert listener.connected.wait(WAIT_S)
-        await asyncio.wait_for(until_lost(work(), "Try again"), WAIT_S)
+        with pytest.raises(ClusterLostError, match=message):
+            await asyncio.wait_for(until_lost(work(), "Try again"), WAIT_S)
     assert stopped == []
 
 

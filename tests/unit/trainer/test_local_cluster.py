@@ -56,7 +56,7 @@ def test_ray_still_has_the_constants_that_are_set() -> None:
     [
         (
             1.0,
-            r"Ray did not start: The current node timed out during startup\. The load of .* Ray's logs are in",
+            r"Ray did not start: The current node timed out during startup\. The load of .* logs are in",
         ),
         (
             200.0,
