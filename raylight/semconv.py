@@ -23,6 +23,8 @@ REWARD_PREFIX = "agentlightning.reward"
 reward."""
 PRIMARY = "primary"
 """Name of a reward that was emitted without a name."""
+REPLICA_HEADER = "x-raylight-replica"
+"""Header of every answer of a replica; an answer without it is one of the ingress alone."""
 LINK_PREFIX = "agentlightning.link"
 """Attributes `agentlightning.link.N.key_match` and `agentlightning.link.N.value_match`, which identify the
 spans that this span refers to."""

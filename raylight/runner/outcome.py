@@ -10,20 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from raylight.agent.attributes import exception_message
-from raylight.errors import CommandUnavailableError, RewardError
+from raylight.errors import RewardError
+from raylight.runner.service_errors import classify
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.rows import span_row
 from raylight.traces.rewards import named_rewards
-from raylight.types import AttemptStatus, Failure, FailureKind, Rollout, Span, SpanCoreFields
+from raylight.types import AttemptStatus, Failure, Rollout, Span, SpanCoreFields
 
 PACKAGE = Path(__file__).absolute().parents[1]
 HIDDEN_FRAMES = (f"{PACKAGE / 'runner'}/", f"{PACKAGE / 'agent'}/")
 """Folders whose frames are left out of a failure's traceback, because they are not the agent's code."""
-CLIENT_LIBRARIES = frozenset(
-    {"openai", "anthropic", "httpx", "httpx2", "httpcore", "httpcore2", "aiohttp", "requests", "urllib3"}
-)
-"""Packages whose exceptions are failures of the infrastructure if they report a lost connection or a 5xx
-status."""
 
 
 @dataclass(frozen=True)
@@ -75,41 +71,6 @@ def _as_span(item: Any) -> Span:
         )
     span_row(item)  # raise SpanError now, while the agent that returned the span is known
     return item
-
-
-def classify(error: BaseException) -> FailureKind:
-    """Kind of failure of an exception: the agent's own, or of a service that it called."""
-    current: BaseException | None = error
-    visited: set[int] = set()
-    while current is not None and id(current) not in visited:  # an exception may be its own cause
-        visited.add(id(current))
-        if isinstance(current, RewardError):
-            return "reward"
-        if isinstance(current, CommandUnavailableError):
-            return "infrastructure"
-        if isinstance(current, BaseExceptionGroup):
-            kinds = {classify(inner) for inner in current.exceptions}
-            return kinds.pop() if len(kinds) == 1 else "agent"
-        if type(current).__module__.split(".")[0] in CLIENT_LIBRARIES:
-            code = _status_code(current)
-            if code is not None:
-                return "infrastructure" if code >= 500 else "agent"
-            if any(
-                word in type(current).__name__
-                for word in ("Connect", "Timeout", "Disconnected", "Protocol", "ReadError")
-            ):
-                return "infrastructure"
-        current = current.__cause__
-    return "agent"
-
-
-def _status_code(error: BaseException) -> int | None:
-    """HTTP status in an exception of a client library; each library has another attribute for it."""
-    for holder in (error, getattr(error, "response", None)):
-        for name in ("status_code", "status"):
-            if isinstance(code := getattr(holder, name, None), int):
-                return code
-    return None
 
 
 def describe(error: BaseException) -> Failure:

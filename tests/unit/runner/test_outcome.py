@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Any
 
 import httpx
-import httpx2
 import numpy as np
 import openai
 import pytest
@@ -21,7 +20,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 from unit_helpers import make_rollout
 
 from raylight.errors import RewardError, SpanError
-from raylight.runner.outcome import HIDDEN_FRAMES, classify, describe, one_line, read_result
+from raylight.runner.outcome import HIDDEN_FRAMES, describe, one_line, read_result
 from raylight.semconv import ANNOTATION
 from raylight.traces.rewards import find_final_reward, get_rewards_from_span, named_rewards
 from raylight.types import Failure, Rollout, Span, SpanCoreFields
@@ -175,88 +174,6 @@ def test_a_rollout_in_a_rollout_is_none() -> None:
     inner: Rollout = make_rollout()
     with pytest.raises(RewardError, match="Rollout"):
         read(make_rollout(metadata={"reward": inner}))
-
-
-# whose fault
-
-
-def caused(outer: BaseException, inner: BaseException) -> BaseException:
-    try:
-        raise outer from inner
-    except type(outer) as error:
-        return error
-
-
-class OwnConnectError(Exception):
-    pass
-
-
-CONNECTION = openai.APIConnectionError(request=REQUEST)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        CONNECTION,
-        openai.APITimeoutError(request=REQUEST),
-        answer_error(openai.InternalServerError, 500),
-        answer_error(openai.InternalServerError, 503),
-        httpx.ConnectError("refused"),
-        httpx.ReadTimeout("slow"),
-        httpx.RemoteProtocolError("cut"),
-        httpx2.ConnectError("refused"),
-        httpx2.ReadTimeout("slow"),
-        caused(RuntimeError("my tool"), CONNECTION),
-        caused(
-            ValueError("outer"), caused(KeyError("middle"), answer_error(openai.InternalServerError, 502))
-        ),
-        httpx.HTTPStatusError("503", request=REQUEST, response=httpx.Response(503, request=REQUEST)),
-        ExceptionGroup(
-            "unhandled errors in a TaskGroup", [CONNECTION, ExceptionGroup("inner", [CONNECTION])]
-        ),
-    ],
-    ids=lambda error: f"{type(error).__name__}-{error}"[:40],
-)
-def test_a_service_that_is_down_is_the_infrastructure(error: BaseException) -> None:
-    assert classify(error) == "infrastructure"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        answer_error(openai.BadRequestError, 400),
-        answer_error(openai.AuthenticationError, 401),
-        answer_error(openai.NotFoundError, 404),
-        answer_error(openai.RateLimitError, 429),
-        ValueError("no"),
-        TimeoutError("mine"),
-        KeyError("x"),
-        OwnConnectError("not of a client library"),
-        KeyboardInterrupt(),
-        SystemExit(2),
-        BaseException("odd"),
-        caused(RuntimeError("outer"), answer_error(openai.BadRequestError, 400)),
-        caused(RuntimeError("outer"), ValueError("inner")),
-        httpx.HTTPStatusError("404", request=REQUEST, response=httpx.Response(404, request=REQUEST)),
-        ExceptionGroup("mixed", [CONNECTION, ValueError("mine")]),
-        BaseExceptionGroup("base", [KeyboardInterrupt()]),
-    ],
-    ids=lambda error: f"{type(error).__name__}-{error}"[:40],
-)
-def test_what_the_agent_did_wrong_is_the_agent(error: BaseException) -> None:
-    assert classify(error) == "agent"
-
-
-def test_a_wrong_reward_is_found_below_another_error() -> None:
-    assert classify(caused(RuntimeError("outer"), RewardError("nan"))) == "reward"
-    assert classify(ExceptionGroup("group", [RewardError("nan")])) == "reward"
-
-
-def test_an_exception_that_is_its_own_cause_is_no_endless_search() -> None:
-    first, second = ValueError("first"), KeyError("second")
-    first.__cause__, second.__cause__ = second, first
-    assert classify(first) == "agent"
-    assert describe(caused(first, first)).kind == "agent"
 
 
 # the description
