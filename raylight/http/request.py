@@ -6,6 +6,7 @@ another one has read or decoded. Layers share the decoded fields, so that none m
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -26,6 +27,8 @@ MAX_DEPTH = 200
 """Deepest nesting of lists and objects in a body."""
 NUMBERS = range(-(2**63), 2**64)
 """Whole numbers allowed in a body: those of 64 bits, because engines pass them to code that has no others."""
+READ_TIMEOUT_S = 120.0
+"""Longest time in which a body arrives."""
 REQUEST = "raylight.request"
 """Key of the ASGI scope that holds the `JsonRequest`."""
 
@@ -163,6 +166,16 @@ async def until_disconnect(receive: Receive) -> None:
 
 
 async def _read(receive: Receive, max_bytes: int) -> bytes:
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            return await _read_all(receive, max_bytes)
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {READ_TIMEOUT_S:g} s; send the request again", 408
+        ) from None
+
+
+async def _read_all(receive: Receive, max_bytes: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_server import ENGINES, EngineServer, build_tiny
 from feature_conversation import Conversation
 from feature_dialects import DIALECTS
-from feature_server import ENGINES, EngineServer, build_tiny
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",

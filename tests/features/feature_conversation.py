@@ -10,8 +10,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from engine_server import SECRET, EngineServer
 from feature_dialects import Dialect, DialectAnswer
-from feature_server import SECRET, EngineServer
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.semconv import DIALECT, PROMPT_SOURCE

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
-import feature_server
+import engine_server
 import openai
 import pytest
-from feature_server import MAX_MODEL_LEN, SECRET, EngineServer
+from engine_server import MAX_MODEL_LEN, SECRET, EngineServer
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.types import AttemptedRollout
@@ -147,13 +147,13 @@ def test_a_field_with_a_wrong_value(caller: Caller, dialect: str) -> None:
 @pytest.fixture
 def broken(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
     """Caller of a server of its own, whose engine samples one token and fails."""
-    engine: Any = feature_server.small_engine(tiny)
+    engine: Any = engine_server.small_engine(tiny)
 
     def fail() -> None:
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(engine._decoder, "decode", fail)
-    monkeypatch.setattr(feature_server, "small_engine", lambda path: engine)
+    monkeypatch.setattr(engine_server, "small_engine", lambda path: engine)
     server = EngineServer("transformers", tiny)
     caller = Caller(server)
     yield caller

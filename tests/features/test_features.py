@@ -12,9 +12,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from engine_server import ENGINES
 from feature_conversation import Conversation, user
 from feature_dialects import Call
-from feature_server import ENGINES
 
 from raylight.semconv import PROMPT_SOURCE
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from feature_server import DEADLINE_S, MODEL, SECRET, EngineServer
+from engine_server import DEADLINE_S, MODEL, SECRET, EngineServer
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import has_vllm
+from engine_server import EngineServer
 from feature_conversation import Conversation, user
 from feature_dialects import DIALECTS
-from feature_server import EngineServer
 
 from raylight.quickstart import TOOL_MODEL
 

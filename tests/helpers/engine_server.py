@@ -19,6 +19,7 @@ from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.types import Span
 
 T = TypeVar("T")
 ENGINES = ("transformers", "upstream", "vllm")
@@ -105,9 +106,13 @@ class EngineServer:
         engine = await self._engine(model_path)
         self._stack.callback(engine.close)
         self.tokenizer = engine.tokenizer
-        recorder = Recorder(self.store.capture)
-        self._stack.push_async_callback(recorder.aclose)
-        self.port = await self._serve(build_gateway(await engine.app(), engine, SECRET, recorder, None))
+        self.recorder = Recorder(self.store.capture)
+        self._stack.push_async_callback(self.recorder.aclose)
+        app = build_gateway(await engine.app(), engine, SECRET, self.recorder, self._add_spans)
+        self.port = await self._serve(app)
+
+    async def _add_spans(self, spans: list[Span]) -> None:
+        await self.store.add_many_spans(spans)
 
     async def _engine(self, path: str) -> Engine:
         if self.kind == "transformers":
