@@ -226,9 +226,9 @@ def default_of(member: griffe.Attribute) -> tuple[str, str]:
     if not (isinstance(source, ast.Call) and ast.unparse(source.func) in ("Field", "field", "PrivateAttr")):
         return ast.unparse(source), ""
     keywords = {word.arg: word.value for word in source.keywords}
-    limits = ", ".join(
-        f"{sign} {ast.unparse(keywords[name])}" for name, sign in CONSTRAINTS.items() if name in keywords
-    )
+    bounds = {name: ast.unparse(keywords[name]) for name in CONSTRAINTS if name in keywords}
+    # those of raylight.bounds are far above any use; docs/troubleshooting.md lists them
+    limits = ", ".join(f"{CONSTRAINTS[name]} {text}" for name, text in bounds.items() if "MAX_" not in text)
     factory = keywords.get("default_factory")
     if isinstance(factory, ast.Lambda):
         default = ast.unparse(factory.body)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -14,21 +11,24 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_PROCESSES, MAX_SECONDS, check_plain
 from raylight.errors import ConfigError
 from raylight.request_fields import PROTECTED
 
-P = ParamSpec("P")
-R = TypeVar("R")
+MAX_SHOWN = 120
+"""Characters of a wrong value that an error message shows."""
 
 
 class Config(BaseModel):
-    """Base class of all settings: frozen after creation; unknown keys are rejected."""
+    """Base class of all settings: frozen after creation; unknown keys are rejected; numbers are finite and
+    bounded."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
         """Validate the settings.
@@ -40,6 +40,11 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(validation_message(type(self), error)) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_plain(cls, str(info.field_name), value)
 
     @classmethod
     def parse(cls, values: Self | dict[str, Any] | None, **overrides: Any) -> Self:
@@ -80,59 +85,17 @@ def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
             )
             phrases.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(known)}")
         else:
-            phrases.append(f"{cls.__name__}.{name}: {item['msg']} (got {item.get('input')!r})")
+            phrases.append(f"{cls.__name__}.{name}: {item['msg']} (got {excerpt(item.get('input'))})")
     return "; ".join(phrases)
 
 
-def take_synonyms(values: Mapping[str, Any], synonyms: Mapping[str, str]) -> dict[str, Any]:
-    """Return keyword arguments under raylight's own names.
-
-    Args:
-        values: arguments by name. None under a synonym counts as not given.
-        synonyms: raylight's name of an argument by its other name, such as `{"n_workers": "n_runners"}`.
-
-    Raises:
-        ConfigError: an argument is given under both names, with different values.
-    """
-    renamed = dict(values)
-    for synonym, name in synonyms.items():
-        value = renamed.pop(synonym, None)
-        if value is None:
-            continue
-        own = renamed.get(name)
-        # other values are compared by identity: the == of a dataset may raise or return an array
-        if own is not None and own is not value and not (isinstance(own, int | str) and own == value):
-            raise ConfigError(f"{name} and {synonym} mean the same; give one of them")
-        renamed[name] = value
-    return renamed
-
-
-def accept_synonyms(**synonyms: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that it also accepts agent-lightning's names of its arguments.
-
-    With `@accept_synonyms(n_workers="n_runners")`, `n_workers=4` is passed on as `n_runners=4`. Synonyms are
-    keywords only, and do not show in the signature. A call that gives an argument under both names, with
-    different values, raises ConfigError.
-
-    Args:
-        synonyms: raylight's name of an argument by its other name.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = list(inspect.signature(function).parameters)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            positional = dict(zip(parameters, args, strict=False))
-            if synonyms.keys().isdisjoint(kwargs) or not positional.keys().isdisjoint(kwargs):
-                return function(*args, **kwargs)
-            arguments = take_synonyms(positional | kwargs, synonyms)
-            first = [arguments.pop(name) for name in positional]
-            return function(*first, *args[len(first) :], **arguments)
-
-        return call
-
-    return decorate
+def excerpt(value: Any) -> str:
+    """Return the representation of a value, cut to one line."""
+    try:
+        text = repr(value)
+    except Exception as error:  # whatever the value's own class raises, or a number with too many digits
+        return f"a {type(value).__name__} without representation: {type(error).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def cpu_threads(config: EngineConfig | LearnerConfig) -> int:
@@ -156,27 +119,27 @@ class EngineConfig(Config):
     """API key of the upstream. Agents never receive it."""
     upstream_model: str | None = None
     """Name of the model at the upstream. None: the name under which raylight serves it."""
-    replicas: int = Field(default=1, ge=1)
+    replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Serve replicas, each with an engine of its own."""
-    max_replicas: int | None = Field(default=None, ge=1)
+    max_replicas: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Upper limit of Serve's autoscaling by load. None: always `replicas`."""
-    num_cpus: float = Field(default=0.5, ge=0)
+    num_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a replica. Half a core suffices in the synchronous loop, where engines and
     learners never compute at the same time."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Threads that compute on the CPU. None: as many as `num_cpus`, at least one. Engines and learners that
     take turns may each use all cores; this pays off above about ten million parameters."""
-    num_gpus: float = Field(default=0, ge=0)
+    num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a replica."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of weights and computation."""
-    max_model_len: int = Field(default=2048, ge=8)
+    max_model_len: int = Field(default=2048, ge=8, le=MAX_COUNT)
     """Longest prompt plus response, in tokens; the model's own limit applies if it is lower."""
-    max_concurrent: int = Field(default=128, ge=1)
+    max_concurrent: int = Field(default=128, ge=1, le=MAX_CONCURRENT)
     """Sequences that a replica decodes at the same time."""
-    max_waiting: int = Field(default=4096, ge=1)
+    max_waiting: int = Field(default=4096, ge=1, le=MAX_CONCURRENT)
     """Requests that a replica queues; further ones are answered with status 503."""
-    max_adapters: int = Field(default=0, ge=0)
+    max_adapters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """LoRA adapters that vLLM can serve beside the model itself. The transformers engine has no such
     limit."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
@@ -191,7 +154,7 @@ class EngineConfig(Config):
     same calls."""
     sleep_while_learning: bool = False
     """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
-    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024, le=2**31)
     """Maximum size of a request body, in bytes."""
     ignore_fields: list[str] = Field(default_factory=list)
     """Request fields that are dropped before anything reads them, such as ["web_search_options"], by their
@@ -202,7 +165,7 @@ class EngineConfig(Config):
     clusters."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """HTTP port. None: 8000, or any free port if 8000 is in use."""
-    start_timeout_s: float = Field(default=180.0, gt=0)
+    start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the deployment must be ready."""
 
     @field_validator("ignore_fields")
@@ -234,24 +197,24 @@ class EngineConfig(Config):
 class RunnerConfig(Config):
     """The pool of RunnerActors."""
 
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Runners."""
-    num_cpus: float = Field(default=0.1, ge=0)
+    num_cpus: float = Field(default=0.1, ge=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a runner."""
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: int = Field(default=64, ge=1, le=MAX_CONCURRENT)
     """Rollouts that one runner executes concurrently: asynchronous agents on its event loop, synchronous ones
     in as many threads."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=3, ge=0, le=MAX_COUNT)
     """Deaths of runners in a row, without a rollout that succeeds in between, after which the run still goes
     on."""
-    max_rollouts: int | None = Field(default=None, ge=1)
+    max_rollouts: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Rollouts after which a runner ends. None: no limit."""
-    stuck_after_s: float = Field(default=45.0, gt=0)
+    stuck_after_s: float = Field(default=45.0, gt=0, le=MAX_SECONDS)
     """Seconds for which a runner's event loop may be blocked before the runner is killed and replaced. Keep
     it below `StoreConfig.lease_seconds`."""
-    placement_timeout_s: float = Field(default=60.0, gt=0)
+    placement_timeout_s: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the cluster must have resources for the runners."""
-    start_timeout_s: float = Field(default=180.0, gt=0)
+    start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress after which the start of placed runners has failed. For external runners:
     seconds without any runner after which the run ends."""
     external: bool = False
@@ -262,10 +225,10 @@ class RunnerConfig(Config):
 class StoreConfig(Config):
     """The store of a run."""
 
-    lease_seconds: float = Field(default=60.0, gt=0)
+    lease_seconds: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Seconds without a span of an attempt or a heartbeat of its runner after which the attempt is
     requeued."""
-    max_queued: int = Field(default=10_000, ge=1)
+    max_queued: int = Field(default=10_000, ge=1, le=MAX_COUNT)
     """Capacity of the queue of rollouts. Enqueueing blocks while the queue is full."""
     path: str | None = None
     """File of the store, on a local disk of the driver's machine. None: `store.db` in the run directory."""
@@ -274,9 +237,9 @@ class StoreConfig(Config):
 class LoraConfig(Config):
     """A LoRA adapter (https://arxiv.org/abs/2106.09685)."""
 
-    rank: int = Field(default=8, ge=1)
+    rank: int = Field(default=8, ge=1, le=MAX_COUNT)
     """Rank of the update matrices."""
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: float = Field(default=16.0, gt=0, le=MAX_FACTOR)
     """Scale of the update: it is multiplied by `alpha / rank`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the adapter's input."""
@@ -289,33 +252,33 @@ class LoraConfig(Config):
 class LearnerConfig(Config):
     """The group of LearnerActors."""
 
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Learner ranks."""
-    num_cpus: float = Field(default=0.5, gt=0)
+    num_cpus: float = Field(default=0.5, gt=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a rank."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
-    num_gpus: float = Field(default=0, ge=0)
+    num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a rank, at most 1. A fraction leaves room for an engine on the same GPU."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Strategy of Ray's placement group for the ranks."""
-    placement_timeout_s: float = Field(default=60.0, gt=0)
+    placement_timeout_s: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the cluster must place the ranks."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the ranks must be ready."""
-    collective_timeout_s: float = Field(default=600.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
     """Deadline of each call to the ranks, in seconds. When it passes, the stacks of the ranks are logged and
     all ranks are restarted."""
-    max_restarts: int = Field(default=2, ge=0)
+    max_restarts: int = Field(default=2, ge=0, le=MAX_COUNT)
     """Restarts of all ranks together, after one of them died or hung, before the run ends."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of computation. Trained parameters and optimizer state are always float32."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter with these settings instead of the whole model."""
-    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
     """Maximum number of tokens of one forward and backward pass. A larger batch is split; nothing is
     dropped."""
-    max_row_tokens: int | None = Field(default=None, ge=2)
+    max_row_tokens: int | None = Field(default=None, ge=2, le=MAX_COUNT)
     """Maximum length of a training row (a trajectory), in tokens. None: `max_tokens_per_micro_batch`."""
     long_rows: Literal["error", "drop", "truncate"] = "error"
     """Treatment of longer rows: raise an error, drop them, or cut off the tokens beyond the limit. The
@@ -330,7 +293,7 @@ class LearnerConfig(Config):
     """Keep the optimizer's state in host memory while the learners are idle."""
     torch_compile: bool = False
     """Compile the model with `torch.compile`."""
-    ulysses: int = Field(default=1, ge=1)
+    ulysses: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509). More
     than one needs `packed`, GPUs and flash attention."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -374,10 +337,10 @@ class CheckpointConfig(Config):
     the data.
     """
 
-    every: int = Field(default=10, ge=0)
+    every: int = Field(default=10, ge=0, le=MAX_COUNT)
     """Steps between two states; 0 saves one at the end only. A resumed run replays the steps since the last
     state from the rollouts in the store."""
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Number of states to keep; older ones are deleted."""
     path: str | None = None
     """Folder that the first learner and the driver can both reach, or an fsspec URL (s3://..., gs://...).

@@ -11,7 +11,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
-    {"types", "semconv", "errors", "config", "aio", "components", "files", "log", "request_fields"},
+    {"types", "semconv", "errors", "config", "aio", "components", "files", "log"}
+    | {"request_fields", "bounds", "synonyms"},
     {"agent", "store", "traces"},
     {"http", "experience"},
     {"runner", "engines", "weight_sync", "serving", "learner"},

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
-from raylight.config import take_synonyms
+from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
+from raylight.config import Config, validation_message
 from raylight.errors import ConfigError
+from raylight.synonyms import take_synonyms
 
 if TYPE_CHECKING:
     from raylight.types import Rollout
@@ -18,6 +20,34 @@ LLM_SYNONYMS = {"name": "model"}
 """Other names for arguments of `LLM`, see `take_synonyms`."""
 _ATTEMPT_PATH = re.compile(r"(?P<attempt>/rollout/[^/]+/attempt/[^/]+)(?:/agent/[^/]+)?$")
 """Path of an attempt, and of an agent in it, at the end of a URL without `/v1`."""
+
+
+class SamplingParameters(Config):
+    """Bounds of the sampling parameters that every provider knows. Others are passed on as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT)
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    seed: int | None = Field(default=None, ge=-(2**53), le=2**53)
+    presence_penalty: float | None = Field(default=None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(default=None, ge=-100, le=100)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
+
+
+def check_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters unchanged after a check of their types and bounds.
+
+    Raises:
+        ConfigError: one is out of range or of a wrong type.
+    """
+    SamplingParameters(**{str(name): value for name, value in values.items()})
+    return values
 
 
 class Resource(BaseModel):
@@ -36,8 +66,7 @@ class LLM(Resource):
         name: synonym of `model`.
 
     Raises:
-        pydantic.ValidationError: a field is unknown or has a wrong value.
-        ConfigError: `name` and `model` are both given and differ.
+        ConfigError: a field is unknown or has a wrong value, or `name` and `model` are both given and differ.
     """
 
     resource_type: Literal["llm"] = "llm"
@@ -61,7 +90,10 @@ class LLM(Resource):
     if not TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None:
-            super().__init__(**take_synonyms(values, LLM_SYNONYMS))
+            try:
+                super().__init__(**take_synonyms(values, LLM_SYNONYMS))
+            except ValidationError as error:
+                raise ConfigError(validation_message(type(self), error)) from None
 
     else:  # shows `name` to editors and type checkers
 
@@ -78,6 +110,8 @@ class LLM(Resource):
             agent_id: str | None = None,
             resource_type: str = "llm",
         ) -> None: ...
+
+    _check_sampling = field_validator("sampling_parameters")(check_sampling)
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylight.algorithms.base import FastAlgorithm
+from raylight.bounds import MAX_COUNT, MAX_SECONDS
 from raylight.config import Config
 from raylight.errors import DatasetError
 from raylight.store.client import StoreClient
@@ -31,10 +32,10 @@ EXCERPT_CHARACTERS = 300
 class BaselineSettings(Config):
     """Validated arguments of `Baseline`."""
 
-    n_epochs: int = Field(ge=1)
+    n_epochs: int = Field(ge=1, le=MAX_COUNT)
     train_split: float = Field(gt=0, lt=1)
-    polling_interval: float | None = Field(gt=0, allow_inf_nan=False)
-    max_queue_length: int = Field(ge=1)
+    polling_interval: float | None = Field(gt=0, le=MAX_SECONDS)
+    max_queue_length: int = Field(ge=1, le=MAX_COUNT)
     span_verbosity: Verbosity
 
 

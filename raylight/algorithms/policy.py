@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
+from raylight.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.rewards import effective_reward, greedy_baselines
 from raylight.experience.settings import PolicySettings
 from raylight.experience.unused_settings import unused_settings
+from raylight.traces.rewards import MAX_REWARD
 from raylight.types import GREEDY, FinishedRollout, RolloutConfig
 
 
@@ -51,47 +54,58 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """True if a setting that would have no effect is an error."""
 
     model: str
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=MAX_SAMPLES)
     """Rollouts per task and step; they form a group."""
-    tasks_per_step: int = Field(default=16, ge=1)
-    n_epochs: int = Field(default=1, ge=1)
+    tasks_per_step: int = Field(default=16, ge=1, le=MAX_TASKS)
+    n_epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Passes over the training tasks; ignored if `n_steps` is set."""
-    n_steps: int | None = Field(default=None, ge=0)
-    val_every: int | None = Field(default=10, ge=0)
+    n_steps: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    val_every: int | None = Field(default=10, ge=0, le=MAX_COUNT)
     """Steps between validations, besides the validation after the last step; 0: only the latter; None:
     neither."""
     val_before_train: bool = True
-    val_samples: int = Field(default=1, ge=1)
+    val_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Rollouts per validation task."""
-    pass_reward: float = Field(default=1.0, allow_inf_nan=False)
+    pass_reward: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
     """Smallest reward of a rollout that passes, for `val/pass_at_k`."""
     best: str | None = "val/reward"
     """Validation metric that selects the model kept in `best/`; None keeps none."""
     best_mode: Literal["max", "min"] = "max"
     """Direction in which `best` improves."""
-    patience: int | None = Field(default=None, ge=1)
+    patience: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Training stops after this many validations in a row without an improvement of `best`; None: never."""
-    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    min_delta: float = Field(default=0.0, ge=0, le=2 * MAX_REWARD)
     """Smallest change of `best` that `patience` counts as an improvement."""
-    failure_reward: float | None = Field(default=None, allow_inf_nan=False)
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a rollout whose agent failed; None excludes it. Infrastructure failures are always
     excluded."""
-    max_steps_without_signal: int = Field(default=20, ge=1)
+    max_steps_without_signal: int = Field(default=20, ge=1, le=MAX_COUNT)
     """Training stops after this many steps in a row in which no rollout differed from its baseline."""
     turn_rewards: bool = False
     """Also train on rewards that an agent emits before the final one; each is assigned to the last call
     before it."""
-    max_rounds: int = Field(default=1, ge=1)
+    max_rounds: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Most rounds of new tasks per step. Rounds are added until `tasks_per_step` groups have rewards that
     differ (dynamic sampling, https://arxiv.org/abs/2503.14476); all such groups are trained, so a batch may
     be larger."""
     sampling_parameters: dict[str, Any] = Field(default_factory=dict)
     """Default sampling parameters of the trained model (`LLM.sampling_parameters`); an agent's own
     declaration wins."""
-    sync_timeout_s: float = Field(default=120.0, gt=0)
+    sync_timeout_s: float = Field(default=120.0, gt=0, le=MAX_SECONDS)
     """Deadline in seconds for new weights to reach every engine."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
     """Limits and retries of each rollout."""
+
+    _check_sampling = field_validator("sampling_parameters")(check_sampling)
+
+    @model_validator(mode="after")
+    def _check_step_size(self) -> Self:
+        if self.tasks_per_step * self.group_size > MAX_ROLLOUTS:
+            raise ValueError(
+                f"tasks_per_step={self.tasks_per_step} with group_size={self.group_size} is more than "
+                f"{MAX_ROLLOUTS:,} rollouts in one step, which are in memory together; lower them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_patience(self) -> Self:
@@ -178,4 +192,4 @@ class GRPO(PolicyAlgorithm):
     """
 
     adv_estimator: Literal["grpo"] = "grpo"
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)

@@ -12,6 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
+from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.experience.settings import CriticSettings, KlType, LossAggregation
 from raylight.types import FinishedRollout
 
@@ -25,7 +26,7 @@ class DrGRPO(GRPO):
 
     norm_adv_by_std: bool = False
     loss_agg_mode: LossAggregation = "seq-mean-token-sum-norm"
-    loss_scale_factor: int | None = Field(default=1024, ge=1)
+    loss_scale_factor: int | None = Field(default=1024, ge=1, le=MAX_COUNT)
     """The constant, about the length of the longest response; it only scales the loss."""
 
 
@@ -37,15 +38,15 @@ class DAPO(GRPO):
     rises linearly over the last `overlong_buffer` tokens before `max_response_tokens`.
     """
 
-    clip_ratio_high: float = Field(default=0.28, ge=0)
-    clip_ratio_c: float = Field(default=10.0, gt=1)
+    clip_ratio_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
+    clip_ratio_c: float = Field(default=10.0, gt=1, le=MAX_FACTOR)
     zero_variance_groups: Literal["keep", "drop"] = "drop"
-    max_rounds: int = Field(default=10, ge=1)
-    max_response_tokens: int | None = Field(default=None, ge=1)
+    max_rounds: int = Field(default=10, ge=1, le=MAX_SAMPLES)
+    max_response_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Most tokens that a rollout should sample, over all its calls; None: no limit and no penalty."""
-    overlong_buffer: int = Field(default=4096, ge=1)
+    overlong_buffer: int = Field(default=4096, ge=1, le=MAX_COUNT)
     """Tokens below `max_response_tokens` over which the penalty rises from 0."""
-    overlong_factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    overlong_factor: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
     """Penalty at `max_response_tokens` and above."""
 
     @model_validator(mode="after")
@@ -83,7 +84,7 @@ class RLOO(PolicyAlgorithm):
     """
 
     adv_estimator: Literal["rloo"] = "rloo"
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
     loss_agg_mode: LossAggregation = "seq-mean-token-sum"
 
 
@@ -96,7 +97,7 @@ class ReinforcePlusPlus(PolicyAlgorithm):
     """
 
     adv_estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    group_size: int = Field(default=1, ge=1)
+    group_size: int = Field(default=1, ge=1, le=MAX_SAMPLES)
 
 
 class ReinforcePlusPlusBaseline(PolicyAlgorithm):
@@ -107,7 +108,7 @@ class ReinforcePlusPlusBaseline(PolicyAlgorithm):
     """
 
     adv_estimator: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
     kl_type: KlType = "k2"
 
 
@@ -120,7 +121,7 @@ class ReMax(PolicyAlgorithm):
     """
 
     adv_estimator: Literal["remax"] = "remax"
-    group_size: int = Field(default=1, ge=1)
+    group_size: int = Field(default=1, ge=1, le=MAX_SAMPLES)
 
 
 class OPO(PolicyAlgorithm):
@@ -130,7 +131,7 @@ class OPO(PolicyAlgorithm):
     """
 
     adv_estimator: Literal["opo"] = "opo"
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
 class GPG(PolicyAlgorithm):
@@ -142,7 +143,7 @@ class GPG(PolicyAlgorithm):
 
     adv_estimator: Literal["gpg"] = "gpg"
     loss_mode: Literal["gpg"] = "gpg"
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
 class GSPO(GRPO):
@@ -153,8 +154,8 @@ class GSPO(GRPO):
 
     loss_mode: Literal["gspo"] = "gspo"
     loss_agg_mode: LossAggregation = "seq-mean-token-mean"
-    clip_ratio_low: float = Field(default=3e-4, ge=0)
-    clip_ratio_high: float = Field(default=4e-4, ge=0)
+    clip_ratio_low: float = Field(default=3e-4, ge=0, le=MAX_FACTOR)
+    clip_ratio_high: float = Field(default=4e-4, ge=0, le=MAX_FACTOR)
 
 
 class CISPO(GRPO):
@@ -165,7 +166,7 @@ class CISPO(GRPO):
     """
 
     loss_mode: Literal["cispo"] = "cispo"
-    clip_ratio_low: float = Field(default=10.0, ge=0)
+    clip_ratio_low: float = Field(default=10.0, ge=0, le=MAX_FACTOR)
     """A value above 1 means no lower bound."""
 
 
@@ -189,8 +190,8 @@ class GMPO(GRPO):
 
     loss_mode: Literal["geo_mean"] = "geo_mean"
     loss_agg_mode: LossAggregation = "seq-mean-token-mean"
-    clip_ratio_low: float = Field(default=0.4, ge=0)
-    clip_ratio_high: float = Field(default=0.4, ge=0)
+    clip_ratio_low: float = Field(default=0.4, ge=0, le=MAX_FACTOR)
+    clip_ratio_high: float = Field(default=0.4, ge=0, le=MAX_FACTOR)
 
 
 class ClipCov(GRPO):
@@ -202,8 +203,8 @@ class ClipCov(GRPO):
     """
 
     loss_mode: Literal["clip_cov"] = "clip_cov"
-    clip_ratio_low: float = Field(default=1.0, ge=0)
-    clip_ratio_high: float = Field(default=1.0, ge=0)
+    clip_ratio_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    clip_ratio_high: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
 
 
 class KLCov(GRPO):
@@ -215,7 +216,7 @@ class KLCov(GRPO):
 
     loss_mode: Literal["kl_cov"] = "kl_cov"
     kl_cov_ratio: float = Field(default=0.002, gt=0, le=1)
-    ppo_kl_coef: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    ppo_kl_coef: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
 
 
 class PPO(PolicyAlgorithm):
@@ -227,6 +228,6 @@ class PPO(PolicyAlgorithm):
     """
 
     adv_estimator: Literal["gae"] = "gae"
-    group_size: int = Field(default=1, ge=1)
+    group_size: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     lam: float = Field(default=0.95, ge=0, le=1)
     critic: CriticSettings | None = Field(default_factory=CriticSettings)

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from raylight.bounds import MAX_FACTOR
 from raylight.config import Config
 
 REJECTION_CRITERIA = frozenset(
@@ -43,10 +44,10 @@ class CorrectionSettings(Config):
     bypass_mode: bool = False
     """Use the engine's log-probs as the old policy's instead of recomputing them (two policies instead of
     three)."""
-    warn_logprob_mismatch: float = Field(default=0.0, ge=0)
+    warn_logprob_mismatch: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Difference of engine and learner log-probs, for tokens of the current version, above which the run
     warns; 0 chooses a tenth of `max_logprob_mismatch`."""
-    max_logprob_mismatch: float = Field(default=0.0, ge=0)
+    max_logprob_mismatch: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Largest allowed difference; 0 chooses 1e-3 if both compute in float32, and 0.5 otherwise."""
 
     @property
@@ -138,6 +139,9 @@ def _check_criterion(criterion: str, threshold: str) -> None:
 def _parse_bounds(text: float | str, setting: str) -> tuple[float | None, float]:
     lower, separator, upper = str(text).strip().rpartition("_")
     try:
-        return (float(lower) if separator else None), float(upper)
+        bounds = (float(lower) if separator else None), float(upper)
     except ValueError:
         raise ValueError(f"{setting} {text!r} is neither a number nor two numbers as in '0.5_2.0'") from None
+    if not all(abs(bound) <= MAX_FACTOR for bound in bounds if bound is not None):  # also for NaN
+        raise ValueError(f"{setting} {text!r}: each number must be at most {MAX_FACTOR:g}")
+    return bounds

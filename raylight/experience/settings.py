@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.config import Config
 from raylight.experience.correction_settings import CorrectionSettings
 from raylight.experience.registry import (
@@ -29,15 +30,15 @@ LossAggregation = Literal[
 class OptimizerSettings(Config):
     """Settings of AdamW and its learning-rate schedule."""
 
-    lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    lr: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    lr_warmup_steps: int = Field(default=0, ge=0)
+    lr_warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Updates over which the learning rate rises linearly from 0. The first one has none."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of the cosine schedule, as a fraction of `lr`."""
-    weight_decay: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.01, ge=0, le=MAX_FACTOR)
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
-    grad_clip: float = Field(default=1.0, gt=0)
+    grad_clip: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
     """Maximum norm of the gradient."""
 
     @model_validator(mode="after")
@@ -55,12 +56,12 @@ class CriticSettings(OptimizerSettings):
 
     model: str | None = None
     """Folder of the initial model; None for the policy's."""
-    lr: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
-    warmup_steps: int = Field(default=0, ge=0)
+    lr: float = Field(default=1e-5, gt=0, le=MAX_FACTOR)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT)
     """First updates of the run, in which only the critic is trained."""
-    mini_batches: int = Field(default=1, ge=1)
-    ppo_epochs: int = Field(default=1, ge=1)
-    cliprange_value: float = Field(default=0.5, gt=0)
+    mini_batches: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    ppo_epochs: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    cliprange_value: float = Field(default=0.5, gt=0, le=MAX_FACTOR)
     loss_agg_mode: LossAggregation = "token-mean"
 
 
@@ -81,41 +82,41 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     loss_mode: str = "vanilla"
     """Policy loss of verl, or one added by `raylight.policy_loss`; `vanilla` is PPO's clipped objective."""
     loss_agg_mode: LossAggregation = "token-mean"
-    loss_scale_factor: int | None = Field(default=None, ge=1)
+    loss_scale_factor: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Divisor of seq-mean-token-sum-norm; None for the longest response of a micro-batch."""
-    clip_ratio_low: float = Field(default=0.2, ge=0)
-    clip_ratio_high: float = Field(default=0.2, ge=0)
-    clip_ratio_c: float = Field(default=3.0, gt=1)
+    clip_ratio_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
+    clip_ratio_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
+    clip_ratio_c: float = Field(default=3.0, gt=1, le=MAX_FACTOR)
     """Bound of the objective for negative advantages (dual clip, https://arxiv.org/abs/1912.09729)."""
     clip_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
+    clip_cov_lb: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
+    clip_cov_ub: float = Field(default=5.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     kl_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
-    ppo_kl_coef: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    ppo_kl_coef: float = Field(default=0.1, ge=0, le=MAX_FACTOR)
     """The five settings of Clip-Cov and KL-Cov, https://arxiv.org/abs/2505.22617."""
-    tau_pos: float = Field(default=1.0, gt=0)
-    tau_neg: float = Field(default=1.05, gt=0)
+    tau_pos: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
+    tau_neg: float = Field(default=1.05, gt=0, le=MAX_FACTOR)
     """Temperatures of SAPO, https://arxiv.org/abs/2511.20347."""
-    kl_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    kl_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight in the loss of the KL divergence from the initial policy; 0 needs no reference model."""
     kl_type: KlType = "k3"
-    kl_reward_coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    kl_reward_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight of the same KL divergence, subtracted from the reward of each token."""
     kl_reward_type: KlType = "k1"
-    kl_target: float | None = Field(default=None, gt=0)
+    kl_target: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Target of the adaptive KL controller (https://arxiv.org/abs/1909.08593), which adjusts
     `kl_reward_coef`; None keeps that fixed."""
-    kl_horizon: int = Field(default=10_000, ge=1)
+    kl_horizon: int = Field(default=10_000, ge=1, le=MAX_COUNT)
     """Horizon of the adaptive KL controller, in rollouts."""
-    entropy_coef: float = Field(default=0.0, allow_inf_nan=False)
+    entropy_coef: float = Field(default=0.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
     calculate_entropy: bool = True
     """Compute the entropy for the metrics even if the loss does not need it."""
     zero_variance_groups: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal: "keep" trains them with advantages of 0 (their tokens count in the
     mean), "drop" leaves them out."""
-    mini_batches: int = Field(default=1, ge=1)
+    mini_batches: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Parts into which a batch is split by rollout, with one optimizer step each."""
-    ppo_epochs: int = Field(default=1, ge=1)
+    ppo_epochs: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Passes over a batch."""
 
     _estimator: Callable[..., Any] | None = PrivateAttr(default=None)

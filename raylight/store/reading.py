@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from raylight.config import accept_synonyms
 from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import (
     CALL_ID,
@@ -31,6 +30,7 @@ from raylight.store.rows import (
     span_from_row,
     worker_from_row,
 )
+from raylight.synonyms import accept_synonyms
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.types import (
     ATTEMPT_FINISHED,

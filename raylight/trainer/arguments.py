@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
+
+from pydantic import Field
 
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, BaseAlgorithm
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.bounds import MAX_COUNT, Seed
 from raylight.components import build_component
-from raylight.config import StoreConfig
+from raylight.config import Config, StoreConfig
 from raylight.errors import ConfigError
 from raylight.store.client import StoreClient
+
+
+class TrainerArguments(Config):
+    """Arguments of a Trainer that are plain values; `Trainer` documents them."""
+
+    num_epochs: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    output_dir: str | Path | None = None
+    run_name: str | None = None
+    dev: bool = False
+    seed: Seed | None = None
+    address: str | None = None
+    progress: bool = True
+    log_to_driver: bool = False
+
 
 TrainerAlgorithm = PolicyAlgorithm | Algorithm
 Role = Literal["both", "algorithm", "runner"]

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from raylight.agent.resources import LLM, NamedResources
+from raylight.agent.resources import LLM, NamedResources, check_sampling
+from raylight.bounds import MAX_SAMPLES, MAX_SECONDS
 from raylight.config import Config
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ModelNotFoundError
+from raylight.traces.rewards import MAX_REWARD
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.served_session import ServedSession
 from raylight.types import RolloutConfig
@@ -30,20 +32,22 @@ class EvalSettings(Config):
     """Folder of a Hugging Face model, its name in the local cache, or the upstream's name of it."""
     lora_adapter: str | None = None
     """Folder of a LoRA adapter in peft's format, which is served with the model."""
-    samples: int = Field(default=1, ge=1)
+    samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Rollouts per task."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their
     client themselves."""
-    failure_reward: float | None = Field(default=None, allow_inf_nan=False)
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a rollout whose agent failed; None leaves it out. Infrastructure failures are always left
     out."""
-    pass_reward: float = Field(default=1.0, allow_inf_nan=False)
+    pass_reward: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
     """Lowest reward with which a rollout passes, for pass@k."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
     """Limits and retries of each rollout."""
-    lora_adapter_timeout_s: float = Field(default=120.0, gt=0)
+    lora_adapter_timeout_s: float = Field(default=120.0, gt=0, le=MAX_SECONDS)
     """Deadline for the adapter to reach every replica, in seconds."""
+
+    _check_sampling = field_validator("sampling")(check_sampling)
 
 
 @dataclass(frozen=True)

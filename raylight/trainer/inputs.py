@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,8 +10,13 @@ from typing import Any
 
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
+from raylight.bounds import MAX_ROLLOUTS
 from raylight.components import build_component, import_dotted_name
-from raylight.errors import ConfigError, DatasetError, ModelNotFoundError
+from raylight.errors import ConfigError, DatasetError, ModelNotFoundError, StoreError
+from raylight.store.rows import pickled
+
+MAX_ROWS = 10_000_000
+"""Maximum number of tasks of a dataset. The driver holds all of them."""
 
 
 @dataclass(frozen=True)
@@ -101,21 +107,34 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
         name: of the argument, for messages.
 
     Raises:
-        DatasetError: the dataset cannot be iterated, is empty, or is required and None.
+        DatasetError: the dataset cannot be iterated, is empty, has too many tasks, or is required and None.
     """
     dataset = as_dataset(dataset, name)
     if dataset is None:
         if required:
             raise DatasetError(f"{name} is missing; pass a list of tasks")
         return []
-    return list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
+    try:
+        tasks = list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
+    except Exception as error:  # whatever the dataset's own code raises
+        raise DatasetError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    _check_task(tasks[0], name)
+    return tasks
+
+
+def _check_task(task: Any, name: str) -> None:
+    """Raise a DatasetError if the first task cannot be sent to a runner."""
+    try:
+        pickled(task, f"{name}[0]")
+    except StoreError as error:
+        raise DatasetError(str(error)) from error
 
 
 def as_dataset(dataset: Any, name: str) -> Any:
     """Return a dataset after checking that it has tasks; an iterator becomes a list.
 
     Raises:
-        DatasetError: the dataset cannot be iterated, or is empty.
+        DatasetError: the dataset cannot be iterated, is empty, or has more than `MAX_ROWS` tasks.
     """
     if dataset is None:
         return None
@@ -125,7 +144,31 @@ def as_dataset(dataset: Any, name: str) -> Any:
         raise DatasetError(
             f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks"
         )
-    dataset = dataset if sized else list(dataset)
-    if len(dataset) == 0:
+    try:
+        dataset = dataset if sized else list(itertools.islice(dataset, MAX_ROWS + 1))  # it may have no end
+        n_rows = len(dataset)
+    except Exception as error:  # whatever the dataset's own code raises
+        raise DatasetError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    if n_rows == 0:
         raise DatasetError(f"{name} is empty; pass at least one task")
+    if n_rows > MAX_ROWS:
+        raise DatasetError(
+            f"{name} has more than {MAX_ROWS:,} tasks, which are held in memory; pass a part of it"
+        )
     return dataset
+
+
+def check_validation_size(n_tasks: int, samples: int, setting: str) -> None:
+    """Raise an error if one validation has too many rollouts.
+
+    Args:
+        setting: name of the setting with the rollouts per task, for the message.
+
+    Raises:
+        ConfigError: there are more than `MAX_ROLLOUTS`.
+    """
+    if n_tasks * samples > MAX_ROLLOUTS:
+        raise ConfigError(
+            f"{setting}={samples} with {n_tasks} tasks is more than {MAX_ROLLOUTS:,} rollouts, which are in "
+            f"memory together; lower {setting}, or pass fewer tasks"
+        )

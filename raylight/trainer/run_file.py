@@ -22,6 +22,7 @@ from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.bounds import Seed
 from raylight.components import build_component, import_dotted_name
 from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
@@ -51,7 +52,7 @@ class RunFile(Config):
     data: DataFiles = DataFiles()
     algorithm: dict[str, Any]
     """Name of the algorithm as `name` (a public name such as GRPO, or a dotted name) with its settings."""
-    seed: int | None = None
+    seed: Seed | None = None
     output_dir: str | None = None
     resources: dict[str, Any] | None = None
     """Initial resources by name; a dict with `resource_type` (llm, proxy_llm, prompt_template) is a resource

@@ -28,7 +28,7 @@ from raylight.runner.threads import AgentThreads
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.display import print_run, print_summary
-from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, resolve_model
+from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, check_validation_size, resolve_model
 from raylight.trainer.loop import Training
 from raylight.trainer.plan import (
     MODEL_NAME,
@@ -192,6 +192,7 @@ class PolicyRun(Run):
         self.val_tasks = as_tasks(inputs.val, "val_dataset", required=False)
         if algorithm.patience is not None and not self.val_tasks:
             raise ConfigError("nothing reads patience: there are no validation tasks; give a val_dataset")
+        check_validation_size(len(self.val_tasks), algorithm.val_samples, "val_samples")
         modes = ("train", "val") if self.val_tasks else ("train",)
         inputs.agent.check(with_policy(resources, LLM(model=MODEL_NAME)), modes)
         check_lengths(trainer)

@@ -21,16 +21,17 @@ from raylight.config import (
     LearnerConfig,
     RunnerConfig,
     StoreConfig,
-    accept_synonyms,
 )
 from raylight.errors import ConfigError, RaylightError
 from raylight.store.client import StoreClient
+from raylight.synonyms import accept_synonyms
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.arguments import (
     Role,
     TrainerAlgorithm,
+    TrainerArguments,
     parse_algorithm,
     parse_hooks,
     parse_resources,
@@ -43,7 +44,7 @@ from raylight.trainer.cluster_monitor import until_lost
 from raylight.trainer.display import make_display
 from raylight.trainer.eval_run import EvalRun
 from raylight.trainer.eval_session import EvalSettings
-from raylight.trainer.inputs import Inputs, as_agent, as_tasks, is_agent
+from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
 from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
 from raylight.trainer.loggers import find_loggers
 from raylight.trainer.report import Report
@@ -137,6 +138,16 @@ class Trainer:
         progress: bool = True,
         log_to_driver: bool = False,
     ) -> None:
+        plain = TrainerArguments(
+            num_epochs=num_epochs,
+            output_dir=output_dir,
+            run_name=run_name,
+            dev=dev,
+            seed=seed,
+            address=address,
+            progress=progress,
+            log_to_driver=log_to_driver,
+        )
         self.specs = {
             "tracer": tracer,
             "adapter": adapter,
@@ -145,12 +156,12 @@ class Trainer:
             "loggers": loggers,
         }
         """Components as they were specified, for config.yaml."""
-        self.algorithm = parse_algorithm(algorithm, num_epochs)
+        self.algorithm = parse_algorithm(algorithm, plain.num_epochs)
         self.agent = agent
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.initial_resources = parse_resources(initial_resources)
         self.runner = RunnerConfig.parse(runner, n=n_runners, max_rollouts=max_rollouts)
-        self.role, self.run_name = parse_role(role, run_name)
+        self.role, self.run_name = parse_role(role, plain.run_name)
         if self.role == "algorithm":
             self.runner = self.runner.model_copy(update={"external": True})
         self.store = parse_store(store)
@@ -167,8 +178,8 @@ class Trainer:
             EngineConfig.parse(engine, port=port),
             LearnerConfig.parse(learner, n=n_learners),
             CheckpointConfig.parse(checkpoint),
-            seed,
-            output_dir,
+            plain.seed,
+            plain.output_dir,
         )
         self.requested_settings = requested
         self.run_settings = (
@@ -180,10 +191,10 @@ class Trainer:
         self.engine, self.learner = self.run_settings.engine, self.run_settings.learner
         self.checkpoint = self.run_settings.checkpoint
         self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir
-        self._dev = dev
-        self.address = address
-        self.progress = progress
-        self.log_to_driver = log_to_driver
+        self._dev = plain.dev
+        self.address = plain.address
+        self.progress = plain.progress
+        self.log_to_driver = plain.log_to_driver
         only_policy = {
             "engine": engine,
             "learner": learner,
@@ -276,6 +287,7 @@ class Trainer:
             raise ConfigError("there is no model to score: give model=...")
         tasks = as_tasks(dataset if dataset is not None else self.val_dataset, "dataset", required=True)
         chosen = EvalSettings(model=model, lora_adapter=lora_adapter, samples=samples, **settings)
+        check_validation_size(len(tasks), chosen.samples, "samples")
         folder = Path(self.output_dir or f"outputs/eval-{_new_suffix()}").expanduser().absolute()
         try:
             run = EvalRun(self, as_agent(agent if agent is not None else self.agent), tasks, chosen, folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from raylight.bounds import MAX_COUNT, MAX_SECONDS
 from raylight.config import Config
 from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, WorkerStatus
 
@@ -38,17 +40,23 @@ class Failure(StrictModel):
 class RolloutConfig(Config):
     """Time limits and retries of one rollout."""
 
-    timeout_seconds: float | None = Field(default=None, gt=0)
+    timeout_seconds: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
     """Wall-clock limit of an attempt. None: no limit."""
-    unresponsive_seconds: float | None = Field(default=None, gt=0)
+    unresponsive_seconds: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
     """Longest time between two spans of an attempt, and from its start to its first span. None: no limit."""
-    max_attempts: int = Field(default=1, ge=1)
+    max_attempts: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Maximum number of attempts, the first included. Attempts lost to the infrastructure do not count."""
     retry_condition: list[Literal["failed", "unresponsive", "timeout"]] = Field(default_factory=list)
     """Endings of an attempt after which the rollout is retried, while attempts are left."""
-    infrastructure_retries: int = Field(default=2, ge=0)
+    infrastructure_retries: int = Field(default=2, ge=0, le=MAX_COUNT)
     """Maximum number of retries, regardless of `retry_condition`, after failures of the infrastructure: the
     runner died or stopped sending heartbeats, or the engine was down."""
+
+    @field_validator("timeout_seconds", "unresponsive_seconds", mode="before")
+    @classmethod
+    def _read_infinity(cls, seconds: Any) -> Any:
+        """Return None for infinity, which means no limit too."""
+        return None if isinstance(seconds, float) and seconds == math.inf else seconds
 
     @field_validator("retry_condition", mode="before")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from raylight.bounds import MAX_CONCURRENT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight.config import Config
 
 
@@ -13,12 +14,12 @@ class ApoSettings(Config):
     gradient_model: str = Field(default="gpt-5-mini", min_length=1)
     apply_edit_model: str = Field(default="gpt-4.1-mini", min_length=1)
     diversity_temperature: float | None = Field(default=1.0, ge=0, le=2)
-    gradient_batch_size: int = Field(default=4, ge=1)
-    val_batch_size: int = Field(default=16, ge=1)
-    beam_width: int = Field(default=4, ge=1)
-    branch_factor: int = Field(default=4, ge=1)
-    beam_rounds: int = Field(default=3, ge=0)
-    rollout_batch_timeout: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
+    gradient_batch_size: int = Field(default=4, ge=1, le=MAX_SAMPLES)
+    val_batch_size: int = Field(default=16, ge=1, le=MAX_SAMPLES)
+    beam_width: int = Field(default=4, ge=1, le=MAX_SAMPLES)
+    branch_factor: int = Field(default=4, ge=1, le=MAX_SAMPLES)
+    beam_rounds: int = Field(default=3, ge=0, le=MAX_SAMPLES)
+    rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     run_initial_validation: bool = True
-    max_concurrent: int = Field(default=8, ge=1)
-    seed: int = 0
+    max_concurrent: int = Field(default=8, ge=1, le=MAX_CONCURRENT)
+    seed: Seed = 0

@@ -7,7 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_SAMPLES, MAX_TASKS, Seed
 from raylight.config import Config, LoraConfig
+from raylight.traces.rewards import MAX_REWARD
 from raylight.types import RolloutConfig
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -30,33 +32,33 @@ class MiniGRPOSettings(Config):
         default_factory=lambda: LoraConfig(rank=8, alpha=16, dropout=0.05, target_modules=PROJECTIONS)
     )
     """Adapter. Its weights and their optimizer state are float32 for any `dtype`."""
-    lr: float = Field(default=1e-4, gt=0)
+    lr: float = Field(default=1e-4, gt=0, le=MAX_FACTOR)
     """Learning rate of AdamW; an adapter needs 10 to 100 times the rate for the full model."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
-    group_size: int = Field(default=8, ge=2)
+    weight_decay: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    grad_clip: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
     """Rollouts per task and step; they form a group."""
-    tasks_per_step: int = Field(default=4, ge=1)
-    n_epochs: int = Field(default=1, ge=1)
+    tasks_per_step: int = Field(default=4, ge=1, le=MAX_TASKS)
+    n_epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Passes over the training tasks; ignored if `n_steps` is set."""
-    n_steps: int | None = Field(default=None, ge=0)
-    passes: int = Field(default=1, ge=1)
+    n_steps: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    passes: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Optimizer steps per batch, each over the full batch. With 1, the ratio of PPO's objective is 1 and
     nothing is clipped; with more, the ratio is to the log-probs of sampling."""
-    clip_ratio_low: float = Field(default=0.2, ge=0)
-    clip_ratio_high: float = Field(default=0.2, ge=0)
+    clip_ratio_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
+    clip_ratio_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
     norm_adv_by_std: bool = True
     """Divide advantages by the group's standard deviation; False is Dr.GRPO,
     https://arxiv.org/abs/2503.20783."""
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight of the KL divergence (k3) from the model without its adapter; 0: no KL penalty."""
-    max_model_len: int = Field(default=1024, ge=8)
+    max_model_len: int = Field(default=1024, ge=8, le=MAX_COUNT)
     """Limit of tokens of prompt plus response, and of a trained row."""
-    max_new_tokens: int = Field(default=256, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Limit of tokens of a response; a request can only lower it."""
-    max_tokens_per_micro_batch: int | None = Field(default=None, ge=8)
+    max_tokens_per_micro_batch: int | None = Field(default=None, ge=8, le=MAX_COUNT)
     """Limit of tokens, padding included, of one forward and backward pass; None: `max_model_len`."""
-    max_concurrent: int = Field(default=16, ge=1)
+    max_concurrent: int = Field(default=16, ge=1, le=MAX_CONCURRENT)
     """Sequences sampled concurrently; each has its part of the key-value cache."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Data type of the frozen model and of computation; auto: bf16 on a GPU, fp32 on a CPU."""
@@ -64,22 +66,22 @@ class MiniGRPOSettings(Config):
     """Torch device; auto: cuda if there is a GPU, else cpu."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of storing them."""
-    memory_limit_gb: float | None = Field(default=None, gt=0)
+    memory_limit_gb: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
     """Limit of the run's estimated peak memory in 10^9 bytes; None: the free memory of the device."""
-    max_logprob_mismatch: float = Field(default=0.0, ge=0)
+    max_logprob_mismatch: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Largest allowed difference of log-probs between sampling and training; 0: 1e-3 in fp32, 0.5 in bf16."""
-    val_every: int = Field(default=10, ge=0)
+    val_every: int = Field(default=10, ge=0, le=MAX_COUNT)
     """Steps between validations; 0: only after the last step."""
     val_before_train: bool = True
-    val_samples: int = Field(default=1, ge=1)
+    val_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Rollouts per validation task."""
-    failure_reward: float | None = Field(default=None, allow_inf_nan=False)
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a rollout whose agent failed; None excludes it."""
-    max_steps_without_signal: int = Field(default=20, ge=1)
+    max_steps_without_signal: int = Field(default=20, ge=1, le=MAX_COUNT)
     """Training stops after this many steps in a row in which no group has different rewards."""
-    save_every: int = Field(default=0, ge=0)
+    save_every: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Steps between saved adapters (`checkpoint/step-N`); 0: only the last one (`checkpoint`)."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the task order, the adapter's initial weights and sampling."""
     host: str | None = None
     """Address that the HTTP server listens on; None: loopback on a single-node cluster, else this machine's

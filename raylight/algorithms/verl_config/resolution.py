@@ -11,11 +11,14 @@ from raylight.algorithms.verl_config.converters import MODEL, ROLLOUT, has_criti
 from raylight.algorithms.verl_config.key_rules import UNSET, KeyRule, UnsupportedValueError
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import MergedConfig, flatten, verl_defaults
+from raylight.config import excerpt
 from raylight.errors import ConfigError
 
 OPAQUE_KEYS = {f"{ROLLOUT}.engine_kwargs.vllm"}
 """Keys whose value is a mapping with keys of its own."""
 MISSING: Final = object()
+MAX_NUMBER = 1e15
+"""Largest number in a configuration, far above the bounds of all settings."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def resolve(config: Any, *, strict: bool) -> Resolution:
         ConfigError: the configuration is malformed, or, if `strict`, has an unsupported key or value.
     """
     flat = flatten(config, OPAQUE_KEYS)
+    _check_numbers(flat)
     merged = MergedConfig({key: value for key, value in flat.items() if key in KEYS})
     if not merged.is_set(f"{MODEL}.path"):
         raise ConfigError(
@@ -124,6 +128,17 @@ def resolve(config: Any, *, strict: bool) -> Resolution:
     for problem in problems:
         warnings.warn(f"ignored: {problem}", stacklevel=3)
     return resolution
+
+
+def _check_numbers(flat: dict[str, Any]) -> None:
+    """Raise a ConfigError for a number that no setting can have, also in a key that is not read."""
+    wrong = [
+        f"{key} is {excerpt(value)}"
+        for key, value in flat.items()
+        if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER  # also for NaN
+    ]
+    if wrong:
+        raise ConfigError(f"{'; '.join(wrong)}; give a finite number of at most {MAX_NUMBER:g}")
 
 
 def _apply(rule: KeyRule, merged: MergedConfig, resolution: Resolution) -> None:

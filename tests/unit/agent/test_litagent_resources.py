@@ -13,7 +13,6 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from ray import cloudpickle
 from unit_helpers import make_rollout
 
@@ -21,7 +20,7 @@ from raylight.agent.attempt_keys import attempt_key, attempt_path, is_attempt_ke
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
-from raylight.errors import AgentSignatureError
+from raylight.errors import AgentSignatureError, ConfigError
 
 ROLLOUT = make_rollout("ro-7", task="t")
 RESOURCES = {"llm": LLM(model="policy"), "table": {"a": 1}}
@@ -226,7 +225,7 @@ def test_an_untraced_model_is_returned_as_it_is() -> None:
 
 
 def test_a_model_refuses_an_unknown_field() -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         LLM(endpont="http://e")
 
 

@@ -8,7 +8,6 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from unit_helpers import make_rollout
 
 from raylight.agent.attempt_keys import attempt_key
@@ -29,7 +28,7 @@ def test_name_is_another_word_for_model() -> None:
 
 def test_kinds_are_told_apart_by_agent_lightnings_words() -> None:
     assert (LLM().resource_type, ProxyLLM().resource_type) == ("llm", "proxy_llm")
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError):
         LLM(resource_type="proxy_llm")
 
 

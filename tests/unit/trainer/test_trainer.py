@@ -15,10 +15,11 @@ from raylight.algorithms.base import Algorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.decorator import algo
 from raylight.algorithms.policy import GRPO
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig, take_synonyms
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError, DatasetError, HookError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.synonyms import take_synonyms
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer
 from raylight.traces.triplets import TracerTraceToTriplet
@@ -366,7 +367,7 @@ def test_epochs_that_nothing_reads_are_an_error(algorithm: Any, message: str) ->
 
 @pytest.mark.parametrize("algorithm", [GRPO(model="m"), Baseline()])
 def test_epochs_are_checked(algorithm: Any) -> None:
-    with pytest.raises(ConfigError, match="n_epochs"):
+    with pytest.raises(ConfigError, match="num_epochs"):
         Trainer(algorithm=algorithm, num_epochs=0)
 
 
