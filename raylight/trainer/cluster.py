@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from raylight.errors import ClusterStartError, ConfigError, PlacementError, summarize_ray_error
 from raylight.runner.start_up import format_amounts
+from raylight.serving.deploy.leftovers import mark_session, sweep
 from raylight.trainer.blocking import ignored_interrupts, single_interrupt
 from raylight.trainer.cluster_monitor import (
     ClusterMonitor,
@@ -118,6 +119,7 @@ def ray_session(
         finally:
             with ignored_interrupts("Ray is being shut down"):
                 _disconnect()
+                sweep()
 
 
 def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -> Connection:
@@ -136,6 +138,7 @@ def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -
     local = wanted == "local" or not found
     if local:
         start_local_cluster(start_timeout_s, **options)
+        mark_session(ray.get_runtime_context().get_session_name())
     else:
         # Ray sends the token of `ray start` only if it looks the address up itself
         _join(wanted if named else None, options)

@@ -12,7 +12,7 @@ from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
 from raylight.engines.registry import choose_engine
 from raylight.serving.deploy.deployment import Deployment
-from raylight.serving.deploy.ingress import LOOPBACK, serve_http_options
+from raylight.serving.deploy.ingress import LOOPBACK
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
@@ -90,7 +90,7 @@ async def _serve(
         stack.callback(ray.kill, coordinator)
         spec = ReplicaSettings(
             app_name=app_name,
-            route=None if serve_http_options() else "/",
+            route="/",  # if no other application has it
             model_path=path,
             model=name,
             config=config,

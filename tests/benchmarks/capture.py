@@ -129,6 +129,7 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
 
     from raylight.serving.capture.recorder import Recorder
     from raylight.serving.deploy import ingress
+    from raylight.serving.deploy.ingress_host import ingress_host
     from raylight.serving.gateway.gateway import build_gateway
 
     @serve.ingress()
@@ -142,7 +143,8 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
                 return await engine.app()
             return build_gateway(await engine.app(), engine, secret, Recorder(store.capture), None)
 
-    host, port = ingress.start_serve(None, None)
+    with ingress_host(ingress.head_node()["NodeID"], own_cluster=True, timeout_s=180) as machine:
+        host, port = ingress.start_serve(None, None, machine, timeout_s=180)
     for name in ("bare", "captured"):
         options = {"num_cpus": 0, "runtime_env": {"env_vars": ingress.SERVE_FLAGS}}
         app = serve.deployment(name=name, ray_actor_options=options, max_ongoing_requests=1000)(Mock).bind(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from ray_cluster import BIN, eventually
 
-from raylight.serving.deploy.ingress import PROXY_PORT_FLAGS
+from raylight.serving.deploy.ingress_host import DEFAULT_PORT, FALLBACK_PORT
 
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 
@@ -83,9 +83,9 @@ def test_an_agent_with_a_tool_learns(tmp_path: Path, no_processes_left: None) ->
 
 @pytest.mark.slow
 def test_a_run_starts_beside_another_ray_serve(tmp_path: Path, no_processes_left: None) -> None:
-    """The other Serve is represented by its ports: 8000 and the two that HAProxy also uses."""
+    """The other Serve is represented by its ports, those of a HAProxy without the launcher included."""
     with contextlib.ExitStack() as held:
-        for port in (8000, *PROXY_PORT_FLAGS.values()):
+        for port in (DEFAULT_PORT, FALLBACK_PORT, 9101, 8404):
             held.enter_context(socket.create_server(("0.0.0.0", port)))
         command = quickstart("--steps", "1", "--output-dir", str(tmp_path))
         done = subprocess.run(command, env=LOCAL, capture_output=True, text=True, timeout=120)

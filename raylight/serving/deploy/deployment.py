@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -14,6 +16,7 @@ from ray.exceptions import RayTaskError
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
+from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
 from raylight.serving.deploy.replica import ReplicaSettings
 
 
@@ -28,7 +31,6 @@ class Deployment:
     def __init__(self, settings: ReplicaSettings, cluster_ends: bool) -> None:
         self._settings = settings
         self._cluster_ends = cluster_ends
-        self._started_serve = False
         self._stopped = False
         self._deploy_lock = threading.Lock()
         """Held while Serve receives the application, so that a concurrent `stop` waits and then removes all
@@ -58,7 +60,7 @@ class Deployment:
     async def stop(self) -> None:
         """Delete the application.
 
-        Shut Serve down too if this run started it and no other application uses it.
+        Shut Serve down too if a run started it and no other application uses it.
         """
         if self._cluster_ends:
             self._stopped = True
@@ -70,11 +72,16 @@ class Deployment:
             self._stopped = True
             if ingress.serve_http_options() is None:
                 return
-        status = serve.status()
-        if self._settings.app_name in status.applications:
+        if self._settings.app_name in serve.status().applications:
             serve.delete(self._settings.app_name)
-        if self._started_serve and not set(status.applications) - {self._settings.app_name}:
-            serve.shutdown()
+        if ingress.is_unused():
+            with self._machine() as machine:
+                ingress.stop_serve(machine)
+
+    def _machine(self) -> AbstractContextManager[Host]:
+        """Return access to the ingress's machine, for as long as no other driver starts or stops Serve."""
+        head = ingress.head_node()["NodeID"]
+        return ingress_host(head, self._cluster_ends, self._settings.config.start_timeout_s)
 
     def _deploy(self) -> str:
         """Start Serve if needed and give it the application; returns the base URL that agents call.
@@ -84,39 +91,50 @@ class Deployment:
             EngineStartError: Serve's address does not fit the run, or the run was stopped meanwhile.
         """
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        route = self._settings.prefix
-        with self._deploy_lock:
+        with self._deploy_lock, self._machine() as machine:
             if self._stopped:
                 raise EngineStartError("the run was stopped before its engine started")
-            config, running = self._settings.config, ingress.serve_http_options()
-            host, port = running or ingress.start_serve(config.host, config.port)
-            self._started_serve = running is None
-            if self._settings.secret is None and host not in ingress.LOOPBACK:
-                raise EngineStartError(
-                    f"Ray Serve already listens on {host}, where anyone could use the model; set an API key"
-                )
-            if config.port not in (None, port):
-                raise PortInUseError(
-                    f"Ray Serve already runs on port {port} of this cluster, so port {config.port} cannot be "
-                    "used; leave the port out, or shut the running Serve down first (`serve shutdown`)"
-                )
-            if host in ingress.LOOPBACK and len(ingress.alive_nodes()) > 1:
-                raise EngineStartError(
-                    f"Ray Serve listens on {host} only, which agents on other nodes cannot reach; set "
-                    "engine={'host': '0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
-                )
+            config = self._settings.config
+            host, port = ingress.serve_http_options() or ingress.start_serve(
+                config.host, config.port, machine, config.start_timeout_s
+            )
+            self._check_address(host, port)
+            if serve.status().applications:  # one of them may have the route
+                self._settings = dataclasses.replace(self._settings, route=None)
             target = serve.RunTarget(
-                build_application(self._settings, self._started_serve),
+                build_application(self._settings, ingress.is_raylights()),
                 self._settings.app_name,
-                route,
+                self._settings.prefix,
                 ingress.QUIET,
             )
             serve.run_many(
                 [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
             )
-        return (
-            f"http://{ingress.head_address() if host == ingress.ANY_HOST else host}:{port}{route.rstrip('/')}"
-        )
+        address = ingress.head_node()["NodeManagerAddress"] if host == ANY_HOST else host
+        return f"http://{address}:{port}{self._settings.prefix.rstrip('/')}"
+
+    def _check_address(self, host: str, port: int) -> None:
+        """Raise if Serve's address does not fit the run.
+
+        Raises:
+            PortInUseError: Serve uses another port than the requested one.
+            EngineStartError: strangers could use the model, or agents could not reach it.
+        """
+        config = self._settings.config
+        if self._settings.secret is None and host not in ingress.LOOPBACK:
+            raise EngineStartError(
+                f"Ray Serve already listens on {host}, where anyone could use the model; set an API key"
+            )
+        if config.port not in (None, port):
+            raise PortInUseError(
+                f"Ray Serve already runs on port {port} of this cluster, so port {config.port} cannot be "
+                "used; leave the port out, or shut the running Serve down first (`serve shutdown`)"
+            )
+        if host in ingress.LOOPBACK and len(ingress.alive_nodes()) > 1:
+            raise EngineStartError(
+                f"Ray Serve listens on {host} only, which agents on other nodes cannot reach; set "
+                "engine={'host': '0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
+            )
 
     def _start_timeout_message(self) -> str:
         config = self._settings.config

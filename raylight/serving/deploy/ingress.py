@@ -1,14 +1,10 @@
-"""Ray Serve's HTTP ingress: HAProxy, its ports and its address."""
+"""Ray Serve's HTTP ingress: its environment, start, address and end."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+import time
 from typing import Any
 
 SERVE_FLAGS = {
@@ -22,15 +18,6 @@ SERVE_FLAGS = {
 throughput of Serve's Python proxy. raylight's replicas never block the event loop, so they run without
 Serve's extra thread, which gives another third. Replicas of a run have nothing to drain. The flags must be in
 the environment before Serve is imported, and in the environments of its controller and replicas."""
-PROXY_PORT_FLAGS = {
-    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
-    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
-}
-"""Further ports, of HAProxy and of the fallback proxy that serves while HAProxy has no replica, with their
-defaults. If another Serve on the machine uses them, HAProxy does not start, and the fallback proxy would
-share its port and receive the other Serve's requests."""
 STICKY_ROUTING = """uri depth 4
     hash-type consistent sdbm avalanche
     hash-balance-factor 150"""
@@ -39,95 +26,144 @@ replica that has their prefixes cached. Consistent hashing moves a rollout only 
 replica with more than 1.5 times the mean number of requests passes new ones to the next replica. Ray writes
 this text after the word `balance` into HAProxy's defaults."""
 ROUTING = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": STICKY_ROUTING}
-PATIENCE = {
+HEALTH = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S": "2",
 }
-"""Serve kills a proxy that is not ready after 5 s, its default. On a busy machine a proxy needs longer."""
+"""Deadlines of Serve for its proxies. A proxy may take long to start on a busy machine (default: 5 s). Serve
+replaces it after three failed checks in a row. A check fails at once if the proxy is dead, and after 5 s if
+it does not respond; the next one follows 1 s later (defaults: 10 s and 10 s)."""
+LONG_CALLS = {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "900"}
+"""Longest time that requests in flight may take after a change of routes (default: 120 s)."""
 for _flag, _value in SERVE_FLAGS.items():
     os.environ.setdefault(_flag, _value)
 
 import ray  # noqa: E402
 import urllib3  # noqa: E402
-from filelock import FileLock, Timeout  # noqa: E402
 from ray import serve  # noqa: E402
-from ray.exceptions import RayError  # noqa: E402
+from ray.exceptions import RayActorError, RayError  # noqa: E402
+from ray.experimental import internal_kv  # noqa: E402
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE  # noqa: E402
 from ray.serve.schema import LoggingConfig  # noqa: E402
 
-from raylight.errors import EngineStartError, PortInUseError  # noqa: E402
+from raylight.errors import EngineStartError  # noqa: E402
+from raylight.serving.deploy.ingress_host import ANY_HOST, Host, IngressPlan  # noqa: E402
 
 logger = logging.getLogger(__name__)
-DEFAULT_PORT = 8000
-PORT_LOCK_S = 180.0
-"""Longer than a start of Serve takes with the times of `PATIENCE`."""
 PORT_TAKEN = "Address already in use"
 """Part of HAProxy's message."""
-ANY_HOST = "0.0.0.0"
+START_ATTEMPTS = 3
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
+STARTED_KEY = b"raylight:serve-controller"
+"""Key of the cluster's key-value store with the actor ID of the Serve controller that raylight started."""
 
 
-def start_serve(host: str | None, port: int | None) -> tuple[str, int]:
-    """Start Serve with HAProxy and return its host and port.
+def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: float) -> tuple[str, int]:
+    """Start Serve with HAProxy and return its host and port, once HAProxy has its port.
+
+    If another process takes a port meanwhile, or a proxy dies, Serve is started again.
 
     Args:
         host: None: loopback on a cluster of one node, all interfaces otherwise.
         port: None: the default port, or any free one if that is taken.
+        machine: the ingress's machine, reserved for this driver.
+        timeout_s: longest time for all attempts.
 
     Raises:
-        PortInUseError: the port is taken.
+        PortInUseError: the requested port is taken.
         EngineStartError: Serve does not start.
     """
-    host = host or (ANY_HOST if len(alive_nodes()) > 1 else "127.0.0.1")
-    with _port_lock():
-        port = choose_port(host, port)
-        ports = {
-            flag: str(choose_port(ANY_HOST, None, default)) for flag, default in PROXY_PORT_FLAGS.items()
-        }
+    host, end = host or (ANY_HOST if len(alive_nodes()) > 1 else "127.0.0.1"), time.monotonic() + timeout_s
+    for attempt in range(1, START_ATTEMPTS + 1):
+        plan = machine.plan(host, port)
+        if plan.warning and attempt == 1:
+            logger.warning(plan.warning)
         try:
-            serve.start(
-                http_options={"host": host, "port": port},
-                logging_config=QUIET,
-                controller_options={"runtime_env": {"env_vars": SERVE_FLAGS | ROUTING | PATIENCE | ports}},
-            )
-        except TimeoutError as error:  # `wait_for_route` waits on, once the replicas are up
-            logger.warning("Ray Serve is slow to start (%s); the machine is busy, still waiting", error)
+            _start(host, plan, end)
+            break
+        except TimeoutError:
+            raise EngineStartError(
+                f"Ray Serve's ingress was not up within {timeout_s:g} s (engine.start_timeout_s); the "
+                "machine is busy, or HAProxy fails: see proxy_*.log in Ray's session folder, or raise "
+                "engine={'start_timeout_s': ...}"
+            ) from None
         except RayError as error:
-            if PORT_TAKEN in str(error):
-                taken = ", ".join([str(port), *ports.values()])
-                raise EngineStartError(
-                    f"Ray Serve did not start: one of its ports ({taken}) was free, and another process took "
-                    f"it while Serve started. Start the run again.\n{error}"
-                ) from None
-            raise EngineStartError(f"Ray Serve did not start: {error}") from None
-    return host, port
+            lost = PORT_TAKEN in str(error) or isinstance(error, RayActorError)
+            if not lost or attempt == START_ATTEMPTS:
+                raise EngineStartError(f"Ray Serve did not start ({attempt} attempts): {error}") from None
+            logger.warning("Ray Serve did not start (%s); starting it again", _last_line(error))
+            serve.shutdown()
+    internal_kv._internal_kv_put(STARTED_KEY, _controller_id())
+    return host, plan.port
 
 
-@contextlib.contextmanager
-def _port_lock() -> Iterator[None]:
-    """Hold a lock of this machine while Serve takes its ports, so that no two drivers choose the same.
+def _start(host: str, plan: IngressPlan, end: float) -> None:
+    """Start Serve and wait until its proxies have their ports.
 
-    A driver that waits longer than PORT_LOCK_S goes on without the lock.
+    Raises:
+        TimeoutError: they did not until `end`.
+        RayError: a proxy failed.
     """
-    lock = FileLock(Path(tempfile.gettempdir(), f"raylight-ports-{os.getuid()}.lock"))
+    variables = SERVE_FLAGS | ROUTING | HEALTH | LONG_CALLS | plan.environment
     try:
-        lock.acquire(timeout=PORT_LOCK_S)
-    except Timeout:
-        logger.warning("%s was held for %g s; choosing ports without it", lock.lock_file, PORT_LOCK_S)
-    try:
-        yield
-    finally:
-        lock.release()
+        serve.start(
+            http_options={"host": host, "port": plan.port},
+            proxy_location="HeadOnly",
+            logging_config=QUIET,
+            controller_options={"runtime_env": {"env_vars": variables}},
+        )
+    except TimeoutError as error:  # after 60 s, which Serve does not let users change
+        logger.warning("Ray Serve is slow to start (%s); the machine is busy, still waiting", error)
+        proxies = ray.get(_controller().get_proxies.remote(), timeout=max(end - time.monotonic(), 0))
+        ready = [proxy.ready.remote() for proxy in proxies.values()]
+        ray.get(ready, timeout=max(end - time.monotonic(), 0))
+
+
+def stop_serve(machine: Host) -> None:
+    """Shut Serve down if it is still unused.
+
+    Args:
+        machine: the ingress's machine, reserved for this driver.
+    """
+    if is_unused():
+        serve.shutdown()
+        internal_kv._internal_kv_del(STARTED_KEY)
+        machine.remove_folder(head_node()["NodeID"])
+
+
+def is_unused() -> bool:
+    """Return True if raylight started the running Serve, and it has no application."""
+    return serve_http_options() is not None and is_raylights() and not serve.status().applications
+
+
+def is_raylights() -> bool:
+    """Return True if a raylight run or `raylight serve` started the running Serve."""
+    return internal_kv._internal_kv_get(STARTED_KEY) == _controller_id()
+
+
+def _controller() -> Any:
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+def _controller_id() -> bytes:
+    return _controller()._actor_id.binary()
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1]
 
 
 def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def head_address() -> str:
-    """Return the head node's address: Serve's ingress always runs there."""
-    heads = [node for node in alive_nodes() if "node:__internal_head__" in node["Resources"]]
-    return heads[0]["NodeManagerAddress"] if heads else ray.util.get_node_ip_address()
+def head_node() -> dict[str, Any]:
+    """Return the head node: Serve's ingress always runs there."""
+    return next(node for node in alive_nodes() if "node:__internal_head__" in node["Resources"])
 
 
 def serve_http_options() -> tuple[str, int] | None:
@@ -140,27 +176,6 @@ def serve_http_options() -> tuple[str, int] | None:
     if client is None:
         return None
     return client.http_config.host, client.http_config.port
-
-
-def choose_port(host: str, requested: int | None, default: int = DEFAULT_PORT) -> int:
-    """Return the requested port; without a request, the default port, or any free one if that is taken.
-
-    Raises:
-        PortInUseError: the requested port is taken.
-    """
-    for port in (requested or default, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-                return probe.getsockname()[1]
-            except OSError as error:
-                if requested:
-                    raise PortInUseError(
-                        f"port {requested} on {host} is taken ({os.strerror(error.errno or 0)}); choose "
-                        "another port, or leave it out to use any free one"
-                    ) from None
-    raise PortInUseError(f"no port is free on {host}")
 
 
 def wait_for_route(url: str) -> None:

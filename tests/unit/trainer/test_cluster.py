@@ -51,7 +51,11 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": False}])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379", get_session_name=str)
+    )
+    monkeypatch.setattr(cluster, "mark_session", lambda name: None)
+    monkeypatch.setattr(cluster, "sweep", lambda: None)
     monkeypatch.setattr(cluster.ray_worker, "get_dashboard_url", lambda: "127.0.0.1:8265")
     monkeypatch.setattr(cluster, "is_reachable", lambda address: True)
     monkeypatch.setattr(cluster, "running_cluster", lambda: "10.0.0.7:6379")

@@ -1,6 +1,9 @@
-"""Serve's ports: chosen by one driver of a machine at a time."""
+"""Start of Serve: attempts, deadlines and errors."""
 
-import threading
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,69 +11,126 @@ from ray.exceptions import RayActorError, RayError
 
 from raylight.errors import EngineStartError
 from raylight.serving.deploy import ingress
+from raylight.serving.deploy.ingress_host import IngressPlan
+
+TAKEN = RayError("HAProxy crashed: cannot bind socket (Address already in use) for [127.0.0.1:8000]")
 
 
-def test_drivers_choose_their_ports_one_after_another() -> None:
-    inside, log = threading.Event(), []
+class Machine:
+    """Machine of the ingress that offers 8000, 8001 and so on."""
 
-    def other() -> None:
-        assert inside.wait(10)
-        with ingress._port_lock():
-            log.append("second")
+    def __init__(self, warning: str = "") -> None:
+        self.planned: list[tuple[str, int | None]] = []
+        self.warning = warning
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    with ingress._port_lock():
-        inside.set()
-        thread.join(0.3)
-        log.append("first")
-    thread.join(10)
-    assert log == ["first", "second"]
+    def plan(self, host: str, port: int | None) -> IngressPlan:
+        self.planned.append((host, port))
+        return IngressPlan(7999 + len(self.planned), {"PLAN": "1"}, self.warning)
+
+    def remove_folder(self, node_id: str) -> None:
+        raise NotImplementedError
 
 
-def test_a_driver_that_never_ends_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingress, "PORT_LOCK_S", 0.2)
-    with ingress._port_lock(), ingress._port_lock():
-        pass
+Serve = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_raises(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Give Serve's start the outcomes of its calls; returns a list of their options."""
+
+    def set_outcomes(*outcomes: Exception | None) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+
+        def start(**options: Any) -> None:
+            calls.append(options)
+            if outcome := outcomes[len(calls) - 1]:
+                raise outcome
+
+        monkeypatch.setattr(ingress.serve, "start", start)
+        return calls
+
     monkeypatch.setattr(ingress, "alive_nodes", lambda: [{}])
+    monkeypatch.setattr(ingress, "_controller_id", lambda: b"id")
+    monkeypatch.setattr(ingress.internal_kv, "_internal_kv_put", lambda key, value: None)
+    monkeypatch.setattr(ingress.serve, "shutdown", lambda: None)
+    return set_outcomes
 
 
-def test_a_slow_serve_is_waited_for(
-    one_node: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_serve_starts_with_what_the_machine_planned(
+    serve_raises: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given: dict[str, Any] = {}
+    calls = serve_raises(None)
+    assert ingress.start_serve(None, None, Machine("no launcher"), 60) == ("127.0.0.1", 8000)
+    variables = calls[0]["controller_options"]["runtime_env"]["env_vars"]
+    for wanted in (ingress.SERVE_FLAGS, ingress.HEALTH, ingress.ROUTING, {"PLAN": "1"}):
+        assert variables.items() >= wanted.items()
+    assert calls[0]["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    assert "no launcher" in caplog.text
 
-    def start(**options: Any) -> None:
-        given.update(options)
-        raise TimeoutError("HTTP proxies not available after 60s.")
 
-    monkeypatch.setattr(ingress.serve, "start", start)
-    assert ingress.start_serve(None, None)[0] == "127.0.0.1"
-    assert "slow to start (HTTP proxies not available after 60s.)" in caplog.text
-    assert given["controller_options"]["runtime_env"]["env_vars"].items() >= ingress.PATIENCE.items()
+def test_a_port_that_was_taken_meanwhile_is_replaced(
+    serve_raises: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = serve_raises(TAKEN, RayActorError(), None)
+    machine = Machine()
+    assert ingress.start_serve("0.0.0.0", None, machine, 60) == ("0.0.0.0", 8002)
+    assert [call["http_options"]["port"] for call in calls] == [8000, 8001, 8002]
+    assert machine.planned == [("0.0.0.0", None)] * 3
+    assert "Address already in use" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("outcomes", "message"),
     [
-        (RayActorError(), "Ray Serve did not start"),
-        (
-            RayError("HAProxy crashed: cannot bind socket (Address already in use) for [0.0.0.0:9101]"),
-            r"ports \(\d+, \d+, \d+, \d+, \d+\) was free, .* Start the run again",
-        ),
+        ([TAKEN] * 3, r"did not start \(3 attempts\): .*Address already in use"),
+        ([RayError("HAProxy was not started: unknown template")], r"\(1 attempts\): .*unknown template"),
     ],
-    ids=["actor", "port"],
+    ids=["always taken", "hopeless"],
 )
-def test_a_failed_serve_is_an_error(
-    error: RayError, message: str, one_node: None, monkeypatch: pytest.MonkeyPatch
+def test_a_serve_that_does_not_start_is_an_error(
+    outcomes: list[Exception], message: str, serve_raises: Serve
 ) -> None:
-    def start(**options: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(ingress.serve, "start", start)
+    calls = serve_raises(*outcomes)
     with pytest.raises(EngineStartError, match=message):
-        ingress.start_serve(None, None)
+        ingress.start_serve(None, None, Machine(), 60)
+    assert len(calls) == len(outcomes)
+
+
+class Proxies:
+    """Controller and proxy of a Serve that is slow to start."""
+
+    def __init__(self) -> None:
+        self.get_proxies = self.ready = self
+        self.waited: list[float] = []
+
+    def remote(self) -> Proxies:
+        return self
+
+    def values(self) -> list[Proxies]:
+        return [self]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_slow_serve_is_waited_for_until_the_deadline(
+    late: bool, serve_raises: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve_raises(TimeoutError("HTTP proxies not available after 60s."))
+    proxies = Proxies()
+
+    def get(reference: Any, timeout: float) -> Any:
+        proxies.waited.append(timeout)
+        if late and isinstance(reference, list):
+            raise TimeoutError
+        return reference
+
+    monkeypatch.setattr(ingress, "_controller", lambda: proxies)
+    monkeypatch.setattr(ingress.ray, "get", get)
+    caplog.set_level(logging.WARNING)
+    if late:
+        with pytest.raises(EngineStartError, match=r"not up within 90 s \(engine.start_timeout_s\)"):
+            ingress.start_serve(None, None, Machine(), 90)
+    else:
+        assert ingress.start_serve(None, None, Machine(), 90)[1] == 8000
+    assert "slow to start (HTTP proxies not available after 60s.)" in caplog.text
+    assert all(60 < timeout <= 90 for timeout in proxies.waited)
+    assert len(proxies.waited) == 2

@@ -1,0 +1,279 @@
+"""HAProxy behind its launcher: the real HAProxy with the configuration that Serve renders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.serve._private.haproxy import (
+    BackendConfig,
+    HAProxyApi,
+    HAProxyConfig,
+    ServerConfig,
+    get_haproxy_binary,
+)
+from ray.serve.config import HTTPOptions, gRPCOptions
+from ray_cluster import eventually, free_port
+
+from raylight.serving.deploy import haproxy_launcher as launcher
+
+FEW = 60
+"""Connections that the HAProxy of these tests accepts."""
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[int]:
+    """Port of a server that stands for a replica."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+class Ingress:
+    """HAProxy with the configuration of Serve, started by the launcher."""
+
+    def __init__(self, folder: Path, replica: int, host: str = "127.0.0.1") -> None:
+        self.folder, self.port = folder, free_port()
+        config = HAProxyConfig(
+            http_options=HTTPOptions(host=host, port=self.port),
+            grpc_options=gRPCOptions(),
+            is_head=True,
+            metrics_enabled=False,
+            socket_path=str(folder / "admin.sock"),
+            server_state_base=str(folder),
+            server_state_file=str(folder / "server-state"),
+        )
+        (folder / "server-state").write_text("1\n")
+        servers = [ServerConfig("replica", "127.0.0.1", replica)]
+        backend = BackendConfig("http-app", "/app", servers=servers, app_name="app")
+        self.api = HAProxyApi(config, {"http-app": backend}, str(folder / "haproxy.cfg"))
+        self.config = folder / "haproxy.cfg"
+        self.write_config()
+        self.script = launcher.install(folder, get_haproxy_binary())
+
+    def write_config(self) -> None:
+        """Write the configuration as Serve does before each start."""
+        self.api._generate_config_file_internal()
+
+    def command(self, *options: str) -> list[str]:
+        return [str(self.script), "-db", "-f", str(self.config), "-dR", *options]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[subprocess.Popen[bytes]]:
+        with subprocess.Popen(self.command(), stderr=subprocess.PIPE) as process:
+            try:
+                self.wait(process.pid)
+                yield process
+            finally:
+                process.kill()
+
+    def wait(self, pid: int) -> None:
+        eventually(lambda: self.pid() == pid, 30, "the start of HAProxy")
+
+    def ask(self, command: str, path: str = "admin.sock") -> str:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(self.folder / path))
+            client.sendall(command.encode())
+            return client.makefile().read()
+
+    def pid(self) -> int:
+        """Return the process that responds on the admin socket."""
+        with contextlib.suppress(OSError):
+            return int(re.search(r"^Pid: (\d+)$", self.ask("show info\n"), re.MULTILINE).group(1))
+        return 0
+
+    def get(self, timeout: float = 10) -> int:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        with contextlib.closing(connection):
+            connection.request("GET", "/app/health")
+            return connection.getresponse().status
+
+    def half_sent(self, count: int) -> list[socket.socket]:
+        """Open connections that never finish their headers."""
+        clients = [socket.create_connection(("127.0.0.1", self.port)) for _ in range(count)]
+        for client in clients:
+            client.sendall(b"POST /app/v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+        eventually(lambda: f"\nCurrConns: {count}\n" in self.ask("show info\n"), 10, "all connections")
+        return clients
+
+
+@pytest.fixture
+def ingress(tmp_path: Path, replica: int) -> Ingress:
+    return Ingress(tmp_path, replica)
+
+
+def test_the_configuration_is_valid_and_hardened_once(ingress: Ingress) -> None:
+    done = subprocess.run(ingress.command("-c"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    hardened = ingress.config.read_text()
+    assert hardened.startswith(launcher.MARK)
+    assert launcher.harden(hardened, str(ingress.folder), 1000) == hardened
+
+
+def test_nothing_but_the_ingress_listens_on_the_network(ingress: Ingress) -> None:
+    with ingress.running() as process:
+        sockets = psutil.Process(process.pid).net_connections("inet")
+        addresses = {tuple(one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN}
+        assert addresses == {("127.0.0.1", ingress.port)}
+        assert ingress.get() == 200
+        assert stat.S_IMODE(ingress.folder.stat().st_mode) == 0o700
+        for path in ("admin.sock", "stat.sock", "prom.sock"):
+            assert stat.S_IMODE((ingress.folder / path).stat().st_mode) == 0o600
+        assert "http-app,replica" in ingress.ask("GET /stats;csv HTTP/1.0\r\n\r\n", "stat.sock")
+        assert "haproxy_process_uptime" in ingress.ask("GET /metrics HTTP/1.0\r\n\r\n", "prom.sock")
+
+
+def test_a_reload_takes_over_and_keeps_the_process_id(ingress: Ingress) -> None:
+    with ingress.running() as first:
+        ingress.write_config()
+        options = ("-sf", str(first.pid), "-x", str(ingress.folder / "admin.sock"))
+        with subprocess.Popen(ingress.command(*options), stderr=subprocess.PIPE) as second:
+            ingress.wait(second.pid)
+            assert first.wait(30) == 0
+            assert ingress.get() == 200
+            second.kill()
+
+
+def test_as_many_connections_as_the_open_files_allow(ingress: Ingress) -> None:
+    assert launcher.connection_limit() <= launcher.MAX_CONNECTIONS
+    with ingress.running():
+        assert f"\nMaxconn: {launcher.connection_limit()}\n" in ingress.ask("show info\n")
+
+
+def test_few_open_files_are_no_error(ingress: Ingress) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
+
+    with subprocess.Popen(ingress.command(), stderr=subprocess.PIPE, preexec_fn=limit) as process:
+        ingress.wait(process.pid)
+        assert "\nMaxconn: 200\n" in ingress.ask("show info\n")
+        process.kill()
+
+
+@pytest.fixture
+def small_ingress(ingress: Ingress, monkeypatch: pytest.MonkeyPatch) -> Ingress:
+    """HAProxy with few connections and a short deadline for headers."""
+    monkeypatch.setattr(launcher, "HEADER_TIMEOUT_S", 2)
+    ingress.config.write_text(launcher.harden(ingress.config.read_text(), str(ingress.folder), FEW))
+    return ingress
+
+
+def test_half_sent_headers_lock_nobody_out(small_ingress: Ingress) -> None:
+    with small_ingress.running(), contextlib.ExitStack() as stack:
+        clients = small_ingress.half_sent(FEW)
+        for client in clients:
+            stack.enter_context(client)
+        assert small_ingress.get(timeout=60) == 200
+        assert clients[0].recv(100).startswith(b"HTTP/1.1 408"), "HAProxy ended it, not the test"
+
+
+def test_a_source_gets_half_of_the_connections_unless_it_is_this_machine(
+    tmp_path: Path, replica: int, small_ingress: Ingress
+) -> None:
+    # the rule exempts loopback: exempt another address instead, and loopback is a source like others
+    config = small_ingress.config.read_text()
+    assert "unless { src 127.0.0.0/8 ::1 }" in config
+    small_ingress.config.write_text(config.replace("src 127.0.0.0/8 ::1", "src 192.0.2.99"))
+    with small_ingress.running(), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(client) for client in small_ingress.half_sent(FEW // 2)]
+        with pytest.raises(OSError, match=r"Connection reset|Broken pipe|closed connection"):
+            small_ingress.get()
+        for client in clients:
+            client.close()
+        eventually(lambda: small_ingress.get() == 200, 10, "an answer")
+
+
+PARENT = """
+import subprocess, sys
+process = subprocess.Popen(sys.argv[1:])
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def manager(ingress: Ingress) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yield a process that stands for Serve's manager, and the HAProxy that it started."""
+    command = [sys.executable, "-c", PARENT, *ingress.command()]
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipe) as parent:
+        try:
+            pid = int(parent.stdout.readline())
+            ingress.wait(pid)
+            yield parent, pid
+        finally:
+            parent.kill()
+
+
+def ended(handle: int) -> bool:
+    return bool(select.select([handle], [], [], 30)[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_haproxy_ends_with_its_manager(ingress: Ingress, frozen: bool) -> None:
+    with manager(ingress) as (parent, pid):
+        handle = os.pidfd_open(pid)
+        if frozen:
+            os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+        assert ended(handle)
+        os.close(handle)
+
+
+def test_a_new_manager_takes_the_ports_of_a_frozen_one(ingress: Ingress) -> None:
+    with manager(ingress) as (parent, pid):
+        handle = os.pidfd_open(pid)
+        parent.send_signal(signal.SIGSTOP)
+        ingress.write_config()
+        with manager(ingress) as (_, successor):
+            assert ended(handle)
+            assert ingress.pid() == successor
+            assert ingress.get() == 200
+        os.close(handle)
+
+
+@pytest.mark.parametrize(
+    "text", ["    stats socket {} mode 666 level admin", "listen stats", "frontend http_frontend"]
+)
+def test_an_unknown_template_is_an_error(ingress: Ingress, text: str) -> None:
+    config = ingress.config.read_text()
+    text = text.format(ingress.folder / "admin.sock")
+    assert text in config
+    ingress.config.write_text(config.replace(text, "unknown"))
+    done = subprocess.run(ingress.command(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("HAProxy was not started: Ray's HAProxy configuration has ")
+    assert "0 times instead of once" in done.stderr
+
+
+def test_options_without_a_configuration_reach_haproxy(ingress: Ingress) -> None:
+    done = subprocess.run([ingress.script, "-v"], capture_output=True, text=True)
+    assert done.stdout.startswith("HAProxy version")
