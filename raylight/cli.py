@@ -33,11 +33,9 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-AgentName = Annotated[
-    str, typer.Argument(help="Dotted name of the agent: package.module:agent.", metavar="AGENT")
-]
+AgentName = Annotated[str, typer.Argument(help="Dotted name: package.module:agent.", metavar="AGENT")]
 ModelName = Annotated[
-    str, typer.Option(help="Model folder, name in the local Hugging Face cache, or the upstream's name.")
+    str, typer.Option(help="Model folder, name in the local cache, or the upstream's name.")
 ]
 Engine = Annotated[
     str,
@@ -359,19 +357,22 @@ def export(
 
 @app.command()
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model folder, or name in the local Hugging Face cache, to examine too."),
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or name, to examine it too.")] = None,
     address: Address = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Only remove what ended runs left.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the resources and versions of this machine and the cluster, and what is missing.
 
-    With --model, also the context length, tool calls and reasoning as the engines read them.
+    With --model, also the context length, tool calls and reasoning as the engines read them. With --clean,
+    list and remove what ended runs left on this machine: processes and folders of HAProxy, and folders of Ray
+    sessions with their logs. Nothing of a live run is touched.
     """
-    from raylight.doctor import examine
+    from raylight import doctor_report
 
-    examine(model, address)
+    if clean:
+        doctor_report.clean(as_json)
+    doctor_report.examine(model, address, as_json)
 
 
 def _apply(assignments: list[str] | None, settings: dict[str, Any]) -> None:

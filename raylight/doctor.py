@@ -1,6 +1,6 @@
 """`raylight doctor`: resources and versions of this machine and the Ray cluster, and what is missing.
 
-The `gather_*` functions return plain records, `find_problems` judges them, and only `render` prints.
+The `gather_*` functions return plain records, and `find_problems` judges them. `doctor_report` prints them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from packaging.requirements import Requirement
-from rich.console import Console
 
 from raylight import __version__
-from raylight.config import EngineConfig
-from raylight.engines.model_report import ModelReport, report_model
-from raylight.engines.registry import ENGINES, choose_engine
 from raylight.trainer.cluster import is_reachable, running_cluster
-from raylight.trainer.inputs import resolve_model
 
 GIB = 2**30
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
@@ -274,106 +268,6 @@ def xgrammar_problem(error: str) -> Problem:
     )
 
 
-def render(
-    machine: Machine,
-    packages: Packages,
-    cluster: Cluster | None,
-    problems: list[Problem],
-    console: Console,
-    xgrammar_error: str | None = None,
-    reports: Sequence[ModelReport] = (),
-) -> None:
-    """Print the records and the problems."""
-    vllm = installed_vllm()
-    gpus = sum(n.resources.get("GPU", 0) for n in cluster.nodes) if cluster else len(machine.gpus)
-    ports = {
-        f"port {port}": f"{'free' if free else 'in use'} ({PORTS[port]})"
-        for port, free in machine.ports_free.items()
-    }
-    print_section(
-        console,
-        "machine",
-        {
-            "python": machine.python,
-            "CPUs": str(machine.cpus),
-            "memory": size(machine.memory),
-            "/dev/shm": size(machine.shm),
-            "free disk": size(machine.disk_free),
-            "GPUs": "; ".join(machine.gpus) or "none: training runs on the CPU",
-            "HAProxy": machine.haproxy or "none",
-            **ports,
-        },
-    )
-    versions = {**packages, "vllm (optional)": vllm}
-    print_section(console, "packages", {wanted: version or "-" for wanted, version in versions.items()})
-    print_section(console, "Ray cluster", cluster_rows(cluster))
-    engine = choose_engine(EngineConfig(num_gpus=min(gpus, 1)))
-    why = f"of {', '.join(ENGINES)}; vLLM {vllm or 'absent'}, {gpus:g} GPUs"
-    xgrammar = installed("xgrammar")
-    grammar = f"xgrammar {xgrammar}, {xgrammar_error or 'works'}" if xgrammar else "none: xgrammar is absent"
-    print_section(console, "engine", {"auto": f"{engine} ({why})", "constrained answers": grammar})
-    for report in reports:
-        print_section(console, f"model, {report.engine} engine", report.rows())
-    print_section(console, "missing", {} if problems else {"nothing": ""})
-    for problem in problems:
-        console.print(
-            f"  {'✗' if problem.required else '!'} {problem.summary}\n      {problem.remedy}", soft_wrap=True
-        )
-
-
-def cluster_rows(cluster: Cluster | None) -> dict[str, str]:
-    """Return the printed rows of a cluster."""
-    if cluster is None:
-        return {"none": "a run starts a local one"}
-    serve = f"on {cluster.serve[0]}:{cluster.serve[1]}" if cluster.serve else "not running; a run starts it"
-    rows = {"address": cluster.address} | (
-        {"error": cluster.error} if cluster.error else {"Ray Serve": serve}
-    )
-    for node in cluster.nodes:
-        amounts = ", ".join(f"{node.resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-        flags = (
-            "Serve flags unknown" if node.error else f"Serve flags {'missing' if node.unset_flags else 'set'}"
-        )
-        amounts += f", {size(node.resources.get('memory'))}, raylight {node.raylight or 'unknown'}"
-        rows[f"node {node.address}"] = f"{amounts}, {flags}"
-    return rows
-
-
-def print_section(console: Console, title: str, rows: dict[str, str]) -> None:
-    """Print a title and a line per row."""
-    console.print(f"\n{title}", style="bold")
-    for name, value in rows.items():
-        console.print(f"  {name:<28} {value}", soft_wrap=True)
-
-
 def size(amount: float | None) -> str:
     """Return a number of bytes in GiB."""
     return "-" if amount is None else f"{amount / GIB:.1f} GiB"
-
-
-def examine(model: str | None = None, address: str | None = None) -> None:
-    """Examine machine, cluster and model, print the result, and exit with code 1 if something required is
-    missing, else 0.
-
-    Args:
-        model: folder, or name in the local Hugging Face cache.
-        address: the one of `Trainer(address=...)`.
-
-    Raises:
-        ModelNotFoundError: there is no such model.
-    """
-    console = Console(markup=False, highlight=False)
-    path = resolve_model(model) if model else None
-    machine, cluster = gather_machine(), gather_cluster(address) if installed("ray") else None
-    required = importlib.metadata.requires("raylight") if installed("raylight") else []
-    packages = gather_packages(["raylight", *(required or [])])
-    problems = find_problems(machine, packages, cluster)
-    xgrammar_error = load_xgrammar() if installed("xgrammar") else None
-    if xgrammar_error:
-        problems.append(xgrammar_problem(xgrammar_error))
-    reports = [report_model(path, engine) for engine in ("transformers", "vllm")] if path else []
-    used = [report for report in reports if report.engine == "transformers" or installed_vllm()]
-    remedies = {name: remedy for report in used for name, remedy in report.remedies().items()}
-    problems += [Problem(name, remedy, required=False) for name, remedy in remedies.items()]
-    render(machine, packages, cluster, problems, console, xgrammar_error, reports)
-    sys.exit(int(any(problem.required for problem in problems)))

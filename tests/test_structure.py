@@ -18,7 +18,7 @@ FLOORS = [
     {"runner", "engines", "weight_sync", "serving", "learner"},
     {"algorithms"},
     {"trainer"},
-    {"cli", "doctor", "quickstart"},
+    {"cli", "doctor", "doctor_report", "quickstart"},
 ]
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 FILES = sorted(PACKAGE.rglob("*.py"))

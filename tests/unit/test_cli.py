@@ -32,7 +32,9 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(rl, "Trainer", take)
     monkeypatch.setattr("raylight.trainer.serve_model.serve_model", take)
-    monkeypatch.setattr("raylight.doctor.examine", lambda model, address: take(address=address))
+    monkeypatch.setattr(
+        "raylight.doctor_report.examine", lambda model, address, as_json: take(address=address)
+    )
     return given
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import socket
 import subprocess
@@ -12,10 +13,12 @@ import sys
 import pytest
 from rich.console import Console
 
-from raylight import __version__, doctor
-from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages, render
+from raylight import __version__, doctor, doctor_report
+from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages
+from raylight.doctor_report import render
 from raylight.engines.model_report import ModelReport
 from raylight.quickstart import STARTER_MODEL
+from raylight.serving.deploy.leftovers import Leftover
 
 MACHINE = Machine(
     python="3.11.9",
@@ -167,13 +170,87 @@ def test_prints_what_is_missing_last_and_whole():
     assert "in use (Ray dashboard)" in text
 
 
-def test_required_problem_makes_the_exit_code_1(monkeypatch):
-    monkeypatch.setattr(doctor, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
-    monkeypatch.setattr(doctor, "gather_cluster", lambda address: None)
-    monkeypatch.setattr(doctor, "load_xgrammar", lambda: None)
-    with pytest.raises(SystemExit) as left:
-        doctor.examine()
-    assert left.value.code == 1
+@pytest.fixture
+def left(monkeypatch) -> list[Leftover]:
+    """What ended runs left; a test adds to it, and `remove` takes from it."""
+    found: list[Leftover] = []
+
+    def remove(leftover: Leftover) -> bool:
+        if "locked" not in leftover.name:
+            found.remove(leftover)
+        return leftover not in found
+
+    monkeypatch.setattr(doctor_report, "find_leftovers", lambda: list(found))
+    monkeypatch.setattr(doctor_report, "remove", remove)
+    return found
+
+
+@pytest.fixture
+def bare_machine(monkeypatch, left) -> None:
+    """A machine without a cluster and without HAProxy."""
+    monkeypatch.setattr(doctor_report, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
+    monkeypatch.setattr(doctor_report, "gather_cluster", lambda address: None)
+    monkeypatch.setattr(doctor_report, "load_xgrammar", lambda: None)
+
+
+FOLDER = Leftover("folder", "/tmp/raylight-0/abc", 2**20)
+SESSION = Leftover("session", "/tmp/ray/session_a", 3 * 2**30)
+HAPROXY = Leftover("process", "4711", started=1.0)
+
+
+def test_required_problem_makes_the_exit_code_1(bare_machine):
+    with pytest.raises(SystemExit) as end:
+        doctor_report.examine()
+    assert end.value.code == 1
+
+
+def test_what_ended_runs_left_is_a_remark(bare_machine, left, capsys):
+    left += [FOLDER, SESSION]
+    with pytest.raises(SystemExit):
+        doctor_report.examine()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "  ! ended runs left 2 processes or folders (3.0 GiB)",
+        "      raylight doctor --clean",
+    ]
+
+
+def test_the_report_as_json(bare_machine, left, capsys):
+    left.append(HAPROXY)
+    with pytest.raises(SystemExit) as end:
+        doctor_report.examine(as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"]["cpus"] == 8
+    assert report["cluster"] is None
+    assert report["leftovers"] == [{"kind": "process", "name": "4711", "size": 0, "started": 1.0}]
+    assert {problem["required"] for problem in report["problems"]} == {True, False}
+    assert end.value.code == 1
+
+
+def test_clean_lists_what_it_removes(left, capsys):
+    left += [HAPROXY, FOLDER, SESSION]
+    with pytest.raises(SystemExit) as end:
+        doctor_report.clean()
+    assert capsys.readouterr().out.splitlines() == [
+        "removed the HAProxy, process 4711, whose Ray Serve has ended",
+        "removed the folder of an ended HAProxy: /tmp/raylight-0/abc (1.0 MiB)",
+        "removed the folder of an ended Ray session: /tmp/ray/session_a (3072.0 MiB)",
+        "3.0 GiB freed",
+    ]
+    assert end.value.code == 0
+    with pytest.raises(SystemExit):
+        doctor_report.clean()
+    assert capsys.readouterr().out == "ended runs left nothing on this machine\n"
+
+
+def test_clean_names_what_it_could_not_remove(left, capsys):
+    left += [Leftover("folder", "/tmp/locked"), FOLDER]
+    with pytest.raises(SystemExit) as end:
+        doctor_report.clean(as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in report["removed"]] == [FOLDER.name]
+    assert [one["name"] for one in report["not_removed"]] == ["/tmp/locked"]
+    assert end.value.code == 1
 
 
 def test_an_xgrammar_that_does_not_load_is_reported(monkeypatch, tmp_path):
@@ -187,7 +264,7 @@ def test_an_xgrammar_that_does_not_load_is_reported(monkeypatch, tmp_path):
 
 def test_an_absent_xgrammar_is_not_said_to_work(monkeypatch):
     assert "works" in printed().split("constrained answers")[1].splitlines()[0]
-    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    monkeypatch.setattr(doctor_report, "installed", lambda name: None)
     assert printed().split("constrained answers")[1].splitlines()[0].strip() == "none: xgrammar is absent"
 
 
