@@ -82,6 +82,10 @@ class EngineStartError(RaylightError):
     """The serving deployment failed to start."""
 
 
+class ServingLostError(RaylightError):
+    """A served model, or the ingress in front of it, was away for longer than `engine.start_timeout_s`."""
+
+
 class RunnerLostError(RaylightError):
     """The runner actors did not start, or died more often than `runner.max_restarts` allows."""
 

@@ -98,7 +98,8 @@ class Training:
             return metrics, self._stop_reason if self._signal_lost or step < total else None
 
         metrics, reason = await self._with_recovery(step, attempt)
-        self._report.step(step, metrics | {"learner/restarts": float(self._session.restarts)})
+        counters = {"learner/restarts": float(self._session.restarts), **self._session.serving_metrics()}
+        self._report.step(step, metrics | counters)
         return reason
 
     @property

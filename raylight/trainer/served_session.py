@@ -71,6 +71,7 @@ class ServedSession(Session):
     async def _publish_resources(self, llm: LLM) -> None:
         """Store the resources, with the served model among them, for agents to use."""
         await self._serve_traced_upstreams()  # after the deployment: two must not start Serve at once
+        self._monitor_serving(self.plan.name, llm.endpoint, self.plan.engine)
         await self.store.add_resources(self._resources_with(llm))
         self._show_stage(f"the model is served at {llm.endpoint}")
 
@@ -96,17 +97,25 @@ class ServedSession(Session):
     async def _run_requests(
         self, requests: list[EnqueueRolloutRequest], progress: Callable[[int, int], None]
     ) -> list[str]:
+        outages = self.outages
         ids = [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
-        done = 0
         try:
-            while done < len(ids):
-                at_least = min(done + max(len(ids) // 20, 1), len(ids))
-                done = len(await self.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least))
-                progress(done, len(ids))
+            while True:
+                await self._wait_for_rollouts(ids, progress)
+                confirmed = await self.confirm_serving()
+                if confirmed == outages:
+                    return ids
+                outages = confirmed
         except asyncio.CancelledError:
             if is_cluster_lost():
                 raise
             with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends in any case
                 await asyncio.wait_for(self.store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)
             raise
-        return ids
+
+    async def _wait_for_rollouts(self, ids: list[str], progress: Callable[[int, int], None]) -> None:
+        done = 0
+        while done < len(ids):
+            at_least = min(done + max(len(ids) // 20, 1), len(ids))
+            done = len(await self.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least))
+            progress(done, len(ids))

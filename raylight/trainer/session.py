@@ -14,9 +14,12 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.agent.resources import NamedResources
+from raylight.aio import cancel_all
+from raylight.config import EngineConfig
 from raylight.errors import ConfigError, summarize_ray_error
 from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.pool import RunnerPool
+from raylight.serving.deploy.monitor import IngressProbe, ServingMonitor
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
@@ -59,6 +62,8 @@ class Session:
         self._owns_cluster = owns_cluster
         self._reopens_store = False
         """True if the store in the run directory belongs to the run that is resumed."""
+        self._monitors: list[ServingMonitor] = []
+        """A monitor of each model that the run serves."""
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -122,6 +127,17 @@ class Session:
                 self._owns_cluster,
                 self._stack,
             )
+        for name, resource in self.resources.items():
+            if resource is not self.plan.resources[name]:
+                self._monitor_serving(f"{self.plan.name}-{name}", resource.endpoint, EngineConfig())
+
+    def _monitor_serving(self, app_name: str, url: str, config: EngineConfig) -> None:
+        """Have `watched` probe a served model."""
+        monitor = ServingMonitor(
+            app_name, IngressProbe(url), self.store, config.start_timeout_s, self._show_stage
+        )
+        self._stack.push_async_callback(monitor.aclose)
+        self._monitors.append(monitor)
 
     def _make_pool(self) -> RunnerPool | ExternalRunners:
         external = self.plan.runner.external
@@ -135,19 +151,38 @@ class Session:
         return self.pool
 
     async def watched(self, work: Awaitable[T]) -> T:
-        """Await the run's work; if the runner pool fails meanwhile, cancel the work and raise the pool's
-        error."""
+        """Await the run's work; if the runner pool fails meanwhile or a served model stays away, cancel the
+        work and raise that error."""
         working: asyncio.Task[Any] = asyncio.ensure_future(work)
-        watching = asyncio.create_task(self.pool.watch())
+        watches = (self.pool.watch(), *(monitor.run() for monitor in self._monitors))
+        watching = [asyncio.ensure_future(watch) for watch in watches]
         try:
-            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait([working, *watching], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                await watching
+                await ended.pop()
             return await working
         finally:
-            for task in (working, watching):
-                task.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
+            await cancel_all([working, *watching])
+
+    @property
+    def outages(self) -> int:
+        """Number of outages of served models so far."""
+        return sum(monitor.outages for monitor in self._monitors)
+
+    async def confirm_serving(self) -> int:
+        """Wait until all served models are in reach; returns the number of outages so far.
+
+        An outage returns rollouts to the queue that were decided while it was not yet known.
+        """
+        await asyncio.gather(*(monitor.confirm() for monitor in self._monitors))
+        return self.outages
+
+    def serving_metrics(self) -> dict[str, float]:
+        """Return the number and the total length of outages so far."""
+        return {
+            "serving/outages": float(self.outages),
+            "serving/away_s": sum(monitor.seconds_away for monitor in self._monitors),
+        }
 
     async def counts(self) -> dict[str, int]:
         """Return the counters of the store that are not 0, and those of the runner pool."""

@@ -1,0 +1,188 @@
+"""Monitor of a served model: probes it through the ingress, as agents reach it, and reports outages to the
+store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import httpx2
+
+from raylight.errors import RaylightError, ServingLostError
+from raylight.semconv import REPLICA_HEADER
+from raylight.serving.deploy.health import Probe, ServingHealth
+from raylight.store.client import StoreClient
+
+logger = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S = 1.0
+RECHECK_S = 0.25
+"""Time from a failed probe to the next one."""
+PROBE_TIMEOUT_S = 5.0
+"""Time after which a probe is late."""
+
+CountReplicas = Callable[[], Awaitable[int]]
+"""Function that returns the number of live replicas."""
+
+
+class IngressProbe:
+    """Sends probes to a model's `/health` through the ingress.
+
+    Args:
+        url: base URL of the model, without `/v1`.
+        count_replicas: distinguishes busy replicas from missing ones when the ingress holds a probe back.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        count_replicas: CountReplicas | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._url = f"{url}/health"
+        self._ingress_url = httpx2.URL(url).join("/-/healthz")
+        self._count_replicas = count_replicas
+        self._clock = clock
+        self._client = httpx2.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False)
+
+    async def send(self) -> Probe:
+        """Send a probe and return its result."""
+        sent = self._clock()
+        try:
+            response = await self._client.get(self._url)
+        except httpx2.TimeoutException:
+            return await self._explain_delay(sent)
+        except httpx2.HTTPError as error:
+            return Probe(sent, "refused", f"{self._url} cannot be reached: {error or type(error).__name__}")
+        if REPLICA_HEADER in response.headers:
+            return Probe(sent, "answered")
+        return Probe(
+            sent,
+            "refused",
+            f"the ingress answers {self._url} with status {response.status_code} and reaches no replica",
+        )
+
+    async def _explain_delay(self, sent: float) -> Probe:
+        """Return the result of a probe that no replica answered in time."""
+        late = f"{self._url} did not answer within {PROBE_TIMEOUT_S:g} s"
+        try:
+            await self._client.get(self._ingress_url)
+        except httpx2.HTTPError:
+            return Probe(sent, "late", f"{late}, and neither did the ingress")
+        if self._count_replicas is not None:
+            try:
+                if not await self._count_replicas():
+                    return Probe(sent, "refused", f"{late}: no replica is alive")
+            except RaylightError as error:
+                logger.debug("the number of replicas is unknown: %s", error)
+        return Probe(sent, "busy", late)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+class ServingMonitor:
+    """Probes a model until it is closed, and ends the run if the model stays away too long.
+
+    Args:
+        name: name of the served application.
+        store: leases nothing while the model is reported as away.
+        timeout_s: longest outage that the run waits for.
+        show: shows the begin and the end of an outage.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        probe: IngressProbe,
+        store: StoreClient,
+        timeout_s: float,
+        show: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._name = name
+        self._probe = probe
+        self._store = store
+        self._timeout_s = timeout_s
+        self._show = show
+        self._clock = clock
+        self._health = ServingHealth(clock())
+        self._checking = asyncio.Lock()
+
+    @property
+    def outages(self) -> int:
+        """Number of outages so far."""
+        return self._health.outages
+
+    @property
+    def seconds_away(self) -> float:
+        """Total length of all outages, in seconds."""
+        return self._health.seconds_away(self._clock())
+
+    async def run(self) -> None:
+        """Probe the model until cancelled.
+
+        Raises:
+            ServingLostError: the model was away for `timeout_s`.
+        """
+        while True:
+            await self._check()
+            outage = self._health.outage
+            if outage is not None and self._clock() - outage.since > self._timeout_s:
+                raise ServingLostError(
+                    f"the model of {self._name} has been away since {_time_of_day(outage.since)}, for longer "
+                    f"than {self._timeout_s:g} s (engine.start_timeout_s): {outage.reason}. See `serve "
+                    "status` and the logs of its replicas and of the Serve proxy on the Ray dashboard. "
+                    "Rollouts that the outage interrupted are not lost: a training run goes on with "
+                    "resume='auto'"
+                )
+            await self._pause()
+
+    async def confirm(self) -> None:
+        """Wait until the model is in reach now, so that what rollouts returned so far is known to be sound.
+
+        If an outage is found, it has been reported to the store, and `outages` has grown.
+        """
+        while await self._check() not in ("answered", "busy") or self._health.outage is not None:
+            await self._pause()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._probe.aclose()
+
+    async def _check(self) -> str:
+        """Send a probe, and report what changed; returns the probe's result."""
+        async with self._checking:
+            return await self._check_alone()
+
+    async def _check_alone(self) -> str:
+        before = self._health.outage
+        probe = await self._probe.send()
+        self._health.observe(probe)
+        outage = self._health.outage
+        if outage is not None:  # repeated, because a restarted store forgets it
+            await self._store.report_outage(self._name, outage.since, outage.reason)
+        elif before is not None:
+            await self._store.report_outage(self._name, None)
+        if outage is not None and before is None:
+            self._show(
+                f"serving is away since {_time_of_day(outage.since)}: {outage.reason}. Rollouts wait until "
+                f"it is back, for up to {self._timeout_s:g} s (engine.start_timeout_s)"
+            )
+        elif outage is None and before is not None:
+            self._show(f"serving is back after {probe.sent - before.since:.0f} s; rollouts go on")
+        return probe.result
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(
+                asyncio.Event().wait(), RECHECK_S if self._health.is_in_doubt else PROBE_INTERVAL_S
+            )
+
+
+def _time_of_day(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
