@@ -117,6 +117,12 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
                 f"all {len(finished)} rollouts failed before they called the model: {error}\n{example.trace}"
             )
         return
+    advice = ""
+    if all(failure.kind == "infrastructure" for failure in failures):
+        advice = (
+            ". The infrastructure failed them, not the agent: check the service that they called. A training "
+            "run that goes on with resume='auto' runs them again"
+        )
     raise RolloutsFailedError(
-        f"all {len(finished)} rollouts failed, {count} of them with {error}\n{example.trace}".rstrip()
+        f"all {len(finished)} rollouts failed, {count} of them with {error}{advice}\n{example.trace}".rstrip()
     )

@@ -68,9 +68,9 @@ class PolicySession(ServedSession):
         self._published_version = 0
         self._step = start.step
         self._replay_lock = asyncio.Lock()
-        self._cancelled_ids: set[str] = set()
-        """Rollouts that the resumed run left undecided and that are cancelled until their step is
-        replayed."""
+        self._repeated_ids: set[str] = set()
+        """Rollouts that run again when their step is replayed: the resumed run left them undecided, and they
+        are cancelled until then, or the infrastructure failed them in a step that was not completed."""
         self._vocabulary = vocabulary_size(plan.model_path)
         self._parity = ParityMonitor(plan.algorithm.max_logprob_mismatch)
         self._reported_no_sleep = False
@@ -85,6 +85,7 @@ class PolicySession(ServedSession):
         self._start_store()
         if self._reopens_store:
             await self._cancel_undecided()
+            await self._find_lost_rollouts()
         self._start_coordinator()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
@@ -117,7 +118,37 @@ class PolicySession(ServedSession):
             left = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
             await self.store.cancel_rollouts([rollout.rollout_id for rollout in left])
             cancelled = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=["cancelled"])
-            self._cancelled_ids |= {rollout.rollout_id for rollout in cancelled}
+            self._repeated_ids |= {rollout.rollout_id for rollout in cancelled}
+
+    async def _find_lost_rollouts(self) -> None:
+        """Find the rollouts that the infrastructure failed in the phase in which the resumed run ended.
+
+        A phase is the training or an evaluation of a step. Each begins after the one before it, so the last
+        one in the store is the only one that may not be completed. Completed phases are replayed as they
+        were.
+        """
+        lineage = self.start.lineage
+        last = await self.store.query_rollouts(
+            rollout_id_contains=f"{lineage}-", sort_by="start_time", sort_order="desc", limit=1
+        )
+        if not last:
+            return
+        mode, step = last[0].rollout_id.removeprefix(f"{lineage}-").split("-")[:2]
+        if int(step) <= self.start.completed_step:
+            return
+        failed = await self.store.query_rollouts(
+            rollout_id_contains=f"{lineage}-{mode}-{step}-", status_in=["failed"]
+        )
+        lost = {
+            rollout.rollout_id
+            for rollout in failed
+            if rollout.attempt
+            and rollout.attempt.failure
+            and rollout.attempt.failure.kind == "infrastructure"
+        }
+        if lost:
+            self._show_stage(f"{len(lost)} rollouts of step {step} that the infrastructure failed run again")
+            self._repeated_ids |= lost
 
     async def _reserve(self) -> Any:
         """Reserve the learners' resources as a placement group."""
@@ -203,21 +234,24 @@ class PolicySession(ServedSession):
         return await self._collect(await self._run_requests(requests, progress))
 
     async def _prepare_to_sample(self, requests: list[EnqueueRolloutRequest]) -> None:
-        """If anything will be sampled, end the replay and publish the weights. Requeue cancelled rollouts."""
+        """If anything will be sampled, end the replay and publish the weights. Requeue rollouts that run
+        again."""
         ids = [request.rollout_id for request in requests if request.rollout_id]
         if self.replaying and not await self._all_decided(ids):
             self.replaying = False
             if self.version > self._published_version:
                 await self.publish_weights(self.plan.algorithm.sync_timeout_s)
         for request in requests:
-            if request.rollout_id in self._cancelled_ids:
+            if request.rollout_id in self._repeated_ids:
                 resources_id = request.resources_id or await self._latest_resources_id()
                 await self.store.update_rollout(
                     request.rollout_id, status="requeuing", resources_id=resources_id
                 )
-                self._cancelled_ids.discard(request.rollout_id)
+                self._repeated_ids.discard(request.rollout_id)
 
     async def _all_decided(self, ids: list[str]) -> bool:
+        if not self._repeated_ids.isdisjoint(ids):
+            return False
         stored = await self.store.query_rollouts(rollout_id_in=ids)
         return len(stored) == len(ids) and all(
             rollout.status in ("succeeded", "failed") for rollout in stored

@@ -65,6 +65,7 @@ class ResumePoint:
             directory.
         same_run: True if the state is of the run in this directory, whose store has the rollouts after
             `step`.
+        completed_step: last step whose metrics the resumed run had logged.
         notes: messages for the user.
     """
 
@@ -77,6 +78,7 @@ class ResumePoint:
     evaluation: dict[str, Any] | None = None
     parent_lineage: str | None = None
     same_run: bool = False
+    completed_step: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -271,11 +273,19 @@ def fingerprint_tasks(tasks: list[Any]) -> dict[str, Any]:
 
 def highest_logged_version(metrics: Path) -> int:
     """Return the highest weight version in a metrics.jsonl; 0 if the file does not exist."""
+    return max((int(row.get("weights/version") or 0) for row in _logged_rows(metrics)), default=0)
+
+
+def highest_logged_step(metrics: Path) -> int:
+    """Return the highest step in a metrics.jsonl; 0 if the file does not exist."""
+    return max((int(row["step"]) for row in _logged_rows(metrics)), default=0)
+
+
+def _logged_rows(metrics: Path) -> list[dict[str, Any]]:
     if not metrics.exists():
-        return 0
+        return []
     complete_lines = metrics.read_text().split("\n")[:-1]  # a kill may have cut off the last one
-    rows = [json.loads(line) for line in complete_lines]
-    return max((int(row.get("weights/version") or 0) for row in rows), default=0)
+    return [json.loads(line) for line in complete_lines]
 
 
 def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -52,6 +52,7 @@ from raylight.trainer.resume import (
     find_resume_point,
     fingerprint_tasks,
     fresh_start,
+    highest_logged_step,
     highest_logged_version,
     prepare_states,
 )
@@ -260,8 +261,10 @@ class PolicyRun(Run):
             engine = fallback.engine.model_copy(update={"kind": self.plan.engine.kind})
             self.plan = replace(self.plan, engine=engine, learner=fallback.learner)
             self._notes = fallback.notes
-        highest = highest_logged_version(self.folder / "metrics.jsonl")
-        self.start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)
+        metrics = self.folder / "metrics.jsonl"
+        highest = highest_logged_version(metrics)
+        start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)
+        self.start = replace(start, completed_step=highest_logged_step(metrics))
         if (
             not self.start.same_run
             and self.plan.checkpoint.path

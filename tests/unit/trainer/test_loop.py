@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from unit_helpers import within
 
 import raylight as rl
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
-from raylight.errors import LearnerError, LearnerLostError, StoreError
+from raylight.errors import LearnerError, LearnerLostError, RolloutsFailedError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import reward_attributes
@@ -31,10 +32,11 @@ from raylight.trainer.resume import (
     highest_logged_version,
     prepare_states,
 )
-from raylight.types import CallKey, Generation, Span
+from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span
 
 STEPS, TASKS, GROUP = 9, 4, 2
 START = "start"
+ONCE = RolloutConfig(infrastructure_retries=0)
 
 
 def mixed(*parts: Any) -> str:
@@ -56,6 +58,8 @@ class World:
         self.faulty_saves: set[int] = set()
         """Versions of weights of which a state is lost once while it is saved, with the learners."""
         self.lives = 0
+        self.lost: Callable[[str], bool] = lambda rollout_id: False
+        """Tells if the infrastructure fails a rollout."""
         self.reward: float | None = None
         """Reward of every rollout; None draws it at random."""
 
@@ -139,6 +143,7 @@ class Session(PolicySession):
         self.store = StoreClient(self.service)
         if self._reopens_store:
             await self._cancel_undecided()
+            await self._find_lost_rollouts()
         await self.store.add_resources({"engine": self.world.lives})
         if not self.start.is_fresh:
             await self.learners.load_state(self.start.state_url, self.start.step, self.version)
@@ -161,6 +166,10 @@ class Session(PolicySession):
     async def _run_agent(self, rollout: Any) -> None:
         resources = await self.store.get_resources_by_id(rollout.resources_id)
         assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
+        if self.world.lost(rollout.rollout_id):
+            failure = Failure(kind="infrastructure", error="APIConnectionError: refused")
+            await self.store.finish_attempt(rollout, "failed", failure)
+            return
         key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, mixed(rollout.attempt.attempt_id))
         luck = int(mixed(self.replicas.weights, rollout.rollout_id.partition("-")[2]), 16)
         worth = luck % 7 / 7 if self.world.reward is None else self.world.reward
@@ -300,6 +309,32 @@ def test_learners_that_are_lost_come_to_where_they_were(
     assert weights_of(world) == undisturbed[1]
     assert set(world.sampled.values()) == {1}
     assert rows[-1]["learner/restarts"] == sum({4: 1, 6: 2, 2: 1, 7: 1, 0: 1}[v] for v in world.faults)
+
+
+@pytest.mark.parametrize("phase", ["train-2", "train-5", "val-4"])
+def test_a_resumed_run_runs_again_what_the_infrastructure_failed(
+    phase: str, world: World, undisturbed: tuple
+):
+    """Once serving was away for so long that all retries were used up."""
+    world.lost = lambda rollout_id: f"-{phase}-" in rollout_id
+    with pytest.raises(RolloutsFailedError, match=r"(?s)refused\. The infrastructure .* resume='auto'"):
+        asyncio.run(live(world, rollout=ONCE))
+    world.lost = lambda rollout_id: False
+    rows = asyncio.run(live(world, rollout=ONCE))
+    assert told(rows) == undisturbed[0]
+    assert weights_of(world) == undisturbed[1]
+    assert set(world.sampled.values()) == {1}
+
+
+def test_completed_steps_are_replayed_with_what_failed_in_them(world: World):
+    """A step that lost a rollout is trained on the same others again."""
+    world.lost = lambda rollout_id: rollout_id.endswith(("-train-4-0-0-1", "-train-5-0-1-0"))
+    asyncio.run(live(world, rollout=ONCE, die_after=60))
+    world.lost = lambda rollout_id: False
+    asyncio.run(live(world, rollout=ONCE))
+    trained = dict(world.trained)
+    assert set(world.trained) == set(trained.items())
+    assert not any(name.endswith("-train-4-0-0-1") for names in trained.values() for name in names)
 
 
 def test_learners_that_are_lost_while_a_resumed_run_takes_steps_again(world: World, undisturbed: tuple):
