@@ -170,11 +170,18 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Fields:
-    """An object with bounds of some of its fields."""
+    """An object with bounds of some of its fields.
+
+    Attributes:
+        required: True if no other type may stand for it.
+    """
 
     bounds: Mapping[str, Bound]
+    required: bool = True
 
     def find(self, value: Any) -> Violation | None:
+        if self.required and not isinstance(value, dict):
+            return Violation(f"it must be an object, not {value!r:.50}", INVALID_TYPE)
         for name, bound in self.bounds.items() if isinstance(value, dict) else ():
             if (inner := value.get(name)) is not None and (violation := bound.find(inner)) is not None:
                 return Violation(violation.text, violation.code, f".{name}{violation.path}")
@@ -216,8 +223,17 @@ BOUNDS: Mapping[str, Bound] = {
     "stop_sequences": WORDS,
     "stop_token_ids": Entries(1_000, TOKEN),
     "stream_interval": count(1),
+    "structured_outputs": Fields(
+        {
+            "choice": Entries(1_000, Text(1_000)),
+            "grammar": Text(2**16),
+            "json": Text(2**16),
+            "regex": Text(1_000),
+            "structural_tag": Text(2**16),
+        }
+    ),
     "temperature": Number(0, 10),
-    "thinking": Fields({"budget_tokens": count(1)}),
+    "thinking": Fields({"budget_tokens": count(1)}, required=False),
     "thinking_token_budget": count(-1),
     "tokens": TOKENS,
     "tools": Entries(1_000),

@@ -96,10 +96,9 @@ class FuzzCounts:
 class FuzzServer(EngineServer):
     """Server of a small context, so that an answer without a limit is short."""
 
-    def __init__(self, model_path: str) -> None:
-        super().__init__("transformers", model_path)
-
     async def _engine(self, path: str) -> Engine:
+        if self.kind != "transformers":
+            return await super()._engine(path)
         from raylight.engines.transformers.engine import TransformersEngine
 
         return TransformersEngine(path, MODEL, slots=CONCURRENT + 4, max_model_len=256)

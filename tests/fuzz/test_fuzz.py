@@ -15,7 +15,7 @@ MAX_GROWTH_MB = 200
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzServer]:
-    server = FuzzServer(build_tiny(tmp_path_factory.mktemp("fuzz")))
+    server = FuzzServer("transformers", build_tiny(tmp_path_factory.mktemp("fuzz")))
     yield server
     server.close()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raylight.engines.transformers.grammar import mask_logits
+from raylight.engines.grammar import mask_logits
 from raylight.engines.transformers.sampling import adjust_logits, distribution
 from raylight.engines.transformers.sequence import Sequence
 from raylight.http.errors import RequestError

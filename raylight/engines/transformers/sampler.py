@@ -13,9 +13,9 @@ import torch
 from transformers import AutoTokenizer
 
 from raylight.engines.capture_context import CURRENT, Sample
+from raylight.engines.grammar import Grammars, matcher_for
 from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.decoder import Decoder
-from raylight.engines.transformers.grammar import Grammars, matcher_for
 from raylight.engines.transformers.message import MARKERS, MessageStyle, find_style
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.sequence import Sequence

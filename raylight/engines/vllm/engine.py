@@ -16,10 +16,12 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from raylight.engines.grammar import Grammars
 from raylight.engines.protocol import LoraAdapter, UpdateMode
 from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.fields import RejectUnknownFields
+from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.engines.vllm.weights import ExpectedWeights, shared_file
 from raylight.errors import WeightSyncError
 
@@ -90,6 +92,7 @@ class VllmEngine:
             config.scheduler_config.max_num_queued_reqs,
             config.model_config.max_model_len,
             thinking_budgets=getattr(config, "reasoning_config", None) is not None,
+            schemas=self._schema_check(),
         )
 
         async def open_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,6 +110,15 @@ class VllmEngine:
                 await checked(scope, receive, send)
 
         return open_app
+
+    def _schema_check(self) -> SchemaCheck | None:
+        config = self._client.vllm_config
+        if self.tokenizer is None or config.structured_outputs_config.backend not in ("auto", "xgrammar"):
+            return None
+        eos = self.tokenizer.eos_token_id
+        return SchemaCheck(
+            Grammars(self.tokenizer, config.model_config.get_vocab_size(), [] if eos is None else [eos])
+        )
 
     async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
         async with self._update_lock:

@@ -9,13 +9,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.http.body import DESCRIBED_PROBLEMS, UNKNOWN_PARAMETER, ignore_hint
+from raylight.http.bounds import check_answer_size
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
 from raylight.request_fields import LABELS, log_dropped
-
-MAX_ENTRIES: Mapping[str, int] = {"messages": 10_000, "tools": 1_000, "stop": 64}
-"""Longest lists; more would block vLLM's event loop and scheduler."""
 
 
 def _field_names(model: Any) -> frozenset[str]:
@@ -26,6 +25,7 @@ def _field_names(model: Any) -> frozenset[str]:
 NO_BUDGETS = (
     "vLLM enforces only with the arguments reasoning_parser and reasoning_config (or thinking.budget_tokens)"
 )
+LIMITS = ("max_tokens", "max_completion_tokens")
 KNOWN = {
     "/v1/chat/completions": _field_names(ChatCompletionRequest),
     "/v1/completions": _field_names(CompletionRequest),
@@ -41,15 +41,22 @@ class RejectUnknownFields:
         max_model_len: longest prompt plus response, in tokens. A limit of at least this length is dropped,
             because vLLM would reject it instead of answering up to its own limit.
         thinking_budgets: True if vLLM was started so that it can enforce `thinking_token_budget`.
+        schemas: check of schemas; None if vLLM constrains answers without xgrammar.
     """
 
     def __init__(
-        self, app: ASGIApp, max_choices: int | None, max_model_len: int, thinking_budgets: bool = False
+        self,
+        app: ASGIApp,
+        max_choices: int | None,
+        max_model_len: int,
+        thinking_budgets: bool = False,
+        schemas: SchemaCheck | None = None,
     ) -> None:
         self._app = app
         self._max_choices = max_choices
         self._max_model_len = max_model_len
         self._thinking_budgets = thinking_budgets
+        self._schemas = schemas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = KNOWN.get(scope.get("path", "")) if scope.get("method") == "POST" else None
@@ -59,6 +66,8 @@ class RejectUnknownFields:
         try:
             request = await json_request(scope, receive)
             self._check(request.fields, known)
+            if self._schemas is not None:
+                await self._schemas.check(request.fields)
         except RequestError as error:
             await error_response(error)(scope, receive, send)
         else:
@@ -72,8 +81,7 @@ class RejectUnknownFields:
         """Return the fields of a chat request with limits that vLLM cannot enforce."""
         if path != "/v1/chat/completions":
             return []
-        limits = ("max_tokens", "max_completion_tokens")
-        names = [name for name in limits if type(n := body.get(name)) is int and n >= self._max_model_len]
+        names = [name for name in LIMITS if type(n := body.get(name)) is int and n >= self._max_model_len]
         if body.get("thinking_token_budget") is not None and not self._thinking_budgets:
             log_dropped("thinking_token_budget", NO_BUDGETS)
             names.append("thinking_token_budget")
@@ -87,19 +95,28 @@ class RejectUnknownFields:
             raise RequestError(described + more + ignore_hint(names), code=UNKNOWN_PARAMETER)
         if body.get("modalities") not in (None, ["text"]):
             raise RequestError("modalities: this engine answers with text only")
-        for name, limit in MAX_ENTRIES.items():
-            if isinstance(entries := body.get(name), list) and len(entries) > limit:
-                raise RequestError(f"{name}: at most {limit} entries, not {len(entries)}")
         count = _count_choices(body)
         if self._max_choices is not None and count > self._max_choices:
             raise RequestError(
                 f"n: this engine takes at most {self._max_choices} choices at a time; the request has {count}"
             )
+        check_answer_size(count, self._most_tokens(body), _count_logprobs(body))
+
+    def _most_tokens(self, body: Mapping[str, Any]) -> int:
+        """Return the most tokens of a choice."""
+        limits = [n for name in LIMITS if type(n := body.get(name)) is int]
+        return min([*limits, self._max_model_len])
 
 
 def _invalid_labels(body: Mapping[str, Any]) -> list[str]:
     """Return the labels with values that vLLM rejects. They have no effect in any case."""
     return [] if isinstance(body.get("user"), str | None) else ["user"]
+
+
+def _count_logprobs(body: Mapping[str, Any]) -> int:
+    """Return the number of log-probs of each token besides its own."""
+    numbers = [n for name in ("top_logprobs", "logprobs") if type(n := body.get(name)) is int]
+    return max([*numbers, 0])
 
 
 def _count_choices(body: Mapping[str, Any]) -> int:

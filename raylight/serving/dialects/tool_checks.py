@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import hashlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from cachetools import LRUCache
 
 from raylight.http.errors import RequestError
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Names that at least one provider accepts."""
-CACHED_SCHEMAS = 256
+CACHED_SCHEMAS = 4096
 """Schemas whose check is remembered: an agent sends the same ones with each request."""
+CHECKED_AT_ONCE = 2**13
+"""Bytes of schemas that are checked without a thread; they take some 15 ms."""
 MAX_CHECKED = 2**18
 """Schemas of a request that are checked, in bytes of JSON; checking more would delay all requests."""
+
+_PROBLEMS: LRUCache[bytes, str | None] = LRUCache(CACHED_SCHEMAS)
+"""What is wrong with schemas, by their digests."""
 
 
 def check_tools(tools: Any) -> None:
@@ -47,8 +55,7 @@ def check_response_format(response_format: Any) -> None:
     Raises:
         RequestError: 400, it is invalid.
     """
-    json_schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
-    schema = json_schema.get("schema") if isinstance(json_schema, dict) else None
+    schema = _schema_of(response_format)
     if not isinstance(schema, dict) or len(encoded := msgspec.json.encode(schema)) > MAX_CHECKED:
         return
     if problem := _problem_of(encoded):
@@ -69,8 +76,48 @@ def _check_parameters(path: str, name: Any, schema: Any, encoded: bytes | None) 
         raise RequestError(f"{path}: the schema of tool {name!r:.200} is no valid JSON schema: {problem}")
 
 
-@functools.lru_cache(CACHED_SCHEMAS)
+async def check_large_schemas(body: Mapping[str, Any]) -> None:
+    """Check a request's schemas in a thread if they are large, so that the other checks find the results.
+
+    Schemas of `MAX_CHECKED` bytes take half a second, during which other requests would wait.
+    """
+    tools, response_format = body.get("tools"), body.get("response_format")
+    if not (tools or response_format):
+        return
+    schemas = [_parameters_of(tool) for tool in tools] if isinstance(tools, list) else []
+    schemas.append(_schema_of(response_format))
+    encoded = [msgspec.json.encode(schema) for schema in schemas if isinstance(schema, dict)]
+    if sum(map(len, encoded)) <= CHECKED_AT_ONCE:
+        return
+    new = {key: one for one in encoded if len(one) <= MAX_CHECKED and (key := _key_of(one)) not in _PROBLEMS}
+    if new:
+        problems = await asyncio.to_thread(lambda: [_find_problem(one) for one in new.values()])
+        _PROBLEMS.update(zip(new, problems, strict=True))
+
+
+def _schema_of(response_format: Any) -> Any:
+    json_schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
+    return json_schema.get("schema") if isinstance(json_schema, dict) else None
+
+
+def _parameters_of(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("parameters") if isinstance(function, dict) else None
+
+
 def _problem_of(encoded: bytes) -> str | None:
+    """Return what is wrong with a schema, from an earlier check if there was one."""
+    key = _key_of(encoded)
+    if key not in _PROBLEMS:
+        _PROBLEMS[key] = _find_problem(encoded)
+    return _PROBLEMS[key]
+
+
+def _key_of(encoded: bytes) -> bytes:
+    return hashlib.blake2b(encoded, digest_size=16).digest()
+
+
+def _find_problem(encoded: bytes) -> str | None:
     """Return what is wrong with a schema, and where; None if it is valid.
 
     It is checked as one of draft 7, whose keywords later drafts have too; their check takes ten times longer.

@@ -22,6 +22,7 @@ from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.serving.dialects.dialect import Dialect, Translation
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.registry import dialect_of
+from raylight.serving.dialects.tool_checks import check_large_schemas, check_response_format
 
 DIALECT_KEY = "raylight.dialect"
 """Key of the ASGI scope that holds the name of the dialect of a translated request."""
@@ -61,7 +62,7 @@ class TranslationMiddleware:
             fields = (await json_request(scope, receive)).fields
             check_bounds(fields)
             answer.translation = translation = self._instance(dialect).translate(path, fields, SCOPE.get())
-            chat = self._normalize(translation)
+            chat = await self._normalize(translation)
         except RequestError as error:
             await answer.send_error(error)
             return
@@ -74,8 +75,11 @@ class TranslationMiddleware:
             request = (await json_request(scope, receive)).with_receive(receive)
             fields = request.fields
             check_bounds(fields)
+            await check_large_schemas(fields)
             if scope["path"].removeprefix(scope.get("root_path", "")) == ChatDialect.path:
                 fields = self._normalizer.normalize(fields)
+            else:
+                check_response_format(fields.get("response_format"))
         except RequestError as error:
             await _AnswerSender(ChatDialect, send).send_error(error)
             return
@@ -83,7 +87,7 @@ class TranslationMiddleware:
             request = JsonRequest(fields, receive)
         await self._app(request.put_into(scope), request, send)
 
-    def _normalize(self, translation: Translation) -> dict[str, Any]:
+    async def _normalize(self, translation: Translation) -> dict[str, Any]:
         """Return the engine's request in normal form.
 
         Raises:
@@ -91,6 +95,7 @@ class TranslationMiddleware:
         """
         names = translation.field_names
         try:
+            await check_large_schemas(translation.engine_request)
             return self._normalizer.normalize(translation.engine_request, names.of)
         except RequestError as error:
             raise names.rename(error) from None

@@ -11,8 +11,8 @@ import pytest
 from transformers_helpers import HERMES, THINKING, Brake, MakeEngine, open_context, restyle, script
 from unit_helpers import within
 
+from raylight.engines.grammar import Grammars
 from raylight.engines.transformers.chat import begin_chat
-from raylight.engines.transformers.grammar import Grammars
 from raylight.request_fields import log_dropped
 from unit.engines.transformers.test_app import ask, ask_stream, text_of
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.tool_checks import MAX_CHECKED, check_response_format, check_tools
+from raylight.serving.dialects import tool_checks
+from raylight.serving.dialects.tool_checks import (
+    CHECKED_AT_ONCE,
+    MAX_CHECKED,
+    check_large_schemas,
+    check_response_format,
+    check_tools,
+)
 
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 
@@ -86,3 +94,25 @@ def test_the_schema_of_the_answer_is_checked() -> None:
         check_response_format(wrong)
     for fine in (None, {"type": "text"}, {"type": "json_schema", "json_schema": {"schema": OBJECT}}, "x"):
         check_response_format(fine)
+
+
+async def test_large_schemas_are_checked_in_a_thread_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    find = tool_checks._find_problem
+
+    def recorded(encoded: bytes) -> str | None:
+        threads.append(threading.current_thread())
+        return find(encoded)
+
+    monkeypatch.setattr(tool_checks, "_find_problem", recorded)
+    large = {"type": "object", "description": "x" * CHECKED_AT_ONCE, "properties": {"a": {"type": "strng"}}}
+    body = {"tools": [tool(parameters=large)], "response_format": {"json_schema": {"schema": OBJECT}}}
+    await check_large_schemas(body)
+    with pytest.raises(RequestError, match=r"properties\.a\.type"):
+        check_tools(body["tools"])
+    await check_large_schemas(body)
+    assert threads
+    assert len(threads) <= 2
+    assert threading.main_thread() not in threads
+    for nothing in ({}, {"tools": 3, "response_format": 3}, {"tools": [3], "response_format": {}}):
+        await check_large_schemas(nothing)

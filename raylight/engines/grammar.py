@@ -11,10 +11,12 @@ import json
 import logging
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from raylight.engines.schema_bounds import find_schema_problem
 from raylight.engines.white_space import MAX_WHITE_SPACE, limit_white_space
 from raylight.http.errors import RequestError
 
@@ -24,6 +26,10 @@ MISSING = (
 )
 NOT_IN_REASON = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: (?:Check failed: .*? is false: )?")
 """Time and source line at the start of xgrammar's messages."""
+COMPILING = 2
+"""Grammars compiled concurrently. They have threads of their own, so that other work never waits for them."""
+MAX_COMPILED_BYTES = 64 * 2**20
+"""Memory of the compiled grammars that are kept for later requests."""
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +44,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._compiler: Any = None
+        self._threads = ThreadPoolExecutor(COMPILING, "grammar")
         self._warned = False
 
     @property
@@ -61,44 +68,65 @@ class Grammars:
             )
         return True
 
-    async def compile_schema(self, schema: dict[str, Any]) -> Any:
+    async def compile_schema(
+        self, schema: dict[str, Any], field: str = "response_format.json_schema.schema"
+    ) -> Any:
         """Compile a grammar of the JSON values that fit a schema.
 
+        Args:
+            field: the request's field, for errors.
+
         Raises:
-            RequestError: the schema is invalid (400), or xgrammar is not installed (400) or broken (501).
+            RequestError: the schema is invalid, too expensive or without a value (400), or xgrammar is not
+                installed (400) or broken (501).
         """
+        text = json.dumps(schema)
         return await self._compile(
-            "compile_json_schema", json.dumps(schema), max_whitespace_cnt=MAX_WHITE_SPACE
+            "compile_json_schema", schema, text, field, max_whitespace_cnt=MAX_WHITE_SPACE
         )
 
-    async def compile_structure(self, structure: dict[str, Any]) -> Any:
+    async def compile_structure(self, structure: dict[str, Any], field: str = "tools") -> Any:
         """Compile a grammar of text with tagged parts (xgrammar's structural tag).
 
         Raises:
             RequestError: as for `compile_schema`.
         """
         tag = {"type": "structural_tag", "format": limit_white_space(structure)}
-        return await self._compile("compile_structural_tag", json.dumps(tag))
+        return await self._compile("compile_structural_tag", structure, json.dumps(tag), field)
 
-    async def _compile(self, method: str, text: str, **options: Any) -> Any:
+    async def _compile(self, method: str, schema: Any, text: str, field: str, **options: Any) -> Any:
         if not self.available:
             raise RequestError(MISSING)
-        return await asyncio.to_thread(self._compile_now, method, text, options)
+        if problem := find_schema_problem(schema, len(text)):
+            raise RequestError(f"{field}: the schema is too large to constrain an answer: {problem}")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._compile_now, method, text, field, options)
 
-    def _compile_now(self, method: str, text: str, options: dict[str, Any]) -> Any:
+    def _compile_now(self, method: str, text: str, field: str, options: dict[str, Any]) -> Any:
         try:
             compiler = self._get_compiler()
         except Exception as error:  # a broken installation: a missing library, another version's symbols
             raise _broken("cannot be loaded", error) from error
         try:
-            return getattr(compiler, method)(text, **options)
+            grammar = getattr(compiler, method)(text, **options)
         except (RuntimeError, ValueError, TypeError) as error:  # all that xgrammar raises for invalid input
             if not _works(compiler):
                 raise _broken("failed", error) from error
             reason = NOT_IN_REASON.sub("", str(error)).strip()
-            raise RequestError(f"the schema cannot be compiled: {reason}") from error
+            raise RequestError(f"{field}: the schema cannot be compiled: {reason:.500}") from error
         except Exception as error:
             raise _broken("failed", error) from error
+        if not self._begins(grammar):
+            raise RequestError(f"{field}: no value fits the schema; a $ref may lead back to itself")
+        return grammar
+
+    def _begins(self, grammar: Any) -> bool:
+        """Return True if a grammar allows a first token."""
+        import xgrammar
+
+        mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(mask)
+        return bool(mask.any())
 
     def _get_compiler(self) -> Any:
         if self._compiler is None:
@@ -107,7 +135,9 @@ class Grammars:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._stop_ids
             )
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+            self._compiler = xgrammar.GrammarCompiler(
+                info, max_threads=1, cache_limit_bytes=MAX_COMPILED_BYTES
+            )
         return self._compiler
 
 

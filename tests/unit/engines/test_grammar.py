@@ -9,7 +9,7 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from raylight.engines.transformers.grammar import Grammars
+from raylight.engines.grammar import Grammars
 from raylight.engines.white_space import MAX_WHITE_SPACE
 from raylight.http.errors import RequestError
 from raylight.quickstart import STARTER_MODEL
@@ -54,3 +54,20 @@ async def test_an_error_of_all_schemas_is_xgrammars(
     with pytest.raises(RequestError, match=r"failed on this server.*max_whitespace_cnt.*reinstall") as caught:
         await grammars.compile_schema(SCHEMA)
     assert caught.value.status == 501
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"$ref": "#"}, "response_format.json_schema.schema: no value fits the schema"),
+        ({"allOf": [{"$ref": "#"}]}, "no value fits the schema"),
+        ({"type": "string", "pattern": "(a{1,999}){1,999}"}, "too large to constrain an answer: at pattern"),
+        ({"anyOf": [False]}, "the schema cannot be compiled"),
+    ],
+)
+async def test_a_schema_that_constrains_nothing_useful_is_refused(
+    grammars: Grammars, schema: Any, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        await grammars.compile_schema(schema)
+    assert caught.value.status == 400
