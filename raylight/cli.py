@@ -365,8 +365,7 @@ def doctor(
     """Print the resources and versions of this machine and the cluster, and what is missing.
 
     With --model, also the context length, tool calls and reasoning as the engines read them. With --clean,
-    list and remove what ended runs left on this machine: processes and folders of HAProxy, and folders of Ray
-    sessions with their logs. Nothing of a live run is touched.
+    only list and remove what ended runs left here: HAProxy's processes and folders, Ray sessions with logs.
     """
     from raylight import doctor_report
 
