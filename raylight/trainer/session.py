@@ -157,9 +157,11 @@ class Session:
         watches = (self.pool.watch(), *(monitor.run() for monitor in self._monitors))
         watching = [asyncio.ensure_future(watch) for watch in watches]
         try:
-            ended, _ = await asyncio.wait([working, *watching], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                await ended.pop()
+            pending = {working, *watching}
+            while not working.done():
+                ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for watch in ended - {working}:
+                    watch.result()
             return await working
         finally:
             await cancel_all([working, *watching])

@@ -14,7 +14,7 @@ from typing import Literal
 
 REFUSED_PROBES = 2
 """Probes in a row without a connection, or with an answer of the ingress alone, that show an outage."""
-LATE_PROBES = 4
+LATE_PROBES = 3
 """Failed probes in a row that show an outage if the ingress was only late."""
 
 ProbeResult = Literal["answered", "busy", "refused", "late"]

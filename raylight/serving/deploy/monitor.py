@@ -23,6 +23,8 @@ RECHECK_S = 0.25
 """Time from a failed probe to the next one."""
 PROBE_TIMEOUT_S = 5.0
 """Time after which a probe is late."""
+INGRESS_TIMEOUT_S = 2.0
+"""Further time in which the ingress itself must answer, or it is late too."""
 
 CountReplicas = Callable[[], Awaitable[int]]
 """Function that returns the number of live replicas."""
@@ -69,7 +71,7 @@ class IngressProbe:
         """Return the result of a probe that no replica answered in time."""
         late = f"{self._url} did not answer within {PROBE_TIMEOUT_S:g} s"
         try:
-            await self._client.get(self._ingress_url)
+            await self._client.get(self._ingress_url, timeout=INGRESS_TIMEOUT_S)
         except httpx2.HTTPError:
             return Probe(sent, "late", f"{late}, and neither did the ingress")
         if self._count_replicas is not None:

@@ -125,6 +125,7 @@ async def test_a_late_answer_has_a_reason(
     ingress: Ingress, monkeypatch: pytest.MonkeyPatch, replicas: Any, frozen: bool, result: str
 ) -> None:
     monkeypatch.setattr(monitor_module, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(monitor_module, "INGRESS_TIMEOUT_S", 0.3 if frozen else 2.0)
     ingress.held.clear()
     ingress.is_frozen = frozen
     probe = await probed(ingress.url, replicas)
