@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import httpx2
 
-from raylight.errors import RaylightError, ServingLostError
+from raylight.aio import cancel_all
+from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
 from raylight.serving.deploy.health import Probe, ServingHealth
 from raylight.store.client import StoreClient
-
-logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0
 RECHECK_S = 0.25
@@ -26,8 +24,11 @@ PROBE_TIMEOUT_S = 5.0
 INGRESS_TIMEOUT_S = 2.0
 """Further time in which the ingress itself must answer, or it is late too."""
 
-CountReplicas = Callable[[], Awaitable[int]]
-"""Function that returns the number of live replicas."""
+LOOK_S = 1.0
+"""Interval at which an unanswered probe looks whether any replica is alive."""
+
+CountReplicas = Callable[[], int | None]
+"""Function that returns the number of live replicas; None if it is unknown."""
 
 
 class IngressProbe:
@@ -35,13 +36,14 @@ class IngressProbe:
 
     Args:
         url: base URL of the model, without `/v1`.
-        count_replicas: distinguishes busy replicas from missing ones when the ingress holds a probe back.
+        count_replicas: distinguishes busy replicas from missing ones: without any replica, Serve's fallback
+            proxy holds requests back.
     """
 
     def __init__(
         self,
         url: str,
-        count_replicas: CountReplicas | None = None,
+        count_replicas: CountReplicas = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = f"{url}/health"
@@ -52,13 +54,18 @@ class IngressProbe:
 
     async def send(self) -> Probe:
         """Send a probe and return its result."""
-        sent = self._clock()
+        sent, request = self._clock(), asyncio.ensure_future(self._client.get(self._url))
         try:
-            response = await self._client.get(self._url)
+            while not (await asyncio.wait([request], timeout=LOOK_S))[0]:
+                if self._count_replicas() == 0:
+                    return Probe(sent, "refused", "no replica is alive")
+            response = request.result()
         except httpx2.TimeoutException:
             return await self._explain_delay(sent)
         except httpx2.HTTPError as error:
             return Probe(sent, "refused", f"{self._url} cannot be reached: {error or type(error).__name__}")
+        finally:
+            await cancel_all([request])
         if REPLICA_HEADER in response.headers:
             return Probe(sent, "answered")
         return Probe(
@@ -74,12 +81,6 @@ class IngressProbe:
             await self._client.get(self._ingress_url, timeout=INGRESS_TIMEOUT_S)
         except httpx2.HTTPError:
             return Probe(sent, "late", f"{late}, and neither did the ingress")
-        if self._count_replicas is not None:
-            try:
-                if not await self._count_replicas():
-                    return Probe(sent, "refused", f"{late}: no replica is alive")
-            except RaylightError as error:
-                logger.debug("the number of replicas is unknown: %s", error)
         return Probe(sent, "busy", late)
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from store_helpers import Box, open_box
 
 from raylight.aio import BroadcastCondition
-from raylight.errors import CoordinatorUnavailableError, ServingLostError
+from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
 from raylight.serving.deploy import monitor as monitor_module
 from raylight.serving.deploy.health import Probe
@@ -67,13 +67,8 @@ def ingress() -> Iterator[Ingress]:
     thread.join()
 
 
-async def probed(url: str, replicas: Any = None) -> Probe:
-    async def count() -> int:
-        if isinstance(replicas, Exception):
-            raise replicas
-        return replicas
-
-    probe = IngressProbe(url, None if replicas is None else count, lambda: 7.0)
+async def probed(url: str, replicas: int | None = None) -> Probe:
+    probe = IngressProbe(url, lambda: replicas, lambda: 7.0)
     try:
         return await probe.send()
     finally:
@@ -112,17 +107,10 @@ async def test_proxies_of_the_environment_are_not_used(
 
 @pytest.mark.parametrize(
     ("replicas", "frozen", "result"),
-    [
-        (None, False, "busy"),
-        (2, False, "busy"),
-        (0, False, "refused"),
-        (CoordinatorUnavailableError("restarting"), False, "busy"),
-        (2, True, "late"),
-        (0, True, "late"),
-    ],
+    [(None, False, "busy"), (2, False, "busy"), (2, True, "late"), (None, True, "late")],
 )
 async def test_a_late_answer_has_a_reason(
-    ingress: Ingress, monkeypatch: pytest.MonkeyPatch, replicas: Any, frozen: bool, result: str
+    ingress: Ingress, monkeypatch: pytest.MonkeyPatch, replicas: int | None, frozen: bool, result: str
 ) -> None:
     monkeypatch.setattr(monitor_module, "PROBE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(monitor_module, "INGRESS_TIMEOUT_S", 0.3 if frozen else 2.0)
@@ -131,6 +119,17 @@ async def test_a_late_answer_has_a_reason(
     probe = await probed(ingress.url, replicas)
     assert probe.result == result
     assert "did not answer within 0.3 s" in probe.reason
+
+
+async def test_a_probe_that_is_held_back_without_a_replica_is_refused(
+    ingress: Ingress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_module, "LOOK_S", 0.05)
+    ingress.held.clear()
+    assert await probed(ingress.url, replicas=0) == Probe(7.0, "refused", "no replica is alive")
+    monkeypatch.setattr(monitor_module, "LOOK_S", 5.0)
+    ingress.held.set()
+    assert await probed(ingress.url, replicas=0) == Probe(7.0, "answered")
 
 
 # the monitor
