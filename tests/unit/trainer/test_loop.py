@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from unit_helpers import within
 
 import raylight as rl
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
-from raylight.errors import LearnerError, LearnerLostError, RolloutsFailedError, StoreError
+from raylight.errors import LearnerError, LearnerLostError, RolloutsFailedError, ServingLostError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import reward_attributes
@@ -60,6 +61,8 @@ class World:
         self.lives = 0
         self.lost: Callable[[str], bool] = lambda rollout_id: False
         """Tells if the infrastructure fails a rollout."""
+        self.outages_at: set[int] = set()
+        """Numbers of the confirmations that find an outage."""
         self.reward: float | None = None
         """Reward of every rollout; None draws it at random."""
 
@@ -128,6 +131,25 @@ class Engines:
         self.weights, self.version = box[0], version
 
 
+class Monitor:
+    """Finds an outage at some confirmations: since the last one, what ended is lost."""
+
+    def __init__(self, session: PolicySession) -> None:
+        self.session, self.confirmations, self.outages, self.seconds_away = session, 0, 0, 0.0
+        self.confirmed = time.time()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def confirm(self) -> None:
+        self.confirmations += 1
+        if self.confirmations in self.session.world.outages_at:  # type: ignore[attr-defined]
+            self.outages += 1
+            await self.session.store.report_outage("policy", self.confirmed, "refused")
+            await self.session.store.report_outage("policy", None)
+        self.confirmed = time.time()
+
+
 class Session(PolicySession):
     """Learners, engines and a runner in this process."""
 
@@ -136,6 +158,7 @@ class Session(PolicySession):
         self.world, self.die_after = world, die_after
         self.learners: Any = Learners(world)
         self.replicas: Any = Engines(world)
+        self._monitors: list[Any] = [Monitor(self)]
 
     async def _start(self) -> None:
         self.service = StoreService(self.plan.store_path, StoreConfig())
@@ -324,6 +347,27 @@ def test_a_resumed_run_runs_again_what_the_infrastructure_failed(
     assert told(rows) == undisturbed[0]
     assert weights_of(world) == undisturbed[1]
     assert set(world.sampled.values()) == {1}
+
+
+@pytest.mark.parametrize("outages_at", [{2}, {3, 4, 7}])
+def test_no_result_of_an_outage_is_trained(outages_at: set[int], world: World, undisturbed: tuple):
+    """Each confirmation follows a batch: all of it runs again, and is trained once."""
+    world.outages_at = outages_at
+    rows = asyncio.run(live(world))
+    assert told(rows) == undisturbed[0]
+    assert weights_of(world) == undisturbed[1]
+    assert rows[-1]["serving/outages"] == len(outages_at)
+    assert max(world.sampled.values()) > 1
+    assert len(world.trained) == STEPS
+
+
+def test_a_model_that_stays_away_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch):
+    async def run(self: Any) -> None:
+        raise ServingLostError("away for too long")
+
+    monkeypatch.setattr(Monitor, "run", run)
+    with pytest.raises(ServingLostError, match="away for too long"):
+        asyncio.run(live(world))
 
 
 def test_completed_steps_are_replayed_with_what_failed_in_them(world: World):
