@@ -53,6 +53,8 @@ class Experiment:
         self._row = Row(fault)
         self._struck_at: float | None = None
         self._resumed_at: float | None = None
+        self._waited = 0.0
+        """Seconds between the end of a driver and the start of the next, which are not the run's."""
 
     def run(self) -> Row:
         """Run to the end, resume once if the run ended, and check."""
@@ -78,13 +80,17 @@ class Experiment:
         driver = self._start(resume=False)
         try:
             self._strike_at_moments(driver)
-        except TimeoutError:
-            self._row.notes.append(f"{self._fault.when} did not come within {START_S:g} s")
+        except (TimeoutError, AssertionError) as error:
+            self._row.notes.append(f"{self._fault.when} did not come within {START_S:g} s {error}".strip())
         self._row.ends.append(self._end(driver))
         if self._row.ends[0] != "completed":
             if self._fault.action == "fill the disk":
                 self._disk.free()
+            ended = time.monotonic()
+            remaining = self._processes.wait_for_end(CLEAN_S)
+            self._row.left += [f"{process}, by the driver that ended" for process in remaining]
             self._resumed_at = time.monotonic()
+            self._waited = self._resumed_at - ended
             self._row.ends.append(self._end(self._start(resume=True)))
 
     def _start(self, resume: bool) -> Driver:
@@ -100,7 +106,7 @@ class Experiment:
         fault, target = self._fault, self._fault.target
         for number in range(fault.times):
             deadline = time.monotonic() + START_S
-            found = self._events.wait(fault.prelude(repeated=number > 0), deadline)
+            self._events.wait(fault.prelude(repeated=number > 0), deadline)
             targets = self._processes.find(target) if target else []
             self._events.drain()
             found = self._events.wait(fault.moment, deadline)
@@ -177,8 +183,9 @@ class Experiment:
         begun = {event.fields["attempt"] for event in later if event.kind == "begun"}
         finished = [e.at for e in later if e.kind == "finished" and e.fields["attempt"] in begun]
         steps = [event.at for event in later if event.kind == "step"]
-        self._row.rollout_s = min(finished) - self._struck_at if finished else None
-        self._row.step_s = min(steps) - self._struck_at if steps else None
+        start = self._struck_at + self._waited
+        self._row.rollout_s = min(finished) - start if finished else None
+        self._row.step_s = min(steps) - start if steps else None
 
 
 def _resume(process: psutil.Process) -> None:
