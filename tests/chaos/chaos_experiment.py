@@ -23,9 +23,10 @@ from chaos_table import Row
 
 STEPS, GROUP = 8, 32
 """Steps of a run, and training rollouts of each step."""
-START_S, DRIVER_S, CLEAN_S = 150.0, 200.0, 20.0
+START_S, DRIVER_S, CLEAN_S = 150.0, 200.0, 75.0
 """Deadlines: from a driver's start to the moment of the fault, from there to its end, and for the end of its
-processes after its own."""
+processes after its own. Ray's agents of a node try for a minute to report the end of their raylet to a GCS
+that has ended too."""
 ERROR = re.compile(r"^raylight\.errors\.(\w+): ")
 
 
