@@ -143,7 +143,7 @@ FAULTS = {
         _fault("runner-rollouts", "runner", "rollouts"),
         _fault("runners-all", "runner", "rollouts", every=True),
         _fault("runner-frozen", "runner", "rollouts", "freeze"),
-        _fault("runner-start", "runner", "start", error="RunnerLostError"),
+        _fault("runner-start", "runner", "start"),
         _fault("store-rollouts", "store", "rollouts"),
         _fault("store-twice", "store", "rollouts", times=2),
         _fault("store-start", "store", "start"),
