@@ -33,8 +33,6 @@ MOMENTS: dict[str, list[Predicate]] = {
     "shutdown": [is_line("stopping")],
 }
 """Events for which a fault waits, one after another."""
-EVERYWHERE = ("start", "shutdown")
-"""Moments that come once, so that no step is waited for before them."""
 FIRST_STEP = 2
 """Step after which a fault comes at the earliest; a training state is saved then."""
 
@@ -71,13 +69,13 @@ class Fault:
         """Return the events after which the target is looked up, shortly before the moment."""
         if repeated:
             return [is_event("step")]
-        return [] if self.when in EVERYWHERE else [is_step(FIRST_STEP - 1)]
+        return [] if self.when == "start" else [is_step(FIRST_STEP - 1)]
 
     @property
     def moment(self) -> list[Predicate]:
         """Events that the fault waits for after its prelude."""
         events = MOMENTS[self.when]
-        return events if self.when in EVERYWHERE else [is_event("step"), *events]
+        return events if self.when in ("start", "shutdown") else [is_event("step"), *events]
 
     @property
     def description(self) -> str:
