@@ -16,11 +16,11 @@ from typing import Any
 import ray
 
 from raylight.config import LearnerConfig, cpu_threads
-from raylight.errors import LearnerError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.learner.faults import classify_in_rank
+from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.learner.stack_dump import StackDump, dump_stacks
 
 WATCHDOG_GROUP = "watchdog"
@@ -89,13 +89,8 @@ class LearnerActor:
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Open the rendezvous of the ranks on a free port, and return its address. Called on rank 0."""
-        import torch.distributed as dist
-
-        host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(
-            host, 0, self._ranks, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
-        return host, self._store.port
+        address, self._store = open_store(self._ranks, self._timeout)
+        return address
 
     def setup(
         self,
@@ -109,7 +104,7 @@ class LearnerActor:
         import torch
         import torch.distributed as dist
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(ray.util.get_node_ip_address()))
+        use_interface_of(address[0])
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         torch.manual_seed(seed)
         torch.set_num_threads(cpu_threads(self._config))
@@ -183,27 +178,6 @@ class LearnerActor:
             with TrainingStates(url).open(step) if self._rank == 0 else contextlib.nullcontext() as file:
                 state.load(self._policy, file)
         self._policy.version = version
-
-
-def find_interface(address: str) -> str:
-    """Return the network interface with this address.
-
-    gloo itself chooses the interface of the host name, which may be the loopback interface, unreachable for
-    other nodes.
-
-    Raises:
-        LearnerError: no interface has the address.
-    """
-    import psutil
-
-    interfaces = psutil.net_if_addrs()
-    for name, addresses in interfaces.items():
-        if any(known.address == address for known in addresses):
-            return name
-    raise LearnerError(
-        f"no network interface of this node has its cluster address {address}; set GLOO_SOCKET_IFNAME to "
-        f"the interface through which the learners reach each other, one of {', '.join(interfaces)}"
-    )
 
 
 def keep_freed_memory() -> bool:

@@ -27,7 +27,7 @@ from raylight.errors import (
     NonFiniteGradientError,
     RaylightError,
 )
-from raylight.learner.actor import find_interface
+from raylight.learner.rendezvous import find_interface
 from raylight.learner.faults import (
     MAX_NON_FINITE,
     GradientGuard,
