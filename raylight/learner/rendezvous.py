@@ -1,7 +1,7 @@
 """Rendezvous of the learner ranks, and the network interface of their collectives.
 
-Neither torch's store nor gloo and NCCL have a key, so they listen on the loopback interface if all ranks are on
-one node, and on the cluster's interface only otherwise.
+Neither torch's store nor gloo and NCCL have a key, so they listen on the loopback interface if all ranks are
+on one node, and on the cluster's interface only otherwise.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _on_one_node() -> bool:
 
 
 def use_interface_of(store_host: str) -> None:
-    """Let gloo and NCCL use the interface through which the ranks reach the store. The user's own variables take
-    precedence."""
+    """Let gloo and NCCL use the interface through which the ranks reach the store. The user's own variables
+    take precedence."""
     address = LOOPBACK if store_host == LOOPBACK else ray.util.get_node_ip_address()
     for variable in INTERFACE_VARIABLES:
         if variable not in os.environ:

@@ -153,7 +153,7 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
         serve.run(app, name=name, route_prefix=f"/{name}")
     if "RAY_SERVE_ENABLE_HA_PROXY" in ingress.SERVE_FLAGS:
         for name in ("bare", "captured"):
-            ingress.wait_for_route(f"http://{host}:{port}/{name}/v1/chat/completions")
+            ingress.wait_for_route(f"http://{host}:{port}/{name}/v1/chat/completions", 60.0)
     return f"http://{host}:{port}/bare/v1", f"http://{host}:{port}/captured"
 
 

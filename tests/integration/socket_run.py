@@ -1,4 +1,4 @@
-"""Short local run that prints the listening sockets of its processes: python socket_run.py OUTPUT_DIR ENGINE"""
+"""Short local run that records the listening sockets of its processes: socket_run.py OUTPUT_DIR ENGINE"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def listening_paths() -> set[str]:
 
 
 def listening_sockets() -> list[dict[str, Any]]:
-    """Return the process, protocol and address of each listening socket of this process and its descendants."""
+    """Return process, protocol and address of each listening socket of this process and its descendants."""
     paths, found = listening_paths(), []
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -54,7 +54,7 @@ class Deployment:
             raise EngineStartError(await asyncio.to_thread(self._start_timeout_message)) from None
         except RayTaskError as error:
             raise error.cause from None
-        await asyncio.to_thread(ingress.wait_for_route, f"{url}/health")
+        await asyncio.to_thread(ingress.wait_for_route, f"{url}/health", config.start_timeout_s)
         return url
 
     async def stop(self) -> None:

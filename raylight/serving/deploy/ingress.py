@@ -178,18 +178,24 @@ def serve_http_options() -> tuple[str, int] | None:
     return client.http_config.host, client.http_config.port
 
 
-def wait_for_route(url: str) -> None:
+def wait_for_route(url: str, timeout_s: float) -> None:
     """Send requests until the ingress serves a new route; Serve has no event to wait on.
 
     Raises:
-        EngineStartError: the route does not respond within some 30 s.
+        EngineStartError: the route does not respond within `timeout_s` seconds.
     """
     retries = urllib3.Retry(
-        total=60, backoff_factor=0.05, backoff_max=0.5, status_forcelist=(404, 500, 502, 503, 504)
+        total=20, backoff_factor=0.05, backoff_max=0.5, status_forcelist=(404, 500, 502, 503, 504)
     )
-    try:
-        urllib3.PoolManager().request("GET", url, retries=retries, timeout=5)
-    except urllib3.exceptions.HTTPError as error:
-        raise EngineStartError(
-            f"the replicas are up, but {url} does not respond: {error}; see the log of Serve's proxy"
-        ) from None
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            urllib3.PoolManager().request("GET", url, retries=retries, timeout=5)
+            return
+        except urllib3.exceptions.HTTPError as error:
+            if time.monotonic() >= end:
+                raise EngineStartError(
+                    f"the replicas are up, but {url} does not respond within {timeout_s:g} s "
+                    f"(engine.start_timeout_s): {error}; see the log of Serve's proxy, or raise "
+                    "engine={'start_timeout_s': ...}"
+                ) from None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray.serve._private.constants as serve_constants
+import ray.serve._private.replica as serve_replica
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,6 +57,16 @@ class ReplicaSettings:
         return self.route or f"/{self.app_name}"
 
 
+def close_pickle_port() -> None:
+    """Keep Serve from opening a replica's port for calls of other deployments.
+
+    It is open to all interfaces, has no key, and unpickles what it receives: whoever reaches it can execute
+    code. Serve uses it only with RAY_SERVE_USE_GRPC_BY_DEFAULT; otherwise deployments call actors.
+    """
+    if not serve_constants.RAY_SERVE_USE_GRPC_BY_DEFAULT:
+        serve_replica.add_port_to_grpc_server = lambda server, address: 0
+
+
 class ReplicaRuntime:
     """The replica's side of a run: executes the coordinator's orders, records calls, and serves HTTP.
 
@@ -62,6 +74,7 @@ class ReplicaRuntime:
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
+        close_pickle_port()  # Serve opens it after the constructor
         self._settings = settings
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._engine: Engine | None = None

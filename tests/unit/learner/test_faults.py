@@ -27,7 +27,6 @@ from raylight.errors import (
     NonFiniteGradientError,
     RaylightError,
 )
-from raylight.learner.rendezvous import find_interface
 from raylight.learner.faults import (
     MAX_NON_FINITE,
     GradientGuard,
@@ -36,6 +35,7 @@ from raylight.learner.faults import (
     memory_advice,
     reports_lost_peer,
 )
+from raylight.learner.rendezvous import find_interface
 from raylight.learner.stack_dump import dump_stacks
 
 CONFIG = LearnerConfig(n=2, max_tokens_per_micro_batch=512)
