@@ -37,7 +37,7 @@ KNOWN = [
     Known(r"^ray::ServeReplica", "tcp", LOOPBACK, "the attempt's API key"),
     Known(r"^ray::ProxyActor", "tcp", LOOPBACK, "none: Serve's fallback has no application"),
     Known(r"/haproxy ", "tcp", LOOPBACK, "the attempt's API key; none for statistics"),
-    Known(r"/haproxy ", "unix", r".*/(admin|stat)\.sock.*", "socket of mode 600"),
+    Known(r"/haproxy ", "unix", r".*/(admin|stat|prom|metrics)\.sock.*", "socket of mode 600"),
     Known(r"/haproxy ", "udp", NOTHING_READ, "none: HAProxy sends its log from them, and reads nothing"),
 ]
 """The table in docs/security.md."""

@@ -60,7 +60,7 @@ class ReplicaSettings:
 def close_pickle_port() -> None:
     """Keep Serve from opening a replica's port for calls of other deployments.
 
-    It is open to all interfaces, has no key, and unpickles what it receives: whoever reaches it can execute
+    It listens on all interfaces, has no key, and unpickles what it receives, so that any client can execute
     code. Serve uses it only with RAY_SERVE_USE_GRPC_BY_DEFAULT; otherwise deployments call actors.
     """
     if not serve_constants.RAY_SERVE_USE_GRPC_BY_DEFAULT:

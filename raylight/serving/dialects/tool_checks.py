@@ -23,7 +23,7 @@ MAX_CHECKED = 2**18
 """Schemas of a request that are checked, in bytes of JSON; checking more would delay all requests."""
 
 _PROBLEMS: LRUCache[bytes, str | None] = LRUCache(CACHED_SCHEMAS)
-"""What is wrong with schemas, by their digests."""
+"""Faults of schemas, by their digests."""
 
 
 def check_tools(tools: Any) -> None:
