@@ -37,7 +37,8 @@ class ConversationLoader:
         self._conversations = conversations
         self._history = history
         self._timeout_s = timeout_s
-        self._loads: LRUCache[tuple[str, str, bytes], asyncio.Task[None]] = LRUCache(REMEMBERED)
+        self._loads: LRUCache[tuple[str, str, bytes], asyncio.Task[None] | None] = LRUCache(REMEMBERED)
+        """Loads that run; None for one that has ended, whose task would take memory."""
 
     async def load(self, scope: AttemptScope, missing: bytes) -> None:
         """Load what the store has of an attempt's conversations. Concurrent calls for one answer load once.
@@ -46,17 +47,18 @@ class ConversationLoader:
             missing: key of the answer that is not known here.
         """
         name = (scope.rollout_id, scope.attempt_id, missing)
-        task = self._loads.get(name)
-        if task is None:
-            task = self._loads[name] = asyncio.create_task(self._load(scope, missing))
-        if not task.done():
+        if name not in self._loads:
+            self._loads[name] = asyncio.create_task(self._load(scope, missing))
+        if (task := self._loads[name]) is not None:
             await asyncio.wait([task])  # a caller that is cancelled does not cancel the load of the others
 
     async def _load(self, scope: AttemptScope, missing: bytes) -> None:
+        name = (scope.rollout_id, scope.attempt_id, missing)
         try:
             async with asyncio.timeout(self._timeout_s):
                 turns = await self._history(scope.rollout_id, scope.attempt_id)
         except UnknownIdError:
+            self._loads[name] = None
             return  # the store rejects the call for the same reason
         except Exception as error:
             logger.warning(
@@ -64,8 +66,9 @@ class ConversationLoader:
                 scope.attempt_id,
                 error,
             )
-            self._loads.pop((scope.rollout_id, scope.attempt_id, missing), None)
+            self._loads.pop(name, None)
             return
+        self._loads[name] = None
         known = self._conversations
         read = [(known.read(replace(scope, agent=turn.agent), turn.request), turn) for turn in turns]
         new = [(sent, turn) for sent, turn in read if not known.knows(sent, turn.answer)]

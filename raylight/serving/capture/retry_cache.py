@@ -36,7 +36,11 @@ PER_ATTEMPT = 256
 MAX_BYTES = 64 * 2**20
 """Bytes kept of all answers."""
 OVERHEAD = 512
-"""Bytes that a message takes besides its body."""
+"""Bytes that a message takes besides its body and its headers."""
+HEADER_OVERHEAD = 128
+"""Bytes that a header takes besides its text."""
+ANSWER_OVERHEAD = 2_048
+"""Bytes that an answer takes besides its messages."""
 
 Key: TypeAlias = tuple[AttemptScope, str, bytes, bytes]
 """Identity of a request: attempt and agent, path, query, and a hash of the body."""
@@ -50,7 +54,7 @@ class _KeptAnswer:
     tries: int
     """Retry count of the latest request that receives it."""
     messages: list[Message] = field(default_factory=list)
-    size: int = 0
+    size: int = ANSWER_OVERHEAD
     """Bytes, overhead included."""
     followers: int = 0
     """Retries that receive it at the moment."""
@@ -183,6 +187,9 @@ class RetryCache:
         """Add a message to a running answer."""
         answer.messages.append(message)
         answer.size += len(message.get("body", b"")) + OVERHEAD
+        answer.size += sum(
+            len(name) + len(value) + HEADER_OVERHEAD for name, value in message.get("headers", ())
+        )
         if message.get("status", 200) >= 400 or answer.size > self._max_bytes:
             self.end(answer, "failed")
         elif last:
@@ -193,7 +200,7 @@ class RetryCache:
     def end(self, answer: _KeptAnswer, state: Literal["complete", "failed"]) -> None:
         """Keep an ended answer; the oldest ones are dropped to make room for it."""
         if state == "failed":
-            answer.messages, answer.size = [], OVERHEAD
+            answer.messages, answer.size = [], ANSWER_OVERHEAD
         answer.state, answer.ended = state, self._clock()
         self._ended[answer] = answer
         self._ended_of_attempt[answer.attempt] += 1

@@ -28,7 +28,7 @@ from raylight.serving.conversations.message_forms import (
 )
 from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
 from raylight.serving.conversations.rewrites import Rewrites
-from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix
+from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix, prune
 from raylight.types import DRIFTS, HistoryNote
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ PROMPT_FIELDS = (
     "truncate_prompt_tokens",
 )
 """Request fields that make a prompt differ from the rendered messages; such requests are not spliced."""
+CAPACITY = 128 * 2**20
+"""Memory of the conversations of all attempts on a replica, in bytes."""
 MAX_ROOTS = 8
 """Number of settings, the latest ones, whose conversations a request with other settings is compared with."""
 
@@ -116,8 +118,8 @@ class Conversations:
 
     Args:
         tokenizer: Hugging Face tokenizer with the chat template that the engine renders with.
-        capacity_tokens: number of tokens stored for all attempts; beyond it, the least recently used attempt
-            is dropped.
+        capacity_bytes: memory of all attempts. Beyond it, the least recently used attempts are dropped, and
+            of a single attempt the least recently used conversations.
         template_kwargs: the engine's defaults for `chat_template_kwargs`.
         tolerate_rewrites: continue a conversation whose messages were rewritten with the same meaning (see
             `rewrites`).
@@ -126,7 +128,7 @@ class Conversations:
     def __init__(
         self,
         tokenizer: Any,
-        capacity_tokens: int = 20_000_000,
+        capacity_bytes: int = CAPACITY,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         tolerate_rewrites: bool = True,
@@ -136,9 +138,11 @@ class Conversations:
         self._rewrites = Rewrites(tokenizer) if tolerate_rewrites else None
         self._defaults = dict(template_kwargs or {})
         self._attempts: LRUCache[tuple[str, str], _AttemptConversations] = LRUCache(
-            capacity_tokens, getsizeof=lambda attempt: attempt.size
+            capacity_bytes, getsizeof=lambda attempt: attempt.size
         )
         self._reasons: set[str] = set()
+        self._requests = 0
+        """Number of walks through the stored turns."""
 
     def read(self, scope: AttemptScope, body: Mapping[str, Any]) -> SentConversation:
         """Return the messages of a chat request in canonical form."""
@@ -210,7 +214,7 @@ class Conversations:
         steps = self._walk_from(turns, sent)
         steps = steps[: _last_sampled(steps, len(sent.forms)) + 1]
         for turn in [*steps, *map(StoredTurn, sent.forms[len(steps) :])]:
-            turns = _store(attempt, turns, turn).next
+            turns = self._store(attempt, turns, turn).next
         stored = turns.find(answer)
         prefixes = [turn.prefix for turn in [*steps, *([stored] if stored else [])] if turn.prefix]
         base = next((prefix for prefix in reversed(prefixes) if prefix.is_prefix_of(all_tokens)), None)
@@ -219,9 +223,10 @@ class Conversations:
         suffix = all_tokens[base.length if base else 0 :].copy()
         prefix = TokenPrefix(base, suffix, len(tokens), len(tokens) - prompt_length)
         if stored is None:
-            stored = _store(attempt, turns, StoredTurn(answer))
+            stored = self._store(attempt, turns, StoredTurn(answer))
+        attempt.size -= stored.size
         stored.prefix, stored.note, stored.shown = prefix, None, None
-        attempt.size += len(suffix)
+        attempt.size += stored.size
         self._resize(sent.scope, attempt)
 
     def forget(self, scope: AttemptScope) -> None:
@@ -301,6 +306,7 @@ class Conversations:
 
     def _walk_from(self, turns: Branches, sent: SentConversation) -> list[StoredTurn]:
         steps: list[StoredTurn] = []
+        self._requests += 1
         for form in sent.forms:
             if not turns:
                 break
@@ -309,21 +315,35 @@ class Conversations:
                 turn = self._rewrites.find(turns, form)
             if turn is None:
                 break
+            turn.used = self._requests
             steps.append(turn)
             turns = turn.next
         return steps
+
+    def _store(self, attempt: _AttemptConversations, turns: Branches, turn: StoredTurn) -> StoredTurn:
+        """Store a turn; return it, or the one that is already stored for its form."""
+        stored = turns.find(turn.form)
+        if stored is None:
+            turns.add(turn)
+            attempt.size += turn.size
+            stored = turn
+        stored.used = self._requests
+        return stored
 
     def _store_rewritten(self, sent: SentConversation, steps: list[StoredTurn]) -> None:
         """Store the rewritten messages of a walk, so that later requests find them at once."""
         attempt = self._attempts[_attempt_key(sent.scope)]
         turns, before = attempt.roots[sent.root].turns, attempt.size
         for turn in steps:
-            turns = _store(attempt, turns, turn).next
+            turns = self._store(attempt, turns, turn).next
         if attempt.size != before:
             self._resize(sent.scope, attempt)
 
     def _resize(self, scope: AttemptScope, attempt: _AttemptConversations) -> None:
         self._attempts.pop(_attempt_key(scope), None)  # inserted again, with its new size
+        if attempt.size > self._attempts.maxsize:
+            attempt.size = prune((root.turns for root in attempt.roots.values()), self._attempts.maxsize // 2)
+            attempt.roots = {key: root for key, root in attempt.roots.items() if root.turns}
         with suppress(ValueError):  # larger than the whole capacity
             self._attempts[_attempt_key(scope)] = attempt
 
@@ -348,16 +368,6 @@ class Conversations:
 
 def _attempt_key(scope: AttemptScope) -> tuple[str, str]:
     return scope.rollout_id, scope.attempt_id
-
-
-def _store(attempt: _AttemptConversations, turns: Branches, turn: StoredTurn) -> StoredTurn:
-    """Store a turn; return it, or the one that is already stored for its form."""
-    stored = turns.find(turn.form)
-    if stored is not None:
-        return stored
-    turns.add(turn)
-    attempt.size += turn.size
-    return turn
 
 
 def _answer_form(message: Mapping[str, Any]) -> MessageForm | None:

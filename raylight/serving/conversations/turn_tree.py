@@ -6,8 +6,10 @@ that a message that differs can be compared with what was stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from sys import getsizeof
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,10 +20,8 @@ from raylight.types import HistoryNote
 
 Message: TypeAlias = dict[str, Any]
 
-OVERHEAD = 64
-"""Memory of a turn beside its text and its tokens, in tokens."""
-CHARS_PER_TOKEN = 4
-"""Characters of a turn's text that take as much memory as a token."""
+OVERHEAD = 1_000
+"""Memory of a turn beside its text, its calls and its tokens, in bytes."""
 MAX_COMPARED = 64
 """Number of sampled answers, the latest ones, that a message is compared with."""
 
@@ -98,6 +98,11 @@ class Branches:
             self._loose = {turn.form.loose_digest(): turn for turn in self._turns.values()}
         return self._loose.get(form.loose_digest())
 
+    def keep_used(self, first: int) -> None:
+        """Drop the turns whose last use is before a number."""
+        self._turns = {key: turn for key, turn in self._turns.items() if turn.used >= first}
+        self._loose = None
+
     def sampled(self) -> list[StoredTurn]:
         """Return the latest sampled answers, the last one first."""
         found: list[StoredTurn] = []
@@ -122,9 +127,47 @@ class StoredTurn:
     stored one."""
     shown: list[Message] | None = None
     """Messages that the prompt has in place of this one; None for the message itself."""
+    used: int = 0
+    """Number of the last request that had this message. No turn is used later than the one above it."""
 
     @property
     def size(self) -> int:
-        """Memory of the turn without its sampled tokens, in tokens."""
-        appended = 0 if self.prefix is None or self.prefix.output_length else len(self.prefix.suffix)
-        return OVERHEAD + len(self.form.text) // CHARS_PER_TOKEN + appended
+        """Memory of the turn in bytes. Prefixes share tokens, so that each adds its own."""
+        size = (
+            OVERHEAD + getsizeof(self.form.text) + (0 if self.prefix is None else self.prefix.suffix.nbytes)
+        )
+        if self.form.calls or self.form.others:
+            size += getsizeof(str(self.form.calls)) + getsizeof(str(self.form.others))
+        return size
+
+
+def prune(roots: Iterable[Branches], most: float) -> int:
+    """Drop the turns that were not used for longest, with those after them; returns the bytes left.
+
+    Args:
+        most: bytes to keep at most.
+    """
+    by_use: Counter[int] = Counter()
+    every = list(roots)
+    for turn in _unique_turns(every):
+        by_use[turn.used] += turn.size
+    kept, first = 0, max(by_use, default=0) + 1
+    for used in sorted(by_use, reverse=True):
+        if kept + by_use[used] > most:
+            break
+        kept, first = kept + by_use[used], used
+    for branches in [*every, *(turn.next for turn in _unique_turns(every))]:
+        branches.keep_used(first)
+    return kept
+
+
+def _unique_turns(roots: Iterable[Branches]) -> list[StoredTurn]:
+    """Return all turns once. A rewritten turn has the same turns after it as the stored one."""
+    found: dict[int, StoredTurn] = {}
+    left = list(roots)
+    while left:
+        for turn in left.pop():
+            if id(turn) not in found:
+                found[id(turn)] = turn
+                left.append(turn.next)
+    return list(found.values())

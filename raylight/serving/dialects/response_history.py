@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from sys import getsizeof
 from typing import Any
 
 from cachetools import LRUCache
@@ -10,10 +11,10 @@ from cachetools import LRUCache
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import RequestError
 
-CAPACITY = 100_000_000
-"""Size of all messages kept, in characters."""
-OVERHEAD = 100
-"""Size of a message besides its text, in characters."""
+CAPACITY = 128 * 2**20
+"""Memory of all conversations kept, and of all items, in bytes."""
+OVERHEAD = 300
+"""Memory of an object besides its values, in bytes."""
 
 
 class ResponseHistory:
@@ -22,8 +23,8 @@ class ResponseHistory:
     The least recently used ones are dropped first.
 
     Args:
-        capacity: characters to keep of conversations, and of items. A conversation counts once for each of
-            its responses.
+        capacity: bytes to keep of conversations, and of items. A conversation counts once for each of its
+            responses, although these share its messages.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -93,9 +94,9 @@ def _missing(field: str, what: str) -> str:
 
 
 def _size(value: Any) -> int:
-    """Count the characters of messages."""
-    if isinstance(value, str):
-        return len(value)
+    """Return the memory of messages, in bytes."""
     if isinstance(value, dict):
         return sum(map(_size, value.values())) + OVERHEAD
-    return sum(map(_size, value)) if isinstance(value, list) else 0
+    if isinstance(value, list):
+        return sum(map(_size, value)) + OVERHEAD
+    return getsizeof(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from sys import getsizeof
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from template_helpers import ADD, call_of, result, says, user
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.experience.trajectory import build_trajectories
+from raylight.serving.conversations import turn_tree
 from raylight.serving.conversations.message_forms import UnsupportedMessage, message_forms
-from raylight.serving.conversations.turn_tree import CHARS_PER_TOKEN, OVERHEAD
+from raylight.serving.conversations.turn_tree import OVERHEAD
 
 FIRST = {"messages": [user("U1")]}
 TOKENS = [1, 2, 3]
@@ -393,15 +395,32 @@ def test_an_attempt_is_forgotten_with_all_its_agents() -> None:
 
 
 def test_the_attempt_not_used_for_longest_is_forgotten_first() -> None:
-    found = conversations(capacity_tokens=3 * (2 * OVERHEAD + 10))
+    found = conversations(capacity_bytes=3 * (2 * OVERHEAD + 200))
     scopes = [AttemptScope("ro", f"at-{n}") for n in range(4)]
     for scope in scopes[:3]:
         found.store(scope, FIRST, says("A"), list(range(10)))
     assert found.splice(scopes[0], then(says("A"))) is not None
     found.store(scopes[3], FIRST, says("A"), list(range(10)))
     assert [found.has(scope, FIRST, says("A")) for scope in scopes] == [True, False, True, True]
-    found.store(scopes[3], FIRST, says("B"), list(range(500)))
-    assert found._attempts.currsize <= 3 * (2 * OVERHEAD + 10)
+
+
+def test_of_a_long_attempt_the_conversations_not_used_for_longest_are_forgotten() -> None:
+    capacity = 40 * OVERHEAD
+    found = conversations(capacity_bytes=capacity)
+    openings = [{"messages": [user(f"question {n}")]} for n in range(200)]
+    found.store(SCOPE, FIRST, says("A"), TOKENS)
+    for number, opening in enumerate(openings):
+        found.store(SCOPE, opening, says("A"), [number, *TOKENS])
+        assert found.splice(SCOPE, then(says("A"))) is not None
+        assert found._attempts.currsize <= capacity
+    kept = [number for number, opening in enumerate(openings) if found.has(SCOPE, opening, says("A"))]
+    assert kept == list(range(kept[0], 200))
+    assert len(kept) > 5
+    assert found._attempts.currsize == sum(
+        turn.size
+        for attempt in found._attempts.values()
+        for turn in turn_tree._unique_turns(root.turns for root in attempt.roots.values())
+    )
 
 
 def test_a_long_conversation_takes_the_room_of_its_tokens() -> None:
@@ -410,8 +429,8 @@ def test_a_long_conversation_takes_the_room_of_its_tokens() -> None:
         table.turn(speak("the cat sat on the mat"))
     last = table.calls[-1]
     tokens = len(last.prompt_ids) + len(last.output_ids)
-    texts = sum(len(message["content"].strip()) // CHARS_PER_TOKEN for message in table.messages[:-1])
-    assert table.conversations._attempts.currsize == tokens + texts + 60 * OVERHEAD
+    texts = sum(getsizeof(message["content"].strip()) for message in table.messages[:-1])
+    assert table.conversations._attempts.currsize == 4 * tokens + texts + 60 * OVERHEAD
 
 
 def test_the_counts_and_one_word_of_why(caplog: pytest.LogCaptureFixture) -> None:

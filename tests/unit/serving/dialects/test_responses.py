@@ -383,7 +383,7 @@ async def test_references_to_earlier_items_stand_for_them() -> None:
 
 
 def test_the_least_recently_used_responses_are_forgotten() -> None:
-    earlier = ResponseHistory(capacity=400)
+    earlier = ResponseHistory(capacity=2_000)
     for name in "ab":
         earlier.remember(None, name, [{"role": "user", "content": name * 50}])
     earlier.find(None, "a")
@@ -394,7 +394,7 @@ def test_the_least_recently_used_responses_are_forgotten() -> None:
 
 
 def test_a_response_remembered_twice_counts_once() -> None:
-    earlier = ResponseHistory(capacity=400)
+    earlier = ResponseHistory(capacity=2_000)
     for _ in range(10):
         earlier.remember(None, "a", [{"role": "user", "content": "a" * 50}])
     earlier.remember(None, "b", [{"role": "user", "content": "b" * 50}])
