@@ -127,7 +127,15 @@ class CoordinatorUnavailableError(WeightSyncError):
 
 
 class CoordinatorLostError(WeightSyncError):
-    """The replica coordinator's actor died, and its orders to the engines are lost."""
+    """The replica coordinator's actor is gone for good, and with it the run."""
+
+
+class NotSubscribedError(WeightSyncError):
+    """The replica coordinator does not know the replica, which must subscribe again."""
+
+
+class ReplicaEvictedError(WeightSyncError):
+    """The replica was removed because it did not execute orders; its replacement serves instead."""
 
 
 class MismatchError(RaylightError):

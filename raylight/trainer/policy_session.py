@@ -86,7 +86,7 @@ class PolicySession(ServedSession):
         if self._reopens_store:
             await self._cancel_undecided()
             await self._find_lost_rollouts()
-        self._start_coordinator()
+        await self._start_coordinator()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
         deployment = self._make_deployment()

@@ -6,8 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-import ray
-
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
 from raylight.engines.registry import choose_engine
@@ -18,7 +16,7 @@ from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import component_stack, until_lost
 from raylight.trainer.inputs import resolve_model
-from raylight.weight_sync.actor import start_coordinator
+from raylight.weight_sync.actor import running_coordinator
 
 REPORTED = ("transformers", "vllm")
 """Engines that read a model's chat template."""
@@ -86,8 +84,9 @@ async def _serve(
 ) -> None:
     app_name = f"serve-{secrets.token_hex(4)}"
     async with component_stack() as stack:
-        coordinator = start_coordinator(app_name)
-        stack.callback(ray.kill, coordinator)
+        coordinator = await stack.enter_async_context(
+            running_coordinator(app_name, replacement_timeout_s=config.start_timeout_s, report=show)
+        )
         spec = ReplicaSettings(
             app_name=app_name,
             route="/",  # if no other application has it
@@ -97,7 +96,7 @@ async def _serve(
             secret=secret,
             seed=seed,
             store=None,
-            coordinator=coordinator,
+            coordinator=coordinator.handle,
         )
         deployment = Deployment(spec, owns_cluster)
         stack.push_async_callback(deployment.stop)

@@ -8,8 +8,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import ray
-
 from raylight.agent.resources import LLM, NamedResources
 from raylight.aio import task_group
 from raylight.errors import StoreLostError
@@ -19,7 +17,7 @@ from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.session import Session
 from raylight.types import EnqueueRolloutRequest, RolloutMode
-from raylight.weight_sync.actor import start_coordinator
+from raylight.weight_sync.actor import RunningCoordinator, running_coordinator
 from raylight.weight_sync.client import CoordinatorClient
 
 CANCEL_TIMEOUT_S = 5.0
@@ -30,10 +28,11 @@ class ServedSession(Session):
 
     plan: ServedPlan
     replicas: CoordinatorClient
+    _coordinator: RunningCoordinator
 
     async def _start(self) -> None:
         self._start_store()
-        self._start_coordinator()
+        await self._start_coordinator()
         deployment = self._make_deployment()
         pool = self._make_pool()
         self._show_stage("starting the engine and the runners")
@@ -47,10 +46,23 @@ class ServedSession(Session):
         """Return the model name that agents send, once the engines are up."""
         return MODEL_NAME
 
-    def _start_coordinator(self) -> None:
-        self._coordinator = start_coordinator(self.plan.name, self.store)
-        self._stack.callback(ray.kill, self._coordinator)
-        self.replicas = CoordinatorClient(self._coordinator)
+    async def _start_coordinator(self) -> None:
+        running = running_coordinator(
+            self.plan.name,
+            self.store,
+            replacement_timeout_s=self.plan.engine.start_timeout_s,
+            report=self._show_stage,
+        )
+        self._coordinator = await self._stack.enter_async_context(running)
+        self.replicas = self._coordinator.client
+
+    async def counts(self) -> dict[str, int]:
+        keeper = self._coordinator.keeper
+        return {
+            **await super().counts(),
+            "replicas_evicted": keeper.evictions,
+            "coordinator_restarts": keeper.restarts,
+        }
 
     def _make_deployment(self) -> Deployment:
         plan = self.plan
@@ -62,7 +74,7 @@ class ServedSession(Session):
             secret=plan.payload.secret,
             seed=plan.seed,
             store=self.store,
-            coordinator=self._coordinator,
+            coordinator=self._coordinator.handle,
         )
         deployment = Deployment(spec, self._owns_cluster)
         self._stack.push_async_callback(deployment.stop)

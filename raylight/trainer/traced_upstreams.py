@@ -6,14 +6,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import ray
-
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.config import EngineConfig
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.client import StoreClient
-from raylight.weight_sync.actor import start_coordinator
+from raylight.weight_sync.actor import running_coordinator
 
 
 def is_traced_upstream(resource: Any) -> bool:
@@ -55,9 +53,10 @@ async def _serve(
     owns_cluster: bool,
     stack: contextlib.AsyncExitStack,
 ) -> LLM:
-    coordinator = start_coordinator(app_name, store)
-    stack.callback(ray.kill, coordinator)
     config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
+    coordinator = await stack.enter_async_context(
+        running_coordinator(app_name, store, replacement_timeout_s=config.start_timeout_s)
+    )
     spec = ReplicaSettings(
         app_name=app_name,
         model_path="",
@@ -66,7 +65,7 @@ async def _serve(
         secret=secret,
         seed=0,
         store=store,
-        coordinator=coordinator,
+        coordinator=coordinator.handle,
     )
     deployment = Deployment(spec, owns_cluster)
     stack.push_async_callback(deployment.stop)

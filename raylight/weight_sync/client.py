@@ -1,39 +1,101 @@
-"""Client of the replica coordinator, with typed errors and a timeout for every call."""
+"""Clients of the replica coordinator, with typed errors and a timeout for every call."""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from raylight.aio import BroadcastCondition
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.orders import CatchUp, Order, Versions
+from raylight.weight_sync.orders import CatchUp, Order, Snapshot, Versions
 
 GRACE_S = 10.0
 """Time that a caller waits for a response beyond the coordinator's own timeout."""
+RETRY_DELAY_S = 0.5
+"""Delay between two calls to a coordinator that does not respond."""
 
 
-class CoordinatorClient:
-    """All replicas of an engine as one; `ReplicaCoordinator` documents the methods.
-
-    Every method raises CoordinatorLostError if the coordinator's actor is gone, and
-    CoordinatorUnavailableError if it does not respond; in the second case it is unknown if the call took
-    effect.
+async def call_coordinator(coordinator: Any, method: str, *args: Any, within: float = 0.0) -> Any:
+    """Call a method that itself takes up to `within` seconds.
 
     Args:
         coordinator: the actor's handle, or a `ReplicaCoordinator` in this process.
+
+    Raises:
+        CoordinatorLostError: the coordinator's actor is gone for good.
+        CoordinatorUnavailableError: it did not respond; it is unknown if the call took effect.
+    """
+    limit = within + GRACE_S
+    target = getattr(coordinator, method)
+    try:
+        async with asyncio.timeout(limit):
+            if isinstance(coordinator, ReplicaCoordinator):
+                return await target(*args)
+            return await target.remote(*args)
+    except TimeoutError:
+        raise CoordinatorUnavailableError(
+            f"the replica coordinator did not respond to `{method}` within {round(limit, 2):g} s"
+        ) from None
+    except RayTaskError as error:
+        raise error.cause from None
+    except ActorUnavailableError as error:
+        raise CoordinatorUnavailableError(
+            f"the replica coordinator cannot be reached for `{method}`: {summarize_ray_error(error)}"
+        ) from None
+    except RayActorError as error:
+        raise CoordinatorLostError(
+            f"the replica coordinator's actor is gone: {summarize_ray_error(error)}. Start the run again"
+        ) from None
+
+
+async def call_until_answered(coordinator: Any, method: str, *args: Any, within: float = 0.0) -> Any:
+    """Call a method, and repeat the call while the coordinator restarts.
+
+    Raises:
+        CoordinatorLostError, CoordinatorUnavailableError: as for `call_coordinator`, the latter after
+            `within` seconds.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline, restarting = clock() + within, BroadcastCondition()
+    while True:
+        try:
+            remaining = max(deadline - clock(), 0.0)
+            return await call_coordinator(coordinator, method, *args, within=remaining)
+        except CoordinatorUnavailableError:
+            if clock() >= deadline:
+                raise
+            await restarting.wait_for(lambda: False, RETRY_DELAY_S)
+
+
+class CoordinatorClient:
+    """All replicas of an engine as one, for the trainer; `ReplicaCoordinator` documents the methods.
+
+    If the coordinator restarts meanwhile, the call is repeated and waits until the coordinator is restored
+    (see `CoordinatorKeeper`). The methods raise the errors of `call_coordinator` too.
+
+    Args:
+        coordinator: the actor's handle, or a `ReplicaCoordinator` in this process.
+        on_change: receives the coordinator's state after each order.
+        replacement_timeout_s: time that an order may wait for the replacement of lost replicas.
     """
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
-
-    # for the trainer
+    def __init__(
+        self,
+        coordinator: Any,
+        on_change: Callable[[Snapshot], None] | None = None,
+        replacement_timeout_s: float = 0.0,
+    ) -> None:
+        self._coordinator, self._on_change = coordinator, on_change
+        self._replacement_timeout_s = replacement_timeout_s
 
     async def versions(self) -> Versions:
-        return await self._call("versions")
+        return await call_until_answered(self._coordinator, "versions", within=GRACE_S)
 
     async def publish(
         self,
@@ -43,58 +105,64 @@ class CoordinatorClient:
         mode: UpdateMode = "keep",
         adapter: str | None = None,
     ) -> int:
-        return await self._call("publish", version, payload_ref, timeout, mode, adapter, within=timeout)
+        return await self._issue(timeout, "publish", version, payload_ref, timeout, mode, adapter)
 
     async def drop_adapter(self, name: str, timeout: float) -> None:
-        await self._call("drop_adapter", name, timeout, within=timeout)
+        await self._issue(timeout, "drop_adapter", name, timeout)
 
     async def sleep(self, timeout: float, level: int = 1) -> dict[str, str | None]:
-        return await self._call("sleep", timeout, level, within=timeout)
+        return await self._issue(timeout, "sleep", timeout, level)
 
     async def wake(self, timeout: float) -> None:
-        await self._call("wake", timeout, within=timeout)
+        await self._issue(timeout, "wake", timeout)
 
     async def probe(
         self, ids: list[int], timeout: float, adapter: str | None = None
     ) -> dict[str, list[float]]:
-        return await self._call("probe", ids, timeout, adapter, within=timeout)
+        return await self._issue(timeout, "probe", ids, timeout, adapter)
 
-    # for replicas
+    async def _issue(self, timeout: float, method: str, *args: Any) -> Any:
+        """Issue an order.
 
-    async def subscribe(self, replica: str, liveness_ref: list[Any] | None = None) -> CatchUp:
-        return await self._call("subscribe", replica, liveness_ref)
+        A restarted coordinator gives it its full time again.
+        """
+        within = 2 * (timeout + self._replacement_timeout_s)
+        key = uuid.uuid4().hex
+        result, state = await call_until_answered(
+            self._coordinator, "issue", key, method, *args, within=within
+        )
+        if self._on_change is not None:
+            self._on_change(state)
+        return result
 
-    async def next(self, replica: str, after: int, timeout: float) -> list[Order]:
-        return await self._call("next", replica, after, timeout, within=timeout)
 
-    async def acknowledge(
-        self, replica: str, number: int, failure: str | None = None, result: Any = None
-    ) -> None:
-        await self._call("acknowledge", replica, number, failure, result)
+class ReplicaClient:
+    """The coordinator as a replica calls it; `ReplicaCoordinator` documents the methods.
 
-    async def leave(self, replica: str) -> None:
-        await self._call("leave", replica)
+    The methods raise the errors of `call_coordinator` too.
+
+    Args:
+        replica: the replica's name.
+        coordinator: the actor's handle, or a `ReplicaCoordinator` in this process.
+    """
+
+    def __init__(self, replica: str, coordinator: Any) -> None:
+        self._replica, self._coordinator = replica, coordinator
+
+    async def subscribe(self, liveness_ref: list[Any] | None, handle: Any, returns: bool) -> CatchUp:
+        return await self._call("subscribe", liveness_ref, handle, returns)
+
+    async def next(self, after: int, timeout: float) -> list[Order]:
+        return await self._call("next", after, timeout, within=timeout)
+
+    async def heartbeat(self) -> None:
+        await self._call("heartbeat")
+
+    async def acknowledge(self, number: int, failure: str | None = None, result: Any = None) -> None:
+        await self._call("acknowledge", number, failure, result)
+
+    async def leave(self) -> None:
+        await self._call("leave")
 
     async def _call(self, method: str, *args: Any, within: float = 0.0) -> Any:
-        """Call a method that itself takes up to `within` seconds."""
-        coordinator, limit = self._coordinator, within + GRACE_S
-        target = getattr(coordinator, method)
-        try:
-            async with asyncio.timeout(limit):
-                if isinstance(coordinator, ReplicaCoordinator):
-                    return await target(*args)
-                return await target.remote(*args)
-        except TimeoutError:
-            raise CoordinatorUnavailableError(
-                f"the replica coordinator did not respond to `{method}` within {limit:g} s"
-            ) from None
-        except RayTaskError as error:
-            raise error.cause from None
-        except ActorUnavailableError as error:
-            raise CoordinatorUnavailableError(
-                f"the replica coordinator cannot be reached for `{method}`: {summarize_ray_error(error)}"
-            ) from None
-        except RayActorError as error:
-            raise CoordinatorLostError(
-                f"the replica coordinator's actor is gone: {summarize_ray_error(error)}. Start the run again"
-            ) from None
+        return await call_coordinator(self._coordinator, method, self._replica, *args, within=within)

@@ -2,15 +2,19 @@
 
 Replicas subscribe and long-poll; the trainer issues orders, one at a time. Laws:
 
-- A method that issues an order returns only when every live replica has acknowledged it, and `versions`
-  changes only then.
+- A method that issues an order returns only when every live replica has executed it, and `versions` changes
+  only then.
 - Versions of weights and adapters come from one increasing sequence and are never reused, not even after a
   failure.
-- If a replica fails an order, or the timeout expires, the order fails with an error that names the replicas.
-  A failed order is withdrawn: a replica that joins later receives what all replicas had before it. An order
+- A replica that is too late for an order is evicted: it leaves the quorum and is killed, and Serve starts its
+  replacement. So is a replica that fails an order which another one has executed. If all fail, or none
+  executes the order within the timeout, the order fails with an error that names them.
+- A failed order is withdrawn: a replica that joins later receives what all replicas had before it. An order
   that timed out remains current: it completes when the late replicas acknowledge it, or is superseded.
 - A joining replica receives all current orders in one response and counts as live from then on. Dead replicas
-  leave the quorum.
+  leave the quorum. If none is left, the pending order waits for a replacement.
+- A restarted coordinator continues from a snapshot. Until it is restored it answers no subscription and
+  begins no order. Replicas of the snapshot count as live until they have returned or are evicted.
 - References to superseded payloads are dropped.
 
 Arrays travel through Ray's object store: replicas on the publisher's node map the same shared memory, each
@@ -20,144 +24,30 @@ other node gets a copy.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import collections
 from typing import Any
 
-from ray.exceptions import RayError
-
-from raylight.aio import BroadcastCondition
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import EngineStartError, WeightSyncError
-from raylight.weight_sync.orders import TRANSIENT, CatchUp, Kind, Order, Versions
+from raylight.weight_sync.order_sequence import OrderSequence
+from raylight.weight_sync.orders import Kind, Snapshot, Versions
 
-logger = logging.getLogger(__name__)
-
-POLL_TIMEOUT_S = 30.0
-"""Longest time that a replica's poll waits for an order."""
-
-
-@dataclass
-class Subscription:
-    """A live replica's progress."""
-
-    acknowledged: int = -1
-    """Number of the last acknowledged order; -1 until the replica has caught up."""
-    liveness_task: asyncio.Task[None] | None = None
-    """Waits for the replica's death."""
+REMEMBERED_CALLS = 16
+"""Calls of `issue` whose result is kept for a repetition."""
 
 
-@dataclass
-class PendingOrder:
-    """The order whose publisher is waiting, with the replicas' responses."""
+class ReplicaCoordinator(OrderSequence):
+    """The orders that a trainer can issue."""
 
-    order: Order
-    results: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-
-class ReplicaCoordinator:
-    """State machine of orders, and of the replicas that have executed them.
-
-    Args:
-        on_leave: called with the name of each replica that left or died.
-    """
-
-    def __init__(self, on_leave: Callable[[str], Awaitable[None]] | None = None) -> None:
-        self._on_leave = on_leave
-        self._last_number = 0
-        self._last_version = 0
-        self._current: dict[str, Order] = {}
-        """Newest order of each subject: executed by the replicas, or about to be."""
-        self._completed: dict[str, Order] = {}
-        """Newest order of each subject that all live replicas have executed."""
-        self._replicas: dict[str, Subscription] = {}
-        self._ever_subscribed = False
-        """True once any replica has subscribed. If all die later, an order waits for the replacements that
-        Serve starts."""
-        self._pending: PendingOrder | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._start_failure: str | None = None
-        self._changed = BroadcastCondition()
-
-    # called by replicas
-
-    async def wait_forever(self) -> None:
-        """Never return.
-
-        A replica owns the result of its call; awaiting that result raises as soon as the replica dies.
-        """
-        await asyncio.Event().wait()
-
-    async def subscribe(self, replica: str, liveness_ref: list[Any] | None = None) -> CatchUp:
-        """Add a replica.
-
-        It executes the returned orders, acknowledges each, and then acknowledges the returned number.
-
-        Args:
-            liveness_ref: one-element list holding the reference to the result of `wait_forever` that the
-                replica owns.
-        """
-        self._ever_subscribed = True
-        subscription = self._replicas[replica] = Subscription()
-        if liveness_ref:
-            watch = self._watch_replica(replica, subscription, liveness_ref)
-            subscription.liveness_task = asyncio.create_task(watch)
-        self._changed.notify_all()
-        return CatchUp(
-            self._last_number, [order for order in self._orders_after(0) if order.kind not in TRANSIENT]
-        )
-
-    async def next(self, replica: str, after: int, timeout: float) -> list[Order]:
-        """Return the orders after number `after`; an empty list if there are none within `timeout` seconds.
-
-        Raises:
-            WeightSyncError: the replica is not subscribed.
-        """
-        self._subscription(replica)
-        await self._changed.wait_for(
-            lambda: bool(self._orders_after(after)) or replica not in self._replicas, timeout
-        )
-        return self._orders_after(after)
-
-    async def acknowledge(
-        self, replica: str, number: int, failure: str | None = None, result: Any = None
-    ) -> None:
-        """Record that a replica has executed order `number`, or failed to.
-
-        Args:
-            failure: reason why the replica failed.
-
-        Raises:
-            WeightSyncError: the replica is not subscribed.
-        """
-        subscription = self._subscription(replica)
-        subscription.acknowledged = max(subscription.acknowledged, number)
-        if failure:
-            logger.warning("engine replica %s failed to execute order %d: %s", replica, number, failure)
-            self._withdraw(number)
-        if self._pending and self._pending.order.number == number:
-            if failure:
-                self._pending.failures[replica] = failure
-            else:
-                self._pending.results.setdefault(replica, result)
-        self._update_completed()
-
-    async def leave(self, replica: str) -> None:
-        """Remove a replica that stops; unknown names are ignored."""
-        if subscription := self._replicas.pop(replica, None):
-            if subscription.liveness_task:
-                subscription.liveness_task.cancel()
-            self._update_completed()
-            if self._on_leave is not None:
-                await self._on_leave(replica)
+        self._calls: collections.OrderedDict[str, asyncio.Task[Any]] = collections.OrderedDict()
 
     async def report_start_failure(self, reason: str) -> None:
         """Record that a replica failed before it could subscribe."""
         self._start_failure = reason
-        self._changed.notify_all()
-
-    # called by the trainer
+        self._notify()
 
     async def wait_for_subscribers(self, count: int) -> None:
         """Wait until `count` replicas have caught up.
@@ -166,13 +56,30 @@ class ReplicaCoordinator:
             EngineStartError: a replica failed to start.
         """
         await self._changed.wait_for(
-            lambda: (
-                bool(self._start_failure)
-                or sum(s.acknowledged >= 0 for s in self._replicas.values()) >= count
-            )
+            lambda: bool(self._start_failure) or (self._restored and self._quorum.caught_up() >= count)
         )
         if self._start_failure:
             raise EngineStartError(f"an engine replica failed to start: {self._start_failure}")
+
+    async def issue(self, key: str, method: str, *args: Any) -> tuple[Any, Snapshot]:
+        """Call a method that issues an order; return its result and the state thereafter.
+
+        A caller whose connection broke repeats its call. The repetition joins the first call.
+
+        Args:
+            key: identifies the call.
+        """
+        await self._wait_until_restored()
+        if key not in self._calls:
+            self._calls[key] = asyncio.ensure_future(getattr(self, method)(*args))
+            while len(self._calls) > REMEMBERED_CALLS:
+                self._calls.popitem(last=False)
+        try:
+            result = await asyncio.shield(self._calls[key])
+        except WeightSyncError:  # its traceback would keep the payload alive
+            self._calls.pop(key, None)
+            raise
+        return result, self.snapshot()
 
     async def versions(self) -> Versions:
         """Return the state that all live replicas have reached."""
@@ -199,8 +106,8 @@ class ReplicaCoordinator:
             The number of replicas that loaded them, once all have.
 
         Raises:
-            WeightSyncError: the version is not new, no replica has subscribed, the engines are asleep, a
-                replica failed, or the timeout expired.
+            WeightSyncError: the version is not new, no replica has subscribed, the engines are asleep, all
+                replicas failed, or the timeout expired.
         """
         if version <= self._last_version:
             raise WeightSyncError(
@@ -209,10 +116,14 @@ class ReplicaCoordinator:
         self._check_ready(awake_for=f"version {version} is published")
         self._last_version = version
         kind: Kind = "weights" if adapter is None else "adapter"
-        await self._execute(
-            kind, timeout, version=version, payload_ref=payload_ref, mode=mode, adapter=adapter
-        )
-        return len(self._replicas)
+        try:
+            await self._execute(
+                kind, timeout, version=version, payload_ref=payload_ref, mode=mode, adapter=adapter
+            )
+        finally:
+            self._ended_version = max(self._ended_version, version)
+            self._notify()
+        return len(self._quorum)
 
     async def drop_adapter(self, name: str, timeout: float) -> None:
         """Stop serving an adapter on all replicas; an unknown name is ignored.
@@ -230,8 +141,8 @@ class ReplicaCoordinator:
             By replica, the reason why nothing was freed, or None if memory was freed.
 
         Raises:
-            WeightSyncError: the level is not 1, no replica has subscribed, a replica failed, or the timeout
-                expired.
+            WeightSyncError: the level is not 1, no replica has subscribed, all replicas failed, or the
+                timeout expired.
         """
         if level != 1:
             raise WeightSyncError(
@@ -277,95 +188,3 @@ class ReplicaCoordinator:
         sleep = self._current.get("sleep")
         if awake_for and sleep and sleep.kind == "sleep":
             raise WeightSyncError(f"the engines are asleep; wake them before {awake_for}")
-
-    async def _execute(self, kind: Kind, timeout: float, **fields: Any) -> dict[str, Any]:
-        """Issue an order after all earlier ones, and wait until every replica has executed it.
-
-        Returns:
-            The replicas' results.
-        """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout
-        if not await self._changed.wait_for(lambda: self._pending is None, timeout):
-            reason = f"{self._pending.order} is still under way" if self._pending else "others were before it"
-            raise WeightSyncError(f"the {kind} order could not begin within {timeout:g} s: {reason}")
-        self._last_number += 1
-        order = Order(self._last_number, kind, timeout, **fields)
-        pending = self._pending = PendingOrder(order)
-        self._current[order.subject] = order
-        if kind in TRANSIENT:  # the state that it undoes is no longer complete on all replicas
-            self._completed.pop(order.subject, None)
-        self._changed.notify_all()
-        try:
-            done = await self._changed.wait_for(
-                lambda: bool(pending.failures) or self._acknowledged_by_all(order), deadline - clock()
-            )
-        finally:
-            self._finish(pending)
-        if pending.failures:
-            raise WeightSyncError("; ".join(f"{replica}: {why}" for replica, why in pending.failures.items()))
-        if not done:
-            late = sorted(r for r, s in self._replicas.items() if s.acknowledged < order.number)
-            missing = ", ".join(late) or "a replacement for a dead replica"
-            raise WeightSyncError(f"{order} did not reach {missing} within {timeout:g} s")
-        return pending.results
-
-    def _finish(self, pending: PendingOrder) -> None:
-        if pending.order.kind == "probe":  # a late result would have no reader
-            self._current.pop("probe", None)
-        self._pending = None
-        self._changed.notify_all()
-
-    # bookkeeping
-
-    def _subscription(self, replica: str) -> Subscription:
-        if replica not in self._replicas:
-            raise WeightSyncError(
-                f"replica {replica} is not subscribed: it left, or was considered dead. It must start again"
-            )
-        return self._replicas[replica]
-
-    def _orders_after(self, number: int) -> list[Order]:
-        return sorted(
-            (order for order in self._current.values() if order.number > number),
-            key=lambda order: order.number,
-        )
-
-    def _acknowledged_by_all(self, order: Order) -> bool:
-        return bool(self._replicas) and all(
-            subscription.acknowledged >= order.number for subscription in self._replicas.values()
-        )
-
-    def _update_completed(self) -> None:
-        """Record the orders that all live replicas have executed by now."""
-        for subject, order in list(self._current.items()):
-            if not self._acknowledged_by_all(order):
-                continue
-            if order.kind in TRANSIENT:
-                del self._current[subject]
-            else:
-                self._completed[subject] = order
-        self._changed.notify_all()
-
-    def _withdraw(self, number: int) -> None:
-        """Replace a failed order by the last completed order of its subject, if any."""
-        for subject, order in list(self._current.items()):
-            if order.number == number:
-                del self._current[subject]
-                if completed := self._completed.get(subject):
-                    self._current[subject] = completed
-
-    async def _watch_replica(self, replica: str, subscription: Subscription, liveness_ref: list[Any]) -> None:
-        """Remove a replica from the quorum when it dies.
-
-        Serve starts a replacement, which subscribes under its own name.
-        """
-        try:
-            await liveness_ref[0]
-        except RayError as error:
-            logger.warning("engine replica %s died: %s", replica, type(error).__name__)
-        if self._replicas.get(replica) is subscription:
-            del self._replicas[replica]
-            self._update_completed()
-        if self._on_leave is not None:
-            await self._on_leave(replica)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError
@@ -14,25 +16,38 @@ from raylight.engines.protocol import Engine, LoraAdapter
 from raylight.errors import (
     CoordinatorLostError,
     CoordinatorUnavailableError,
+    NotSubscribedError,
     WeightSyncError,
     summarize_ray_error,
 )
-from raylight.weight_sync.client import CoordinatorClient
-from raylight.weight_sync.coordinator import POLL_TIMEOUT_S
+from raylight.weight_sync.client import RETRY_DELAY_S, ReplicaClient
 from raylight.weight_sync.orders import Order
+from raylight.weight_sync.quorum import LATE_SHARE
 
 logger = logging.getLogger(__name__)
 
-RETRY_DELAY_S = 1.0
-"""Delay between two calls to a coordinator that does not respond."""
+POLL_TIMEOUT_S = 30.0
+"""Longest time that a poll waits for an order."""
+HEARTBEAT_S = 2.0
+"""Time between two heartbeats of a replica that executes an order."""
 FETCH_SHARE = 0.8
-"""Share of an order's timeout for fetching its payload. The rest is time to report the failure to the
-publisher."""
+"""Share of a replica's time for fetching the payload. The rest is time to report the failure."""
 
 
 async def fetch_payload(payload_ref: list[Any]) -> Any:
     """Fetch a payload from Ray's object store. Arrays that are on this node are mapped, not copied."""
     return await payload_ref[0]
+
+
+@dataclass
+class EngineState:
+    """The orders that an engine has executed, so that it executes none twice."""
+
+    weights: int = 0
+    adapters: dict[str, int] = field(default_factory=dict)
+    asleep: bool = False
+    sleep_result: Any = None
+    """Reason why sleeping freed nothing."""
 
 
 class OrderExecutor:
@@ -42,8 +57,12 @@ class OrderExecutor:
         replica: the replica's name.
         coordinator: the actor's handle, or a `ReplicaCoordinator` in this process.
         on_coordinator_lost: called once, when the coordinator's actor is gone, and with it the run.
+        call_forever: calls the coordinator's `wait_forever` and returns a one-element list holding the
+            reference to its result, through which the coordinator detects this replica's death.
+        handle: handle of this replica's actor, through which the coordinator kills it if it is frozen.
         fetch: fetches the payload of an order.
         retry_delay_s: delay between two calls to a coordinator that does not respond.
+        heartbeat_s: time between two heartbeats during an order.
     """
 
     def __init__(
@@ -53,36 +72,37 @@ class OrderExecutor:
         coordinator: Any,
         on_coordinator_lost: Callable[[], Awaitable[None]],
         *,
+        call_forever: Callable[[], list[Any]] | None = None,
+        handle: Any = None,
         fetch: Callable[[list[Any]], Awaitable[Any]] = fetch_payload,
         retry_delay_s: float = RETRY_DELAY_S,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self._replica, self._engine, self._client = replica, engine, CoordinatorClient(coordinator)
+        self._replica, self._engine, self._client = replica, engine, ReplicaClient(replica, coordinator)
         self._on_coordinator_lost = on_coordinator_lost
-        self._fetch, self._retry_delay_s = fetch, retry_delay_s
+        self._call_forever, self._handle = call_forever, handle
+        self._fetch, self._retry_delay_s, self._heartbeat_s = fetch, retry_delay_s, heartbeat_s
+        self._state = EngineState()
         self._executed = 0
         """Number of the last order that was executed, successfully or not."""
+        self._subscribed = False
+        """True once the replica has been subscribed."""
         self._closed = False
         self._closing = BroadcastCondition()
         self._failure: str | None = None
 
-    async def catch_up(self, liveness_ref: list[Any] | None = None) -> None:
+    async def catch_up(self) -> None:
         """Subscribe and execute all current orders. To be called before the engine serves.
-
-        Args:
-            liveness_ref: one-element list holding a reference to the result of the coordinator's
-                `wait_forever`, through which the coordinator detects this replica's death.
 
         Raises:
             WeightSyncError: the engine could not be brought into the state of the other replicas.
             CoordinatorLostError: the coordinator's actor is gone; `on_coordinator_lost` has been called.
         """
         try:
-            current = await self._client.subscribe(self._replica, liveness_ref)
-            await self._execute_or_raise(current.orders)
-            self._executed = current.number
-            await self._client.acknowledge(self._replica, current.number)
-            while orders := await self._client.next(self._replica, self._executed, 0.0):  # issued meanwhile
-                await self._execute_or_raise(orders)
+            await self._retry_while_unavailable(self._subscribe)
+            await self._retry_while_unavailable(self._execute_issued_meanwhile)
+        except NotSubscribedError:  # the coordinator was restarted meanwhile
+            await self.catch_up()
         except CoordinatorLostError:
             await self._on_coordinator_lost()
             raise
@@ -91,7 +111,11 @@ class OrderExecutor:
         """Execute orders until `close`, or until the coordinator's actor is gone."""
         try:
             while not self._closed:
-                await self._retry_while_unavailable(self._poll)
+                try:
+                    await self._retry_while_unavailable(self._poll)
+                except NotSubscribedError:
+                    logger.info("replica %s subscribes again", self._replica)
+                    await self._retry_while_unavailable(self._subscribe)
         except CoordinatorLostError:
             await self._on_coordinator_lost()
         except (
@@ -115,7 +139,7 @@ class OrderExecutor:
         self._closed = True
         self._closing.notify_all()
         try:
-            await self._client.leave(self._replica)
+            await self._client.leave()
         except (CoordinatorLostError, CoordinatorUnavailableError) as error:
             logger.info("replica %s could not unsubscribe: %s", self._replica, error)
 
@@ -124,7 +148,34 @@ class OrderExecutor:
 
         A separate frame, so that no reference to an order and its payload survives while the next poll waits.
         """
-        await self._execute(await self._client.next(self._replica, self._executed, POLL_TIMEOUT_S))
+        await self._execute(await self._client.next(self._executed, POLL_TIMEOUT_S))
+
+    async def _subscribe(self) -> None:
+        """Subscribe, and bring the engine into the ordered state."""
+        returns = self._subscribed
+        liveness_ref = self._call_forever() if self._call_forever else None
+        current = await self._client.subscribe(liveness_ref, self._handle, returns)
+        self._subscribed = True
+        if returns:
+            await self._undo_unordered(current.orders)
+        await self._execute_or_raise(current.orders)
+        self._executed = current.number
+        await self._client.acknowledge(current.number)
+
+    async def _execute_issued_meanwhile(self) -> None:
+        while orders := await self._client.next(self._executed, 0.0):
+            await self._execute_or_raise(orders)
+
+    async def _undo_unordered(self, orders: list[Order]) -> None:
+        """Undo what is no longer ordered; the replica may have missed the order that ended it."""
+        subjects = {order.subject for order in orders}
+        for adapter in list(self._state.adapters):
+            if f"adapter {adapter}" not in subjects:
+                await self._engine.drop_adapter(adapter)
+                del self._state.adapters[adapter]
+        if self._state.asleep and "sleep" not in subjects:
+            await self._engine.wake()
+            self._state.asleep = False
 
     async def _execute_or_raise(self, orders: list[Order]) -> None:
         if failures := await self._execute(orders):
@@ -136,7 +187,7 @@ class OrderExecutor:
         for order in orders:
             failure, result = None, None
             try:
-                result = await self._apply(order)
+                result = await self._with_heartbeats(self._apply(order))
             except Exception as error:  # of any kind: the publisher must receive it instead of a timeout
                 is_typed = isinstance(error, WeightSyncError)
                 failure = str(error) if is_typed else f"{type(error).__name__}: {summarize_ray_error(error)}"
@@ -147,7 +198,7 @@ class OrderExecutor:
 
     async def _acknowledge(self, number: int, failure: str | None, result: Any) -> None:
         async def acknowledge() -> None:
-            await self._client.acknowledge(self._replica, number, failure, result)
+            await self._client.acknowledge(number, failure, result)
 
         await self._retry_while_unavailable(acknowledge)
 
@@ -163,32 +214,52 @@ class OrderExecutor:
                 logger.warning("replica %s retries in %g s: %s", self._replica, self._retry_delay_s, error)
             await self._closing.wait_for(lambda: self._closed, self._retry_delay_s)
 
+    async def _with_heartbeats(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await work; tell the coordinator meanwhile that this process is alive."""
+        working = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait([working], timeout=self._heartbeat_s))[0]:
+                with contextlib.suppress(WeightSyncError):  # the acknowledgement reports it
+                    await self._client.heartbeat()
+            return working.result()
+        finally:
+            working.cancel()
+
     async def _apply(self, order: Order) -> Any:
-        """Execute one order on the engine; returns its result, if it has one."""
-        engine = self._engine
+        """Execute one order on the engine, unless it has been; returns its result, if it has one."""
+        engine, state = self._engine, self._state
+        name = str(order.adapter)
         match order.kind:
-            case "weights":
+            case "weights" if order.version > state.weights:
                 await engine.load_weights(order.version, await self._payload(order), order.mode)
-            case "adapter":
+                state.weights = order.version
+            case "adapter" if order.version > state.adapters.get(name, 0):
                 adapter = await self._payload(order)
                 if not isinstance(adapter, LoraAdapter):
                     raise WeightSyncError(
                         f"the payload of {order} is a {type(adapter).__name__}; it must be a "
                         "raylight.engines.protocol.LoraAdapter"
                     )
-                await engine.load_adapter(str(order.adapter), order.version, adapter, order.mode)
+                await engine.load_adapter(name, order.version, adapter, order.mode)
+                state.adapters[name] = order.version
             case "drop_adapter":
-                await engine.drop_adapter(str(order.adapter))
+                await engine.drop_adapter(name)
+                state.adapters.pop(name, None)
             case "sleep":
-                return await engine.sleep(order.level)
+                if not state.asleep:
+                    state.sleep_result = await engine.sleep(order.level)
+                    state.asleep = True
+                return state.sleep_result
             case "wake":
                 await engine.wake()
+                state.asleep = False
             case "probe":
                 return await engine.logprobs(list(order.ids), order.adapter)
+        return None
 
     async def _payload(self, order: Order) -> Any:
         assert order.payload_ref is not None
-        limit = FETCH_SHARE * order.timeout
+        limit = FETCH_SHARE * LATE_SHARE * order.timeout
         try:
             async with asyncio.timeout(limit):
                 return await self._fetch(order.payload_ref)

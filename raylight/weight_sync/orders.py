@@ -86,3 +86,30 @@ class Versions:
     weights: int = 0
     adapters: dict[str, int] = field(default_factory=dict)
     asleep: int | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Coordinator state without the pending order: a restarted coordinator continues from it.
+
+    The pending order's caller repeats it.
+
+    Attributes:
+        generation: increases with every change.
+        number: number of the last order.
+        version: highest version whose publication has ended.
+        current: newest order of each subject.
+        completed: newest order of each subject that all live replicas have executed.
+        replicas: live replicas with their actor handles.
+        evicted: evicted replicas with the reasons.
+        ever_subscribed: True once any replica has subscribed.
+    """
+
+    generation: int = 0
+    number: int = 0
+    version: int = 0
+    current: dict[str, Order] = field(default_factory=dict)
+    completed: dict[str, Order] = field(default_factory=dict)
+    replicas: dict[str, Any] = field(default_factory=dict)
+    evicted: dict[str, str] = field(default_factory=dict)
+    ever_subscribed: bool = False

@@ -10,6 +10,11 @@ from raylight.config import cpu_threads
 from raylight.serving.deploy.ingress import SERVE_FLAGS
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
 
+HEALTH_CHECK_PERIOD_S = 5.0
+HEALTH_CHECK_TIMEOUT_S = 15.0
+"""Serve replaces a replica after three health checks in a row without a response: a frozen one within 50 s,
+long before the default deadline of a weight sync. A busy machine delays a response by seconds only."""
+
 
 def build_application(settings: ReplicaSettings, started_serve: bool) -> serve.Application:
     """Build the application that Serve is to run.
@@ -81,6 +86,8 @@ def common_options(settings: ReplicaSettings) -> dict[str, Any]:
         "max_ongoing_requests": config.max_concurrent + config.max_waiting,
         "graceful_shutdown_timeout_s": 2,
         "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
     }
     if config.max_replicas is None or config.max_replicas == config.replicas:
         return options | {"num_replicas": config.replicas}

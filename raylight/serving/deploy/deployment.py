@@ -11,13 +11,13 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayTaskError
 
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
 from raylight.serving.deploy.replica import ReplicaSettings
+from raylight.weight_sync.client import call_until_answered
 
 
 class Deployment:
@@ -47,13 +47,16 @@ class Deployment:
         url = await asyncio.to_thread(self._deploy)
         try:
             await asyncio.wait_for(
-                self._settings.coordinator.wait_for_subscribers.remote(config.replicas),
+                call_until_answered(
+                    self._settings.coordinator,
+                    "wait_for_subscribers",
+                    config.replicas,
+                    within=config.start_timeout_s,
+                ),
                 config.start_timeout_s,
             )
         except TimeoutError:
             raise EngineStartError(await asyncio.to_thread(self._start_timeout_message)) from None
-        except RayTaskError as error:
-            raise error.cause from None
         await asyncio.to_thread(ingress.wait_for_route, f"{url}/health", config.start_timeout_s)
         return url
 

@@ -23,6 +23,7 @@ from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.store.client import StoreClient
 from raylight.types import Span
+from raylight.weight_sync.client import GRACE_S, call_until_answered
 from raylight.weight_sync.order_executor import OrderExecutor
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class ReplicaRuntime:
 
     async def report_start_failure(self, error: Exception) -> None:
         """Report an error to the coordinator, so that the run fails instead of Serve retrying forever."""
-        await self._settings.coordinator.report_start_failure.remote(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        await call_until_answered(self._settings.coordinator, "report_start_failure", reason, within=GRACE_S)
 
     async def start(self, engine: Engine, engine_metrics: Callable[[], bytes] | None = None) -> ASGIApp:
         """Apply all current orders to the engine, and build the application that agents call.
@@ -101,8 +103,15 @@ class ReplicaRuntime:
         except Exception as error:
             await self.report_start_failure(error)
             raise
-        self._executor = OrderExecutor(self._replica, engine, settings.coordinator, self._delete_application)
-        await self._executor.catch_up([settings.coordinator.wait_forever.remote()])
+        self._executor = OrderExecutor(
+            self._replica,
+            engine,
+            settings.coordinator,
+            self._delete_application,
+            call_forever=lambda: [settings.coordinator.wait_forever.remote()],
+            handle=ray.get_runtime_context().current_actor,
+        )
+        await self._executor.catch_up()
         self._executing = asyncio.create_task(self._executor.run())
         store = settings.store
         if store is not None:

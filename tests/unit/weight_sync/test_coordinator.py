@@ -47,14 +47,18 @@ async def test_waiting_for_an_order_ends_with_nothing() -> None:
         assert await coordinator.next("a", 0, 0.01) == []
 
 
-async def test_a_failure_is_an_error_that_names_the_replica_and_the_reason() -> None:
+async def test_a_failure_of_all_is_an_error_that_names_the_replicas_and_the_reasons() -> None:
     coordinator = await coordinator_with("a", "b")
     async with within():
         publishing = asyncio.create_task(coordinator.publish(1, PAYLOAD_REF, 60.0))
         await obey(coordinator, "b", failure="wrong shape")
-        with pytest.raises(WeightSyncError, match="b: wrong shape"):
+        await turns()
+        assert not publishing.done()
+        await obey(coordinator, "a", failure="no memory")
+        with pytest.raises(WeightSyncError, match="a: no memory; b: wrong shape"):
             await publishing
         assert await coordinator.versions() == Versions()
+        assert not coordinator.snapshot().evicted
 
 
 async def test_a_failure_does_not_stay_for_the_next_version() -> None:
@@ -76,42 +80,12 @@ async def test_what_failed_is_given_to_nobody_any_more() -> None:
         await coordinator.publish(1, ["good"], 60.0)
         await asyncio.gather(*obeying)
         publishing = asyncio.create_task(coordinator.publish(2, ["bad"], 60.0))
-        await obey(coordinator, "a", 1, failure="wrong shape")
+        for name in "ab":
+            await obey(coordinator, name, 1, failure="wrong shape")
         with pytest.raises(WeightSyncError):
             await publishing
         assert await coordinator.next("b", 1, 0.01) == []
         assert [order.payload_ref for order in (await coordinator.subscribe("late")).orders] == [["good"]]
-        assert await coordinator.versions() == Versions(1)
-
-
-async def test_a_late_word_about_an_older_version_does_not_fail_the_newer_one() -> None:
-    coordinator = await coordinator_with("a")
-    async with within():
-        with pytest.raises(WeightSyncError):
-            await coordinator.publish(1, PAYLOAD_REF, 0.01)
-        publishing = asyncio.create_task(coordinator.publish(2, PAYLOAD_REF, 60.0))
-        await coordinator.next("a", 1, 60.0)
-        await coordinator.acknowledge("a", 1, "OutOfMemoryError: version 1 did not fit")
-        await coordinator.acknowledge("a", 2)
-        assert await publishing == 1
-
-
-async def test_who_is_late_is_named() -> None:
-    coordinator = await coordinator_with("quick", "slow", "slower")
-    async with within():
-        following = asyncio.create_task(obey(coordinator, "quick"))
-        with pytest.raises(WeightSyncError, match=r"version 1 did not reach slow, slower within 0\.02 s"):
-            await coordinator.publish(1, PAYLOAD_REF, 0.02)
-        assert await following == 1
-
-
-async def test_what_ran_out_of_time_becomes_visible_when_the_late_ones_have_it() -> None:
-    coordinator = await coordinator_with("a")
-    async with within():
-        with pytest.raises(WeightSyncError):
-            await coordinator.publish(1, PAYLOAD_REF, 0.01)
-        assert await coordinator.versions() == Versions()
-        await obey(coordinator, "a")
         assert await coordinator.versions() == Versions(1)
 
 
@@ -153,11 +127,8 @@ async def test_every_order_fails_with_the_replica_that_fails(order: Any) -> None
     coordinator = await coordinator_with("a", "b")
     async with within():
         giving = asyncio.create_task(order(coordinator))
-        obeying = [
-            asyncio.create_task(obey(coordinator, "a")),
-            asyncio.create_task(obey(coordinator, "b", failure="no memory")),
-        ]
-        with pytest.raises(WeightSyncError, match="b: no memory"):
+        obeying = [asyncio.create_task(obey(coordinator, name, failure="no memory")) for name in "ab"]
+        with pytest.raises(WeightSyncError, match="a: no memory; b: no memory"):
             await giving
         await asyncio.gather(*obeying)
 
@@ -166,7 +137,8 @@ async def test_every_order_fails_with_the_replica_that_fails(order: Any) -> None
 async def test_every_order_ends_with_its_time(order: Any) -> None:
     coordinator = await coordinator_with("a")
     async with within():
-        with pytest.raises(WeightSyncError, match=r"did not reach a within 0\.01 s"):
+        late = r"did not reach a replacement for a \(it sent nothing for 0\.0075 s .*\) within 0\.01 s"
+        with pytest.raises(WeightSyncError, match=late):
             await order(coordinator, 0.01)
 
 
@@ -195,15 +167,6 @@ async def test_a_version_waits_for_a_replica_that_is_catching_up() -> None:
         assert not publishing.done()
         await obey(coordinator, "late", state.number)
         assert await publishing == 2
-
-
-async def test_a_replica_that_missed_a_version_gets_the_newest() -> None:
-    coordinator = await coordinator_with("a")
-    async with within():
-        for version in (1, 2):
-            with pytest.raises(WeightSyncError):
-                await coordinator.publish(version, [version], 0.01)
-        assert [order.payload_ref for order in await coordinator.next("a", 0, 60.0)] == [[2]]
 
 
 async def give(coordinator: ReplicaCoordinator, order: Any) -> Any:
@@ -250,8 +213,7 @@ async def test_what_is_being_dropped_is_visible_no_more_even_if_that_fails() -> 
         await obey(coordinator, "a", 1)
         assert await coordinator.versions() == Versions()
         await obey(coordinator, "b", 1, failure="no")
-        with pytest.raises(WeightSyncError, match="b: no"):
-            await dropping
+        await dropping
         assert await coordinator.versions() == Versions()
         assert (await coordinator.subscribe("late")).orders == []
 
@@ -292,12 +254,16 @@ async def test_a_probe_returns_every_replicas_answer_and_leaves_nothing() -> Non
         assert (order.ids, order.adapter) == ((7, 8, 9), "x")
         await coordinator.acknowledge("a", 1, result=[-1.0, -2.0])
         state = await coordinator.subscribe("joins meanwhile")
+        assert state.orders == []
         await coordinator.acknowledge("joins meanwhile", state.number)
         await coordinator.acknowledge("b", 1, result=[-1.5, -2.5])
-        assert await probing == {"a": [-1.0, -2.0], "b": [-1.5, -2.5]}
-        assert state.orders == []
-        with pytest.raises(WeightSyncError, match="the probe order did not reach a, b, joins meanwhile"):
-            await coordinator.probe([1, 2], 0.01)
+        await turns()
+        assert not probing.done()
+        assert await coordinator.next("joins meanwhile", state.number, 0.0) == [order]
+        await coordinator.acknowledge("joins meanwhile", 1, result=[-1.0, -2.0])
+        assert await probing == {name: [-1.0, -2.0] for name in ("a", "joins meanwhile")} | {
+            "b": [-1.5, -2.5]
+        }
         assert await coordinator.next("a", 1, 0.01) == []
 
 
@@ -415,14 +381,6 @@ async def test_when_all_died_and_none_came_that_is_said() -> None:
             await coordinator.publish(1, PAYLOAD_REF, 0.02)
 
 
-async def test_a_replica_that_hangs_does_not_outwait_the_deadline() -> None:
-    coordinator = ReplicaCoordinator()
-    await coordinator.subscribe("stuck", [Life()])
-    async with within():
-        with pytest.raises(WeightSyncError, match="stuck within"):
-            await coordinator.publish(1, PAYLOAD_REF, 0.05)
-
-
 async def test_who_leaves_is_not_waited_for_and_is_told_when_it_comes_back() -> None:
     coordinator = await coordinator_with("a", "leaving")
     async with within():
@@ -486,10 +444,8 @@ async def test_of_superseded_versions_nothing_is_kept() -> None:
         for version in (1, 2, 3):
             await give(coordinator, coordinator.publish(version, payload_ref(), 60.0))
         await give(coordinator, coordinator.publish(4, payload_ref(), 60.0, adapter="x"))
-        for version in (5, 6):  # nobody listens
-            with pytest.raises(WeightSyncError):
-                await coordinator.publish(version, payload_ref(), 0.01)
-        await obey(coordinator, "a", coordinator._last_number - 1)
+        for version in (5, 6):
+            await give(coordinator, coordinator.publish(version, payload_ref(), 60.0))
         await give(coordinator, coordinator.drop_adapter("x", 60.0))
         await give(coordinator, coordinator.publish(7, payload_ref(), 60.0))
         failing = asyncio.create_task(coordinator.publish(8, payload_ref(), 60.0))

@@ -76,8 +76,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = ClockLoop()
-        self.coordinator = ReplicaCoordinator()
         self.replicas: dict[str, Replica] = {}
+        self.coordinator = ReplicaCoordinator(kill=self.kill)
         self.givings: list[Giving] = []
         self.names = itertools.count()
         self.versions = itertools.count(1)
@@ -116,7 +116,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         name, life = f"r{next(self.names)}", Life()
-        state = self.do(self.coordinator.subscribe(name, [life]))
+        state = self.do(self.coordinator.subscribe(name, [life], name))
         self.replicas[name] = Replica(life, state, taken=list(state.orders))
 
     @precondition(lambda self: self.replicas)
@@ -154,7 +154,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.replicas)
     @rule()
     def all_do_what_stands(self) -> None:
-        for name, replica in self.replicas.items():
+        for name, replica in list(self.replicas.items()):
             for order in replica.taken:
                 self.say(name, replica, order.number, result=replica.carry_out(order))
             if replica.catching_up:
@@ -226,9 +226,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.do(asyncio.sleep(0))
         if self.coordinator._pending:
             number = self.coordinator._pending.order.number
-            late = {
-                name for name, member in self.coordinator._replicas.items() if member.acknowledged < number
-            }
+            late = {*self.coordinator._quorum.waiting(number)}
             assert not late & set(self.dead), "the dead are waited for"
 
     # laws
@@ -293,10 +291,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         )
         for subject, order in self.coordinator._current.items():
             if self.coordinator._completed.get(subject) is not order:
-                assert (
-                    any(member.acknowledged < order.number for member in self.coordinator._replicas.values())
-                    or not self.coordinator._replicas
-                )
+                assert not self.coordinator._quorum.all_executed(order.number)
 
     @invariant()
     def payloads_are_few(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from coordinator_helpers import ADAPTER, SpyEngine, turns
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
-from unit_helpers import within
+from unit_helpers import until, within
 
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, WeightSyncError
 from raylight.weight_sync.client import CoordinatorClient
@@ -141,16 +141,16 @@ async def test_who_joins_while_all_go_to_sleep_tells_of_it_too() -> None:
 
 async def test_an_engines_failure_reaches_the_publisher_and_the_replica_goes_on() -> None:
     coordinator = ReplicaCoordinator()
-    async with following(coordinator, "a", "b") as (_, broken):
+    async with following(coordinator, "a") as (broken,):
         broken.fails["weights"] = WeightSyncError("model.norm.weight has shape (3,)")
-        with pytest.raises(WeightSyncError, match=r"^b: model.norm.weight has shape"):
+        with pytest.raises(WeightSyncError, match=r"^a: model.norm.weight has shape"):
             await coordinator.publish(1, ["arrays"], 5.0)
         broken.fails = {"sleep": ValueError("no such level")}
-        with pytest.raises(WeightSyncError, match="b: ValueError: no such level"):
+        with pytest.raises(WeightSyncError, match="a: ValueError: no such level"):
             await coordinator.sleep(5.0)
         broken.fails.clear()
         await coordinator.wake(5.0)
-        assert await coordinator.publish(2, ["arrays"], 5.0) == 2
+        assert await coordinator.publish(2, ["arrays"], 5.0) == 1
 
 
 async def test_what_is_no_adapter_is_refused() -> None:
@@ -168,7 +168,7 @@ async def never(payload_ref: list[Any]) -> Any:
 async def test_a_payload_that_does_not_come_is_an_error_before_the_publishers_time_is_over() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a", fetch=never) as (engine,):
-        with pytest.raises(WeightSyncError, match=r"a: version 1 could not be fetched within 0\.4 s"):
+        with pytest.raises(WeightSyncError, match=r"a: version 1 could not be fetched within 0\.3 s"):
             await coordinator.publish(1, ["arrays"], 0.5)
         assert engine.told == []
         await coordinator.wake(5.0)
@@ -267,7 +267,7 @@ async def test_when_the_coordinator_is_gone_the_callback_is_called_once(when: st
         await executor.close()
 
 
-async def test_a_replica_that_was_taken_for_dead_is_unhealthy() -> None:
+async def test_an_evicted_replica_is_unhealthy() -> None:
     coordinator = ReplicaCoordinator()
     executor, _, on_lost = make_executor(coordinator)
     async with within():
@@ -275,11 +275,51 @@ async def test_a_replica_that_was_taken_for_dead_is_unhealthy() -> None:
         executor.check_health()
         following = asyncio.create_task(executor.run())
         await turns()
-        await coordinator.leave("a")
+        coordinator._evict("a", "it was late")
+        coordinator._notify()
         await following
-    with pytest.raises(WeightSyncError, match=r"no longer executes orders.*must start again"):
+    with pytest.raises(WeightSyncError, match=r"no longer executes orders.*evicted: it was late"):
         executor.check_health()
     assert on_lost.calls == 0
+
+
+async def test_a_replica_that_is_not_known_any_more_subscribes_again_and_loads_nothing_twice() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a") as (engine,):
+        await coordinator.publish(1, ["arrays"], 5.0)
+        await coordinator.publish(2, [ADAPTER], 5.0, adapter="x")
+        await coordinator.sleep(5.0)
+        told = list(engine.told)
+        await coordinator.leave("a")
+        await coordinator.wake(5.0)  # waits for it
+        assert engine.told == [*told, ("wake",)]
+        await coordinator.publish(3, ["more"], 5.0)
+        assert engine.told == [*told, ("wake",), ("weights", 3, "more", "keep")]
+
+
+async def test_a_replica_that_returns_undoes_what_was_ended_meanwhile() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a", "b") as (engine, _):
+        await coordinator.publish(1, [ADAPTER], 5.0, adapter="x")
+        await coordinator.sleep(5.0)
+        engine.told.clear()
+        coordinator._current.clear()  # what ended the sleep and the adapter reached the others only
+        await coordinator.leave("a")
+        assert await coordinator.publish(2, ["arrays"], 5.0) == 2
+        assert engine.told == [("drop", "x"), ("wake",), ("weights", 2, "arrays", "keep")]
+
+
+async def test_a_slow_engine_sends_heartbeats() -> None:
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a", heartbeat_s=0.005) as (engine,):
+        engine.gate.clear()
+        publishing = asyncio.create_task(coordinator.publish(1, ["arrays"], 5.0))
+        await until(lambda: bool(coordinator._pending))
+        subscription = coordinator._quorum.heard_from("a")
+        heard = subscription.heard
+        await until(lambda: subscription.heard > heard)
+        engine.gate.set()
+        assert await publishing == 1
 
 
 async def test_a_replica_that_closes_is_waited_for_no_longer() -> None:
@@ -353,8 +393,8 @@ async def test_no_call_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raylight.weight_sync.client.GRACE_S", 0.01)
     coordinator = ReplicaCoordinator()
     handle = Handle(coordinator, lambda name: None)
-    monkeypatch.setattr(coordinator, "publish", never_answers)
-    with pytest.raises(CoordinatorUnavailableError, match=r"did not respond to `publish` within 0\.02 s"):
+    monkeypatch.setattr(coordinator, "issue", never_answers)
+    with pytest.raises(CoordinatorUnavailableError, match=r"did not respond to `issue` within 0\.03 s"):
         await CoordinatorClient(handle).publish(1, ["arrays"], 0.01)
 
 
