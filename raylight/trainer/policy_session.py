@@ -99,7 +99,9 @@ class PolicySession(ServedSession):
             serving = tasks.create_task(deployment.start())
             tasks.create_task(self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed))
             tasks.create_task(pool.start())
-        await self._check_parity(0, START_TOKENS, plan.algorithm.sync_timeout_s)
+        # an engine may compile at its first request, which belongs to its start
+        patience = max(plan.algorithm.sync_timeout_s, plan.engine.start_timeout_s)
+        await self._check_parity(0, START_TOKENS, patience)
         sampling = plan.algorithm.sampling_parameters
         llm = LLM(endpoint=serving.result(), model=MODEL_NAME, traced=True, sampling_parameters=sampling)
         await self._publish_resources(llm)
