@@ -16,7 +16,7 @@ from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import component_stack, until_lost
 from raylight.trainer.inputs import resolve_model
-from raylight.weight_sync.actor import running_coordinator
+from raylight.weight_sync.actor import RunningCoordinator
 
 REPORTED = ("transformers", "vllm")
 """Engines that read a model's chat template."""
@@ -85,7 +85,7 @@ async def _serve(
     app_name = f"serve-{secrets.token_hex(4)}"
     async with component_stack() as stack:
         coordinator = await stack.enter_async_context(
-            running_coordinator(app_name, replacement_timeout_s=config.start_timeout_s, report=show)
+            RunningCoordinator(app_name, replacement_timeout_s=config.start_timeout_s, report=show)
         )
         spec = ReplicaSettings(
             app_name=app_name,

@@ -17,7 +17,7 @@ from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.plan import MODEL_NAME, ServedPlan, with_policy
 from raylight.trainer.session import Session
 from raylight.types import EnqueueRolloutRequest, RolloutMode
-from raylight.weight_sync.actor import RunningCoordinator, running_coordinator
+from raylight.weight_sync.actor import RunningCoordinator
 from raylight.weight_sync.client import CoordinatorClient
 
 CANCEL_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ class ServedSession(Session):
         return MODEL_NAME
 
     async def _start_coordinator(self) -> None:
-        running = running_coordinator(
+        running = RunningCoordinator(
             self.plan.name,
             self.store,
             replacement_timeout_s=self.plan.engine.start_timeout_s,

@@ -11,7 +11,7 @@ from raylight.config import EngineConfig
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.client import StoreClient
-from raylight.weight_sync.actor import running_coordinator
+from raylight.weight_sync.actor import RunningCoordinator
 
 
 def is_traced_upstream(resource: Any) -> bool:
@@ -55,7 +55,7 @@ async def _serve(
 ) -> LLM:
     config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
     coordinator = await stack.enter_async_context(
-        running_coordinator(app_name, store, replacement_timeout_s=config.start_timeout_s)
+        RunningCoordinator(app_name, store, replacement_timeout_s=config.start_timeout_s)
     )
     spec = ReplicaSettings(
         app_name=app_name,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -41,28 +39,8 @@ class CoordinatorActor(ReplicaCoordinator):
         )
 
 
-@dataclass(frozen=True)
 class RunningCoordinator:
-    """A coordinator with its client and keeper in this process.
-
-    Attributes:
-        handle: handle of the actor, for the replicas.
-    """
-
-    handle: Any
-    client: CoordinatorClient
-    keeper: CoordinatorKeeper
-
-
-@contextlib.asynccontextmanager
-async def running_coordinator(
-    namespace: str,
-    store: StoreClient | None = None,
-    *,
-    replacement_timeout_s: float,
-    report: Callable[[str], None] | None = None,
-) -> AsyncIterator[RunningCoordinator]:
-    """Run the coordinator of an application's replicas.
+    """The coordinator of an application's replicas. Use `async with`: the exit ends it.
 
     The actor is bound to this node: it is needed as long as this process, and no longer. If it dies, Ray
     restarts it here, and the keeper restores it.
@@ -71,27 +49,38 @@ async def running_coordinator(
         replacement_timeout_s: time that Serve may take to replace a lost replica.
         report: receives messages for the user; None logs them.
     """
-    # as bytes: Ray would keep a handle in the object store, from where a restarted actor might not get it
-    pickled = None if store is None else ray.cloudpickle.dumps(store)
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor: Any = (
-        ray.remote(CoordinatorActor)
-        .options(
-            name=COORDINATOR_NAME,
-            namespace=namespace,
-            num_cpus=0,
-            max_concurrency=1000,
-            max_restarts=-1,  # clients repeat calls themselves: Ray would print each repetition
-            scheduling_strategy=this_node,
+
+    def __init__(
+        self,
+        namespace: str,
+        store: StoreClient | None = None,
+        *,
+        replacement_timeout_s: float,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        # as bytes: Ray would keep a handle in the object store, from where a restarted actor might not get it
+        pickled = None if store is None else ray.cloudpickle.dumps(store)
+        self.handle: Any = (
+            ray.remote(CoordinatorActor)
+            .options(
+                name=COORDINATOR_NAME,
+                namespace=namespace,
+                num_cpus=0,
+                max_concurrency=1000,
+                max_restarts=-1,  # clients repeat calls themselves: Ray would print each repetition
+                scheduling_strategy=this_node,
+            )
+            .remote(pickled, replacement_timeout_s)
         )
-        .remote(pickled, replacement_timeout_s)
-    )
-    keeper = CoordinatorKeeper(actor, report or logging.getLogger(__name__).warning)
-    following = asyncio.create_task(keeper.run())
-    try:
-        yield RunningCoordinator(
-            actor, CoordinatorClient(actor, keeper.update, replacement_timeout_s), keeper
-        )
-    finally:
-        await cancel_all([following])
-        ray.kill(actor)
+        """Handle of the actor, for the replicas."""
+        self.keeper = CoordinatorKeeper(self.handle, report or logging.getLogger(__name__).warning)
+        self.client = CoordinatorClient(self.handle, self.keeper.update, replacement_timeout_s)
+
+    async def __aenter__(self) -> Self:
+        self._keeping = asyncio.create_task(self.keeper.run())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await cancel_all([self._keeping])
+        ray.kill(self.handle)

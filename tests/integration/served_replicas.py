@@ -20,7 +20,7 @@ from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.types import EnqueueRolloutRequest, Rollout
-from raylight.weight_sync.actor import RunningCoordinator, running_coordinator
+from raylight.weight_sync.actor import RunningCoordinator
 
 SECRET = "the run's secret"
 NAME = "replicas-test"
@@ -53,7 +53,7 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
     """Start a store, a coordinator and the engine's replicas, without runners and learners."""
     actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_seconds=600))
     store = StoreClient(actor)
-    async with running_coordinator(NAME, store, replacement_timeout_s=60) as coordinator:
+    async with RunningCoordinator(NAME, store, replacement_timeout_s=60) as coordinator:
         spec = ReplicaSettings(
             app_name=NAME,
             model_path=STARTER_MODEL,
