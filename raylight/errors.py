@@ -98,6 +98,10 @@ class StoreError(RaylightError):
     """The store's file cannot be opened, read or written."""
 
 
+class DiskError(StoreError):
+    """A file of the run cannot be written: its disk is full or read-only, or its folder was removed."""
+
+
 class UnknownIdError(RaylightError, ValueError):
     """The store has no rollout, attempt, resources or worker with this id."""
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import fsspec
 
+from raylight.disk import disk_errors
 from raylight.errors import CheckpointError, ConfigError
 from raylight.files import atomic_file, sync_folder
 
@@ -81,10 +82,12 @@ class TrainingStates:
                 files.
 
         Raises:
-            CheckpointError: the state cannot be written.
+            DiskError: the disk is full, read-only or gone.
+            CheckpointError: the state cannot be written for another reason.
         """
         try:
-            self._write(step, metadata, dump)
+            with disk_errors(self.url):
+                self._write(step, metadata, dump)
         except OSError as error:
             raise CheckpointError(
                 f"the training state of step {step} cannot be written to {self.url}: {error}; check "

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from raylight.config import LearnerConfig, cpu_threads
+from raylight.disk import disk_errors
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
@@ -144,7 +145,8 @@ class LearnerActor:
         """Write the model in Hugging Face format."""
         from raylight.learner.weights import save_model
 
-        save_model(self._policy.engine, folder)
+        with disk_errors(folder):
+            save_model(self._policy.engine, folder)
 
     def save_state(self, url: str, step: int, metadata: dict[str, Any], keep: int) -> None:
         """Gather the training state after the previous write; rank 0 writes it in the background."""

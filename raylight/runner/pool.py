@@ -20,7 +20,7 @@ from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
-from raylight.errors import ConfigError, PlacementError, RunnerLostError, summarize_ray_error
+from raylight.errors import ConfigError, DiskError, PlacementError, RunnerLostError, summarize_ray_error
 from raylight.runner.runner import Runner, RunnerExit
 from raylight.runner.start_up import StartUp
 from raylight.store.client import StoreClient
@@ -163,6 +163,8 @@ class RunnerPool:
         error = task.exception()
         actor = self._actors.pop(name)
         if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
+            if isinstance(error.cause, DiskError):  # of the store, which no other runner could write either
+                raise error.cause from None
             raise RunnerLostError(f"{name} failed: {error.cause!r}") from error
         ray.kill(actor)
         if error is None and task.result() == "max_rollouts":

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from raylight.errors import StoreError
+from raylight.disk import disk_error, find_disk_error
+from raylight.errors import DiskError, StoreError
 
 VERSION = 4
 """Version of the schema. A file with another version, or of another program, is refused."""
@@ -165,6 +166,15 @@ class JournalError(StoreError):
     """The file itself failed, and the whole transaction was undone."""
 
 
+DISK_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+"""Primary error codes of SQLite that are about the disk."""
+
+
+def _is_about_the_disk(error: BaseException) -> bool:
+    """Return True for an error of SQLite that a full, failing or read-only disk causes."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in DISK_CODES
+
+
 class Journal:
     """An open SQLite file with the store's tables.
 
@@ -194,8 +204,11 @@ class Journal:
                 self._create_tables()
             self.reader = self._connect()
             self.reader.execute("PRAGMA query_only = 1")
+            self._inode = self.path.stat().st_ino
         except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last for text in a damaged file
             self.close()
+            if find_disk_error(error, self.path.parent) or _is_about_the_disk(error):
+                raise disk_error(self.path, error) from None
             raise StoreError(
                 f"the store's file {self.path} cannot be used: {error}; put it on a local disk"
             ) from None
@@ -273,8 +286,10 @@ class Journal:
         """Commit all changes of the block together, or none if it raises.
 
         Raises:
-            JournalError: the file cannot be written.
+            DiskError: the disk is full, read-only or gone; nothing was changed.
+            JournalError: the file cannot be written for another reason; nothing was changed.
         """
+        self._check_present()
         try:
             self.db.execute("BEGIN IMMEDIATE")
             yield
@@ -310,7 +325,8 @@ class Journal:
 
         Raises:
             StoreError: a value cannot be stored, or the statement is wrong.
-            JournalError: the file cannot be read or written.
+            DiskError: the disk is full, read-only or gone; the whole transaction was undone.
+            JournalError: the file cannot be read or written for another reason; likewise.
         """
         try:
             return self.db.execute(statement, values)
@@ -323,11 +339,25 @@ class Journal:
                 raise StoreError(f"the store cannot execute this statement: {error}") from None
             raise self._failed(error) from None
 
-    def _failed(self, error: sqlite3.Error) -> JournalError:
+    def _failed(self, error: sqlite3.Error) -> StoreError:
+        if _is_about_the_disk(error):
+            return disk_error(self.path, error)
         return JournalError(
-            f"the store's file {self.path} cannot be used: {error}; nothing was changed. Check that the disk "
-            "is not full"
+            f"the store's file {self.path} cannot be used: {error}; nothing was changed. Check its disk"
         )
+
+    def _check_present(self) -> None:
+        """Raise a DiskError if the file was removed; SQLite would write to the removed file without an
+        error."""
+        try:
+            is_present = self.path.stat().st_ino == self._inode
+        except OSError:
+            is_present = False
+        if not is_present:
+            raise DiskError(
+                f"the store's file {self.path} was removed or replaced during the run, and with it what was "
+                "recorded; start the run again"
+            )
 
     def fetch_one(self, statement: str, values: Any = ()) -> tuple[Any, ...] | None:
         """Run an SQL statement; returns its first row, or None."""

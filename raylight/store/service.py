@@ -25,7 +25,7 @@ from typing import Any
 
 from raylight.aio import BroadcastCondition
 from raylight.config import StoreConfig
-from raylight.errors import QueryError, RaylightError, StoreError
+from raylight.errors import DiskError, QueryError, RaylightError, StoreError
 from raylight.store.attempts import Attempts
 from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
@@ -159,7 +159,7 @@ class StoreService:
         try:
             with self._journal.savepoint():
                 return True, self._methods[method](*args)
-        except (JournalError, sqlite3.Error):
+        except (DiskError, JournalError, sqlite3.Error):
             raise
         except RaylightError as error:
             return False, error

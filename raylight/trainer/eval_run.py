@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
 from raylight.config import EngineConfig, StoreConfig
+from raylight.disk import disk_errors
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.files import write_atomic
@@ -86,6 +87,7 @@ class EvalRun:
         show = self.trainer.progress
         start_timeout_s = self.plan.runner.start_timeout_s
         with (
+            disk_errors(self.folder),
             ray_session(address, log_to_driver, start_timeout_s) as connection,
             make_display(show, 0) as display,
         ):

@@ -22,6 +22,7 @@ from raylight.config import (
     RunnerConfig,
     StoreConfig,
 )
+from raylight.disk import disk_errors
 from raylight.errors import ConfigError, RaylightError
 from raylight.store.client import StoreClient
 from raylight.synonyms import accept_synonyms
@@ -355,6 +356,7 @@ class Trainer:
         run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
         run.resume(resume)
         with (
+            disk_errors(folder),
             ray_session(self.address, self.log_to_driver, self.runner.start_timeout_s) as connection,
             make_display(self.progress, run.total_steps) as display,
         ):

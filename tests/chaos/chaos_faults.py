@@ -156,7 +156,7 @@ FAULTS = {
         _fault("raylet-sync", "raylet", "sync", error=LOST),
         _fault("dashboard-agent", "dashboard agent", "rollouts"),
         _fault("node", "", "rollouts", "remove the node", settings=TWO_REPLICAS),
-        _fault("disk", "", "rollouts", "fill the disk", error="StoreError"),
+        _fault("disk", "", "rollouts", "fill the disk", error="DiskError"),
         # the driver
         _fault("driver-rollouts", "driver", "rollouts", error=""),
         _fault("driver-start", "driver", "start", error=""),

@@ -4,11 +4,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from raylight.errors import CheckpointError, ConfigError
+from raylight.errors import CheckpointError, ConfigError, DiskError
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 
 
@@ -130,6 +131,20 @@ for name in ("replace", "unlink", "rmdir", "remove", "fsync"):
 LocalFileSystem.rm_file = counted(LocalFileSystem.rm_file)
 TrainingStates(sys.argv[1]).write(2, {"version": "new"}, lambda file: file.write(b"new"))
 """
+
+
+def test_a_full_disk_leaves_the_former_state(tmp_path: Path):
+    states = TrainingStates(str(tmp_path))
+    states.write(2, {"version": "former"}, content("former"))
+
+    def fill(file: Any) -> None:
+        with open("/dev/full", "wb") as full:
+            full.write(b"x" * 100_000)
+
+    with pytest.raises(DiskError, match=r"No space left on device.*MiB are free"):
+        states.write(2, {"version": "new"}, fill)
+    assert states.metadata(2) == {"version": "former"}
+    assert states.open(2).read() == b"former"
 
 
 def test_a_rewritten_state_is_the_former_or_the_new_one_wherever_the_process_ends(tmp_path: Path):

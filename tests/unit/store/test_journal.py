@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from store_helpers import BROKEN, Box, Clock, call_of, ids_of, open_box, reward_of, span_of
 from unit_helpers import make_generation, within
 
-from raylight.errors import StoreError
+from raylight.errors import DiskError, StoreError
 from raylight.store.journal import VERSION, Journal
 from raylight.store.rollouts import CommitEvents
 from raylight.store.service import StoreService
@@ -127,8 +128,8 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
             box.store.cancel_rollout(rollout.rollout_id),
             return_exceptions=True,
         )
-        assert [type(result).__mro__[1] for result in results] == [StoreError] * 3, results
-        assert "full" in str(results[0])
+        assert [type(result) for result in results] == [DiskError] * 3, results
+        assert re.search(r"s\.db cannot be written: .* full \(.* are free on its disk\)", str(results[0]))
         with pytest.raises(StoreError, match="full"):
             await box.store.enqueue_rollout("x" * 1_000_000)
         with pytest.raises(StoreError, match="full"):
@@ -138,6 +139,20 @@ async def test_a_full_disk_is_an_error_and_the_store_goes_on_when_there_is_room_
         assert await box.status(rollout) == ("preparing", "preparing")
         box.service._journal.db.execute("PRAGMA max_page_count = 1000000")
         assert (await box.store.add_span(big)).sequence_id == 1
+        assert (await box.store.finish_attempt(rollout, "succeeded")).status == "succeeded"
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["removed", "replaced"])
+async def test_a_file_that_is_removed_during_the_run_is_an_error(tmp_path: Path, moved: bool) -> None:
+    """SQLite itself goes on with the removed file, and all that it records would be lost."""
+    async with open_box(tmp_path / "s.db") as box:
+        rollout = await box.take()
+        (tmp_path / "s.db").rename(tmp_path / "away.db")
+        if moved:
+            (tmp_path / "s.db").write_bytes(b"")
+        with pytest.raises(DiskError, match=r"s\.db was removed or replaced during the run"):
+            await box.store.add_span(span_of(rollout))
+        (tmp_path / "away.db").rename(tmp_path / "s.db")
         assert (await box.store.finish_attempt(rollout, "succeeded")).status == "succeeded"
 
 
