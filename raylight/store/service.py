@@ -231,6 +231,8 @@ class StoreService:
                 lambda: self._rollouts.n_waiting < self._max_queued,
                 FULL_QUEUE_WARNING_S,
             ):
+                if self._outages.is_away:
+                    continue  # the run has shown it
                 logger.warning(
                     "the queue has been full (%d rollouts) for %g s and no runner dequeues; check that "
                     "runners are up",
