@@ -83,7 +83,8 @@ class ServedSession(Session):
     async def _publish_resources(self, llm: LLM) -> None:
         """Store the resources, with the served model among them, for agents to use."""
         await self._serve_traced_upstreams()  # after the deployment: two must not start Serve at once
-        self._monitor_serving(self.plan.name, llm.endpoint, self.plan.engine)
+        keeper = self._coordinator.keeper
+        self._monitor_serving(self.plan.name, llm.endpoint, self.plan.engine, lambda: keeper.live_replicas)
         await self.store.add_resources(self._resources_with(llm))
         self._show_stage(f"the model is served at {llm.endpoint}")
 

@@ -19,7 +19,7 @@ from raylight.config import EngineConfig
 from raylight.errors import ConfigError, summarize_ray_error
 from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.pool import RunnerPool
-from raylight.serving.deploy.monitor import IngressProbe, ServingMonitor
+from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, ServingMonitor
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
@@ -131,11 +131,16 @@ class Session:
             if resource is not self.plan.resources[name]:
                 self._monitor_serving(f"{self.plan.name}-{name}", resource.endpoint, EngineConfig())
 
-    def _monitor_serving(self, app_name: str, url: str, config: EngineConfig) -> None:
+    def _monitor_serving(
+        self,
+        app_name: str,
+        url: str,
+        config: EngineConfig,
+        count_replicas: CountReplicas = lambda: None,
+    ) -> None:
         """Have `watched` probe a served model."""
-        monitor = ServingMonitor(
-            app_name, IngressProbe(url), self.store, config.start_timeout_s, self._show_stage
-        )
+        probe = IngressProbe(url, count_replicas)
+        monitor = ServingMonitor(app_name, probe, self.store, config.start_timeout_s, self._show_stage)
         self._stack.push_async_callback(monitor.aclose)
         self._monitors.append(monitor)
 

@@ -57,6 +57,11 @@ class CoordinatorKeeper:
         """Number of replicas that were evicted."""
         return len(self._state.evicted)
 
+    @property
+    def live_replicas(self) -> int | None:
+        """Number of live replicas; None if it is not known yet."""
+        return len(self._state.replicas) if self._state.generation else None
+
     def update(self, state: Snapshot) -> None:
         """Take over a newer state; report replicas that were evicted."""
         if state.generation < self._state.generation:
