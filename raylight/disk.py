@@ -24,8 +24,11 @@ RESUME = "What was recorded before is kept: make room, then continue the run wit
 
 
 @contextlib.contextmanager
-def disk_errors(path: str | Path) -> Iterator[None]:
+def disk_errors(path: str | Path, remedy: str = RESUME) -> Iterator[None]:
     """Raise a DiskError for every exception of the block that is about the disk of a file or a folder.
+
+    Args:
+        remedy: last sentence of the message.
 
     Raises:
         DiskError: the disk is full, gone or read-only.
@@ -40,13 +43,13 @@ def disk_errors(path: str | Path) -> Iterator[None]:
             raise
         if type(cause).__name__ == "OutOfDiskError":  # of Ray's object store, which is elsewhere
             path = os.environ.get("RAY_TMPDIR", "/tmp/ray")
-        raise disk_error(getattr(cause, "filename", None) or path, cause) from error
+        raise disk_error(getattr(cause, "filename", None) or path, cause, remedy) from error
 
 
-def disk_error(path: str | Path, cause: object) -> DiskError:
+def disk_error(path: str | Path, cause: object, remedy: str = RESUME) -> DiskError:
     """Return the error for a path that cannot be written."""
     reason = getattr(cause, "strerror", None) or " ".join(str(cause).split())
-    return DiskError(f"{path} cannot be written: {reason} ({describe_space(path)}). {RESUME}")
+    return DiskError(f"{path} cannot be written: {reason} ({describe_space(path)}). {remedy}")
 
 
 def find_disk_error(error: BaseException, folder: str | Path) -> BaseException | None:

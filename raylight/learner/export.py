@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.config import LearnerConfig, LoraConfig
+from raylight.disk import disk_errors
 from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.checkpoints import TrainingStates, locate_state
 from raylight.experience.settings import PolicySettings
@@ -42,7 +43,8 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as rendezvous:
         dist.init_process_group("gloo", store=dist.FileStore(f"{rendezvous}/ranks", 1), rank=0, world_size=1)
         try:
-            _write(states, step, base, learner, output)
+            with disk_errors(output, "Make room, and export again"):
+                _write(states, step, base, learner, output)
         finally:
             dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from raylight.agent.rollout_scope import RolloutScope, TrainerView, rollout_scop
 from raylight.errors import HookError
 from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read_result
 from raylight.runner.threads import AgentThreads
-from raylight.traces.context import AttemptTrace
+from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
 from raylight.types import Failure, Rollout, Span
 
@@ -147,6 +147,9 @@ async def _run_agent(
     if raised is not None:
         return Outcome("failed", describe(raised)), []
     try:
+        if isinstance(returned, list | tuple) and len(returned) > SEND_BATCH:
+            # in a thread, because checking many spans takes seconds
+            return Outcome("succeeded"), await asyncio.to_thread(read_result, returned, context.clock)
         return Outcome("succeeded"), read_result(returned, context.clock)
     except Exception as error:  # a wrong return value is a failure of the agent
         return Outcome("failed", describe(error)), []

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from raylight.agent.attributes import exception_message
-from raylight.errors import RewardError
+from raylight.errors import RewardError, SpanError
 from raylight.runner.service_errors import classify
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.rows import span_row
 from raylight.traces.rewards import named_rewards
-from raylight.types import AttemptStatus, Failure, Rollout, Span, SpanCoreFields
+from raylight.types import MAX_REWARD_SPANS, MAX_SPANS, AttemptStatus, Failure, Rollout, Span, SpanCoreFields
 
 PACKAGE = Path(__file__).absolute().parents[1]
 HIDDEN_FRAMES = (f"{PACKAGE / 'runner'}/", f"{PACKAGE / 'agent'}/")
@@ -42,13 +42,18 @@ def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
 
     Raises:
         RewardError: it is none of these, or a reward is not a finite number.
-        SpanError: a span cannot be stored.
+        SpanError: a span cannot be stored, or there are too many.
     """
     if isinstance(returned, Rollout):
         returned = returned.metadata.get("reward")
     if returned is None:
         return []
     if isinstance(returned, list | tuple) and not (returned and isinstance(returned[0], Real)):
+        if len(returned) > MAX_SPANS + MAX_REWARD_SPANS:
+            raise SpanError(
+                f"the agent returned {len(returned)} spans; an attempt has at most {MAX_SPANS}, and "
+                f"{MAX_REWARD_SPANS} with a reward"
+            )
         return [_as_span(item) for item in returned]
     rewards = named_rewards(returned)
     now = clock()

@@ -146,10 +146,10 @@ class StoreClient(StoreReader):
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         """Queue rollouts in the given order; waits while the queue is full."""
-        rows = [request_row(request) for request in rollouts]
         queued: list[Any] = []
-        for start in range(0, len(rows), ENQUEUE_BATCH):
-            queued += await self._channel.send("enqueue", rows[start : start + ENQUEUE_BATCH])
+        for start in range(0, len(rollouts), ENQUEUE_BATCH):  # pickled when the queue has room for them
+            rows = [request_row(request) for request in rollouts[start : start + ENQUEUE_BATCH]]
+            queued += await self._channel.send("enqueue", rows)
         return [rollout_from_row(row) for row in queued]
 
     async def dequeue_rollout(

@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
+import unit_helpers
 from opentelemetry import trace as otel
 from opentelemetry.util._once import Once
 from unit_helpers import enqueue, make_key, run_all, serving, until
@@ -290,6 +292,34 @@ async def test_a_lost_reward_is_a_failure(
     assert reason in decided.attempt.failure.error
     assert decided.attempt.metadata["rewards_lost"] == lost
     assert (await store.statistics())["rewards_lost"] == lost
+
+
+async def test_an_agent_may_return_many_spans(store: StoreClient) -> None:
+    async def agent(task: int) -> list[Span]:
+        spans = [Span.from_attributes(name="s", attributes={})] * task
+        return [*spans, Span.from_attributes(name="r", attributes=reward_attributes({"primary": 0.5}))]
+
+    few, many = await run_all(store, [1500, 200_000], agent)
+    assert (few.status, many.status) == ("succeeded", "failed")
+    assert "SpanError: the agent returned 200001 spans" in many.attempt.failure.error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_rollout_with_150_000_spans(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_helpers, "within", lambda *_: asyncio.timeout(250))
+    before = psutil.Process().memory_info().rss
+
+    def agent(task: int) -> float:
+        for number in range(150_000):
+            emit_message(f"message {number}")
+        return 0.5
+
+    (decided,) = await run_all(store, [1], agent)
+    (found,) = await store.collect([decided.rollout_id])
+    assert (decided.status, found.reward) == ("succeeded", 0.5)
+    assert decided.attempt.metadata == {"spans_dropped": 50_000}
+    assert psutil.Process().memory_info().rss - before < 1.5e9
 
 
 async def test_many_spans_are_sent_in_parts(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
