@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_cluster import Cluster, eventually
+from ray_cluster import Cluster, eventually, free_port
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -117,6 +117,8 @@ def test_other_serve_applications_stay(cluster: Cluster, tmp_path: Path) -> None
     import ray
     from ray import serve
 
+    from raylight.serving.deploy.ingress_host import choose_ports
+
     @serve.deployment(ray_actor_options={"num_cpus": 0.1})
     class Theirs:
         def __call__(self) -> str:
@@ -124,11 +126,13 @@ def test_other_serve_applications_stay(cluster: Cluster, tmp_path: Path) -> None
 
     with ray.init(address=cluster.address, log_to_driver=False):
         try:
+            port, others = choose_ports("127.0.0.1", free_port())
+            serve.start(http_options={"port": port}, controller_options={"runtime_env": {"env_vars": others}})
             serve.run(Theirs.bind(), name="theirs", route_prefix="/theirs")
             summary = trainer(tmp_path).fit(adder, TRAIN)
             assert summary["steps"] == 2
             assert set(serve.status().applications) == {"theirs"}
-            assert httpx.get("http://127.0.0.1:8000/theirs").text == "theirs"
+            assert httpx.get(f"http://127.0.0.1:{port}/theirs").text == "theirs"
         finally:
             serve.shutdown()
     cluster.assert_clean()

@@ -1,12 +1,9 @@
 """`raylight serve`, as a user runs it: a fresh process, a fresh local Ray, real SDKs as clients."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import anthropic
@@ -14,6 +11,7 @@ import httpx
 import openai
 import pytest
 from ray_cluster import BIN
+from serve_command import Server, serve
 
 from raylight.quickstart import STARTER_MODEL
 
@@ -21,44 +19,6 @@ LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "unit" / "helpers"
 HI = [{"role": "user", "content": "12+30="}]
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    """Base URL, without `/v1`."""
-    output: str
-
-
-@contextlib.contextmanager
-def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run `raylight serve` until the block ends. It must then exit by itself on Ctrl-C."""
-    command = [str(BIN / "raylight"), "serve", *args]
-    process = subprocess.Popen(
-        command,
-        env=LOCAL | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout
-    output = ""
-    try:
-        for line in process.stdout:
-            output += line
-            if " is served at " in line:
-                break
-        assert " is served at " in output, output
-        yield Server(process, output.rpartition(" is served at ")[2].split("/v1")[0], output)
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
-        assert "Traceback" not in rest, rest
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,53 @@
+"""`raylight serve` as a subprocess."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ray_cluster import BIN
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    """Base URL, without `/v1`."""
+    output: str
+
+
+@contextlib.contextmanager
+def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """Run `raylight serve` until the block ends. It must then exit by itself on Ctrl-C.
+
+    Args:
+        env: additional environment variables; without RAY_ADDRESS, the server has a cluster of its own.
+    """
+    process = subprocess.Popen(
+        [str(BIN / "raylight"), "serve", *args],
+        env={**os.environ, "RAY_ADDRESS": "local", **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout
+    output = ""
+    try:
+        for line in process.stdout:
+            output += line
+            if " is served at " in line:
+                break
+        assert " is served at " in output, output
+        yield Server(process, output.rpartition(" is served at ")[2].split("/v1")[0], output)
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[0]
+        assert "Traceback" not in rest, rest
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
