@@ -19,6 +19,8 @@ from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.weight_sync.client import call_until_answered
 
+logger = logging.getLogger(__name__)
+
 
 class Deployment:
     """The serving application of one run.
@@ -77,9 +79,13 @@ class Deployment:
                 return
         if self._settings.app_name in serve.status().applications:
             serve.delete(self._settings.app_name)
-        if ingress.is_unused():
+        if not ingress.is_unused():
+            return
+        try:
             with self._machine() as machine:
                 ingress.stop_serve(machine)
+        except EngineStartError as error:
+            logger.warning("Ray Serve stays on the cluster: %s", error)
 
     def _machine(self) -> AbstractContextManager[Host]:
         """Return access to the ingress's machine, for as long as no other driver starts or stops Serve."""

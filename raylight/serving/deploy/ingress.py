@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -26,16 +27,17 @@ replica that has their prefixes cached. Consistent hashing moves a rollout only 
 replica with more than 1.5 times the mean number of requests passes new ones to the next replica. Ray writes
 this text after the word `balance` into HAProxy's defaults."""
 ROUTING = {"RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": STICKY_ROUTING}
+START_DEADLINES = ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S")
+"""Longest times that a proxy may take to start: `start_timeout_s`. Their defaults, 5 and 30 s, are too short
+for a busy machine."""
 HEALTH = {
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S": "2",
 }
-"""Deadlines of Serve for its proxies. A proxy may take long to start on a busy machine (default: 5 s). Serve
-replaces it after three failed checks in a row. A check fails at once if the proxy is dead, and after 5 s if
-it does not respond; the next one follows 1 s later (defaults: 10 s and 10 s)."""
+"""Checks of Serve's proxies. Serve replaces a proxy after three failed checks in a row. A check fails at once
+if the proxy is dead, and after 5 s if it does not respond; the next one follows 1 s later (defaults: 10 s and
+10 s)."""
 LONG_CALLS = {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "900"}
 """Longest time that requests in flight may take after a change of routes (default: 120 s)."""
 for _flag, _value in SERVE_FLAGS.items():
@@ -83,7 +85,7 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
         if plan.warning and attempt == 1:
             logger.warning(plan.warning)
         try:
-            _start(host, plan, end)
+            _start(host, plan, timeout_s, end)
             break
         except TimeoutError:
             raise EngineStartError(
@@ -101,14 +103,15 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
     return host, plan.port
 
 
-def _start(host: str, plan: IngressPlan, end: float) -> None:
+def _start(host: str, plan: IngressPlan, timeout_s: float, end: float) -> None:
     """Start Serve and wait until its proxies have their ports.
 
     Raises:
         TimeoutError: they did not until `end`.
         RayError: a proxy failed.
     """
-    variables = SERVE_FLAGS | ROUTING | HEALTH | LONG_CALLS | plan.environment
+    deadlines = dict.fromkeys(START_DEADLINES, str(math.ceil(timeout_s)))
+    variables = SERVE_FLAGS | ROUTING | HEALTH | LONG_CALLS | deadlines | plan.environment
     try:
         serve.start(
             http_options={"host": host, "port": plan.port},
@@ -163,7 +166,8 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 def head_node() -> dict[str, Any]:
     """Return the head node: Serve's ingress always runs there."""
-    return next(node for node in alive_nodes() if "node:__internal_head__" in node["Resources"])
+    nodes = alive_nodes()
+    return next((node for node in nodes if "node:__internal_head__" in node["Resources"]), nodes[0])
 
 
 def serve_http_options() -> tuple[str, int] | None:

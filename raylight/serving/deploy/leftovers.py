@@ -60,13 +60,17 @@ def user_folder() -> Path:
     Raises:
         PermissionError: the path belongs to another user.
     """
-    path = Path(f"/tmp/raylight-{os.getuid()}")
+    path = _folder_path()
     path.mkdir(mode=0o700, exist_ok=True)
     state = path.lstat()
     if path.is_symlink() or state.st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to user {state.st_uid}; ask its owner or root to remove it")
     path.chmod(0o700)
     return path
+
+
+def _folder_path() -> Path:
+    return Path(f"/tmp/raylight-{os.getuid()}")
 
 
 def ray_folder() -> Path:
@@ -88,8 +92,8 @@ def find_leftovers(sessions: bool = True) -> list[Leftover]:
         sessions: include the folders of Ray's sessions, which have the logs of the runs.
     """
     found = list(_processes())
-    with contextlib.suppress(PermissionError):
-        folders = [path for path in user_folder().iterdir() if NODE_ID.fullmatch(path.name)]
+    if _is_own(_folder_path()):
+        folders = [path for path in _folder_path().iterdir() if NODE_ID.fullmatch(path.name)]
         found += [Leftover("folder", str(path), _size(path)) for path in _ended(folders)]
     if sessions:
         marks = filter(_is_own, ray_folder().glob(f"session_*/{SESSION_MARK}"))
@@ -128,7 +132,7 @@ def _processes() -> Iterator[Leftover]:
         facts = process.info
         if facts["name"] != "haproxy" or not facts["uids"] or facts["uids"].real != os.getuid():
             continue
-        folder = f"/tmp/raylight-{os.getuid()}/"
+        folder = f"{_folder_path()}/"
         if any(argument.startswith(folder) for argument in facts["cmdline"] or ()) and _is_orphan(process):
             yield Leftover("process", str(process.pid), started=facts["create_time"])
 
@@ -193,7 +197,8 @@ def _is_own(path: Path) -> bool:
 def _size(folder: Path) -> int:
     """Return the bytes of a folder's files."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
+    for path, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_size
     return total

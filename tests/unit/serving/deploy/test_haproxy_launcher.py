@@ -51,6 +51,7 @@ def replica() -> Iterator[int]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        server.handle_error = lambda request, address: None  # health checks close early
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]
         server.shutdown()

@@ -62,7 +62,12 @@ def test_serve_starts_with_what_the_machine_planned(
     calls = serve_raises(None)
     assert ingress.start_serve(None, None, Machine("no launcher"), 60) == ("127.0.0.1", 8000)
     variables = calls[0]["controller_options"]["runtime_env"]["env_vars"]
-    for wanted in (ingress.SERVE_FLAGS, ingress.HEALTH, ingress.ROUTING, {"PLAN": "1"}):
+    for wanted in (
+        ingress.SERVE_FLAGS,
+        ingress.HEALTH,
+        ingress.ROUTING,
+        {"PLAN": "1", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "60"},
+    ):
         assert variables.items() >= wanted.items()
     assert calls[0]["http_options"] == {"host": "127.0.0.1", "port": 8000}
     assert "no launcher" in caplog.text

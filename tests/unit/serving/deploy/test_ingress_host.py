@@ -7,10 +7,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.errors import PortInUseError
 from raylight.serving.deploy import ingress_host
-from raylight.serving.deploy.ingress_host import DEFAULT_PORT, IngressHost, choose_port, choose_ports
+from raylight.serving.deploy.ingress_host import (
+    DEFAULT_PORT,
+    IngressHost,
+    RemoteHost,
+    choose_port,
+    choose_ports,
+)
 
 FALLBACK = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
 
@@ -80,6 +87,44 @@ def test_a_driver_that_never_ends_blocks_no_other(
     assert other.plan("127.0.0.1", None).port
     assert "was held for 0.2 s; choosing ports without it" in caplog.text
     frozen.release()
+
+
+class Actor:
+    """Actor whose calls raise an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.plan = self.remove_folder = self
+
+    def remote(self, *arguments: object) -> Exception:
+        return self._error
+
+
+@pytest.fixture
+def ray_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_error(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(ingress_host.ray, "get", raise_error)
+
+
+@pytest.mark.usefixtures("ray_get")
+def test_a_head_without_raylight_gets_a_plan_and_a_warning() -> None:
+    error = RayActorError(error_msg="The actor died\nModuleNotFoundError: No module named 'raylight'")
+    host = RemoteHost(Actor(error))
+    plan = host.plan("127.0.0.1", None)
+    assert "raylight cannot be loaded on the head node" in plan.warning
+    assert "RAY_SERVE_HAPROXY_BINARY_PATH" not in plan.environment
+    assert FALLBACK in plan.environment
+    host.remove_folder("node")
+
+
+@pytest.mark.usefixtures("ray_get")
+def test_a_taken_port_of_the_head_is_a_typed_error() -> None:
+    taken = PortInUseError("port 8000 is taken")
+    with pytest.raises(PortInUseError) as caught:
+        RemoteHost(Actor(RayTaskError("plan", "traceback", taken))).plan("127.0.0.1", 8000)
+    assert caught.value is taken
 
 
 def test_a_taken_port_is_replaced_unless_it_was_requested() -> None:

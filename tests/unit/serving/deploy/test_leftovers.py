@@ -25,7 +25,7 @@ NAMED = "import sys, time; open(sys.argv[1]).read()"
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The user's folder and Ray's folder of a machine without runs, under a short path."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        monkeypatch.setattr(leftovers, "user_folder", lambda: Path(name))
+        monkeypatch.setattr(leftovers, "_folder_path", lambda: Path(name))
         monkeypatch.setattr(leftovers, "ray_folder", lambda: Path(name, "ray"))
         Path(name, "ray").mkdir()
         yield Path(name)
@@ -117,7 +117,7 @@ def fake_haproxy(tmp_path: Path, config: str) -> list[str]:
 
 
 def test_haproxies_without_a_manager_are_killed_and_others_stay(folder: Path, tmp_path: Path) -> None:
-    own = f"/tmp/raylight-{os.getuid()}/{NODE}/haproxy.cfg"
+    own = f"{folder}/{NODE}/haproxy.cfg"
     with subprocess.Popen(fake_haproxy(tmp_path, own)) as child:
         found = [one for one in find_leftovers() if one.name == str(child.pid)]
         assert len(found) == 1, "its parent, this test, is no Ray worker"
@@ -137,7 +137,7 @@ def remove_reused(leftover: Leftover) -> bool:
 
 
 def test_the_haproxy_of_a_ray_worker_stays(folder: Path, tmp_path: Path) -> None:
-    own = f"/tmp/raylight-{os.getuid()}/{NODE}/haproxy.cfg"
+    own = f"{folder}/{NODE}/haproxy.cfg"
     command = fake_haproxy(tmp_path, own)
     worker = [
         sys.executable,
@@ -157,10 +157,18 @@ def test_the_haproxy_of_a_ray_worker_stays(folder: Path, tmp_path: Path) -> None
         child.kill()
 
 
-def test_the_user_s_folder_belongs_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = leftovers.user_folder()
-    assert real.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(os, "getuid", lambda: real.lstat().st_uid + 1)
+def test_the_user_s_folder_belongs_to_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.chmod(0o755)
+    assert leftovers.user_folder() == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(PermissionError, match="belongs to user"):
         leftovers.user_folder()
-    Path(f"/tmp/raylight-{real.lstat().st_uid + 1}").rmdir()
+
+
+def test_a_link_is_not_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = folder / "link"
+    link.symlink_to(folder)
+    monkeypatch.setattr(leftovers, "_folder_path", lambda: link)
+    with pytest.raises(PermissionError):
+        leftovers.user_folder()
