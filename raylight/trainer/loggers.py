@@ -11,9 +11,11 @@ A logger that raises is reported once and does not end the run.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,21 +90,38 @@ class ConsoleLogger:
 
 class JsonlLogger:
     """Writes one JSON object per step to `metrics.jsonl`; a resumed run keeps the rows up to its starting
-    point."""
+    point.
+
+    A row that cannot be written, such as on a full disk, leaves no part of itself in the file, and is written
+    with the next one.
+    """
 
     def __init__(self, folder: Path, history: Sequence[Metrics] = ()) -> None:
         self._file = folder / METRICS_FILE
         self._history = history
+        self._unwritten = b""
 
     def start(self, config: dict[str, Any]) -> None:
         write_atomic(self._file, "".join(map(_json_line, self._history)))
 
     def log(self, step: int, metrics: Metrics) -> None:
-        with self._file.open("a") as file:
-            file.write(_json_line({"step": step, **metrics}))
+        self._unwritten += _json_line({"step": step, **metrics}).encode()
+        self._write()
 
     def finish(self) -> None:
-        pass
+        if self._unwritten:
+            self._write()
+
+    def _write(self) -> None:
+        with self._file.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                if file.write(self._unwritten) != len(self._unwritten):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
+            except OSError:
+                file.truncate(size)
+                raise
+        self._unwritten = b""
 
 
 class PlotLogger:

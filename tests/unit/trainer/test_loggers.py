@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 import raylight as rl
 from raylight.errors import ConfigError
-from raylight.trainer.loggers import JsonlLogger, LoggerGroup
+from raylight.trainer.loggers import JsonlLogger, LoggerGroup, read_history
 from raylight.trainer.report import Report
 
 from .test_loop import STEPS, World, live
@@ -124,3 +127,27 @@ def test_without_loggers_a_run_still_has_a_summary(tmp_path: Path) -> None:
     report.step(1, {"train/reward": 0.25})
     assert report.finish({})["reward_after"] == 0.25
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "summary.json"]
+
+
+@contextlib.contextmanager
+def disk_with_room(n_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_row_that_does_not_fit_on_the_disk_is_written_whole_later(tmp_path: Path) -> None:
+    jsonl, file = JsonlLogger(tmp_path), tmp_path / "metrics.jsonl"
+    jsonl.start({})
+    jsonl.log(1, {"a": 1.0})
+    size = file.stat().st_size
+    for step in (2, 3):
+        with disk_with_room(size + 5), pytest.raises(OSError, match=r"No space left|too large"):
+            jsonl.log(step, {"a": 1.0})
+        assert file.stat().st_size == size
+    jsonl.log(4, {"a": 1.0})
+    assert [row["step"] for row in read_history(tmp_path, 10)] == [1, 2, 3, 4]
