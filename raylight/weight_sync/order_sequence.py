@@ -210,12 +210,8 @@ class OrderSequence:
                 timeout += self._replacement_timeout_s
                 logger.warning("%s waits for a replacement of the engine replicas, which are gone", order)
             wake_at = min(deadline, self._quorum.next_lateness(order, pending.issued))
-            await self._changed.wait_for(
-                lambda: (
-                    self._quorum.all_acknowledged(order.number) or not (self._quorum or extended)  # noqa: B023
-                ),
-                wake_at - clock(),
-            )
+            seen = self._generation
+            await self._changed.wait_for(lambda: self._generation != seen, wake_at - clock())  # noqa: B023
             for replica, reason in self._quorum.late(order, pending.issued).items():
                 self._evict(replica, reason)
             if clock() >= deadline:

@@ -1,0 +1,337 @@
+"""Property test of client, keeper, coordinator and replicas under faults, in virtual time.
+
+Any replicas die, freeze, hang, fail or are slow, and the coordinator dies or freezes, at any time.
+Every order still ends well, in bounded time, as long as replacements start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator_helpers import ADAPTER, Life
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError, RayTaskError
+
+from raylight.aio import cancel_all
+from raylight.engines.protocol import LoraAdapter
+from raylight.errors import WeightSyncError
+from raylight.weight_sync.client import CoordinatorClient
+from raylight.weight_sync.coordinator import ReplicaCoordinator
+from raylight.weight_sync.keeper import CoordinatorKeeper
+from raylight.weight_sync.order_executor import OrderExecutor
+
+TIMEOUT_S = 120.0
+START_S = 20.0
+"""Time that a replacement takes to start."""
+RESTART_S = 2.0
+REPLACEMENT_TIMEOUT_S = 180.0
+SERVE_NOTICES_S = 50.0
+"""Time after which Serve replaces a frozen replica by itself."""
+
+
+class JumpSelector(selectors.SelectSelector):
+    """A selector that never waits: it sets the loop's clock to the next timer."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "deadlock: nothing will ever happen again"
+            self.loop.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop with a clock of its own."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        selector = JumpSelector()
+        super().__init__(selector)
+        selector.loop = self
+
+    def time(self) -> float:
+        return self.now
+
+
+class Engine:
+    """An engine that rejects what it has already loaded."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.adapters: dict[str, int] = {}
+        self.asleep = False
+        self.seconds = 0.01
+        self.failures = 0
+        """Number of calls that will fail."""
+
+    async def _work(self) -> None:
+        await asyncio.sleep(self.seconds)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the device is lost")
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: str = "keep") -> None:
+        assert version > self.version, "loaded twice"
+        await self._work()
+        self.version = version
+
+    async def load_adapter(self, name: str, version: int, adapter: LoraAdapter, mode: str = "keep") -> None:
+        assert version > self.adapters.get(name, 0), "loaded twice"
+        await self._work()
+        self.adapters[name] = version
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._work()
+        self.adapters.pop(name, None)
+
+    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+        await self._work()
+        return [float(self.version)]
+
+    async def sleep(self, level: int = 1) -> str | None:
+        await self._work()
+        self.asleep = True
+        return "a CPU has no device memory"
+
+    async def wake(self) -> None:
+        await self._work()
+        self.asleep = False
+
+
+@dataclass
+class Replica:
+    """A replica's process. `thaw` is set unless it is frozen."""
+
+    name: str
+    engine: Engine = field(default_factory=Engine)
+    life: Life = field(default_factory=Life)
+    thaw: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    serves: bool = False
+
+
+class Cluster:
+    """A coordinator's actor that restarts, and a Serve that replaces replicas."""
+
+    def __init__(self, replicas: int) -> None:
+        self.names = itertools.count()
+        self.replicas: dict[str, Replica] = {}
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.up = asyncio.Event()
+        self.thaw = asyncio.Event()
+        self.calls: set[asyncio.Task[Any]] = set()
+        self.kills = 0
+        self.coordinator = self.new_coordinator(True)
+        for _ in range(replicas):
+            self.start_replica(0.0)
+        self.keeper = CoordinatorKeeper(self.handle(None), lambda message: None, self.restart_coordinator)
+        self.client = CoordinatorClient(self.handle(None), self.keeper.update, REPLACEMENT_TIMEOUT_S)
+        self.tasks.append(asyncio.create_task(self.keeper.run()))
+
+    # the coordinator's actor
+
+    def new_coordinator(self, restored: bool) -> ReplicaCoordinator:
+        self.up.set()
+        self.thaw.set()
+        return ReplicaCoordinator(None, self.kill_replica, REPLACEMENT_TIMEOUT_S, restored)
+
+    def handle(self, replica: Replica | None) -> Any:
+        """Return a handle as a replica's process has it, or as the driver (None) has it."""
+
+        class Method:
+            def __init__(handle, name: str) -> None:
+                handle.name = name
+
+            async def remote(handle, *args: Any) -> Any:
+                return await self.call(replica, handle.name, args)
+
+        class Handle:
+            def __getattr__(handle, name: str) -> Any:
+                return Method(name)
+
+        return Handle()
+
+    async def call(self, replica: Replica | None, method: str, args: tuple[Any, ...]) -> Any:
+        if replica is not None:
+            await replica.thaw.wait()
+        if not self.up.is_set():
+            raise ActorUnavailableError("restarting", None)
+        call = asyncio.ensure_future(self.execute(method, args))
+        self.calls.add(call)
+        try:
+            result = await call
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            raise ActorUnavailableError("killed", None) from None
+        finally:
+            self.calls.discard(call)
+        if replica is not None:
+            await replica.thaw.wait()
+        return result
+
+    async def execute(self, method: str, args: tuple[Any, ...]) -> Any:
+        await self.thaw.wait()
+        try:
+            return await getattr(self.coordinator, method)(*args)
+        except Exception as error:
+            raise RayTaskError(method, "traceback", error).as_instanceof_cause() from None
+
+    def kill_coordinator(self) -> None:
+        if self.up.is_set():
+            self.kills += 1
+            self.up.clear()
+            old = self.coordinator
+            for name in list(old._quorum):
+                old._quorum.remove(name)
+            for call in [*self.calls, *old._calls.values()]:
+                call.cancel()
+            asyncio.get_running_loop().call_later(RESTART_S, self.come_back)
+
+    def come_back(self) -> None:
+        self.coordinator = self.new_coordinator(False)
+
+    def restart_coordinator(self, handle: Any) -> None:
+        self.kill_coordinator()
+
+    # replicas
+
+    def start_replica(self, delay: float) -> None:
+        replica = Replica(f"r{next(self.names)}")
+        replica.thaw.set()
+        self.replicas[replica.name] = replica
+        replica.tasks.append(asyncio.create_task(self.run_replica(replica, delay)))
+
+    async def run_replica(self, replica: Replica, delay: float) -> None:
+        await asyncio.sleep(delay)
+        executor = OrderExecutor(
+            replica.name,
+            replica.engine,  # type: ignore[arg-type]
+            self.handle(replica),
+            self.lost,
+            call_forever=lambda: [replica.life],
+            handle=replica.name,
+            fetch=self.fetch,
+        )
+        try:
+            await executor.catch_up()
+            replica.serves = True
+            await executor.run()
+            executor.check_health()
+        except Exception:  # Serve replaces it
+            pass
+        self.kill_replica(replica.name)
+
+    async def lost(self) -> None:
+        raise AssertionError("the coordinator was taken for lost")
+
+    async def fetch(self, payload_ref: list[Any]) -> Any:
+        return payload_ref[0]
+
+    def kill_replica(self, name: str) -> None:
+        replica = self.replicas.pop(name, None)
+        if replica is not None:
+            replica.life.end()
+            for task in replica.tasks:
+                task.cancel()
+            self.start_replica(START_S)
+
+    # faults
+
+    def inject(self, fault: str, index: int) -> None:
+        loop = asyncio.get_running_loop()
+        replica = list(self.replicas.values())[index % len(self.replicas)]
+        match fault:
+            case "kill replica":
+                self.kill_replica(replica.name)
+            case "freeze replica":
+                replica.thaw.clear()
+                replica.engine.seconds = 1e9
+                loop.call_later(SERVE_NOTICES_S, self.kill_replica, replica.name)
+            case "hang engine":
+                replica.engine.seconds = 1e9
+            case "slow engine":
+                replica.engine.seconds = 30.0
+            case "fail engine" if len(self.replicas) > 1:
+                replica.engine.failures = 1
+            case "kill coordinator":
+                self.kill_coordinator()
+            case "freeze coordinator":
+                self.thaw.clear()
+
+
+FAULTS = [
+    "kill replica",
+    "freeze replica",
+    "hang engine",
+    "slow engine",
+    "fail engine",
+    "kill coordinator",
+    "freeze coordinator",
+]
+ORDERS = ["weights", "weights", "adapter", "drop", "sleep", "probe"]
+
+
+async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float, str, int]]) -> None:
+    cluster = Cluster(replicas)
+    client, versions, loop = cluster.client, itertools.count(1), asyncio.get_running_loop()
+    await cluster.coordinator.wait_for_subscribers(replicas)
+    for when, fault, index in faults:
+        loop.call_later(when, cluster.inject, fault, index)
+    weights, adapter = 0, 0
+    for order in orders:
+        began = loop.time()
+        match order:
+            case "weights":
+                weights = next(versions)
+                await client.publish(weights, [f"weights {weights}"], TIMEOUT_S)
+            case "adapter":
+                adapter = next(versions)
+                await client.publish(adapter, [ADAPTER], TIMEOUT_S, adapter="x")
+            case "drop":
+                adapter = 0
+                await client.drop_adapter("x", TIMEOUT_S)
+            case "sleep":
+                assert set((await client.sleep(TIMEOUT_S)).values()) <= {"a CPU has no device memory"}
+                await client.wake(TIMEOUT_S)
+            case "probe":
+                probed = await client.probe([1, 2], TIMEOUT_S)
+                assert probed
+                assert set(map(tuple, probed.values())) == {(float(weights),)}
+        for replica in cluster.replicas.values():
+            if replica.serves and replica.thaw.is_set():
+                assert replica.engine.version == weights
+                assert replica.engine.adapters.get("x", 0) == adapter
+                assert not replica.engine.asleep
+        assert loop.time() - began <= 4 * (TIMEOUT_S + REPLACEMENT_TIMEOUT_S)
+        await asyncio.sleep(5.0)
+    assert cluster.keeper.restarts <= cluster.kills
+    await cancel_all([*cluster.tasks, *(task for r in cluster.replicas.values() for task in r.tasks)])
+
+
+@given(
+    replicas=st.integers(1, 3),
+    orders=st.lists(st.sampled_from(ORDERS), min_size=1, max_size=4),
+    faults=st.lists(
+        st.tuples(st.floats(0, 25, width=16), st.sampled_from(FAULTS), st.integers(0, 2)), max_size=3
+    ),
+)
+@settings(max_examples=200, deadline=None)
+def test_orders_end_well_whatever_dies_or_freezes(
+    replicas: int, orders: list[str], faults: list[tuple[float, str, int]]
+) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        try:
+            runner.run(run_orders(replicas, orders, faults))
+        except WeightSyncError as error:  # all others were away
+            if len(faults) == 1 or "the device is lost" not in str(error):
+                raise
