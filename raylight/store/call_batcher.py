@@ -15,7 +15,7 @@ import uuid
 import weakref
 from typing import Any
 
-from raylight.errors import StoreLostError, summarize_ray_error
+from raylight.errors import DiskError, StoreLostError, summarize_ray_error
 from raylight.store.service import Call, StoreService
 
 MAX_BATCH = 512
@@ -46,7 +46,8 @@ class Channel:
         """Execute a call that may wait in the store; it has a message of its own.
 
         Raises:
-            StoreLostError: the store's actor is gone for good.
+            DiskError: the store's disk has no room for it to start.
+            StoreLostError: the store's actor is gone for good for another reason.
         """
         if isinstance(self.target, StoreService):
             return await getattr(self.target, method)(*args)
@@ -57,9 +58,11 @@ class Channel:
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
-            raise StoreLostError(
-                f"the store actor is gone: {summarize_ray_error(error)}. Start the run again"
-            ) from None
+            cause = summarize_ray_error(error)
+            _, is_full, reason = cause.partition(f"{DiskError.__name__}: ")
+            if is_full:  # the store did not start, or not start again
+                raise DiskError(reason) from None
+            raise StoreLostError(f"the store actor is gone: {cause}. Start the run again") from None
 
 
 class CallBatcher:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 from store_helpers import Box, call_of, ids_of, open_box, span_of
 from unit_helpers import make_generation
 
-from raylight.errors import StoreError, UnknownIdError
+from raylight.errors import DiskError, StoreError, StoreLostError, UnknownIdError
 from raylight.store.client import StoreClient
 from raylight.store.rows import generation_bytes, new_id, pickled, request_row, span_row
 from raylight.store.service import StoreService
@@ -153,6 +155,34 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
         assert all(succeeded for succeeded, _ in before), before
         assert dump(box) == content, name
     assert await box.count("generations") == 1
+
+
+class Gone:
+    """Handle of an actor that died."""
+
+    def __init__(self, message: str) -> None:
+        self._error = RayActorError(error_msg=message)
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=self._remote)
+
+    async def _remote(self, *args: Any) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (
+            "died in its creation task\n  raylight.errors.DiskError: /d/s.db cannot be written: full",
+            DiskError,
+        ),
+        ("The actor died because its node is dead.", StoreLostError),
+    ],
+)
+async def test_a_store_that_is_gone_for_good(message: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^(/d/s\.db cannot be written|the store actor is gone: The actor)"):
+        await StoreClient(Gone(message)).statistics()
 
 
 def dump(box: Box) -> list[str]:
