@@ -112,6 +112,7 @@ FAULTS = {
         _fault("controller-rollouts", "Serve controller", "rollouts"),
         _fault("controller-start", "Serve controller", "start"),
         _fault("controller-freeze", "Serve controller", "rollouts", "freeze", seconds=20.0),
+        _fault("controller-frozen", "Serve controller", "rollouts", "freeze"),
         # the engine
         _fault("replica-rollouts", "replica", "rollouts"),
         _fault("replica-twice", "replica", "rollouts", times=2),
@@ -130,6 +131,7 @@ FAULTS = {
         _fault("coordinator-twice", "coordinator", "sync", times=2),
         _fault("coordinator-start", "coordinator", "start"),
         _fault("coordinator-freeze", "coordinator", "sync", "freeze", seconds=15.0),
+        _fault("coordinator-frozen", "coordinator", "sync", "freeze"),
         # learners
         _fault("learner-update", "learner", "update", settings=TWO_RANKS),
         _fault("learner-twice", "learner", "update", times=2, settings=TWO_RANKS),
@@ -147,6 +149,7 @@ FAULTS = {
         _fault("store-start", "store", "start"),
         _fault("store-shutdown", "store", "shutdown"),
         _fault("store-freeze", "store", "rollouts", "freeze", seconds=20.0),
+        _fault("store-frozen", "store", "rollouts", "freeze"),
         _fault("program", "program", "rollouts", may_fail=1, settings={"program": True}),
         # Ray, the node, the disk
         _fault("gcs", "GCS", "rollouts", error=LOST),
@@ -154,6 +157,7 @@ FAULTS = {
         _fault("gcs-freeze", "GCS", "rollouts", "freeze", seconds=10.0),
         _fault("raylet", "raylet", "rollouts", error=LOST),
         _fault("raylet-sync", "raylet", "sync", error=LOST),
+        _fault("raylet-freeze", "raylet", "rollouts", "freeze", seconds=10.0),
         _fault("dashboard-agent", "dashboard agent", "rollouts"),
         _fault("node", "", "rollouts", "remove the node", settings=TWO_REPLICAS),
         _fault("disk", "", "rollouts", "fill the disk", error="DiskError"),
@@ -163,6 +167,7 @@ FAULTS = {
         _fault("driver-sync", "driver", "sync", error=""),
         _fault("driver-checkpoint", "driver", "checkpoint", error=""),
         _fault("driver-shutdown", "driver", "shutdown", error=""),
+        _fault("driver-freeze", "driver", "sync", "freeze", seconds=20.0),
         _fault("interrupt", "driver", "rollouts", "interrupt", error=""),
         _fault("interrupt-start", "driver", "start", "interrupt", error=""),
         _fault("interrupt-twice", "driver", "rollouts", "interrupt", times=2, error=""),
