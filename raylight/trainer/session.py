@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,7 @@ from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, Serving
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
+from raylight.store.watch import StoreWatch
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.plan import RunPlan
 from raylight.trainer.traced_upstreams import is_traced_upstream, serve_traced_upstreams
@@ -62,6 +64,7 @@ class Session:
         self._owns_cluster = owns_cluster
         self._reopens_store = False
         """True if the store in the run directory belongs to the run that is resumed."""
+        self._store_watch: StoreWatch | None = None
         self._monitors: list[ServingMonitor] = []
         """A monitor of each model that the run serves."""
         self._stack = contextlib.AsyncExitStack()
@@ -115,6 +118,8 @@ class Session:
         actor = start_store(plan.name, plan.store_path, plan.store)
         self._stack.push_async_callback(_close_store, actor)
         self.store = StoreClient(actor)
+        restart = functools.partial(ray.kill, actor, no_restart=False)
+        self._store_watch = StoreWatch(self.store.lease_seconds, restart, logger.warning)
 
     async def _serve_traced_upstreams(self) -> None:
         self.resources = self.plan.resources
@@ -159,7 +164,9 @@ class Session:
         """Await the run's work; if the runner pool fails meanwhile or a served model stays away, cancel the
         work and raise that error."""
         working: asyncio.Task[Any] = asyncio.ensure_future(work)
-        watches = (self.pool.watch(), *(monitor.run() for monitor in self._monitors))
+        watches = [self.pool.watch(), *(monitor.run() for monitor in self._monitors)]
+        if self._store_watch is not None:
+            watches.append(self._store_watch.run())
         watching = [asyncio.ensure_future(watch) for watch in watches]
         try:
             pending = {working, *watching}

@@ -1,0 +1,70 @@
+"""Watch over the store: one that hangs is restarted, and continues with its file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from raylight.aio import BroadcastCondition
+from raylight.errors import StoreLostError
+
+INTERVAL_S = 10.0
+"""Time between a response and the next request."""
+PATIENCE_S = 45.0
+"""Time without a response after which a store counts as hanging. It doubles with each restart that did not
+help."""
+GRACE_S = 2.0
+"""Further time, in which a process that was suspended itself reads a response that has arrived."""
+
+
+class StoreWatch:
+    """Requests responses from the store's actor, and restarts it when none comes.
+
+    Nothing else would: Ray replaces an actor whose process ends, and waits for one that is frozen.
+
+    Args:
+        request: sends a request to the store. Ray repeats it after a restart.
+        restart: kills the store's process; Ray starts it again.
+        report: receives messages for the user.
+    """
+
+    def __init__(
+        self,
+        request: Callable[[], Awaitable[object]],
+        restart: Callable[[], None],
+        report: Callable[[str], None],
+        patience_s: float = PATIENCE_S,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._request, self._restart, self._report = request, restart, report
+        self._patience_s, self._interval_s = patience_s, interval_s
+        self._never = BroadcastCondition()
+        self.restarts = 0
+        """Number of times that the store was restarted."""
+
+    async def run(self) -> None:
+        """Watch until cancelled, or until the actor is gone for good: then its callers raise the error."""
+        while True:
+            try:
+                await self._await_response()
+            except StoreLostError:
+                return
+            await self._never.wait_for(lambda: False, self._interval_s)
+
+    async def _await_response(self) -> None:
+        patience = self._patience_s
+        response = asyncio.ensure_future(self._request())
+        try:
+            while not await _is_done(response, patience) and not await _is_done(response, GRACE_S):
+                self._report(f"the store did not respond for {patience:g} s and is restarted from its file")
+                self.restarts += 1
+                patience *= 2
+                self._restart()
+            response.result()
+        finally:
+            response.cancel()
+
+
+async def _is_done(response: asyncio.Future[object], timeout: float) -> bool:
+    await asyncio.wait([response], timeout=timeout)
+    return response.done()
