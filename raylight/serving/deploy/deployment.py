@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.deploy import ingress
@@ -20,6 +23,9 @@ from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.weight_sync.client import call_until_answered
 
 logger = logging.getLogger(__name__)
+
+ABANDON_TIMEOUT_S, ABANDON_INTERVAL_S = 30.0, 0.5
+"""Longest wait for the end of a start that is no longer wanted, and interval of the attempts to end it."""
 
 
 class Deployment:
@@ -69,8 +75,21 @@ class Deployment:
         """
         if self._cluster_ends:
             self._stopped = True
+            await asyncio.to_thread(self._abandon_deploying)
         else:
             await asyncio.to_thread(self._stop)
+
+    def _abandon_deploying(self) -> None:
+        """Wait until no thread starts Serve any more. Ray ends the whole process if one of its threads uses
+        Ray after the connection was closed."""
+        end = time.monotonic() + ABANDON_TIMEOUT_S
+        while not self._deploy_lock.acquire(timeout=ABANDON_INTERVAL_S):
+            if time.monotonic() > end:
+                logger.warning("the start of Ray Serve did not end within %g s", ABANDON_TIMEOUT_S)
+                return
+            with contextlib.suppress(ValueError, RayError):  # there is no controller yet
+                ray.kill(ingress.controller())  # the start fails then, and so does a further attempt
+        self._deploy_lock.release()
 
     def _stop(self) -> None:
         with self._deploy_lock:

@@ -55,8 +55,9 @@ from raylight.errors import EngineStartError  # noqa: E402
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, IngressPlan  # noqa: E402
 
 logger = logging.getLogger(__name__)
-PORT_TAKEN = "Address already in use"
-"""Part of HAProxy's message."""
+START_LOST = ("Address already in use", "HAProxy crashed during startup")
+"""Parts of the messages of a start that another attempt may cure: a port was taken meanwhile, or HAProxy was
+killed."""
 START_ATTEMPTS = 3
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
@@ -94,7 +95,7 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
                 "engine={'start_timeout_s': ...}"
             ) from None
         except RayError as error:
-            lost = PORT_TAKEN in str(error) or isinstance(error, RayActorError)
+            lost = isinstance(error, RayActorError) or any(part in str(error) for part in START_LOST)
             if not lost or attempt == START_ATTEMPTS:
                 raise EngineStartError(f"Ray Serve did not start ({attempt} attempts): {error}") from None
             logger.warning("Ray Serve did not start (%s); starting it again", _last_line(error))
@@ -121,7 +122,7 @@ def _start(host: str, plan: IngressPlan, timeout_s: float, end: float) -> None:
         )
     except TimeoutError as error:  # after 60 s, which Serve does not let users change
         logger.warning("Ray Serve is slow to start (%s); the machine is busy, still waiting", error)
-        proxies = ray.get(_controller().get_proxies.remote(), timeout=max(end - time.monotonic(), 0))
+        proxies = ray.get(controller().get_proxies.remote(), timeout=max(end - time.monotonic(), 0))
         ready = [proxy.ready.remote() for proxy in proxies.values()]
         ray.get(ready, timeout=max(end - time.monotonic(), 0))
 
@@ -148,12 +149,17 @@ def is_raylights() -> bool:
     return internal_kv._internal_kv_get(STARTED_KEY) == _controller_id()
 
 
-def _controller() -> Any:
+def controller() -> Any:
+    """Return the handle of Serve's controller.
+
+    Raises:
+        ValueError: Serve does not run.
+    """
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
 
 
 def _controller_id() -> bytes:
-    return _controller()._actor_id.binary()
+    return controller()._actor_id.binary()
 
 
 def _last_line(error: Exception) -> str:
