@@ -138,8 +138,13 @@ def _describe(process: psutil.Process) -> str:
     """Name a process by its kind, and list the ports that it listens on; "" if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         line = " ".join(process.cmdline()) + " "
-        kind = next((name for name, part in TARGETS.items() if part in line), line.strip()[:60])
+        kind = next((name for name, part in TARGETS.items() if part in line), "") or _script(process)
         ports = sorted({c.laddr.port for c in process.net_connections("tcp") if c.status == "LISTEN"})
         state = " frozen" if process.status() == psutil.STATUS_STOPPED else ""
         return kind + state + (f" on {', '.join(map(str, ports))}" if ports else "")
     return ""
+
+
+def _script(process: psutil.Process) -> str:
+    """Return a short form of a command line, such as `python monitor.py`."""
+    return " ".join(Path(word).name for word in process.cmdline() if not word.startswith("-"))[:60].strip()

@@ -128,7 +128,7 @@ def test_a_slow_serve_is_waited_for_until_the_deadline(
             raise TimeoutError
         return reference
 
-    monkeypatch.setattr(ingress, "_controller", lambda: proxies)
+    monkeypatch.setattr(ingress, "controller", lambda: proxies)
     monkeypatch.setattr(ingress.ray, "get", get)
     caplog.set_level(logging.WARNING)
     if late:
