@@ -250,7 +250,7 @@ class OrderSequence:
         if pending.order.kind == "probe":  # a late result would have no reader
             self._current.pop("probe", None)
         self._pending = None
-        self._notify()
+        self._update_completed()
 
     # restarts
 
@@ -350,7 +350,8 @@ class OrderSequence:
             if not self._quorum.all_executed(order.number):
                 continue
             if order.kind in TRANSIENT:
-                del self._current[subject]
+                if not (self._pending and self._pending.order is order):  # a joining replica still gets it
+                    del self._current[subject]
             else:
                 self._completed[subject] = order
         self._notify()

@@ -20,6 +20,7 @@ from raylight.engines.grammar import Grammars
 from raylight.engines.protocol import LoraAdapter, UpdateMode
 from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
+from raylight.engines.vllm.core_watch import CoreWatch
 from raylight.engines.vllm.fields import RejectUnknownFields
 from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.engines.vllm.weights import ExpectedWeights, shared_file
@@ -58,6 +59,7 @@ class VllmEngine:
         self._adapters = VllmAdapters(client, self._capture)
         self._expected: ExpectedWeights | None = None
         self._update_lock = asyncio.Lock()
+        self._core_watch = CoreWatch(client.engine_core.is_sleeping_async)
         self._asleep = self._closed = False
         self._failure: str | None = None
 
@@ -180,10 +182,15 @@ class VllmEngine:
         if self._failure:
             raise WeightSyncError(self._failure)
         await self._client.check_health()
+        if self._update_lock.locked():  # loading may take long, and has a deadline of its own
+            self._core_watch.reset()
+        else:
+            self._core_watch.check()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._core_watch.reset()
             for state in self._client.output_processor.request_states.values():
                 state.queue.put(GracefulHTTPError(CLOSED, UNAVAILABLE))
             self._client.shutdown(SHUTDOWN_TIMEOUT_S)
