@@ -198,3 +198,35 @@ async def test_a_runner_that_cannot_record_refuses_constrained_answers(
     assert answer.status_code == 400
     assert "speculative decoding" in answer.text
     await ask(bench, max_tokens=4)
+
+
+async def test_allowed_tokens_stay_with_their_request_when_rows_move() -> None:
+    from raylight.engines.vllm.constraints import repair_allowed_tokens
+
+    class Batch:
+        """As vLLM's: a row keeps its old mask, and an assignment of two views gives both rows one mask."""
+
+        def __init__(self) -> None:
+            self.allowed_token_ids_mask_cpu_tensor: torch.Tensor | None = torch.eye(3, dtype=torch.bool)
+
+        def add_request(self, request: Any) -> int:
+            return 1
+
+        def swap_states(self, i1: int, i2: int) -> None:
+            mask = self.allowed_token_ids_mask_cpu_tensor
+            if mask is not None:
+                mask[i1], mask[i2] = mask[i2], mask[i1]
+
+    for _ in range(2):
+        repair_allowed_tokens(Batch)
+    batch, eye = Batch(), torch.eye(3, dtype=torch.bool)
+    mask = batch.allowed_token_ids_mask_cpu_tensor
+    assert mask is not None
+    batch.swap_states(0, 2)
+    assert mask.tolist() == eye.flip(0).tolist()
+    batch.add_request(SimpleNamespace(sampling_params=SimpleNamespace(allowed_token_ids=[1])))
+    assert mask[1].tolist() == eye[1].tolist()
+    batch.add_request(SimpleNamespace(sampling_params=SimpleNamespace(allowed_token_ids=None)))
+    assert not mask[1].any()
+    batch.allowed_token_ids_mask_cpu_tensor = None
+    batch.swap_states(0, 1)

@@ -163,3 +163,32 @@ class ConstraintRecorder:
             return 1.0
         chosen = temperature[rows]
         return torch.where(chosen < GREEDY_BELOW, 1.0, chosen)[:, None]
+
+
+def repair_allowed_tokens(batch: type[Any]) -> None:
+    """Make a class of vLLM's batches keep the allowed tokens of each request apart.
+
+    vLLM leaves those of a request in a row that it has moved, so that the row's next request is restricted to
+    them, and it swaps two rows as views of one tensor, so that both get those of one. The record of the other
+    request does not show it.
+    """
+    if getattr(batch, "raylight_repaired", False):
+        return
+    add, swap = batch.add_request, batch.swap_states
+
+    def add_request(self: Any, request: Any) -> int:
+        row: int = add(self, request)
+        mask, params = self.allowed_token_ids_mask_cpu_tensor, request.sampling_params
+        if mask is not None and not (params and params.allowed_token_ids):
+            mask[row] = False
+        return row
+
+    def swap_states(self: Any, i1: int, i2: int) -> None:
+        mask = self.allowed_token_ids_mask_cpu_tensor
+        swapped = None if mask is None else mask[[i2, i1]].clone()
+        swap(self, i1, i2)
+        if swapped is not None:
+            mask[[i1, i2]] = swapped
+
+    batch.add_request, batch.swap_states = add_request, swap_states  # type: ignore[attr-defined]
+    batch.raylight_repaired = True  # type: ignore[attr-defined]

@@ -31,9 +31,10 @@ class WorkerExtension:
 
         Returns the reason if this is not possible, else None.
         """
-        from raylight.engines.vllm.constraints import ConstraintRecorder
+        from raylight.engines.vllm.constraints import ConstraintRecorder, repair_allowed_tokens
 
         problem = ConstraintRecorder.problem(self.model_runner)
         if problem is None:
+            repair_allowed_tokens(type(self.model_runner.input_batch))
             ConstraintRecorder(self.model_runner)
         return problem

@@ -45,7 +45,7 @@ PROMPT_FIELDS = (
     "truncate_prompt_tokens",
 )
 """Request fields that make a prompt differ from the rendered messages; such requests are not spliced."""
-CAPACITY = 128 * 2**20
+CAPACITY = 64 * 2**20
 """Memory of the conversations of all attempts on a replica, in bytes."""
 MAX_ROOTS = 8
 """Number of settings, the latest ones, whose conversations a request with other settings is compared with."""

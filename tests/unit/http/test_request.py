@@ -53,6 +53,52 @@ async def test_a_body_that_is_no_sound_json_object_is_a_bad_request(path: str, c
     assert site.inner.seen == []
 
 
+@pytest.mark.parametrize(
+    ("content", "message", "param"),
+    [
+        (b'{"t": NaN}', "t: it must be a finite number of at most 64 bits, not nan", "t"),
+        (
+            b'{"temperature": 1e400}',
+            "temperature: it must be a finite number of at most 64 bits, not inf",
+            None,
+        ),
+        (
+            b'{"a": [1, {"b": -Infinity}]}',
+            "a[1].b: it must be a finite number of at most 64 bits, not -inf",
+            None,
+        ),
+        (
+            b'{"top_k": 18446744073709551616}',
+            "top_k: it must be a finite number of at most 64 bits, not 184",
+            None,
+        ),
+    ],
+)
+async def test_a_number_that_no_engine_takes_is_named(
+    content: bytes, message: str, param: str | None
+) -> None:
+    error = (await Site().post(content=content)).json()["error"]
+    assert error["message"].startswith(message)
+    assert param is None or error["param"] == param
+
+
+async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "READ_TIMEOUT_S", 0.01)
+    site, sent = Site(), []
+    pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive() -> Any:
+        return pieces.pop() if pieces else await asyncio.Event().wait()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async with within():
+        await site.app(asgi_scope(CHAT), receive, send)
+    assert sent[0]["status"] == 408
+    assert b"did not arrive within" in sent[1]["body"]
+
+
 GOOD = [
     b"{}",
     b' {"a": "\\ud83d\\ude00"} ',
