@@ -190,5 +190,5 @@ def repair_allowed_tokens(batch: type[Any]) -> None:
         if swapped is not None:
             mask[[i1, i2]] = swapped
 
-    batch.add_request, batch.swap_states = add_request, swap_states  # type: ignore[attr-defined]
-    batch.raylight_repaired = True  # type: ignore[attr-defined]
+    batch.add_request, batch.swap_states = add_request, swap_states
+    batch.raylight_repaired = True
