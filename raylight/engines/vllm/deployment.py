@@ -38,6 +38,7 @@ def llm_config(
     from ray.serve.llm import LLMConfig
 
     workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+    env = (_loopback(args) if gpus == 0 or workers == 1 else {}) | dict(env or {})
     # The replica's actor requests nothing: it runs in the bundle of its first worker.
     bundles: list[dict[str, float]] = (
         [{"CPU": num_cpus}] if gpus == 0 else [{"GPU": gpus} for _ in range(workers)]
@@ -48,13 +49,20 @@ def llm_config(
         "accelerator_config": {"kind": "cpu"} if gpus == 0 else None,
         "placement_group_config": {"bundles": bundles},
         "engine_kwargs": dict(args),
-        "runtime_env": {
-            "env_vars": environment(path, threads, gpus, args.get("enforce_eager", False)) | dict(env or {})
-        },
+        "runtime_env": {"env_vars": environment(path, threads, gpus, args.get("enforce_eager", False)) | env},
         "deployment_config": {"ray_actor_options": {"num_cpus": 0}, **(options or {})},
         "server_cls": server,
     }
     return LLMConfig(**settings)
+
+
+def _loopback(args: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment with which the processes of a replica on one node listen on loopback: torch's store
+    has no key. Connectors of key-value caches announce the address to other nodes, so they need the node's own.
+    """
+    if "kv_transfer_config" in args or "VLLM_HOST_IP" in os.environ:
+        return {}
+    return {"VLLM_HOST_IP": "127.0.0.1"}
 
 
 def environment(path: str, threads: int, gpus: float, eager: bool) -> dict[str, str]:
