@@ -1,4 +1,4 @@
-"""Every listening socket of a local run with vLLM is known: one worker process, and two with tensor parallelism."""
+"""Every listening socket of a local run with vLLM is known, with one worker and with two."""
 
 from pathlib import Path
 

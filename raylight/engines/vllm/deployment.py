@@ -57,8 +57,9 @@ def llm_config(
 
 
 def _loopback(args: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment with which the processes of a replica on one node listen on loopback: torch's store
-    has no key. Connectors of key-value caches announce the address to other nodes, so they need the node's own.
+    """Return the environment with which a replica on one node listens on loopback: torch's store has no key.
+
+    Connectors of key-value caches announce the address to other nodes, so they need the node's own.
     """
     if "kv_transfer_config" in args or "VLLM_HOST_IP" in os.environ:
         return {}

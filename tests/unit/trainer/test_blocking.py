@@ -12,7 +12,8 @@ import traceback
 
 import pytest
 
-from raylight.trainer.blocking import run_blocking
+from raylight.trainer import blocking
+from raylight.trainer.blocking import ignored_interrupts, run_blocking, single_interrupt
 
 
 async def answer(value: int) -> int:
@@ -82,6 +83,59 @@ def test_a_signal_cancels_the_work_and_waits_for_its_clean_up(
     assert happened == ["cleaned up"]
     if expected is SystemExit:
         assert caught.value.code == 128 + signal.SIGTERM
+
+
+def test_further_signals_do_not_end_the_clean_up() -> None:
+    cleaned, here = [], threading.get_ident()
+
+    def repeat() -> None:
+        signal_the_waiting_thread(signal.SIGINT, here)
+        cleaning.wait(10)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        repeated.set()
+
+    cleaning, repeated = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        threading.Thread(target=repeat).start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            cleaned.append(await asyncio.to_thread(repeated.wait, 10))
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_blocking(endless())
+    assert cleaned == [True]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_clean_up_that_hangs_is_left_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "CLEAN_UP_TIMEOUT_S", 0.05)
+    here, end = threading.get_ident(), threading.Event()
+
+    async def endless() -> None:
+        threading.Thread(target=signal_the_waiting_thread, args=(signal.SIGINT, here)).start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.to_thread(end.wait, 60)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_blocking(endless())
+    end.set()
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with single_interrupt(), ignored_interrupts("stopping"):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_handler_of_sigterm_is_as_it_was() -> None:
