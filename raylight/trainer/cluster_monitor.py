@@ -161,6 +161,7 @@ class ClusterMonitor:
         return bool(select.select([self._stopping], [], [], timeout)[0])
 
     def _report(self, process: RayProcess, error: OSError) -> None:
+        ray_worker._worker_logs_enabled = False  # Ray would print the last lines of the raylet's log
         with self._lock:
             if self.error is not None:
                 return
@@ -169,7 +170,6 @@ class ClusterMonitor:
                 f"ended ({_exit_of(process.name) or error}), and the run's actors with it"
             )
             listeners = list(self._listeners)
-        ray_worker._worker_logs_enabled = False  # Ray prints the last lines of the raylet's log
         for listener in listeners:
             listener()
 
