@@ -49,7 +49,9 @@ def disk_errors(path: str | Path, remedy: str = RESUME) -> Iterator[None]:
 def disk_error(path: str | Path, cause: object, remedy: str = RESUME) -> DiskError:
     """Return the error for a path that cannot be written."""
     reason = getattr(cause, "strerror", None) or " ".join(str(cause).split())
-    return DiskError(f"{path} cannot be written: {reason} ({describe_space(path)}). {remedy}")
+    return DiskError(
+        f"{path} cannot be written: {reason} (without unfinished files, {describe_space(path)}). {remedy}"
+    )
 
 
 def find_disk_error(error: BaseException, folder: str | Path) -> BaseException | None:
