@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import io
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from mutations import FuzzCase
 
 ANSWER_S = 60.0
 """Longest wait for an answer; a request that is answered takes well under a second."""
+LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 HALF_SENT_S = 0.05
 """Time after which a client that has sent half a request disconnects."""
 
@@ -89,11 +91,18 @@ def _pieces(prefix: str, key: str, case: FuzzCase, host: str) -> list[bytes]:
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    """Read until the server closes the connection. A reset after the answer leaves what has arrived."""
+    """Read an answer: up to its length, or until the server closes the connection.
+
+    A mutated header may keep the connection open. A reset after the answer leaves what has arrived.
+    """
     received = bytearray()
     with contextlib.suppress(ConnectionError):
         while piece := await reader.read(2**16):
             received += piece
+            head, end, body = received.partition(b"\r\n\r\n")
+            length = LENGTH.search(head) if end else None
+            if length is not None and len(body) >= int(length[1]):
+                break
     return bytes(received)
 
 
