@@ -127,6 +127,16 @@ def test_a_rollout_is_told_in_its_order() -> None:
     ]
 
 
+def test_dropped_spans_and_lost_rewards_are_told() -> None:
+    finished = two_calls()
+    assert finished.rollout.attempt is not None
+    finished.rollout.attempt.metadata = {"spans_dropped": 900, "rewards_lost": 1}
+    text = rl.transcript(finished)
+    assert "\nspans dropped: 900\n" in text
+    assert "\nrewards lost: 1\n" in text
+    assert transcript_json(finished)["losses"] == {"spans_dropped": 900, "rewards_lost": 1}
+
+
 def test_json_has_the_calls_with_their_lineage() -> None:
     made = transcript_json(two_calls())
     assert json.loads(json.dumps(made)) == made
