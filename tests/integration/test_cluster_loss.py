@@ -52,8 +52,9 @@ def assert_error(process: subprocess.Popen[str], name: str) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_processes_left")
-@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_local_cluster(name: str) -> None:
     with driver("local") as process:
         kill(psutil.Process(process.pid).children(recursive=True), name)
