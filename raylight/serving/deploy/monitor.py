@@ -63,7 +63,8 @@ class IngressProbe:
         except httpx2.TimeoutException:
             return await self._explain_delay(sent)
         except httpx2.HTTPError as error:
-            return Probe(sent, "refused", f"{self._url} cannot be reached: {error or type(error).__name__}")
+            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+            return Probe(sent, "refused", f"{self._url} cannot be reached ({cause})")
         finally:
             await cancel_all([request])
         if REPLICA_HEADER in response.headers:
