@@ -6,6 +6,7 @@ xgrammar is imported with the first constrained request, not before.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
 import json
 import logging
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 
 from raylight.engines.schema_bounds import find_schema_problem
 from raylight.engines.white_space import MAX_WHITE_SPACE, limit_white_space
@@ -26,11 +28,17 @@ MISSING = (
 )
 NOT_IN_REASON = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: (?:Check failed: .*? is false: )?")
 """Time and source line at the start of xgrammar's messages."""
-COMPILING = 2
+COMPILING = 4
 """Grammars compiled concurrently. They have threads of their own, so that other work never waits for them."""
+REFUSED = 1_024
+"""Schemas that did not compile and are remembered."""
 MAX_COMPILED_BYTES = 64 * 2**20
 """Memory of the compiled grammars that are kept for later requests."""
 logger = logging.getLogger(__name__)
+
+
+class UselessSchema(Exception):
+    """A schema that cannot be compiled, or that no value fits."""
 
 
 class Grammars:
@@ -45,6 +53,8 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._compiler: Any = None
         self._threads = ThreadPoolExecutor(COMPILING, "grammar")
+        self._problems: LRUCache[bytes, str] = LRUCache(REFUSED)
+        """What is wrong with schemas that did not compile, which may take as long as one that does."""
         self._warned = False
 
     @property
@@ -99,10 +109,17 @@ class Grammars:
             raise RequestError(MISSING)
         if problem := find_schema_problem(schema, len(text)):
             raise RequestError(f"{field}: the schema is too large to constrain an answer: {problem}")
+        key = hashlib.blake2b(f"{method}{text}".encode("utf-8", "replace"), digest_size=16).digest()
+        if key in self._problems:
+            raise RequestError(f"{field}: {self._problems[key]}")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._compile_now, method, text, field, options)
+        try:
+            return await loop.run_in_executor(self._threads, self._compile_now, method, text, options)
+        except UselessSchema as error:
+            self._problems[key] = str(error)
+            raise RequestError(f"{field}: {error}") from error
 
-    def _compile_now(self, method: str, text: str, field: str, options: dict[str, Any]) -> Any:
+    def _compile_now(self, method: str, text: str, options: dict[str, Any]) -> Any:
         try:
             compiler = self._get_compiler()
         except Exception as error:  # a broken installation: a missing library, another version's symbols
@@ -113,11 +130,11 @@ class Grammars:
             if not _works(compiler):
                 raise _broken("failed", error) from error
             reason = NOT_IN_REASON.sub("", str(error)).strip()
-            raise RequestError(f"{field}: the schema cannot be compiled: {reason:.500}") from error
+            raise UselessSchema(f"the schema cannot be compiled: {reason:.500}") from error
         except Exception as error:
             raise _broken("failed", error) from error
         if not self._begins(grammar):
-            raise RequestError(f"{field}: no value fits the schema; a $ref may lead back to itself")
+            raise UselessSchema("no value fits the schema; a $ref may lead back to itself")
         return grammar
 
     def _begins(self, grammar: Any) -> bool:

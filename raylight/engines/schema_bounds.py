@@ -19,6 +19,8 @@ MAX_COUNTED_PROPERTIES = 100
 """Most properties of an object that limits their number."""
 MAX_PATTERN = 1_000
 """Longest regular expression."""
+MAX_COUNT = 1_000
+"""Largest count in a regular expression: xgrammar's time grows with its square."""
 MAX_REPETITIONS = 100_000
 """Largest product of the counts in a regular expression, because repetitions may be nested."""
 
@@ -72,8 +74,9 @@ def find_pattern_problem(pattern: str) -> str | None:
         return f"{len(pattern)} characters; at most {MAX_PATTERN} are allowed"
     product = 1
     for low, high in _COUNT.findall(pattern):
-        if len(low) > 9 or len(high) > 9:
-            return "a count has more than 9 digits"
+        counts = [count.lstrip("0") for count in (low, high)]
+        if any(len(count) > 4 or int(count or 0) > MAX_COUNT for count in counts):
+            return f"the count {max(counts, key=len):.20} is above {MAX_COUNT}"
         product *= max(int(high or low), 1)
     if product > MAX_REPETITIONS:
         return f"its counts multiply to {product}; at most {MAX_REPETITIONS} are allowed"

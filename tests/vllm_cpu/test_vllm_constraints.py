@@ -201,32 +201,42 @@ async def test_a_runner_that_cannot_record_refuses_constrained_answers(
 
 
 async def test_allowed_tokens_stay_with_their_request_when_rows_move() -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
     from raylight.engines.vllm.constraints import repair_allowed_tokens
 
-    class Batch:
-        """As vLLM's: a row keeps its old mask, and an assignment of two views gives both rows one mask."""
-
-        def __init__(self) -> None:
-            self.allowed_token_ids_mask_cpu_tensor: torch.Tensor | None = torch.eye(3, dtype=torch.bool)
-
-        def add_request(self, request: Any) -> int:
-            return 1
-
-        def swap_states(self, i1: int, i2: int) -> None:
-            mask = self.allowed_token_ids_mask_cpu_tensor
-            if mask is not None:
-                mask[i1], mask[i2] = mask[i2], mask[i1]
+    class RepairedBatch(InputBatch):
+        """A class of its own, so that vLLM's stays as it is."""
 
     for _ in range(2):
-        repair_allowed_tokens(Batch)
-    batch, eye = Batch(), torch.eye(3, dtype=torch.bool)
-    mask = batch.allowed_token_ids_mask_cpu_tensor
-    assert mask is not None
-    batch.swap_states(0, 2)
-    assert mask.tolist() == eye.flip(0).tolist()
-    batch.add_request(SimpleNamespace(sampling_params=SimpleNamespace(allowed_token_ids=[1])))
-    assert mask[1].tolist() == eye[1].tolist()
-    batch.add_request(SimpleNamespace(sampling_params=SimpleNamespace(allowed_token_ids=None)))
-    assert not mask[1].any()
-    batch.allowed_token_ids_mask_cpu_tensor = None
-    batch.swap_states(0, 1)
+        repair_allowed_tokens(RepairedBatch)
+    batch = RepairedBatch(
+        max_num_reqs=4,
+        max_model_len=16,
+        max_num_batched_tokens=16,
+        device=torch.device("cpu"),
+        vocab_size=8,
+        block_sizes=[16],
+        kernel_block_sizes=[16],
+        max_num_blocks_per_req=[1],
+    )
+
+    def add(name: str, allowed: list[int] | None = None) -> None:
+        params = SamplingParams(allowed_token_ids=allowed)
+        batch.add_request(CachedRequestState(name, [1, 2], [], params, None, ([0],), 0, []))
+
+    def allowed(name: str) -> list[int]:
+        mask = batch.allowed_token_ids_mask_cpu_tensor
+        assert mask is not None
+        return (~mask[batch.req_id_to_index[name]]).nonzero()[:, 0].tolist()
+
+    add("free")
+    add("two", [1, 2])
+    add("one", [3])
+    batch.swap_states(1, 2)
+    assert (allowed("free"), allowed("two"), allowed("one")) == ([*range(8)], [1, 2], [3])
+    batch.remove_request("free")
+    batch.condense()
+    add("next")
+    assert (allowed("next"), allowed("two"), allowed("one")) == ([*range(8)], [1, 2], [3])

@@ -71,3 +71,14 @@ async def test_a_schema_that_constrains_nothing_useful_is_refused(
     with pytest.raises(RequestError, match=message) as caught:
         await grammars.compile_schema(schema)
     assert caught.value.status == 400
+
+
+async def test_a_schema_that_does_not_compile_is_compiled_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time it is refused without a thread, so that it cannot delay other schemas."""
+    schema = {"type": "string", "pattern": "a{0,300}"}
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"tools: the schema cannot be compiled"):
+            await grammars.compile_schema(schema, "tools")
+        monkeypatch.setattr(grammars, "_threads", None)

@@ -63,4 +63,6 @@ def test_an_expensive_schema_is_named_with_its_place(schema: Any, problem: str) 
 
 def test_counts_of_any_length_are_read() -> None:
     assert find_pattern_problem("a{0,}b{3}c{,4}{x}") is None
-    assert find_pattern_problem("a{" + "9" * 900 + "}") == "a count has more than 9 digits"
+    assert find_pattern_problem("a{" + "9" * 900 + "}") == f"the count {'9' * 20} is above 1000"
+    assert find_pattern_problem("a{0,10000}") == "the count 10000 is above 1000"
+    assert find_pattern_problem("a{0001000}") is None
