@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 import ray._private.worker as ray_worker
 from ray.exceptions import AuthenticationError
@@ -27,7 +28,7 @@ from raylight.trainer.cluster_monitor import (
     is_cluster_lost,
     monitored_cluster,
 )
-from raylight.trainer.local_cluster import start_local_cluster
+from raylight.trainer.local_cluster import end_processes, start_local_cluster
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ def _disconnect() -> None:
         ray.shutdown()
         return
     node = ray_worker._global_node
+    orphans = _raylet_children(node) if node is not None else set()
     ending = threading.Thread(target=ray.shutdown, name="ray.shutdown", daemon=True)
     ending.start()
     ending.join(SHUTDOWN_TIMEOUT_S)
@@ -178,7 +180,20 @@ def _disconnect() -> None:
         )
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=False)
+    end_processes(orphans)
     ray_worker._worker_logs_enabled = True
+
+
+def _raylet_children(node: Any) -> set[psutil.Process]:
+    """Return the processes that the raylet of this process has started.
+
+    Without a GCS some of them end only after minutes: workers that were about to connect, and Ray's agents.
+    """
+    found: set[psutil.Process] = set()
+    for raylet in node.all_processes.get("raylet", ()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= set(psutil.Process(raylet.process.pid).children(recursive=True))
+    return found
 
 
 def _describe_connection(address: str | None, local: bool) -> Connection:

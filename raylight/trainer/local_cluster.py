@@ -49,7 +49,7 @@ def start_local_cluster(timeout_s: float, **options: Any) -> None:
         with _start_settings(timeout_s):
             ray.init(address="local", include_dashboard=True, **options)
     except BaseException as error:
-        _end_processes(_children() - before)
+        end_processes(_children() - before)
         ray.shutdown()
         if not isinstance(error, Exception):
             raise
@@ -83,8 +83,8 @@ def _children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
-def _end_processes(processes: set[psutil.Process]) -> None:
-    """Kill the processes of an unfinished start: Ray itself ends them only with this process."""
+def end_processes(processes: set[psutil.Process]) -> None:
+    """Kill processes of Ray that it does not end itself, or only with this process."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
