@@ -14,7 +14,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,9 +31,16 @@ INTERRUPT_AGAIN_S = 10.0
 is raised in a destructor."""
 
 
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(
+    work: Coroutine[Any, Any, T], watch: Callable[[Callable[[BaseException], None]], object] | None = None
+) -> T:
     """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up,
-    then raise."""
+    then raise.
+
+    Args:
+        watch: receives a function that raises an error here at once, from any thread, even if the event loop
+            is blocked.
+    """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = (
         concurrent.futures.Future()
@@ -46,9 +53,14 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         try:
             value = await work
         except BaseException as error:  # raised in the waiting thread
-            result.set_exception(error)
+            fail(error)
         else:  # not after `asyncio.run`, whose end waits for every blocked thread of the loop
-            result.set_result(value)
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                result.set_result(value)
+
+    def fail(error: BaseException) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended already
+            result.set_exception(error)
 
     def cancel() -> None:
         loop, task = started.result()
@@ -59,6 +71,8 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         thread = threading.Thread(target=lambda: asyncio.run(main()), name="raylight", daemon=True)
         try:
             thread.start()
+            if watch is not None:
+                watch(fail)
             value = result.result()
             thread.join(LOOP_CLOSE_TIMEOUT_S)
             return value

@@ -169,7 +169,7 @@ def _disconnect() -> None:
         ray.shutdown()
         return
     node = ray_worker._global_node
-    orphans = _raylet_children(node) if node is not None else set()
+    orphans: set[psutil.Process] = set() if node is None else _raylet_children(node)
     ending = threading.Thread(target=ray.shutdown, name="ray.shutdown", daemon=True)
     ending.start()
     ending.join(SHUTDOWN_TIMEOUT_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -24,6 +25,7 @@ import ray._private.worker as ray_worker
 
 from raylight.aio import cancel_all
 from raylight.errors import ClusterLostError
+from raylight.trainer.blocking import run_blocking
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -250,3 +252,32 @@ async def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> T:
     working.cancel()
     await asyncio.wait([working], timeout=CLEAN_UP_TIMEOUT_S)
     raise ClusterLostError(f"{monitor.error}. {remedy}")
+
+
+def run_until_lost(work: Coroutine[Any, Any, T], remedy: str) -> T:
+    """Run the work of a run from synchronous code, as `run_blocking` does, until the cluster is lost.
+
+    Args:
+        remedy: as for `until_lost`.
+
+    Raises:
+        ClusterLostError: the cluster is lost.
+    """
+    return run_blocking(until_lost(work, remedy), functools.partial(_fail_if_blocked, remedy))
+
+
+def _fail_if_blocked(remedy: str, fail: Callable[[BaseException], None]) -> None:
+    """After a loss, raise with `fail` if the work does not end: a call of Ray may block its event loop, and
+    ends the whole process after a minute."""
+    monitor = _current
+    if monitor is None:
+        return
+
+    def start_timer() -> None:
+        timer = threading.Timer(
+            CLEAN_UP_TIMEOUT_S + EXIT_TIMEOUT_S, lambda: fail(ClusterLostError(f"{monitor.error}. {remedy}"))
+        )
+        timer.daemon = True
+        timer.start()
+
+    monitor.on_loss(start_timer)

@@ -19,9 +19,8 @@ from raylight.errors import ConfigError
 from raylight.files import write_atomic
 from raylight.runner.pool import RunnerPayload
 from raylight.semconv import OUTPUT_MESSAGES
-from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
-from raylight.trainer.cluster_monitor import until_lost
+from raylight.trainer.cluster_monitor import run_until_lost
 from raylight.trainer.display import make_display, print_scores
 from raylight.trainer.eval_session import EvalPlan, EvalSession, EvalSettings, find_adapter
 from raylight.trainer.inputs import resolve_model
@@ -95,7 +94,7 @@ class EvalRun:
             progress.stage(f"run {self.plan.name}")
             connection.announce(display.note, display.stage)
             work = self._work(progress, connection.owns_cluster)
-            figures = run_blocking(until_lost(work, "Start the evaluation again"))
+            figures = run_until_lost(work, "Start the evaluation again")
         if show:
             print_scores(figures, str(self.folder))
         return figures

@@ -12,9 +12,8 @@ from raylight.engines.registry import choose_engine
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.ingress import LOOPBACK
 from raylight.serving.deploy.replica import ReplicaSettings
-from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
-from raylight.trainer.cluster_monitor import component_stack, until_lost
+from raylight.trainer.cluster_monitor import component_stack, run_until_lost
 from raylight.trainer.inputs import resolve_model
 from raylight.weight_sync.actor import RunningCoordinator
 
@@ -59,7 +58,7 @@ def serve_model(
     with ray_session(address, False, config.start_timeout_s) as connection:
         connection.announce(show, show)
         serving = _serve(path, name, config, api_key, seed, connection.owns_cluster, show)
-        run_blocking(until_lost(serving, "Start the command again"))
+        run_until_lost(serving, "Start the command again")
 
 
 def describe_model(path: str, config: EngineConfig) -> list[str]:

@@ -41,7 +41,7 @@ from raylight.trainer.arguments import (
 )
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
-from raylight.trainer.cluster_monitor import until_lost
+from raylight.trainer.cluster_monitor import run_until_lost, until_lost
 from raylight.trainer.display import make_display
 from raylight.trainer.eval_run import EvalRun
 from raylight.trainer.eval_session import EvalSettings
@@ -331,7 +331,7 @@ class Trainer:
     ) -> dict[str, Any]:
         try:
             with self._run(algorithm, agent, train_dataset, val_dataset, resume) as run:
-                return run.finish(run_blocking(until_lost(run.work(), run.remedy)))
+                return run.finish(run_until_lost(run.work(), run.remedy))
         except RaylightError as error:
             raise error.with_traceback(None) from None  # raylight's own frames would hide the message
 

@@ -19,6 +19,7 @@ from raylight.trainer.cluster_monitor import (
     is_cluster_lost,
     monitored_cluster,
     reconnect_timeout_s,
+    run_until_lost,
     until_lost,
 )
 
@@ -182,3 +183,23 @@ def test_the_time_to_reconnect_is_ray_s_setting(monkeypatch: pytest.MonkeyPatch)
     assert reconnect_timeout_s() == 60
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "7")
     assert reconnect_timeout_s() == 7
+
+
+def test_a_call_of_ray_that_blocks_the_event_loop_does_not_keep_a_lost_run(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_monitor, "CLEAN_UP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(cluster_monitor, "EXIT_TIMEOUT_S", 0.01)
+    blocked = threading.Event()
+
+    async def work() -> None:
+        listener.end()
+        blocked.wait(WAIT_S)
+
+    with monitored_cluster(watch(listener)):
+        assert listener.connected.wait(WAIT_S)
+        try:
+            with pytest.raises(ClusterLostError, match="has ended .* Start again"):
+                run_until_lost(work(), "Start again")
+        finally:
+            blocked.set()
