@@ -199,7 +199,7 @@ def test_a_call_of_ray_that_blocks_the_event_loop_does_not_keep_a_lost_run(
     with monitored_cluster(watch(listener)):
         assert listener.connected.wait(WAIT_S)
         try:
-            with pytest.raises(ClusterLostError, match="has ended .* Start again"):
+            with pytest.raises(ClusterLostError, match=r"has ended .* Start again"):
                 run_until_lost(work(), "Start again")
         finally:
             blocked.set()
