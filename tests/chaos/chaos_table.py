@@ -51,7 +51,7 @@ def cells(row: Row) -> list[str]:
     """Return a row of the table as text."""
     counts = count_findings(row.findings)
     fault = row.fault
-    what = f"{fault.target} {fault.description}".strip()
+    what = f"{'every ' if fault.every else ''}{fault.target} {fault.description}".strip()
     seconds = ["-" if s is None else f"{s:.1f} s" for s in (row.rollout_s, row.step_s)]
     outcome = ", then ".join(row.ends)
     return [
