@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -69,6 +70,7 @@ class VllmEngine:
         return self._capture.version
 
     async def app(self) -> ASGIApp:
+        await self._client.collective_rpc("raylight_end_with", args=(os.getpid(),))
         problems = await self._client.collective_rpc("raylight_record_constraints")
         self._capture.constraint_problem = next(filter(None, problems), None)
         app = await self._build_app()

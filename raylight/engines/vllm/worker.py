@@ -5,6 +5,12 @@ The module is imported by its dotted name in each worker, and so imports neither
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import select
+import signal
+import threading
 from typing import Any
 
 WORKER_EXTENSION = "raylight.engines.vllm.worker.WorkerExtension"
@@ -26,6 +32,20 @@ class WorkerExtension:
         self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
         return len(weights)
 
+    def raylight_end_with(self, pid: int) -> None:
+        """End this worker and its engine core with the replica's process, also if that is killed.
+
+        vLLM ends them only if the replica shuts down in order. Workers that are Ray actors end with their
+        placement group, and the core with them.
+
+        Args:
+            pid: the replica's process, on this machine.
+        """
+        core = multiprocessing.parent_process()
+        if core is not None:
+            replica = os.pidfd_open(pid)
+            threading.Thread(target=_end_with, args=(replica, pid, core.pid), daemon=True).start()
+
     def raylight_record_constraints(self) -> str | None:
         """Record the policy's log-probs of constrained requests from now on.
 
@@ -38,3 +58,19 @@ class WorkerExtension:
             repair_allowed_tokens(type(self.model_runner.input_batch))
             ConstraintRecorder(self.model_runner)
         return problem
+
+
+def _end_with(replica: int, replica_pid: int, core_pid: int) -> None:
+    """Wait for a replica's end, and kill its engine core and this process.
+
+    Args:
+        replica: file descriptor of the replica's process.
+        core_pid: the parent of this process: the core, or the replica if the worker is in the core.
+    """
+    waiting = select.poll()
+    waiting.register(replica, select.POLLIN)
+    waiting.poll()
+    if core_pid != replica_pid and os.getppid() == core_pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(core_pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

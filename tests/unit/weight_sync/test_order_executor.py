@@ -386,7 +386,7 @@ async def test_the_death_of_the_coordinator_is_a_typed_error(
         raise error
 
     with pytest.raises(expected):
-        await CoordinatorClient(Handle(ReplicaCoordinator(), fault)).publish(1, ["arrays"], 5.0)
+        await CoordinatorClient(Handle(ReplicaCoordinator(), fault)).publish(1, ["arrays"], 0.1)
 
 
 async def test_no_call_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
