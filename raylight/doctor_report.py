@@ -13,6 +13,7 @@ from rich.console import Console
 
 from raylight.config import EngineConfig
 from raylight.doctor import (
+    GIB,
     PORTS,
     Cluster,
     Machine,
@@ -59,7 +60,8 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     remedies = {name: remedy for report in used for name, remedy in report.remedies().items()}
     problems += [Problem(name, remedy, required=False) for name, remedy in remedies.items()]
     leftovers = find_leftovers()
-    if leftovers:
+    # every Ray session leaves its logs, which is worth a remark only if they are large
+    if any(one.kind != "session" for one in leftovers) or sum(one.size for one in leftovers) > GIB:
         problems.append(leftovers_problem(leftovers))
     if as_json:
         print_json(

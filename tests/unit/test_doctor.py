@@ -215,6 +215,13 @@ def test_what_ended_runs_left_is_a_remark(bare_machine, left, capsys):
     ]
 
 
+def test_the_logs_of_a_run_are_no_remark(bare_machine, left, capsys):
+    left.append(dataclasses.replace(SESSION, size=2**20))
+    with pytest.raises(SystemExit):
+        doctor_report.examine()
+    assert "ended runs left" not in capsys.readouterr().out
+
+
 def test_the_report_as_json(bare_machine, left, capsys):
     left.append(HAPROXY)
     with pytest.raises(SystemExit) as end:
