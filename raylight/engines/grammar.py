@@ -54,7 +54,7 @@ class Grammars:
         self._compiler: Any = None
         self._threads = ThreadPoolExecutor(COMPILING, "grammar")
         self._problems: LRUCache[bytes, str] = LRUCache(REFUSED)
-        """What is wrong with schemas that did not compile, which may take as long as one that does."""
+        """Faults of schemas that did not compile. Finding one may take as long as a compilation."""
         self._warned = False
 
     @property
