@@ -79,7 +79,7 @@ class Fault:
 
     @property
     def description(self) -> str:
-        """What happens, in words."""
+        """The action in words."""
         how = self.action
         if self.action == "freeze":
             how += f" for {self.seconds:g} s" if self.seconds else " for good"

@@ -35,7 +35,7 @@ TARGETS = {
 FOLDERS = ("/dev/shm", "/tmp", "/tmp/haproxy-serve")
 """Folders whose entries a run may leave behind."""
 KEPT = re.compile(r"/tmp/(ray|haproxy-serve|pymp-\w+|raylight-\w+-\d+\.lock)$")
-"""What stays: Ray's logs, the empty folders of Ray's dashboard, and raylight's locks, one for all runs of a
+"""Entries that stay: Ray's logs, the empty folders of Ray's dashboard, and raylight's locks, one for all runs of a
 user."""
 
 

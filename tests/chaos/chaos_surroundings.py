@@ -1,4 +1,4 @@
-"""What a run stands on, where the fault is not in a process: a small disk, and a cluster of two nodes."""
+"""Surroundings of a run for faults outside its processes: a small disk, and a cluster of two nodes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Row:
 
     @property
     def faults_found(self) -> list[str]:
-        """All that is not as it should be; an empty list if the run passed."""
+        """Everything that is not as it should be; an empty list if the run passed."""
         found = [f"{finding.kind}: {finding.text}" for finding in self.findings]
         found += [f"left behind: {item}" for item in self.left]
         expected = [end or self.ends[0] for end in self.expected_ends] if self.ends else []
