@@ -35,8 +35,8 @@ TARGETS = {
 FOLDERS = ("/dev/shm", "/tmp", "/tmp/haproxy-serve")
 """Folders whose entries a run may leave behind."""
 KEPT = re.compile(r"/tmp/(ray|haproxy-serve|pymp-\w+|raylight-\w+-\d+\.lock)$")
-"""Entries that stay: Ray's logs, the empty folders of Ray's dashboard, and raylight's locks, one for all runs of a
-user."""
+"""Entries that stay: Ray's logs, the empty folders of Ray's dashboard, and raylight's locks, one for all runs
+of a user."""
 
 
 class RunProcesses:
