@@ -86,6 +86,13 @@ def test_drivers_of_one_cluster_share_its_ingress(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_the_last_drivers_of_a_cluster_end_at_once(cluster: Cluster) -> None:
+    with drivers(cluster.address, "ab"):
+        pass
+    cluster.assert_clean()
+
+
+@pytest.mark.slow
 def test_a_driver_starts_while_the_last_one_ends(cluster: Cluster) -> None:
     with contextlib.ExitStack() as stack:
         last = Driver("a", cluster.address)

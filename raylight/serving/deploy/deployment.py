@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.deploy import ingress
@@ -96,10 +97,15 @@ class Deployment:
             self._stopped = True
             if ingress.serve_http_options() is None:
                 return
-        if self._settings.app_name in serve.status().applications:
-            serve.delete(self._settings.app_name)
-        if not ingress.is_unused():
-            return
+        try:
+            if self._settings.app_name in serve.status().applications:
+                serve.delete(self._settings.app_name)
+            if not ingress.is_unused():
+                return
+        except (ValueError, RayError, RayServeException):
+            if ingress.serve_http_options() is not None:
+                raise
+            return  # once the application was deleted, another driver found Serve unused and shut it down
         try:
             with self._machine() as machine:
                 ingress.stop_serve(machine)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.deploy import deployment as module
@@ -136,6 +137,35 @@ def test_the_last_run_shuts_serve_down(
     make()._stop()
     assert cluster.applications == others
     assert cluster.log == log
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), ValueError("no actor SERVE_CONTROLLER_ACTOR")])
+def test_another_driver_shuts_serve_down_first(
+    error: Exception, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve's client asks for the state of a deleted application until it is gone, once per second."""
+    cluster.address, cluster.applications = ("127.0.0.1", 8000), {"run"}
+
+    def delete(name: str) -> None:
+        cluster.applications, cluster.address = set(), None
+        raise error
+
+    monkeypatch.setattr(module.serve, "delete", delete)
+    make()._stop()
+    assert cluster.log == []
+
+
+def test_an_application_that_cannot_be_deleted_is_an_error(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.address, cluster.applications = ("127.0.0.1", 8000), {"run"}
+
+    def delete(name: str) -> None:
+        raise ActorDiedError
+
+    monkeypatch.setattr(module.serve, "delete", delete)
+    with pytest.raises(ActorDiedError):
+        make()._stop()
 
 
 def test_a_driver_that_hangs_keeps_no_other_from_ending(
