@@ -37,6 +37,8 @@ RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's setting of the time within which its processes reconnect to the GCS, in seconds."""
 RECONNECT_TIMEOUT_S = 60
 """Ray's default of that time."""
+NO_ANSWER_TIMEOUT_S = 60.0
+"""Longest time for which connections may fail on this side, for example for want of open files."""
 EXIT_TIMEOUT_S = 1.0
 CLEAN_UP_TIMEOUT_S = 5.0
 """Longest wait for the clean-up of a run whose cluster is lost: nothing of it can be reached."""
@@ -60,6 +62,13 @@ class RayProcess:
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.host, self.port), CONNECT_TIMEOUT_S)
+
+    def patience_after(self, error: OSError) -> float:
+        """Return the seconds for which connections may fail with this error. Only a refused or reset one
+        shows that no process listens."""
+        if isinstance(error, ConnectionError):
+            return self.patience_s
+        return max(self.patience_s, NO_ANSWER_TIMEOUT_S)
 
 
 def driver_processes(owns_cluster: bool) -> list[RayProcess]:
@@ -113,10 +122,10 @@ class ClusterMonitor:
     def check(self) -> None:
         """Connect to the processes that never come back, and report the first that is not there."""
         for process in self._processes:
-            if not process.patience_s:
-                try:
-                    process.connect().close()
-                except OSError as error:
+            try:
+                process.connect().close()
+            except OSError as error:
+                if not process.patience_after(error):
                     self._report(process, error)
 
     def on_loss(self, listener: Callable[[], object]) -> None:
@@ -133,15 +142,16 @@ class ClusterMonitor:
             try:
                 connection = process.connect()
             except OSError as error:
-                now = time.monotonic()
+                now, patience_s = time.monotonic(), process.patience_after(error)
                 if away_since is None:
                     away_since = now
-                    if process.patience_s:
+                    if patience_s:
+                        setting = f" ({RECONNECT_VARIABLE})" if patience_s == process.patience_s else ""
                         self._show(
                             f"Ray's {process.name} does not respond ({error}); waiting for it for "
-                            f"{process.patience_s:g} s ({RECONNECT_VARIABLE})"
+                            f"{patience_s:g} s{setting}"
                         )
-                if now - away_since >= process.patience_s:
+                if now - away_since >= patience_s:
                     self._report(process, error)
                     return
                 self._is_stopped(RECONNECT_INTERVAL_S)

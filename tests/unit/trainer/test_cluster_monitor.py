@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -138,6 +139,48 @@ def test_a_closed_connection_is_not_the_end_of_the_process(listener: Listener) -
             listener.drop_connections()
         assert listener.connected.wait(WAIT_S)
         assert not is_cluster_lost()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), TimeoutError("timed out")])
+def test_a_connection_that_fails_on_this_side_is_not_the_end_of_the_process(
+    error: OSError, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_monitor, "RECONNECT_INTERVAL_S", 0.01)
+    messages: list[str] = []
+    failed = threading.Event()
+
+    def fail(process: RayProcess) -> socket.socket:
+        failed.set()
+        raise error
+
+    monitor = watch(listener, messages=messages)
+    with monitored_cluster(monitor):
+        assert listener.connected.wait(WAIT_S)
+        listener.connected.clear()
+        with monkeypatch.context() as context:
+            context.setattr(RayProcess, "connect", fail)
+            monitor.check()
+            failed.clear()
+            listener.drop_connections()
+            assert failed.wait(WAIT_S)
+        assert listener.connected.wait(WAIT_S)
+        assert not is_cluster_lost()
+    assert f"does not respond ({error}); waiting for it for 60 s" in messages[0]
+
+
+def test_a_process_that_never_responds_is_lost(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_monitor, "RECONNECT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(cluster_monitor, "NO_ANSWER_TIMEOUT_S", 0.05)
+    lost = threading.Event()
+
+    def fail(process: RayProcess) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(RayProcess, "connect", fail)
+    monitor = watch(listener)
+    monitor.on_loss(lost.set)
+    with monitored_cluster(monitor):
+        assert lost.wait(WAIT_S)
 
 
 def test_a_gcs_that_comes_back_in_time_is_not_lost(
