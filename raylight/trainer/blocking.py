@@ -107,7 +107,8 @@ def single_interrupt() -> Iterator[None]:
         numbers.append(signal.SIGINT)
     with contextlib.ExitStack() as stack:
         for number in numbers:
-            if not isinstance(signal.getsignal(number), _InterruptHandler):
+            known = signal.getsignal(number)
+            if known is not None and not isinstance(known, _InterruptHandler):  # None: a handler in C
                 stack.callback(signal.signal, number, signal.signal(number, handler))
         yield
 

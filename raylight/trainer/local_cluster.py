@@ -15,6 +15,7 @@ import ray._private.ray_constants as ray_constants
 from ray._common.utils import get_default_ray_temp_dir
 
 from raylight.errors import ClusterStartError, summarize_ray_error
+from raylight.trainer.blocking import ignored_interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,9 @@ def start_local_cluster(timeout_s: float, **options: Any) -> None:
         with _start_settings(timeout_s):
             ray.init(address="local", include_dashboard=True, **options)
     except BaseException as error:
-        end_processes(_children() - before)
-        ray.shutdown()
+        with ignored_interrupts("Ray is being shut down"):
+            end_processes(_children() - before)
+            ray.shutdown()
         if not isinstance(error, Exception):
             raise
         raise ClusterStartError(_describe(error, time.monotonic() - began, timeout_s)) from None

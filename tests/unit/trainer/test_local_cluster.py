@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -91,3 +92,20 @@ def test_an_interrupt_of_the_start_stays_an_interrupt(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(KeyboardInterrupt):
         start_local_cluster(180.0)
+
+
+def test_a_second_interrupt_does_not_end_the_clean_up_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned = []
+
+    def init(**options: Any) -> None:
+        raise KeyboardInterrupt
+
+    def shutdown() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        cleaned.append("Ray")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", shutdown)
+    with pytest.raises(KeyboardInterrupt):
+        start_local_cluster(180.0)
+    assert cleaned == ["Ray"]
