@@ -109,13 +109,15 @@ class OrderExecutor:
 
     async def run(self) -> None:
         """Execute orders until `close`, or until the coordinator's actor is gone."""
+        step = self._poll
         try:
             while not self._closed:
                 try:
-                    await self._retry_while_unavailable(self._poll)
-                except NotSubscribedError:
+                    await self._retry_while_unavailable(step)
+                    step = self._poll
+                except NotSubscribedError:  # possibly once more while it subscribes again
                     logger.info("replica %s subscribes again", self._replica)
-                    await self._retry_while_unavailable(self._subscribe)
+                    step = self._subscribe
         except CoordinatorLostError:
             await self._on_coordinator_lost()
         except (

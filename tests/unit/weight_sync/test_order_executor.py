@@ -297,6 +297,21 @@ async def test_a_replica_that_is_not_known_any_more_subscribes_again_and_loads_n
         assert engine.told == [*told, ("wake",), ("weights", 3, "more", "keep")]
 
 
+async def test_a_replica_that_is_forgotten_again_while_it_subscribes_subscribes_once_more() -> None:
+    """The coordinator was restarted twice."""
+    coordinator = ReplicaCoordinator()
+    async with following(coordinator, "a") as (engine,):
+        await coordinator.publish(1, ["arrays"], 5.0)
+        await coordinator.leave("a")
+        engine.gate.clear()
+        publishing = asyncio.create_task(coordinator.publish(2, ["more"], 5.0))
+        await until(lambda: "a" in coordinator._quorum)
+        await coordinator.leave("a")
+        engine.gate.set()
+        assert await publishing == 1
+        assert [told[1] for told in engine.told] == [1, 2]
+
+
 async def test_a_replica_that_returns_undoes_what_was_ended_meanwhile() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a", "b") as (engine, _):
