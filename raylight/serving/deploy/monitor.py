@@ -13,7 +13,7 @@ import httpx2
 from raylight.aio import cancel_all
 from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
-from raylight.serving.deploy.health import Probe, ServingHealth
+from raylight.serving.deploy.health import Outage, Probe, ServingHealth
 from raylight.store.client import StoreClient
 
 PROBE_INTERVAL_S = 1.0
@@ -115,6 +115,8 @@ class ServingMonitor:
         self._show = show
         self._clock = clock
         self._health = ServingHealth(clock())
+        self._reported: Outage | None = None
+        """Outage whose end has not been reported to the store."""
         self._checking = asyncio.Lock()
 
     @property
@@ -168,10 +170,13 @@ class ServingMonitor:
         probe = await self._probe.send()
         self._health.observe(probe)
         outage = self._health.outage
-        if outage is not None:  # repeated, because a restarted store forgets it
-            await self._store.report_outage(self._name, outage.since, outage.reason)
-        elif before is not None:
+        reported = outage or self._reported
+        if reported is not None:  # repeated, because a restarted store forgets it
+            self._reported = reported
+            await self._store.report_outage(self._name, reported.since, reported.reason)
+        if outage is None and reported is not None:
             await self._store.report_outage(self._name, None)
+            self._reported = None
         if outage is not None and before is None:
             self._show(
                 f"serving is away since {_time_of_day(outage.since)}: {outage.reason}. Rollouts wait until "

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from store_helpers import Box, open_box
 
-from raylight.aio import BroadcastCondition
+from raylight.aio import BroadcastCondition, cancel_all
 from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
 from raylight.serving.deploy import monitor as monitor_module
@@ -209,6 +209,46 @@ async def test_a_restarted_store_learns_of_the_outage_again(world: World) -> Non
         world.box.service._outages._since.clear()
         await world.until(lambda: world.box.service._outages.is_away)
     assert len(world.shown) == 1
+
+
+async def test_a_store_that_restarts_before_the_end_of_an_outage_loses_what_ran_in_it(world: World) -> None:
+    box, monitor = world.box, world.monitor
+    world.probes.result = "refused"
+    confirming = asyncio.create_task(monitor.confirm())
+    await world.until(lambda: len(world.shown) == 1)
+    await cancel_all([confirming])
+    box.service._outages._since.clear()
+    rollout = await box.take()
+    await box.store.finish_attempt(rollout, "succeeded")
+    world.probes.result = "answered"
+    await asyncio.wait_for(monitor.confirm(), 10)
+    assert not box.service._outages.is_away
+    assert await box.status(rollout) == ("requeuing", "failed")
+
+
+async def test_the_end_of_an_outage_is_reported_though_a_confirmation_is_cancelled(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise no rollout would ever run again."""
+    box, monitor = world.box, world.monitor
+    report, ending = box.store.report_outage, asyncio.Event()
+
+    async def report_slowly(source: str, since: float | None, reason: str = "") -> int:
+        if since is None and not ending.is_set():
+            ending.set()
+            await asyncio.Event().wait()
+        return await report(source, since, reason)
+
+    monkeypatch.setattr(box.store, "report_outage", report_slowly)
+    world.probes.result = "refused"
+    confirming = asyncio.create_task(monitor.confirm())
+    await world.until(lambda: len(world.shown) == 1)
+    world.probes.result = "answered"
+    await asyncio.wait_for(ending.wait(), 10)
+    await cancel_all([confirming])
+    assert box.service._outages.is_away
+    await asyncio.wait_for(monitor.confirm(), 10)
+    assert not box.service._outages.is_away
 
 
 async def test_an_outage_without_end_ends_the_run(world: World) -> None:
