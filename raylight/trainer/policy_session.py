@@ -136,7 +136,7 @@ class PolicySession(ServedSession):
         if not last:
             return
         mode, step = last[0].rollout_id.removeprefix(f"{lineage}-").split("-")[:2]
-        if int(step) <= self.start.completed_step:
+        if 0 < int(step) <= self.start.completed_step:  # step 0 is reported again in any case
             return
         failed = await self.store.query_rollouts(
             rollout_id_contains=f"{lineage}-{mode}-{step}-", status_in=["failed"]
