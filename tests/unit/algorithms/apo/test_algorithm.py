@@ -65,6 +65,13 @@ async def test_a_prompt_is_rolled_out_with_all_resources() -> None:
     assert [len(finished) for finished in reported] == [2, 1]
 
 
+@pytest.fixture
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a lost rollout run again almost at once, so that its retries fit into an evaluation's timeout."""
+    monkeypatch.setattr("raylight.store.transitions.FIRST_BACKOFF_S", 0.01)
+
+
+@pytest.mark.usefixtures("short_backoff")
 async def test_rollouts_out_of_time_are_cancelled_and_lost_ones_left_out() -> None:
     store = StoreClient(StoreService())
     evaluate = evaluator(store, timeout=0.05)
@@ -84,6 +91,7 @@ async def test_rollouts_out_of_time_are_cancelled_and_lost_ones_left_out() -> No
     assert found.trials[1].error == "ValueError: no"
 
 
+@pytest.mark.usefixtures("short_backoff")
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
