@@ -48,6 +48,7 @@ def train(folder: Path, loggers: list[Any], resume: bool) -> dict[str, Any]:
         checkpoint={"every": 1, "keep": 1},
         loggers=["jsonl", *loggers],
         progress=False,
+        address="local",  # a cluster outside would not see the disk
     )
     return trainer.fit(adder, training_tasks()[:8], resume="auto" if resume else False)
 
