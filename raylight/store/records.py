@@ -43,13 +43,16 @@ class Room:
     spans: int
     rewards: int
 
-    def take(self, rewarded: bool) -> bool:
-        """Reserve the room of a span; return False if there is none."""
+    def fits(self, rewarded: bool) -> bool:
+        """Return True if there is room for a span."""
+        return (self.rewards if rewarded else self.spans) > 0
+
+    def take(self, rewarded: bool) -> None:
+        """Reduce the room by that of a stored span."""
         if rewarded:
             self.rewards -= 1
-            return self.rewards >= 0
-        self.spans -= 1
-        return self.spans >= 0
+        else:
+            self.spans -= 1
 
 
 class Records:
@@ -85,8 +88,10 @@ class Records:
             if (rollout_id, attempt_id) not in attempts:
                 attempt = attempts[rollout_id, attempt_id] = self._attempts.get(rollout_id, attempt_id)
                 next_ids[attempt_id] = attempt.next_sequence_id
-                rooms[attempt_id] = self._room(attempt, len(spans))
-            if bounded and not rooms[attempt_id].take(span[REWARD] is not None):
+                if bounded:
+                    rooms[attempt_id] = self._room(attempt, len(spans))
+            rewarded = span[REWARD] is not None
+            if bounded and not rooms[attempt_id].fits(rewarded):
                 dropped += 1
                 sequence_ids.append(None)
                 continue
@@ -97,6 +102,8 @@ class Records:
             if self._journal.execute(_ADD_SPAN, (rollout_id, attempt_id, sequence_id, *span[3:])).rowcount:
                 next_ids[attempt_id] = max(next_ids[attempt_id], sequence_id + 1)
                 sequence_ids.append(sequence_id)
+                if bounded:  # a duplicate takes no room
+                    rooms[attempt_id].take(rewarded)
                 self._journal.increment("spans_late", by=late)
             else:
                 sequence_ids.append(None)

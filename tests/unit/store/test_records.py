@@ -363,6 +363,20 @@ async def test_an_attempt_with_too_many_rewards_fails(box: Box, monkeypatch: pyt
     assert await box.count("spans_dropped") == 1
 
 
+async def test_spans_that_arrive_again_take_no_room(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylight.store.records.MAX_REWARD_SPANS", 3)
+    monkeypatch.setattr("raylight.store.records.MAX_SPANS", 3)
+    rollout = await box.take()
+    sent = [span_of(rollout), span_of(rollout), reward_of(rollout, 0.25), reward_of(rollout, 0.5)]
+    await box.store.add_many_spans(sent)
+    new = [span_of(rollout), reward_of(rollout, 0.75)]
+    assert len(await box.store.add_many_spans([*sent, *new])) == 2
+    assert (await box.store.finish_attempt(rollout, "succeeded")).status == "succeeded"
+    (found,) = await box.store.collect([rollout.rollout_id], with_spans=True)
+    assert (found.reward, len(found.spans)) == (0.75, 6)
+    assert (await box.count("spans_dropped"), await box.count("spans_duplicate")) == (0, 4)
+
+
 async def test_a_span_that_comes_before_the_end_is_not_late(box: Box) -> None:
     rollout = await box.take()
     spans = [span_of(rollout), reward_of(rollout, 1.0)]
