@@ -370,7 +370,7 @@ def doctor(
     from raylight import doctor_report
 
     if clean:
-        doctor_report.clean(as_json)
+        doctor_report.clean(as_json, {"--model": model, "--address": address})
     doctor_report.examine(model, address, as_json)
 
 

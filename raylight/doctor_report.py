@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +31,7 @@ from raylight.doctor import (
 )
 from raylight.engines.model_report import ModelReport, report_model
 from raylight.engines.registry import ENGINES, choose_engine
+from raylight.errors import ConfigError
 from raylight.serving.deploy.leftovers import Leftover, find_leftovers, remove
 from raylight.trainer.inputs import resolve_model
 
@@ -78,13 +79,22 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     sys.exit(int(any(problem.required for problem in problems)))
 
 
-def clean(as_json: bool = False) -> None:
+def clean(as_json: bool = False, unread: Mapping[str, str | None] | None = None) -> None:
     """Remove what ended runs left on this machine, list it, and exit with code 1 if something could not be
     removed, else 0.
 
     Args:
         as_json: print one JSON object.
+        unread: options that nothing reads here, each by its name; None if it was not given.
+
+    Raises:
+        ConfigError: one of these options was given.
     """
+    for name, value in (unread or {}).items():
+        if value is not None:
+            raise ConfigError(
+                f"nothing reads {name} with --clean, which cleans this machine only; leave it out"
+            )
     found = find_leftovers()
     done = [remove(leftover) for leftover in found]
     removed = [leftover for leftover, success in zip(found, done, strict=True) if success]

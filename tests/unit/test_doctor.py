@@ -12,11 +12,13 @@ import sys
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from raylight import __version__, doctor, doctor_report
+from raylight import __version__, cli, doctor, doctor_report
 from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages
 from raylight.doctor_report import render
 from raylight.engines.model_report import ModelReport
+from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 from raylight.serving.deploy.leftovers import Leftover
 
@@ -248,6 +250,14 @@ def test_clean_lists_what_it_removes(left, capsys):
     with pytest.raises(SystemExit):
         doctor_report.clean()
     assert capsys.readouterr().out == "ended runs left nothing on this machine\n"
+
+
+def test_clean_refuses_options_that_nothing_reads(left):
+    left.append(FOLDER)
+    result = CliRunner().invoke(cli.app, ["doctor", "--clean", "--address", "10.0.0.7:6379"])
+    assert isinstance(result.exception, ConfigError)
+    assert "nothing reads --address with --clean" in str(result.exception)
+    assert left == [FOLDER]
 
 
 def test_clean_names_what_it_could_not_remove(left, capsys):
