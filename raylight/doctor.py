@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from packaging.requirements import Requirement
 
 from raylight import __version__
-from raylight.trainer.cluster import is_reachable, running_cluster
+from raylight.trainer.cluster import running_cluster
+from raylight.trainer.local_cluster import is_reachable, loopback_address
 
 GIB = 2**30
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
@@ -151,7 +152,8 @@ def gather_cluster(address: str | None = None) -> Cluster | None:
     import ray
 
     try:
-        ray.init(address=wanted or None, log_to_driver=False, logging_level=logging.ERROR)
+        with loopback_address(wanted):
+            ray.init(address=wanted or None, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:  # other versions, no address, no token
         return Cluster(wanted or "this machine", error=end_of_message(error))
     try:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,11 +27,15 @@ from raylight.trainer.cluster_monitor import (
     is_cluster_lost,
     monitored_cluster,
 )
-from raylight.trainer.local_cluster import end_processes, start_local_cluster
+from raylight.trainer.local_cluster import (
+    end_processes,
+    is_reachable,
+    loopback_address,
+    start_local_cluster,
+)
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 2.0
 START_TIMEOUT_S = 180.0
 """Default of the seconds that each step of Ray's start may take: that of `start_timeout_s` elsewhere."""
 SHUTDOWN_TIMEOUT_S = 20.0
@@ -61,17 +64,6 @@ class Connection:
 
 
 OWN_CLUSTER_HINT = 'For a cluster of its own: Trainer(address="local"), or --address local'
-
-
-def is_reachable(address: str) -> bool:
-    """Return True if a process listens at `host:port`. Ray itself would retry for minutes."""
-    host, _, port = address.rpartition("://")[2].strip("/").rpartition(":")
-    with (
-        contextlib.suppress(OSError, ValueError),
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S),
-    ):
-        return True
-    return False
 
 
 def running_cluster() -> str | None:
@@ -149,7 +141,8 @@ def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -
 def _join(address: str | None, options: dict[str, Any]) -> None:
     where = address or "on this machine"
     try:
-        ray.init(address=address, **options)
+        with loopback_address(address):
+            ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, AuthenticationError) as error:
         raise ConfigError(
             f"the Ray cluster {where} cannot be joined: {error}. If it requires a token, set "

@@ -1,10 +1,11 @@
-"""Start of a local Ray cluster: reachable from this machine only, and patient on a busy machine."""
+"""A local Ray cluster: its start, patient on a busy machine, and connections to it from this machine only."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import psutil
 import ray
 import ray._private.ray_constants as ray_constants
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private.services import get_node_ip_address
 
 from raylight.errors import ClusterStartError, summarize_ray_error
 from raylight.trainer.blocking import ignored_interrupts
@@ -30,6 +32,8 @@ START_TIMES = {
 """Ray's settings `RAY_<name>` that limit a step of its start, with their unit as parts of a second. Their
 defaults, 10 to 60 s, are too short for a busy machine."""
 END_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 2.0
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def start_local_cluster(timeout_s: float, **options: Any) -> None:
@@ -60,13 +64,14 @@ def start_local_cluster(timeout_s: float, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _start_settings(timeout_s: float) -> Iterator[None]:
-    """Set the times and the interface of Ray's start. Ray's processes inherit the times."""
+    """Set the times and the interface of Ray's start. Ray's processes inherit both as variables."""
     constants: dict[str, Any] = {}
     if "RAY_DASHBOARD_STARTUP_TIMEOUT_S" not in os.environ:
         constants["RAY_DASHBOARD_STARTUP_TIMEOUT_S"] = timeout_s
     if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in os.environ:
         constants["ENABLE_RAY_CLUSTER"] = False
     variables = {f"RAY_{name}": str(round(timeout_s * unit)) for name, unit in START_TIMES.items()}
+    variables[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for jobs, and programs that an agent starts
     added = {name: value for name, value in variables.items() if name not in os.environ}
     previous = {name: getattr(ray_constants, name) for name in constants}
     os.environ.update(added)
@@ -79,6 +84,35 @@ def _start_settings(timeout_s: float) -> Iterator[None]:
             setattr(ray_constants, name, value)
         for name in added:
             os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def loopback_address(address: str | None) -> Iterator[None]:
+    """Let `ray.init` connect to a cluster that listens on loopback only.
+
+    Ray replaces loopback in an address by the address of this machine, where such a cluster does not listen.
+    """
+    host, _, port = (address or "").rpartition(":")
+    if host not in LOOPBACK or is_reachable(f"{get_node_ip_address()}:{port}"):
+        yield
+        return
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+
+
+def is_reachable(address: str) -> bool:
+    """Return True if a process listens at `host:port`. Ray itself would retry for minutes."""
+    host, _, port = address.rpartition("://")[2].strip("/").rpartition(":")
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S),
+    ):
+        return True
+    return False
 
 
 def _children() -> set[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ import ray._private.ray_constants as ray_constants
 
 from raylight.errors import ClusterStartError
 from raylight.trainer import local_cluster
-from raylight.trainer.local_cluster import START_TIMES, start_local_cluster
+from raylight.trainer.local_cluster import START_TIMES, loopback_address, start_local_cluster
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +45,35 @@ def test_each_step_has_the_time_that_is_set_and_everything_listens_on_loopback(
     assert (seen["dashboard"], seen["all interfaces"]) == (240.0, False)
     assert seen["environment"]["RAY_raylet_start_wait_time_s"] == "240"
     assert seen["environment"]["RAY_agent_register_timeout_ms"] == "7", "the user's value stays"
+    assert seen["environment"]["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "for the drivers of jobs"
     assert (dict(os.environ), vars(ray_constants)) == before
 
 
 def test_ray_still_has_the_constants_that_are_set() -> None:
     assert isinstance(ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S, (int, float))
     assert isinstance(ray_constants.ENABLE_RAY_CLUSTER, bool)
+
+
+@pytest.mark.parametrize(
+    ("interface", "named", "kept"),
+    [("127.0.0.1", "127.0.0.1", True), ("127.0.0.1", "localhost", True), ("0.0.0.0", "127.0.0.1", False)],
+)
+def test_loopback_stays_the_address_of_a_cluster_that_listens_nowhere_else(
+    interface: str, named: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_cluster, "get_node_ip_address", lambda: "127.0.0.2")
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    with socket.create_server((interface, 0)) as server:
+        with loopback_address(f"{named}:{server.getsockname()[1]}"):
+            assert ray_constants.ENABLE_RAY_CLUSTER is (before and not kept)
+        assert ray_constants.ENABLE_RAY_CLUSTER is before
+
+
+@pytest.mark.parametrize("address", [None, "auto", "10.0.0.7:6379"])
+def test_other_addresses_are_ray_s_matter(address: str | None) -> None:
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    with loopback_address(address):
+        assert ray_constants.ENABLE_RAY_CLUSTER is before
 
 
 @pytest.mark.parametrize(
