@@ -59,7 +59,6 @@ class ServingHealth:
         self._reachable_at = now
         self._refused = self._failed = 0
         """Probes in a row that were refused, and that failed."""
-        self._last_sent = now
         self._past_seconds = 0.0
         self.outage: Outage | None = None
         """The current outage."""
@@ -67,14 +66,11 @@ class ServingHealth:
         """Number of outages so far."""
 
     def observe(self, probe: Probe) -> None:
-        """Take the result of a probe into account; one that was sent before the last one is ignored."""
-        if probe.sent < self._last_sent:
-            return
-        self._last_sent = probe.sent
+        """Take the result of the next probe into account. The clock may have been set back since the last."""
         if probe.result == "answered" or (probe.result == "busy" and self.outage is None):
             self._reachable_at, self._refused, self._failed = probe.sent, 0, 0
             if self.outage is not None:
-                self._past_seconds += probe.sent - self.outage.since
+                self._past_seconds += max(probe.sent - self.outage.since, 0.0)
                 self.outage = None
             return
         self._failed += 1

@@ -1,4 +1,4 @@
-"""Availability of a served model from probes, some of them late, wrong, or out of order."""
+"""Availability of a served model from probes, some of them late or refused."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def test_only_an_answer_of_a_replica_ends_an_outage() -> None:
     assert health.seconds_away(20.0) == 11.0
 
 
-def test_a_probe_that_was_overtaken_is_ignored() -> None:
+def test_an_outage_ends_though_the_clock_was_set_back() -> None:
     health = health_after("answered", "refused", "refused")
-    health.observe(Probe(2.5, "answered"))
-    assert health.outage is not None
+    health.observe(Probe(-3600.0, "answered"))
+    assert health.outage is None
+    assert health.seconds_away(-3600.0) == 0
 
 
 @given(RESULTS)
