@@ -38,7 +38,7 @@ RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RECONNECT_TIMEOUT_S = 60
 """Ray's default of that time."""
 NO_ANSWER_TIMEOUT_S = 60.0
-"""Longest time for which connections may fail on this side, such as while the limit on open files is reached."""
+"""Longest time for which connections may fail on this side, as while the limit on open files is reached."""
 EXIT_TIMEOUT_S = 1.0
 CLEAN_UP_TIMEOUT_S = 5.0
 """Longest wait for the clean-up of a run whose cluster is lost: nothing of it can be reached."""
