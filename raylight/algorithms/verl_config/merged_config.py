@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from raylight.errors import ConfigError
 
 DEFAULTS_FILE = "trainer/config/_generated_ppo_trainer.yaml"
@@ -79,6 +81,8 @@ def _leaves(node: Mapping[Any, Any], prefix: str, opaque_keys: Collection[str]) 
         key = prefix + name
         if isinstance(value, Mapping) and key not in opaque_keys:
             yield from _leaves(value, key + ".", opaque_keys)
+        elif isinstance(value, np.generic):  # OmegaConf holds Python's own types only
+            yield key, value.item()
         elif value != "???":  # OmegaConf's mark of a missing value
             yield key, value
 

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -190,6 +191,12 @@ def test_dotted_keys_and_an_omegaconf_equal_nested_dicts() -> None:
     assert settings_of(OmegaConf.create(MATH)) == settings_of(MATH)
     other = OmegaConf.create(MATH | {"trainer": MATH["trainer"] | {"save_freq": "${trainer.test_freq}"}})
     assert settings_of(other) == settings_of(changed(MATH, {"trainer.save_freq": 32}))
+
+
+def test_numbers_of_numpy_equal_those_of_python() -> None:
+    other = {"data.train_batch_size": np.int64(8), f"{ROLLOUT}.temperature": np.float32(0.5)}
+    same = {"data.train_batch_size": 8, f"{ROLLOUT}.temperature": 0.5}
+    assert settings_of(changed(BASE, other)) == settings_of(changed(BASE, same))
 
 
 def test_a_complete_configuration_of_verl_is_accepted() -> None:
