@@ -11,6 +11,8 @@ def test_a_local_run_listens_where_it_is_documented_to(tmp_path: Path) -> None:
     sockets = sockets_of_run(tmp_path, {"replicas": 2, "num_cpus": 0.4})
     assert unknown(sockets, KNOWN) == []
     for kind in KNOWN:
+        if kind.protocol == "udp":  # opened with the first line of the log, by each process of HAProxy
+            continue
         matching = len(sockets) - len(unknown(sockets, [kind]))
         assert matching, f"no socket is described by {kind}"
 
