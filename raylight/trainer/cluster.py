@@ -102,7 +102,10 @@ def ray_session(
             read = address in (None, "auto", ray.get_runtime_context().gcs_address)
             unread = "" if read else f"address={address!r} is not read: call ray.shutdown() first to use it"
             connection = Connection(False, f"uses this process's connection to {_describe_cluster()}", unread)
-            with monitored_cluster(ClusterMonitor(driver_processes(owns_cluster=False))):
+            with (
+                _ray_logs_restored(),
+                monitored_cluster(ClusterMonitor(driver_processes(owns_cluster=False))),
+            ):
                 yield connection
             return
         try:
@@ -111,7 +114,8 @@ def ray_session(
                 yield connection
         finally:
             with ignored_interrupts("Ray is being shut down"):
-                _disconnect()
+                with _ray_logs_restored():
+                    _disconnect()
                 sweep()
 
 
@@ -156,6 +160,15 @@ def _join(address: str | None, options: dict[str, Any]) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def _ray_logs_restored() -> Iterator[None]:
+    """At the end, let Ray print logs again, which the loss of the cluster has ended."""
+    try:
+        yield
+    finally:
+        ray_worker._worker_logs_enabled = True
+
+
 def _disconnect() -> None:
     """Disconnect from Ray, and end a cluster that this process started."""
     if not is_cluster_lost():
@@ -174,7 +187,6 @@ def _disconnect() -> None:
         if node is not None:
             node.kill_all_processes(check_alive=False, allow_graceful=False)
     end_processes(orphans)
-    ray_worker._worker_logs_enabled = True
 
 
 def _raylet_children(node: Any) -> set[psutil.Process]:

@@ -134,6 +134,16 @@ def test_an_existing_connection_is_used_and_another_address_is_noted(
     assert joined == []
 
 
+def test_a_user_s_connection_prints_logs_again_after_a_loss(
+    joined: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster.ray_worker, "_worker_logs_enabled", True)
+    with ray_session(None, False):
+        cluster.ray_worker._worker_logs_enabled = False  # as at the loss of the cluster
+    assert cluster.ray_worker._worker_logs_enabled
+
+
 def test_an_unreachable_ray_address_is_named_with_the_way_out(
     dead_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
