@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from raylight.algorithms.verl_config.key_rules import UNSET, ConfigReader, Converter, UnsupportedValueError
+from raylight.bounds import MAX_SEED
 from raylight.experience.registry import ESTIMATORS
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
@@ -258,6 +259,13 @@ def vllm_args(args: dict[str, Any], read: ConfigReader) -> dict[str, Any]:
 def sleeps(value: bool, read: ConfigReader) -> bool:
     """Return True if engines free their memory while learners compute, which only vLLM can."""
     return bool(value) and read(f"{ROLLOUT}.name") == "vllm"
+
+
+def seed(value: int | None, read: ConfigReader) -> int | None:
+    """Return the seed of the run; None for raylight's default."""
+    if value is not None and (type(value) is not int or not 0 <= value <= MAX_SEED):
+        raise UnsupportedValueError(f"must be a whole number from 0 to {MAX_SEED}")
+    return value
 
 
 def sampling(value: float, read: ConfigReader) -> dict[str, Any]:

@@ -73,7 +73,7 @@ _DATA = (
         reads=(".max_response_length", f"{ROLLOUT}.max_model_len"),
     ),
     used_by("max_response_length", ".max_prompt_length"),
-    maps_to("seed", "run.seed", own_default=True),
+    maps_to("seed", "run.seed", c.seed, own_default=True),
     ignored("train_files", DATASETS),
     ignored("val_files", DATASETS),
     ignored("val_batch_size", "all validation tasks are rolled out together"),
@@ -227,7 +227,7 @@ _ROLLOUT = (
     maps_to("quantization", "engine.args", c.vllm_arg("quantization"), own_default=True),
     maps_to("engine_kwargs.vllm", "engine.args", c.vllm_args),
     maps_to("multi_turn.format", "engine.args", c.tool_parser, own_default=True),
-    maps_to("seed", "run.seed", own_default=True),
+    maps_to("seed", "run.seed", c.seed, own_default=True),
     ignored("multi_turn.enable", "the agent decides how many turns it takes"),
     ignored("val_kwargs.do_sample", "the agent decides how it samples"),
     ignored(
