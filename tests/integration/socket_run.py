@@ -73,7 +73,7 @@ def main(folder: str, engine: dict[str, Any]) -> None:
     trainer = rl.Trainer(
         algorithm=algorithm,
         n_learners=2,
-        n_runners=2,
+        n_runners=1,
         output_dir=folder,
         address="local",
         engine={"max_model_len": 64, **engine},

@@ -8,7 +8,7 @@ from listening_sockets import KNOWN, sockets_of_run, unknown
 
 @pytest.mark.usefixtures("no_processes_left")
 def test_a_local_run_listens_where_it_is_documented_to(tmp_path: Path) -> None:
-    sockets = sockets_of_run(tmp_path, {"replicas": 2, "num_cpus": 0.4})
+    sockets = sockets_of_run(tmp_path, {"num_cpus": 0.4})
     assert unknown(sockets, KNOWN) == []
     for kind in KNOWN:
         if kind.protocol == "udp":  # opened with the first line of the log, by each process of HAProxy
