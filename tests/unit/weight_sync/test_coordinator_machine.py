@@ -155,6 +155,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule()
     def all_do_what_stands(self) -> None:
         for name, replica in list(self.replicas.items()):
+            if name not in self.replicas:  # evicted: a replica before it executed the order that it failed
+                continue
             for order in replica.taken:
                 self.say(name, replica, order.number, result=replica.carry_out(order))
             if replica.catching_up:
