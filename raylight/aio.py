@@ -1,5 +1,5 @@
-"""Additions to asyncio: a task group that raises plain errors, the end of tasks, and a condition without a
-lock."""
+"""Additions to asyncio: a task group that raises plain errors, the end of tasks, a pause, and a condition
+without a lock."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def pause(seconds: float) -> None:
+    """Wait for a time, between two looks at something that sends no event, such as another process."""
+    await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=seconds)
 
 
 class BroadcastCondition:

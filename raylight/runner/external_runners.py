@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import Any, NamedTuple
 
 import ray
 
+from raylight.aio import pause
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError
 from raylight.runner.pool import RunnerPayload, RunnerPool
@@ -61,7 +61,7 @@ async def find_rendezvous(run: str, timeout: float) -> Any:
     Raises:
         ConfigError: no such run began within `timeout` seconds.
     """
-    clock, never = asyncio.get_running_loop().time, asyncio.Event()
+    clock = asyncio.get_running_loop().time
     deadline = clock() + timeout
     while True:
         try:
@@ -73,8 +73,7 @@ async def find_rendezvous(run: str, timeout: float) -> Any:
                     f"its algorithm with Trainer(role='algorithm', run_name={run!r}), or "
                     f"RAYLIGHT_ROLE=algorithm RAYLIGHT_RUN={run}"
                 ) from None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(never.wait(), LOOKUP_INTERVAL_S)
+        await pause(LOOKUP_INTERVAL_S)
 
 
 class JoinedPool(RunnerPool):
@@ -121,14 +120,11 @@ class ExternalRunners:
 
     async def watch(self) -> None:
         """Raise RunnerLostError when no runner has sent a heartbeat for `start_timeout_s`."""
-        clock, never = asyncio.get_running_loop().time, asyncio.Event()
+        clock = asyncio.get_running_loop().time
         limit = max(self._config.start_timeout_s, HEARTBEAT_TIMEOUT_S)
         last_beat, known = clock(), set[tuple[str, float | None]]()
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    never.wait(), min(self._config.stuck_after_s, self._config.start_timeout_s)
-                )
+            await pause(min(self._config.stuck_after_s, self._config.start_timeout_s))
             workers = await self._store.query_workers(status_in=["idle", "busy"])
             beats = {(worker.worker_id, worker.last_heartbeat_time) for worker in workers}
             if beats - known:  # a killed worker stays in the store, without further heartbeats

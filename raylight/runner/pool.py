@@ -6,7 +6,6 @@ A runner that dies or hangs is replaced, and its rollouts go back to the queue.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
+from raylight.aio import pause
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, DiskError, PlacementError, RunnerLostError, summarize_ray_error
 from raylight.runner.runner import Runner, RunnerExit
@@ -204,10 +204,8 @@ class RunnerPool:
     async def _probe_forever(self) -> None:
         """Kill runners whose event loop is blocked, by an asynchronous agent for example; `watch` replaces
         them."""
-        never = asyncio.Event()
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), min(PROBE_INTERVAL_S, self._config.stuck_after_s))
+            await pause(min(PROBE_INTERVAL_S, self._config.stuck_after_s))
             probes = {asyncio.ensure_future(actor.ready.remote()): actor for actor in self._actors.values()}
             if not probes:
                 continue

@@ -11,7 +11,6 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +22,7 @@ from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.agent.rollout_scope import TrainerView
+from raylight.aio import pause
 from raylight.errors import SpanError
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
@@ -237,10 +237,8 @@ class Runner:
 
     async def _repeat(self, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
         """Call a function at an interval, until cancelled."""
-        never = asyncio.Event()
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(never.wait(), seconds)
+            await pause(seconds)
             await action()
 
     async def _flush(self) -> None:

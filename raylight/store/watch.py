@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from raylight.aio import BroadcastCondition
+from raylight.aio import pause
 from raylight.errors import StoreLostError
 
 INTERVAL_S = 10.0
@@ -38,7 +38,6 @@ class StoreWatch:
     ) -> None:
         self._request, self._restart, self._report = request, restart, report
         self._patience_s, self._interval_s = patience_s, interval_s
-        self._never = BroadcastCondition()
         self.restarts = 0
         """Number of times that the store was restarted."""
 
@@ -49,7 +48,7 @@ class StoreWatch:
                 await self._await_response()
             except StoreLostError:
                 return
-            await self._never.wait_for(lambda: False, self._interval_s)
+            await pause(self._interval_s)
 
     async def _await_response(self) -> None:
         patience = self._patience_s

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from raylight.aio import BroadcastCondition
+from raylight.aio import pause
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator
@@ -62,7 +62,7 @@ async def call_until_answered(coordinator: Any, method: str, *args: Any, within:
             `within` seconds.
     """
     clock = asyncio.get_running_loop().time
-    deadline, restarting = clock() + within, BroadcastCondition()
+    deadline = clock() + within
     while True:
         try:
             remaining = max(deadline - clock(), 0.0)
@@ -70,7 +70,7 @@ async def call_until_answered(coordinator: Any, method: str, *args: Any, within:
         except CoordinatorUnavailableError:
             if clock() >= deadline:
                 raise
-            await restarting.wait_for(lambda: False, RETRY_DELAY_S)
+            await pause(RETRY_DELAY_S)
 
 
 class CoordinatorClient:

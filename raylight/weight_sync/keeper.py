@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from raylight.aio import BroadcastCondition
+from raylight.aio import pause
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError
 from raylight.weight_sync.client import RETRY_DELAY_S, call_coordinator
 from raylight.weight_sync.orders import Snapshot
@@ -47,7 +47,6 @@ class CoordinatorKeeper:
     ) -> None:
         self._coordinator, self._report, self._restart = coordinator, report, restart
         self._state = Snapshot()
-        self._never = BroadcastCondition()
         self._patience_s, self._misses, self._responded = PATIENCE_S, 0, 0.0
         self.restarts = 0
         """Number of times that the coordinator was restored."""
@@ -117,4 +116,4 @@ class CoordinatorKeeper:
             self._responded = asyncio.get_running_loop().time()
             self._restart(self._coordinator)
         else:
-            await self._never.wait_for(lambda: False, RETRY_DELAY_S)
+            await pause(RETRY_DELAY_S)

@@ -4,13 +4,12 @@ store."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 
 import httpx2
 
-from raylight.aio import cancel_all
+from raylight.aio import cancel_all, pause
 from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
 from raylight.serving.deploy.health import Outage, Probe, ServingHealth
@@ -187,10 +186,7 @@ class ServingMonitor:
         return probe.result
 
     async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(
-                asyncio.Event().wait(), RECHECK_S if self._health.is_in_doubt else PROBE_INTERVAL_S
-            )
+        await pause(RECHECK_S if self._health.is_in_doubt else PROBE_INTERVAL_S)
 
 
 def _time_of_day(seconds: float) -> str:
