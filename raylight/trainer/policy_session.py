@@ -41,6 +41,7 @@ from raylight.types import (
     RolloutMode,
     RolloutStatus,
 )
+from raylight.weight_sync.seeds import derive_seed
 
 
 class PolicySession(ServedSession):
@@ -89,7 +90,7 @@ class PolicySession(ServedSession):
         await self._start_coordinator()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
-        deployment = self._make_deployment()
+        deployment = self._make_deployment(await self._sampling_seed())
         pool = self._make_pool()
         self._show_stage("starting the engine, the learners and the runners")
         settings = PolicySettings(
@@ -109,6 +110,13 @@ class PolicySession(ServedSession):
             self._greedy_id = await self._add_greedy_resources()
         if not self.start.is_fresh:
             await self.learners.load_state(self.start.state_url, self.start.step, self.version)
+
+    async def _sampling_seed(self) -> int:
+        """Return the engines' seed. A resumed run must not repeat responses of groups that it completes."""
+        if not self._reopens_store:
+            return self.plan.seed
+        attempts = (await self.store.statistics())["total_attempts"]
+        return derive_seed(self.plan.seed, "attempts", attempts)
 
     async def _cancel_undecided(self) -> None:
         """Cancel rollouts that the resumed run left undecided.

@@ -64,7 +64,8 @@ class ServedSession(Session):
             "coordinator_restarts": keeper.restarts,
         }
 
-    def _make_deployment(self) -> Deployment:
+    def _make_deployment(self, seed: int | None = None) -> Deployment:
+        """Return the serving deployment, whose seed is the run's unless another is given."""
         plan = self.plan
         spec = ReplicaSettings(
             app_name=plan.name,
@@ -72,7 +73,7 @@ class ServedSession(Session):
             model=MODEL_NAME,
             config=plan.engine,
             secret=plan.payload.secret,
-            seed=plan.seed,
+            seed=plan.seed if seed is None else seed,
             store=self.store,
             coordinator=self._coordinator.handle,
         )

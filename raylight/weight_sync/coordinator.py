@@ -31,6 +31,7 @@ from raylight.engines.protocol import UpdateMode
 from raylight.errors import EngineStartError, WeightSyncError
 from raylight.weight_sync.order_sequence import OrderSequence
 from raylight.weight_sync.orders import Kind, Snapshot, Versions
+from raylight.weight_sync.seeds import SamplingStreams
 
 REMEMBERED_CALLS = 16
 """Calls of `issue` whose result is kept for a repetition."""
@@ -42,12 +43,17 @@ class ReplicaCoordinator(OrderSequence):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._start_failure: str | None = None
+        self._streams = SamplingStreams(restored=not self._restored)
         self._calls: collections.OrderedDict[str, asyncio.Task[Any]] = collections.OrderedDict()
 
     async def report_start_failure(self, reason: str) -> None:
         """Record that a replica failed before it could subscribe."""
         self._start_failure = reason
         self._notify()
+
+    async def sampling_stream(self, replica: str) -> str:
+        """Return the name of a starting replica's stream of random numbers, which no other replica has."""
+        return self._streams.name_for(replica)
 
     async def wait_for_subscribers(self, count: int) -> None:
         """Wait until `count` replicas have caught up.

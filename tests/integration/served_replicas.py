@@ -49,7 +49,7 @@ def ids(rollout: Rollout) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
+async def served(folder: Path, kind: str = "transformers", **config: Any) -> AsyncIterator[Served]:
     """Start a store, a coordinator and the engine's replicas, without runners and learners."""
     actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_seconds=600))
     store = StoreClient(actor)
@@ -58,7 +58,7 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[Served]:
             app_name=NAME,
             model_path=STARTER_MODEL,
             model="policy",
-            config=EngineConfig(kind="transformers", **config),
+            config=EngineConfig(kind=kind, **config),
             secret=SECRET,
             seed=0,
             store=store,

@@ -37,9 +37,12 @@ def connected(cluster: Cluster) -> Any:
 @pytest.mark.usefixtures("connected")
 async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), served(tmp_path, replicas=2, num_cpus=0.5) as model:
-        known: set[str] = set()
-        while len(known) < 2:  # the ingress learns of a replica shortly after it is ready
-            known |= {(await ask(model.client(rollout)))[0] for rollout in await model.rollouts(12)}
+        first_answers: dict[str, str] = {}
+        while len(first_answers) < 2:  # the ingress learns of a replica shortly after it is ready
+            for rollout in await model.rollouts(12):
+                replica, answer = await ask(model.client(rollout), temperature=2.0, max_tokens=16)
+                first_answers.setdefault(replica, answer.choices[0].message.content)
+        assert len(set(first_answers.values())) == 2, "the replicas draw the same random numbers"
         rollouts = await model.rollouts(12)
         homes = [(await ask(model.client(rollout)))[0] for rollout in rollouts]
         again = await asyncio.gather(*(ask(model.client(rollout)) for rollout in rollouts for _ in range(3)))

@@ -25,6 +25,7 @@ from raylight.store.client import StoreClient
 from raylight.types import Span
 from raylight.weight_sync.client import GRACE_S, call_until_answered
 from raylight.weight_sync.order_executor import OrderExecutor
+from raylight.weight_sync.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class ReplicaSettings:
     secret: str | None
     """The run's key, from which the keys of attempts are derived; None disables authentication."""
     seed: int
+    """Seed of the deployment, from which each replica derives its own."""
     store: StoreClient | None
     """Store for captured calls; None disables recording."""
     coordinator: Any
@@ -82,6 +84,18 @@ class ReplicaRuntime:
         self._executor: OrderExecutor | None = None
         self._recorder: Recorder | None = None
         self._executing: asyncio.Task[None] | None = None
+
+    async def seed(self) -> int:
+        """Return the seed of this start of a replica. The first replica of a run has the run's own seed.
+
+        Raises:
+            CoordinatorLostError, CoordinatorUnavailableError: the coordinator did not respond.
+        """
+        settings = self._settings
+        stream = await call_until_answered(
+            settings.coordinator, "sampling_stream", self._replica, within=settings.config.start_timeout_s
+        )
+        return derive_seed(settings.seed, stream)
 
     async def report_start_failure(self, error: Exception) -> None:
         """Report an error to the coordinator, so that the run fails instead of Serve retrying forever."""
@@ -187,7 +201,7 @@ class EngineReplica:
 
     async def __serve_build_asgi_app__(self) -> Any:
         try:
-            engine = build_engine(engine_settings(self._settings))
+            engine = build_engine(engine_settings(self._settings, await self._runtime.seed()))
         except Exception as error:
             await self._runtime.report_start_failure(error)
             raise
@@ -200,9 +214,9 @@ class EngineReplica:
         await self._runtime.close()
 
 
-def engine_settings(settings: ReplicaSettings) -> EngineSettings:
-    """Return the engine's part of a replica's settings."""
+def engine_settings(settings: ReplicaSettings, seed: int) -> EngineSettings:
+    """Return the engine's part of a replica's settings, with the replica's own seed."""
     on_gpu = settings.config.num_gpus > 0 and bool(ray.get_gpu_ids())
     return EngineSettings(
-        settings.model_path, settings.model, settings.config, settings.seed, "cuda" if on_gpu else "cpu"
+        settings.model_path, settings.model, settings.config, seed, "cuda" if on_gpu else "cpu"
     )

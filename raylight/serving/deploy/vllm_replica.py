@@ -22,6 +22,7 @@ class VllmReplica(VllmServer):
         self._settings = settings
         self._runtime = ReplicaRuntime(settings)
         try:
+            llm_config.update_engine_kwargs(seed=await self._runtime.seed())
             await super().__init__(llm_config)
         except Exception as error:
             await self._runtime.report_start_failure(error)

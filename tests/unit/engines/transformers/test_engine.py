@@ -22,6 +22,7 @@ from unit_helpers import within
 
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.errors import RequestError
+from raylight.weight_sync.seeds import derive_seed
 
 
 @pytest.fixture(scope="session")
@@ -324,3 +325,11 @@ async def test_a_closed_engine_is_not_healthy(make_engine: MakeEngine) -> None:
     engine.close()
     with pytest.raises(RequestError):
         await engine.check_health()
+
+
+async def test_two_replicas_give_no_identical_responses_in_a_group(make_engine: MakeEngine) -> None:
+    seeds = [derive_seed(0, stream) for stream in ("0", "1")]
+    group = [(prompts(1)[0], SamplingParams(16, temperature=2.0))] * 16
+    one, other = [await generate_all(make_engine(seed=seed), group) for seed in seeds]
+    responses = {tuple(sampled.output_ids) for sampled in [*one, *other]}
+    assert len(responses) == 32
