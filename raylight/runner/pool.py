@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
 PROBE_INTERVAL_S = 10.0
 """Longest interval between two probes of a runner's event loop."""
+MAX_INLINE_BYTES = 64 * 2**10
+"""Size up to which a payload is an argument of the actors. Ray puts arguments above 100 KiB into its object
+store, for each actor."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class RunnerPayload:
 class RunnerActor:
     """A Runner as a Ray actor."""
 
-    def __init__(self, name: str, store: StoreClient, payload: RunnerPayload, config: RunnerConfig) -> None:
+    def __init__(self, name: str, store: StoreClient, pickled: bytes, config: RunnerConfig) -> None:
+        payload: RunnerPayload = ray.cloudpickle.loads(pickled)
         self._runner = Runner(
             name,
             store,
@@ -82,7 +86,7 @@ class RunnerPool:
         self._namespace = namespace
         self._config = config
         self._store = store
-        self._payload = _put_in_object_store(payload)
+        self._payload = _pickle(payload)
         self._actors: dict[str, Any] = {}
         self._started = 0
         self.lost = 0
@@ -228,17 +232,21 @@ class RunnerPool:
                 await self._store.finish_attempt(rollout, "failed", failure)
 
 
-def _put_in_object_store(payload: RunnerPayload) -> Any:
-    """Put the payload into Ray's object store and return its reference.
+def _pickle(payload: RunnerPayload) -> Any:
+    """Return the pickled payload; a large one as a reference to Ray's object store.
+
+    Ray ends a driver that holds objects of a node which leaves the cluster, if it is the driver's own node:
+    at once, and without an exception.
 
     Raises:
         ConfigError: the payload cannot be pickled.
     """
     try:
-        return ray.put(payload)
+        pickled = ray.cloudpickle.dumps(payload)
     except (PickleError, TypeError, AttributeError) as error:
         raise ConfigError(
             "the agent (or its tracer, or a hook) cannot be sent to the runners: "
             f"{str(error).splitlines()[0]}. Create clients, locks and caches inside the rollout function, or "
             "define them in an importable module"
         ) from None
+    return pickled if len(pickled) <= MAX_INLINE_BYTES else ray.put(pickled)

@@ -26,6 +26,7 @@ from raylight.trainer.cluster_monitor import (
     driver_processes,
     is_cluster_lost,
     monitored_cluster,
+    node_has_left,
 )
 from raylight.trainer.local_cluster import (
     end_processes,
@@ -104,13 +105,13 @@ def ray_session(
             connection = Connection(False, f"uses this process's connection to {_describe_cluster()}", unread)
             with (
                 _ray_logs_restored(),
-                monitored_cluster(ClusterMonitor(driver_processes(owns_cluster=False))),
+                monitored_cluster(ClusterMonitor(driver_processes(owns_cluster=False), node_has_left)),
             ):
                 yield connection
             return
         try:
             connection = _connect(address, log_to_driver, start_timeout_s)
-            with monitored_cluster(ClusterMonitor(driver_processes(connection.owns_cluster))):
+            with monitored_cluster(ClusterMonitor(driver_processes(connection.owns_cluster), node_has_left)):
                 yield connection
         finally:
             with ignored_interrupts("Ray is being shut down"):

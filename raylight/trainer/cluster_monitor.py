@@ -86,6 +86,12 @@ def driver_processes(owns_cluster: bool) -> list[RayProcess]:
     ]
 
 
+def node_has_left() -> bool:
+    """Return True if the connected driver's node has left the cluster."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+
+
 class ClusterMonitor:
     """Notices the end of processes of Ray, within milliseconds.
 
@@ -93,11 +99,19 @@ class ClusterMonitor:
     process that listens again within its `patience_s` is not lost.
 
     Args:
+        processes: the raylet, then others.
+        has_left: returns True if the raylet's node has left the cluster; called while all processes listen.
         show: receives a message about a process that is away and may come back, and about its return.
     """
 
-    def __init__(self, processes: list[RayProcess], show: Callable[[str], None] = logger.warning) -> None:
+    def __init__(
+        self,
+        processes: list[RayProcess],
+        has_left: Callable[[], bool],
+        show: Callable[[str], None] = logger.warning,
+    ) -> None:
         self._processes = processes
+        self._has_left = has_left
         self._show = show
         self._stopping, self._waking = socket.socketpair()
         self._lock = threading.Lock()
@@ -120,13 +134,20 @@ class ClusterMonitor:
             thread.join(CONNECT_TIMEOUT_S)
 
     def check(self) -> None:
-        """Connect to the processes that never come back, and report the first that is not there."""
+        """Connect to the processes that never come back, and report the first that is not there.
+
+        A raylet that ends by itself first leaves the cluster, then kills its workers, and listens until last.
+        """
+        reachable = True
         for process in self._processes:
             try:
                 process.connect().close()
             except OSError as error:
+                reachable = False
                 if not process.patience_after(error):
                     self._report(process, error)
+        if reachable and self._has_left():
+            self._report(self._processes[0], "its node has left the cluster")
 
     def on_loss(self, listener: Callable[[], object]) -> None:
         """Call `listener`, in any thread, when a process is lost, or now if it is lost already."""
@@ -172,7 +193,7 @@ class ClusterMonitor:
     def _is_stopped(self, timeout: float = 0.0) -> bool:
         return bool(select.select([self._stopping], [], [], timeout)[0])
 
-    def _report(self, process: RayProcess, error: OSError) -> None:
+    def _report(self, process: RayProcess, error: OSError | str) -> None:
         ray_worker._worker_logs_enabled = False  # Ray would print the last lines of the raylet's log
         with self._lock:
             if self.error is not None:

@@ -158,7 +158,7 @@ FAULTS = {
         _fault("raylet", "raylet", "rollouts", error=LOST),
         _fault("raylet-sync", "raylet", "sync", error=LOST),
         _fault("raylet-freeze", "raylet", "rollouts", "freeze", seconds=10.0),
-        _fault("dashboard-agent", "dashboard agent", "rollouts"),
+        _fault("dashboard-agent", "dashboard agent", "rollouts", error=LOST),
         _fault("node", "", "rollouts", "remove the node", settings=TWO_REPLICAS),
         _fault("disk", "", "rollouts", "fill the disk", error="DiskError"),
         # the driver

@@ -67,9 +67,11 @@ def forget_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_monitor, "_current", None)
 
 
-def watch(listener: Listener, patience_s: float = 0.0, messages: list[str] | None = None) -> ClusterMonitor:
+def watch(
+    listener: Listener, patience_s: float = 0.0, messages: list[str] | None = None, left: bool = False
+) -> ClusterMonitor:
     process = RayProcess("raylet", "127.0.0.1", listener.port, patience_s)
-    return ClusterMonitor([process], (messages if messages is not None else []).append)
+    return ClusterMonitor([process], lambda: left, (messages if messages is not None else []).append)
 
 
 async def test_work_is_cancelled_and_the_loss_is_raised_with_the_way_to_continue(listener: Listener) -> None:
@@ -129,6 +131,17 @@ async def test_results_errors_and_cancellations_of_the_work_pass_through(listene
             await task
     assert stopped == ["component"]
     assert not is_cluster_lost()
+
+
+async def test_work_that_fails_as_its_node_leaves_the_cluster_ends_with_the_loss(listener: Listener) -> None:
+    """The raylet kills its workers before it closes its port."""
+
+    async def fail() -> None:
+        raise RunnerLostError("runner-0 died")
+
+    error = pytest.raises(ClusterLostError, match=r"its node has left the cluster.* Run it again\.")
+    with monitored_cluster(watch(listener, left=True)), error:
+        await until_lost(fail(), "Run it again.")
 
 
 def test_a_closed_connection_is_not_the_end_of_the_process(listener: Listener) -> None:
