@@ -19,6 +19,10 @@ unit *args:
 slow *args:
     pytest -m slow {{args}}
 
+# what only a GPU shows, with a table of figures: precision, speed, memory
+gpu *args:
+    python tests/gpu {{args}}
+
 # lint, the formatter's check and types
 lint:
     ruff check .

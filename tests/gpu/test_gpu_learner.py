@@ -1,0 +1,62 @@
+"""The learner on a GPU: precision, packed rows, peak memory, and the part of the device that it uses."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gpu_shapes import SHAPES, peak_flops
+
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+"""Largest mean difference of log-probs to plain transformers in float32, and relative difference of gradient
+norms."""
+CASES = [
+    pytest.param("tiny", "cpu", "fp32", marks=pytest.mark.slow),
+    pytest.param("0.5B", "cuda", "bf16", marks=pytest.mark.gpu),
+    pytest.param("1.5B", "cuda", "bf16", marks=pytest.mark.gpu),
+]
+
+
+def variants(device: str, dtype: str) -> dict[str, dict[str, Any]]:
+    """Return learner settings by name. On a GPU, packed rows need flash attention."""
+    common = {"dtype": dtype, "gradient_checkpointing": device == "cuda"}
+    found = {"padded": common | {"packed": False, "attention": "sdpa"}}
+    if device == "cpu":
+        found["packed"] = common | {"packed": True, "attention": "sdpa"}
+    elif importlib.util.find_spec("flash_attn"):
+        found["packed, flash attention"] = common | {"packed": True, "attention": "flash_attention_2"}
+    return found
+
+
+@pytest.mark.parametrize(("shape", "device", "dtype"), CASES)
+def test_updates_agree_with_plain_transformers(
+    shape: str,
+    device: str,
+    dtype: str,
+    models: Callable[..., str],
+    program: Callable[..., Any],
+    figure: Callable[..., None],
+) -> None:
+    """Padded and packed rows give the log-probs of plain transformers, and one gradient."""
+    found = program(
+        "learner_program.py",
+        model=models(shape, device),
+        device=device,
+        shape=shape,
+        configs=variants(device, dtype),
+    )
+    known, peak = SHAPES[shape], peak_flops()
+    for name, result in found.items():
+        metrics, speed = result["metrics"], result["tokens_per_s"]
+        figure(f"{name}: log-probs, mean difference", metrics["mismatch/logprob_abs_mean"], "nats")
+        figure(f"{name}: log-probs, largest difference", metrics["mismatch/logprob_abs_max"], "nats")
+        figure(f"{name}: speed", speed, "tokens/s")
+        figure(f"{name}: peak memory", result["peak_bytes"] / 2**30, "GiB")
+        if peak:
+            figure(f"{name}: MFU", 100 * known.flops(1, known.row_tokens, passes=3) * speed / peak, "%")
+        assert metrics["mismatch/logprob_abs_mean"] < TOLERANCE[dtype]
+        assert metrics["learner/grad_norm"] == pytest.approx(
+            found["padded"]["metrics"]["learner/grad_norm"], rel=TOLERANCE[dtype]
+        )
