@@ -28,7 +28,8 @@ from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
-from raylight.store.rows import pickled, span_row
+from raylight.store.payloads import encode_payload
+from raylight.store.rows import span_row
 from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
 from raylight.types import AttemptedRollout, ResourcesUpdate, Rollout, Span
@@ -177,7 +178,7 @@ class Runner:
     async def run_attempt(self, rollout: AttemptedRollout) -> None:
         """Execute an attempt and decide it."""
         attempt_id = rollout.attempt.attempt_id
-        original, before = rollout.model_copy(), _pickled_metadata(rollout)  # the agent may change its copy
+        original, before = rollout.model_copy(), _encoded_metadata(rollout)  # the agent may change its copy
         resources = await self._resources_of(rollout)
         with self._context.tracer.attempt(rollout) as trace:
             self._traces[attempt_id] = trace
@@ -191,7 +192,7 @@ class Runner:
         self._obsolete.discard(attempt_id)
         trace.close()
         try:
-            after = _pickled_metadata(rollout)
+            after = _encoded_metadata(rollout)
         except Exception as error:  # wrong metadata is a failure of the agent
             after, outcome = before, outcome if outcome.failure else Outcome("failed", describe(error))
         writes = [self._finish(original, outcome, trace)]
@@ -273,7 +274,7 @@ class Runner:
                 self._running[attempt_id].cancel()
 
 
-def _pickled_metadata(rollout: Rollout) -> bytes:
+def _encoded_metadata(rollout: Rollout) -> bytes:
     """The rollout's metadata as bytes, which show whether the agent or a hook changed it.
 
     Raises:
@@ -282,7 +283,7 @@ def _pickled_metadata(rollout: Rollout) -> bytes:
     metadata: Any = rollout.metadata
     if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
         raise TypeError(f"rollout.metadata must remain a dict with string keys; it is now {metadata!r:.80}")
-    return pickled(metadata)
+    return encode_payload(metadata, "rollout.metadata")
 
 
 def _without_unstorable(trace: AttemptTrace, spans: list[Span]) -> list[Span]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylight.store.call_batcher import Channel
+from raylight.store.payloads import encode_payload
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
     attempt_from_row,
@@ -16,7 +17,6 @@ from raylight.store.rows import (
     failure_json,
     generation_bytes,
     new_id,
-    pickled,
     request_row,
     resources_from_row,
     rollout_from_row,
@@ -147,8 +147,11 @@ class StoreClient(StoreReader):
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         """Queue rollouts in the given order; waits while the queue is full."""
         queued: list[Any] = []
-        for start in range(0, len(rollouts), ENQUEUE_BATCH):  # pickled when the queue has room for them
-            rows = [request_row(request) for request in rollouts[start : start + ENQUEUE_BATCH]]
+        for start in range(0, len(rollouts), ENQUEUE_BATCH):  # encoded when the queue has room for them
+            rows = [
+                request_row(request, f"rollouts[{start + number}].")
+                for number, request in enumerate(rollouts[start : start + ENQUEUE_BATCH])
+            ]
             queued += await self._channel.send("enqueue", rows)
         return [rollout_from_row(row) for row in queued]
 
@@ -191,11 +194,11 @@ class StoreClient(StoreReader):
         }
         EnqueueRolloutRequest.model_validate({"input": None, **checked})  # raise now, not when it is read
         if input is not UNSET:
-            values["input"] = pickled(input, "the input")
+            values["input"] = encode_payload(input, "input")
         if config is not UNSET:
             values["config"] = config_json(config or RolloutConfig())
         if metadata is not UNSET:
-            values["metadata"] = pickled(metadata or {}, "the metadata")
+            values["metadata"] = encode_payload(metadata or {}, "metadata")
         return rollout_from_row(await self._channel.call("update_rollout", rollout_id, values))
 
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
@@ -235,7 +238,7 @@ class StoreClient(StoreReader):
         if status is not UNSET:
             values["status"] = status
         if metadata is not UNSET:
-            values["metadata"] = pickled(metadata, "the metadata")
+            values["metadata"] = encode_payload(metadata, "metadata")
         if failure is not None:
             values["failure"] = failure_json(failure)
         return attempt_from_row(await self._channel.call("update_attempt", rollout_id, attempt_id, values))
@@ -265,7 +268,7 @@ class StoreClient(StoreReader):
         ids, rows = (attempt.rollout_id, attempt.attempt_id), [span_row(span) for span in spans]
         values: dict[str, Any] = {"status": status, "failure": failure_json(failure) if failure else None}
         if losses:
-            values["metadata"] = pickled(losses, "the metadata")
+            values["metadata"] = encode_payload(losses, "metadata")
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout
         row = await self._channel.call("finish_attempt", *ids, values, rows, False, losses)
@@ -364,13 +367,13 @@ class StoreClient(StoreReader):
     async def add_resources(self, resources: dict[str, Any]) -> ResourcesUpdate:
         """Store a new version of the named resources; it becomes the latest."""
         return resources_from_row(
-            await self._channel.call("add_resources", new_id("rs"), pickled(resources, "the resources"))
+            await self._channel.call("add_resources", new_id("rs"), encode_payload(resources, "resources"))
         )
 
     async def update_resources(self, resources_id: str, resources: dict[str, Any]) -> ResourcesUpdate:
         """Replace the content of a version, or add one under a new id; it becomes the latest."""
         return resources_from_row(
-            await self._channel.call("update_resources", resources_id, pickled(resources, "the resources"))
+            await self._channel.call("update_resources", resources_id, encode_payload(resources, "resources"))
         )
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | None = None) -> Worker:

@@ -20,15 +20,14 @@ from typing import Any
 from raylight.disk import disk_error, find_disk_error
 from raylight.errors import DiskError, StoreError
 
-VERSION = 4
+VERSION = 5
 """Version of the schema. A file with another version, or of another program, is refused."""
 
 # Columns that need a word: `queue` is the position in the queue; `not_before` is the time until which a
 # waiting rollout is held back; `lost` and `charged` of a rollout are InfrastructureLosses, and `charged`
 # marks an attempt that is one of them; `suspect` marks a rollout that may have crashed its runner; `silence`
 # is `unresponsive_seconds`, and `silent_at` the time at which it is over; `gone` marks a released worker;
-# `updated` orders resources by their last change. `lanes` keeps the last message of each client and its
-# results, so that a repeated message gets the same results.
+# `updated` orders resources by their last change, and `used` clients by their last message.
 SCHEMA = """
 CREATE TABLE rollouts (
     position INTEGER PRIMARY KEY,
@@ -129,7 +128,13 @@ CREATE TABLE workers (
     last_idle_time REAL
 ) WITHOUT ROWID;
 
-CREATE TABLE lanes (lane TEXT PRIMARY KEY, number INTEGER NOT NULL, answers BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE clients (
+    client_id TEXT PRIMARY KEY,
+    number INTEGER NOT NULL,
+    results BLOB NOT NULL,
+    used INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX clients_used ON clients(used);
 
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TRIGGER rollout_counted AFTER INSERT ON rollouts BEGIN

@@ -14,9 +14,8 @@ import time
 from array import array
 from typing import Any
 
-import cloudpickle
-
 from raylight.errors import StoreError
+from raylight.store.payloads import decode_payload, encode_payload
 from raylight.traces.rewards import get_reward_value
 from raylight.types import (
     Attempt,
@@ -65,25 +64,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{time.time_ns() // 1_000_000:011x}{secrets.token_hex(5)}"
 
 
-def pickled(value: Any, what: str = "this value") -> bytes:
-    """Pickle a value of a client; functions and classes of its script are pickled by value.
-
-    Raises:
-        StoreError: the value cannot be pickled.
-    """
-    try:
-        return cloudpickle.dumps(value)
-    except Exception as error:  # whatever the value's own classes raise
-        raise StoreError(
-            f"{what} ({type(value).__name__}) cannot be pickled to send it to a runner: "
-            f"{type(error).__name__}: {error}. Pass plain data, and open files, connections and locks in the "
-            "agent"
-        ) from error
-
-
-unpickled = pickle.loads
-
-
 @functools.lru_cache(maxsize=1024)
 def config_from_json(text: str) -> RolloutConfig:
     """Parse a rollout's config."""
@@ -96,13 +76,16 @@ def config_json(config: RolloutConfig) -> str:
     return config.model_dump_json()
 
 
-def request_row(request: EnqueueRolloutRequest) -> Row:
+def request_row(request: EnqueueRolloutRequest, place: str = "") -> Row:
     """`(rollout_id, input, mode, group_id, resources_id, config, metadata)` of a request.
 
     The client generates the id, so that the store recognises a retry.
 
+    Args:
+        place: of the request, for messages, such as "rollouts[3].".
+
     Raises:
-        StoreError: the input or the metadata cannot be pickled, or the id holds a zero character.
+        StoreError: the input or the metadata cannot be stored, or the id holds a zero character.
     """
     if request.rollout_id and "\0" in request.rollout_id:
         raise StoreError(
@@ -111,12 +94,12 @@ def request_row(request: EnqueueRolloutRequest) -> Row:
         )
     return (
         request.rollout_id or new_id("ro"),
-        pickled(request.input, "the input"),
+        encode_payload(request.input, f"{place}input"),
         request.mode,
         request.group_id,
         request.resources_id,
         config_json(request.config),
-        pickled(request.metadata, "the metadata"),
+        encode_payload(request.metadata, f"{place}metadata"),
     )
 
 
@@ -143,8 +126,8 @@ def _rollout_fields(row: Row) -> dict[str, Any]:
         "start_time": start,
         "end_time": end,
         "config": config_from_json(config),
-        "metadata": unpickled(metadata),
-        "input": unpickled(task),
+        "metadata": decode_payload(metadata),
+        "input": decode_payload(task),
         "resources_version": version,
     }
 
@@ -175,7 +158,7 @@ def attempt_from_row(row: Row) -> Attempt:
         end_time=end,
         last_heartbeat_time=heartbeat,
         failure=failure_from_json(failure),
-        metadata=unpickled(metadata) if metadata is not None else None,
+        metadata=decode_payload(metadata) if metadata is not None else None,
     )
 
 
@@ -291,7 +274,7 @@ def resources_from_row(row: Row) -> ResourcesUpdate:
         version=version,
         create_time=created,
         update_time=updated,
-        resources=unpickled(body),
+        resources=decode_payload(body),
     )
 
 

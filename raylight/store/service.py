@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import pickle
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Any
 from raylight.aio import BroadcastCondition
 from raylight.config import StoreConfig
 from raylight.errors import DiskError, QueryError, RaylightError, StoreError
+from raylight.store.answered_messages import AnsweredMessages, CallResult
 from raylight.store.attempts import Attempts
 from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
@@ -47,8 +47,6 @@ MIN_TIMER_S = 0.001
 
 Call = tuple[str, tuple[Any, ...]]
 """Name of a method, and its arguments."""
-CallResult = tuple[bool, Any]
-"""`(True, result)` of a call that succeeded, `(False, error)` of one that failed."""
 
 
 class StoreService:
@@ -82,6 +80,7 @@ class StoreService:
         self._records = Records(self._journal, self._rollouts, self._attempts)
         self._resources = Resources(self._journal, clock)
         self._queries = Queries(self._journal.reader, clock)
+        self._answered = AnsweredMessages(self._journal)
         self._methods = self._callable_methods()
         self._queue_changed = BroadcastCondition()
         self._queue_has_room = BroadcastCondition()
@@ -131,24 +130,11 @@ class StoreService:
             StoreError: the journal cannot be written; nothing was changed.
         """
         with self._committed():
-            if client_id and (
-                row := self._journal.fetch_one(
-                    "SELECT number, answers FROM lanes WHERE lane = ?", (client_id,)
-                )
-            ):
-                last, stored_results = row
-                if last == number:
-                    return pickle.loads(stored_results)
-                if last > number:  # its client gave it up and sent the next one, which overtook it
-                    raise StoreError(
-                        f"message {number} of a client arrived after its message {last}; it was not executed"
-                    )
-            results = [self._execute(method, args) for method, args in calls]
-            if client_id:
-                self._journal.execute(
-                    "INSERT OR REPLACE INTO lanes VALUES (?, ?, ?)",
-                    (client_id, number, pickle.dumps(results)),
-                )
+            results = self._answered.find(client_id, number) if client_id else None
+            if results is None:
+                results = [self._execute(method, args) for method, args in calls]
+                if client_id:
+                    self._answered.add(client_id, number, results)
             return results
 
     async def lease_seconds(self) -> float:

@@ -13,10 +13,12 @@ from raylight.agent.litagent import LitAgent
 from raylight.bounds import MAX_ROLLOUTS
 from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError, StoreError
-from raylight.store.rows import pickled
+from raylight.store.payloads import encode_payload
 
 MAX_ROWS = 10_000_000
 """Maximum number of tasks of a dataset. The driver holds all of them."""
+MAX_CHECKED = 10_000
+"""Number of tasks, the first ones, whose types are checked before the run. Enqueueing checks the others."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
 
     Raises:
         DatasetError: the dataset cannot be iterated, is empty, has too many tasks, or is required and None.
+            A task cannot be stored.
     """
     dataset = as_dataset(dataset, name)
     if dataset is None:
@@ -118,16 +121,17 @@ def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
         tasks = list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
     except Exception as error:  # whatever the dataset's own code raises
         raise DatasetError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
-    _check_task(tasks[0], name)
+    _check_tasks(tasks[:MAX_CHECKED], name)
     return tasks
 
 
-def _check_task(task: Any, name: str) -> None:
-    """Raise a DatasetError if the first task cannot be sent to a runner."""
-    try:
-        pickled(task, f"{name}[0]")
-    except StoreError as error:
-        raise DatasetError(str(error)) from error
+def _check_tasks(tasks: list[Any], name: str) -> None:
+    """Raise a DatasetError if a task cannot be stored."""
+    for index, task in enumerate(tasks):
+        try:
+            encode_payload(task, f"{name}[{index}]")
+        except StoreError as error:
+            raise DatasetError(str(error)) from error
 
 
 def as_dataset(dataset: Any, name: str) -> Any:

@@ -219,7 +219,7 @@ class Trainer:
         Args:
             agent: decorated function, LitAgent, or a specification of one. If the Trainer has an agent, the
                 training dataset may be the first argument instead.
-            train_dataset: tasks, each passed to the agent unchanged; anything that pickles.
+            train_dataset: tasks, each passed to the agent unchanged: plain data, see docs/agents.md.
             val_dataset: tasks for evaluation, which are never trained on.
             resume: "auto" continues the run in `output_dir` if it has a training state, and starts fresh
                 otherwise; True requires one. A path names a training state, or the run, to continue from. No

@@ -16,7 +16,8 @@ from unit_helpers import make_generation
 
 from raylight.errors import DiskError, StoreError, StoreLostError, UnknownIdError
 from raylight.store.client import StoreClient
-from raylight.store.rows import generation_bytes, new_id, pickled, request_row, span_row
+from raylight.store.payloads import encode_payload
+from raylight.store.rows import generation_bytes, new_id, request_row, span_row
 from raylight.store.service import StoreService
 from raylight.types import EnqueueRolloutRequest
 
@@ -125,8 +126,8 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
     messages: list[list[Any]] = [
         ["start_rollout", request_row(EnqueueRolloutRequest(input=2)), new_id("at"), "w"],
         ["start_attempt", (await box.store.start_rollout(1)).rollout_id, new_id("at"), "w"],
-        ["add_resources", resources_id, pickled({"a": 1})],
-        ["update_resources", resources_id, pickled({"a": 2})],
+        ["add_resources", resources_id, encode_payload({"a": 1})],
+        ["update_resources", resources_id, encode_payload({"a": 2})],
         ["capture", [opened], [closed]],
         ["lose_recorder", "another"],
         ["add_spans", [span_row(span_of(rollout))]],
@@ -205,7 +206,7 @@ async def test_a_message_that_failed_as_a_whole_is_carried_out_the_second_time(
 ) -> None:
     message = [("update_worker", ("w", None, None))]
     db = box.service._journal.db
-    db.execute("CREATE TRIGGER bad BEFORE INSERT ON lanes BEGIN SELECT RAISE(ABORT, 'no room'); END")
+    db.execute("CREATE TRIGGER bad BEFORE INSERT ON clients BEGIN SELECT RAISE(ABORT, 'no room'); END")
     with pytest.raises(StoreError, match="no room"):
         await box.service.call(message, "lane", 1)
     db.execute("DROP TRIGGER bad")
@@ -228,11 +229,11 @@ async def test_lanes_are_numbered_apart_and_kept_once_each(box: Box) -> None:
     for client in clients:
         for _ in range(4):
             await client.update_worker("w")
-    rows = box.service._journal.execute("SELECT number FROM lanes").fetchall()
+    rows = box.service._journal.execute("SELECT number FROM clients").fetchall()
     assert rows == [(4,)] * 3
     other = await asyncio.to_thread(lambda: len({client._channel for client in clients}))
     assert other == 3
     await box.service.call([("update_worker", ("w", None, None))])
-    assert len(box.service._journal.execute("SELECT number FROM lanes").fetchall()) == 3, (
+    assert len(box.service._journal.execute("SELECT number FROM clients").fetchall()) == 3, (
         "a message without a lane leaves nothing"
     )

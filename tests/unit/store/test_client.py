@@ -171,7 +171,7 @@ async def test_ids_that_are_not_text_are_refused(box: Box, fields: dict[str, Any
 
 
 @pytest.mark.parametrize("what", ["input", "metadata", "resources", "attempt"])
-async def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do(box: Box, what: str) -> None:
+async def test_what_cannot_be_stored_is_an_error_that_says_what_to_do(box: Box, what: str) -> None:
     rollout, lock = await box.take(), {"lock": threading.Lock()}
     work = {
         "input": lambda: box.store.enqueue_rollout(lock),
@@ -179,14 +179,15 @@ async def test_what_cannot_be_pickled_is_an_error_that_says_what_to_do(box: Box,
         "resources": lambda: box.store.add_resources(lock),
         "attempt": lambda: box.store.update_attempt(*ids_of(rollout), metadata=lock),
     }[what]
-    with pytest.raises(StoreError, match=r"cannot be pickled.*Pass plain data"):
+    with pytest.raises(StoreError, match=r"^\S+\['lock'\] is of the type _thread.lock and cannot"):
         await work()
 
 
-async def test_functions_and_classes_of_a_script_travel_by_value(box: Box) -> None:
-    base = 40
-    rollout = await box.store.enqueue_rollout(lambda x: base + x)
-    assert (await box.store.get_rollout_by_id(rollout.rollout_id)).input(2) == 42
+async def test_the_request_with_a_wrong_input_is_named(box: Box) -> None:
+    requests = [EnqueueRolloutRequest(input=value) for value in (1, {"a": [len]})]
+    with pytest.raises(StoreError, match=r"^rollouts\[1\].input\['a'\]\[0\] is of the type"):
+        await box.store.enqueue_many_rollouts(requests)
+    assert await box.count("total_rollouts") == 0
 
 
 # errors and small things

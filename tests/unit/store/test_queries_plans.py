@@ -13,7 +13,7 @@ from unit_helpers import make_generation
 
 from raylight.types import EnqueueRolloutRequest, RolloutConfig
 
-LARGE = re.compile(r"\bSCAN (rollouts|attempts|spans|calls|lanes|r|a)\b")
+LARGE = re.compile(r"\bSCAN (rollouts|attempts|spans|calls|clients|r|a)\b")
 """A walk through all of a table that grows with the run."""
 THROUGH_A_SMALL_INDEX = re.compile(
     r"USING (COVERING )?INDEX (rollouts_queue|attempts_deadline|attempts_worker|calls_open|rollouts_start)\b"
@@ -103,7 +103,7 @@ async def test_no_statement_walks_through_a_large_table() -> None:
         ]
         assert len(asked) > 40
         assert any("suspect = 1 ORDER BY queue" in s for s in asked)
-        assert any("FROM lanes" in s for s in asked)
+        assert any("FROM clients" in s for s in asked)
         walks = {
             statement: step
             for statement in asked

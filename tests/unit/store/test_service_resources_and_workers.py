@@ -9,6 +9,7 @@ import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, ids_of, open_box, span_of
 from unit_helpers import within
 
+import raylight as rl
 from raylight.errors import StoreError, UnknownIdError, WorkerGoneError
 from raylight.types import Worker
 
@@ -23,7 +24,7 @@ async def box() -> AsyncIterator[Box]:
 
 
 async def test_resources_come_back_as_they_were_given(box: Box) -> None:
-    given: dict[str, Any] = {"llm": {"model": "m"}, "f": len, "set": {1}}
+    given: dict[str, Any] = {"llm": {"model": "m"}, "f": rl.PromptTemplate(template="{a}"), "set": {1}}
     assert await box.store.get_latest_resources() is None
     update = await box.store.add_resources(given)
     given["llm"]["model"] = "changed"
@@ -32,7 +33,7 @@ async def test_resources_come_back_as_they_were_given(box: Box) -> None:
         == await box.store.get_latest_resources()
         == await box.store.get_resources_by_id(update.resources_id)
     )
-    assert update.resources == {"llm": {"model": "m"}, "f": len, "set": {1}}
+    assert update.resources == {"llm": {"model": "m"}, "f": rl.PromptTemplate(template="{a}"), "set": {1}}
     assert (update.version, update.create_time, update.update_time) == (1, 1000.0, 1000.0)
 
 
