@@ -446,7 +446,7 @@ async def test_a_note_that_cannot_travel_is_the_agents_failure_and_harms_no_othe
     decided = await run_all(store, [0, 1, 0], agent)
     assert [rollout.status for rollout in decided] == ["succeeded", "failed", "succeeded"]
     assert (decided[1].attempt.failure.kind, decided[1].metadata) == ("agent", {})
-    assert "cannot pickle" in decided[1].attempt.failure.error
+    assert "cannot be stored" in decided[1].attempt.failure.error
 
 
 async def test_a_reward_in_the_metadata_of_the_returned_rollout_counts(store: StoreClient) -> None:
