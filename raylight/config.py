@@ -161,8 +161,8 @@ class EngineConfig(Config):
     names in the agent's dialect. "text.unheard" is a field within another one; a list on the way stands for
     each of its entries. Fields that shape what is sampled or recorded cannot be dropped."""
     host: str | None = None
-    """Address that HTTP listens on. None: loopback on a cluster of one node, all interfaces on larger
-    clusters."""
+    """Address that HTTP listens on. None: loopback on a cluster that the run started, all interfaces on one
+    that other machines can join."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """HTTP port. None: 8000, or any free port if 8000 is in use."""
     start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)

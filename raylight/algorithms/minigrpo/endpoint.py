@@ -95,12 +95,11 @@ class Endpoint:
 
 
 def reachable_host() -> str:
-    """Return the loopback address, or this machine's address if the cluster has more nodes."""
+    """Return this node's address in the cluster: loopback in a cluster that a run started, which no other
+    machine can join."""
     import ray
 
-    if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) > 1:
-        return ray.util.get_node_ip_address()
-    return LOOPBACK
+    return ray.util.get_node_ip_address() if ray.is_initialized() else LOOPBACK
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -84,8 +84,8 @@ class MiniGRPOSettings(Config):
     seed: Seed = 0
     """Seed of the task order, the adapter's initial weights and sampling."""
     host: str | None = None
-    """Address that the HTTP server listens on; None: loopback on a single-node cluster, else this machine's
-    address."""
+    """Address that the HTTP server listens on; None: loopback on a cluster that the run started, else this
+    machine's address."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the HTTP server; 0: any free port."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))

@@ -164,11 +164,19 @@ class Deployment:
                 f"Ray Serve already runs on port {port} of this cluster, so port {config.port} cannot be "
                 "used; leave the port out, or shut the running Serve down first (`serve shutdown`)"
             )
-        if host in ingress.LOOPBACK and len(ingress.alive_nodes()) > 1:
-            raise EngineStartError(
-                f"Ray Serve listens on {host} only, which agents on other nodes cannot reach; set "
-                "engine={'host': '0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
-            )
+        if host in ingress.LOOPBACK and ingress.is_joinable():
+            remedy = "set engine={'host': '0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
+            if len(ingress.alive_nodes()) > 1:
+                raise EngineStartError(
+                    f"Ray Serve listens on {host} only, which agents on other nodes cannot reach; {remedy}"
+                )
+            if config.host is None:
+                logger.warning(
+                    "Ray Serve listens on %s only: nodes that join the cluster later cannot reach the model; "
+                    "for such a cluster %s",
+                    host,
+                    remedy,
+                )
 
     def _start_timeout_message(self) -> str:
         config = self._settings.config

@@ -71,7 +71,7 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
     If another process takes a port meanwhile, or a proxy dies, Serve is started again.
 
     Args:
-        host: None: loopback on a cluster of one node, all interfaces otherwise.
+        host: None: loopback on a cluster that no other machine can join, all interfaces otherwise.
         port: None: the default port, or any free one if that is taken.
         machine: the ingress's machine, reserved for this driver.
         timeout_s: longest time for all attempts.
@@ -80,7 +80,7 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
         PortInUseError: the requested port is taken.
         EngineStartError: Serve does not start.
     """
-    host, end = host or (ANY_HOST if len(alive_nodes()) > 1 else "127.0.0.1"), time.monotonic() + timeout_s
+    host, end = host or (ANY_HOST if is_joinable() else "127.0.0.1"), time.monotonic() + timeout_s
     for attempt in range(1, START_ATTEMPTS + 1):
         plan = machine.plan(host, port)
         if plan.warning and attempt == 1:
@@ -168,6 +168,15 @@ def _last_line(error: Exception) -> str:
 
 def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def is_joinable() -> bool:
+    """Return True if other machines can join the cluster, now or later.
+
+    An autoscaler or `ray start --address` may add nodes at any time, and Serve cannot change its address. A
+    cluster that a run has started listens on loopback.
+    """
+    return head_node()["NodeManagerAddress"] not in LOOPBACK
 
 
 def head_node() -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Cluster:
 
     address: tuple[str, int] | None = None
     raylights: bool = True
+    nodes: int = 1
     applications: set[str] = field(default_factory=set)
     locked: bool = False
     log: list[str] = field(default_factory=list)
@@ -76,7 +77,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         "start_serve": cluster.start_serve,
         "stop_serve": cluster.stop_serve,
         "head_node": lambda: {"NodeID": "head", "NodeManagerAddress": "10.0.0.7"},
-        "alive_nodes": lambda: [{}],
+        "alive_nodes": lambda: [{}] * cluster.nodes,
+        "is_joinable": lambda: True,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(module.ingress, name, fake)
@@ -122,6 +124,20 @@ def test_a_serve_that_does_not_fit_is_not_joined(
     with pytest.raises(error, match=message):
         make(secret, **config)._deploy()
     assert cluster.applications == {"other"}
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_serve_on_loopback_does_not_fit_a_cluster_that_grows(
+    host: str | None, nodes: int, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.address, cluster.nodes = ("127.0.0.1", 8123), nodes
+    if nodes == 1:
+        assert make(host=host)._deploy() == "http://127.0.0.1:8123"
+        assert ("join the cluster later cannot reach the model" in caplog.text) == (host is None)
+        return
+    with pytest.raises(EngineStartError, match="agents on other nodes cannot reach"):
+        make(host=host)._deploy()
 
 
 @pytest.mark.parametrize(

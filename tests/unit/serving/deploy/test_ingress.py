@@ -34,6 +34,11 @@ class Machine:
 Serve = Callable[..., list[dict[str, Any]]]
 
 
+def set_head(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    node = {"NodeManagerAddress": address, "Resources": {"node:__internal_head__": 1.0}}
+    monkeypatch.setattr(ingress, "alive_nodes", lambda: [node])
+
+
 @pytest.fixture
 def serve_raises(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Give Serve's start the outcomes of its calls; returns a list of their options."""
@@ -49,11 +54,21 @@ def serve_raises(monkeypatch: pytest.MonkeyPatch) -> Serve:
         monkeypatch.setattr(ingress.serve, "start", start)
         return calls
 
-    monkeypatch.setattr(ingress, "alive_nodes", lambda: [{}])
+    set_head(monkeypatch, "127.0.0.1")
     monkeypatch.setattr(ingress, "_controller_id", lambda: b"id")
     monkeypatch.setattr(ingress.internal_kv, "_internal_kv_put", lambda key, value: None)
     monkeypatch.setattr(ingress.serve, "shutdown", lambda: None)
     return set_outcomes
+
+
+@pytest.mark.parametrize(("head", "host"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0")])
+def test_serve_listens_where_nodes_that_join_later_can_reach_it(
+    head: str, host: str, serve_raises: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster of one node may grow, unless its only node has a loopback address."""
+    serve_raises(None)
+    set_head(monkeypatch, head)
+    assert ingress.start_serve(None, None, Machine(), 60) == (host, 8000)
 
 
 def test_serve_starts_with_what_the_machine_planned(
