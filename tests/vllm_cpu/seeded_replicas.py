@@ -23,6 +23,7 @@ async def first_answers(folder: Path) -> dict[str, list[str]]:
                     messages=[{"role": "user", "content": "12+30="}],
                     temperature=2.0,
                     max_tokens=16,
+                    extra_body={"ignore_eos": True},
                 )
                 text = raw.parse().choices[0].message.content or ""
                 answers.setdefault(raw.headers["x-raylight-replica"], []).append(text)
