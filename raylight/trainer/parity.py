@@ -17,19 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raylight.errors import EngineStartError, MismatchError
+from raylight.experience.correction_settings import TAIL_FACTOR
 
-START_TOKENS = 32
-SYNC_TOKENS = 16
-"""Number of probe tokens at the start of a run (START_TOKENS) and after each version."""
-SPIKE = 4.0
+PROBE_TOKENS = 128
+"""Tokens of the probe, if the model takes as many: so many that their mean hardly depends on which they
+are."""
+SPIKE = TAIL_FACTOR
 """Factor by which a single token may exceed the tolerance, which is for the mean: unlikely tokens, such as
 those of a probe, have the largest rounding errors."""
-SIGNIFICANT = 100.0
+CONCLUSIVE = 3.0
 """Factor by which the learner's change must exceed the usual difference of engine and learner to be
-conclusive."""
+conclusive. Rounding alone changes the learner's log-probs by at most 1.4 times that difference."""
+MAX_GROWTH = 2.0
+"""Factor by which the difference of engine and learner may exceed the usual one."""
 MAX_STALE_SHARE = 0.05
-"""Share of the learner's change by which an engine with the new weights may differ from it. On small models a
-stale output layer alone accounts for 6% to 30%."""
+"""Share of the learner's change by which an engine with the new weights may differ from it in addition. On
+small models a stale output layer alone accounts for 6% to 30%."""
+RENEWAL = MAX_GROWTH / MAX_STALE_SHARE
+"""Factor by which the learner's change must exceed the usual difference before later versions are compared
+with a newer one."""
 MIN_NOISE = 1e-6
 
 
@@ -42,28 +48,26 @@ class Parity:
     tokens: int
 
 
-def vocabulary_size(model_path: str) -> int:
-    """Return the vocabulary size of a Hugging Face model folder.
+def make_probe(model_path: str, max_model_len: int, seed: int = 0) -> list[int]:
+    """Return the token ids of the probe prompt for the model of a Hugging Face folder.
+
+    It is random but always the same, and avoids the ends of the vocabulary, where special tokens are.
+
+    Args:
+        max_model_len: longest prompt plus response of the engine, which samples a token after a prompt.
 
     Raises:
         EngineStartError: config.json has no `vocab_size`.
     """
     config = json.loads(Path(model_path, "config.json").read_text())
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(size, int):
+    config |= config.get("text_config", {})
+    vocabulary = config.get("vocab_size")
+    if not isinstance(vocabulary, int):
         raise EngineStartError(
             f"{model_path}/config.json has no vocab_size, so it is not the folder of a language model; give "
             "another model"
         )
-    return size
-
-
-def probe_ids(vocabulary: int, length: int, seed: int = 0) -> list[int]:
-    """Return the token ids of the probe prompt.
-
-    It is random but always the same, and avoids the ends of the vocabulary, where special tokens are. A
-    shorter probe is a prefix of a longer one.
-    """
+    length = min(PROBE_TOKENS, max_model_len - 1, config.get("max_position_embeddings", max_model_len) - 1)
     draw = random.Random(seed)
     return [draw.randrange(vocabulary // 4, max(vocabulary // 2, vocabulary // 4 + 1)) for _ in range(length)]
 
@@ -72,8 +76,7 @@ def compare(engine: Sequence[float], learner: Sequence[float], tolerance: float)
     """Compare an engine's log-probs with the learner's for the same tokens.
 
     Args:
-        tolerance: limit of the mean absolute difference. The trainer uses 1e-3 where both compute in float32,
-            0.5 otherwise.
+        tolerance: limit of the mean absolute difference; the trainer uses `max_logprob_mismatch`.
 
     Raises:
         MismatchError: the difference exceeds the tolerance or is NaN.
@@ -101,9 +104,10 @@ class ParityMonitor:
     """Compares the probes of every version and detects stale engines.
 
     A step may change log-probs by much less than the tolerance, so one comparison cannot detect a stale
-    engine. But a stale engine's log-probs stay constant while the learner's change. Once the learner's have
-    changed by many times the usual difference of engine and learner, an engine with the weights still has
-    about the usual difference, and an engine without some of them differs by a large part of the change.
+    engine. But a stale engine's log-probs stay as they are while the learner's change. Once the learner's
+    have changed by a few times the usual difference of engine and learner, an engine with the weights still
+    has about the usual difference, an engine without them differs by the change, and one without some of them
+    by a part of it: the usual difference in half precision is about 0.05, and 1e-6 in float32.
 
     Args:
         tolerance: as for `compare`.
@@ -114,7 +118,7 @@ class ParityMonitor:
         self._reference: _Reference | None = None
 
     def check(self, version: int, engines: Mapping[str, Sequence[float]], learner: Sequence[float]) -> Parity:
-        """Compare each replica's log-probs of `probe_ids` with the learner's; return the parity of the worst
+        """Compare each replica's log-probs of the probe with the learner's; return the parity of the worst
         replica.
 
         Args:
@@ -143,11 +147,10 @@ class ParityMonitor:
         if reference is None:
             self._reference = _Reference(version, tuple(learner), max(difference, MIN_NOISE))
             return
-        # the probe at the start is longer than later ones
-        change = statistics.fmean(abs(a - b) for a, b in zip(learner, reference.learner, strict=False))
-        if change <= SIGNIFICANT * reference.noise:
+        change = statistics.fmean(abs(a - b) for a, b in zip(learner, reference.learner, strict=True))
+        if change <= CONCLUSIVE * reference.noise:
             return  # inconclusive; the next version is compared with the same reference
-        if difference > MAX_STALE_SHARE * change:
+        if difference > MAX_GROWTH * reference.noise + MAX_STALE_SHARE * change:
             raise MismatchError(
                 f"replica {replica} lacks some of the weights of version {version}: since version "
                 f"{reference.version} the learner's log-probs of the probe changed by {change:.2g} on "
@@ -155,7 +158,8 @@ class ParityMonitor:
                 f"{reference.noise:.2g}). A tensor was not loaded; check that a tied output layer is "
                 "exported too"
             )
-        self._reference = _Reference(version, tuple(learner), max(difference, reference.noise))
+        if change > RENEWAL * reference.noise:  # sooner, what a stale layer adds would pass as rounding
+            self._reference = _Reference(version, tuple(learner), (difference + reference.noise) / 2)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,7 @@ from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.trainer.cluster import reserve
-from raylight.trainer.parity import (
-    START_TOKENS,
-    SYNC_TOKENS,
-    Parity,
-    ParityMonitor,
-    probe_ids,
-    vocabulary_size,
-)
+from raylight.trainer.parity import Parity, ParityMonitor, make_probe
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_greedy
 from raylight.trainer.resume import ResumePoint, resume_point_of, wait_for_store
 from raylight.trainer.served_session import ServedSession
@@ -72,7 +65,7 @@ class PolicySession(ServedSession):
         self._repeated_ids: set[str] = set()
         """Rollouts that run again when their step is replayed: the resumed run left them undecided, and they
         are cancelled until then, or the infrastructure failed them in a step that was not completed."""
-        self._vocabulary = vocabulary_size(plan.model_path)
+        self._probe = make_probe(plan.model_path, plan.engine.max_model_len, plan.seed)
         self._parity = ParityMonitor(plan.algorithm.max_logprob_mismatch)
         self._reported_no_sleep = False
         self._greedy_id: str | None = None
@@ -102,7 +95,7 @@ class PolicySession(ServedSession):
             tasks.create_task(pool.start())
         # an engine may compile at its first request, which belongs to its start
         patience = max(plan.algorithm.sync_timeout_s, plan.engine.start_timeout_s)
-        await self._check_parity(0, START_TOKENS, patience)
+        await self._check_parity(0, patience)
         sampling = plan.algorithm.sampling_parameters
         llm = LLM(endpoint=serving.result(), model=MODEL_NAME, traced=True, sampling_parameters=sampling)
         await self._publish_resources(llm)
@@ -371,12 +364,11 @@ class PolicySession(ServedSession):
         if version > self._published_version:  # restarted learners may return to a version that was published
             await self.replicas.publish(version, payload_refs, timeout, self.plan.engine.update_mode)
             self._published_version = version
-        return version, await self._check_parity(version, SYNC_TOKENS, timeout)
+        return version, await self._check_parity(version, timeout)
 
-    async def _check_parity(self, version: int, tokens: int, timeout: float) -> Parity:
+    async def _check_parity(self, version: int, timeout: float) -> Parity:
         """Compare the log-probs of all replicas and the learners on a probe prompt."""
-        ids = probe_ids(self._vocabulary, tokens, self.plan.seed)
         async with task_group() as tasks:
-            replicas = tasks.create_task(self.replicas.probe(ids, timeout))
-            learner = tasks.create_task(self.learners.logprobs(ids))
+            replicas = tasks.create_task(self.replicas.probe(self._probe, timeout))
+            learner = tasks.create_task(self.learners.logprobs(self._probe))
         return self._parity.check(version, replicas.result(), learner.result())
