@@ -10,12 +10,20 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from raylight.errors import MismatchError
-from raylight.experience.correction_settings import CorrectionSettings, parse_weight_bounds
+from raylight.experience.correction_settings import (
+    TAIL,
+    CorrectionSettings,
+    describe_excess,
+    parse_weight_bounds,
+)
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow
 
 MAX_LOG_RATIO = 20.0
 """Bound to which log ratios are clamped before they are exponentiated, as in verl."""
+TAIL_RANGE, BINS_PER_DECADE = (-8, 4), 100
+"""Powers of ten, and bins for each, of the histogram from which a quantile is read. Ranks add histograms up,
+so that the result does not depend on their number."""
 
 
 def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) -> dict[str, float]:
@@ -23,18 +31,19 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
 
     Both are log-probs of the policy without the constraints of requests (grammars, biases).
 
-    `mismatch/logprob_abs_*` are over sampled tokens of `version`, for which both had the same weights. The
-    others are over all sampled tokens: the KL divergence of the learner from the engine by the estimators k1
-    and k3 (http://joschu.net/blog/kl-approx.html), the effective sample size of the probability ratios as a
-    fraction of the tokens, and the fraction of tokens sampled by older versions. `mismatch/warned` is 1 if
-    the largest difference is above `warn_logprob_mismatch`.
+    `mismatch/logprob_abs_*` (mean, 99.9 % quantile, maximum) are over sampled tokens of `version`, for which
+    both had the same weights, and missing if there are none. The others are over all sampled tokens: the KL
+    divergence of the learner from the engine by the estimators k1 and k3
+    (http://joschu.net/blog/kl-approx.html), the effective sample size of the probability ratios as a fraction
+    of the tokens, and the fraction of tokens sampled by older versions. `mismatch/warned` is 1 if the mean
+    difference is above `warn_logprob_mismatch`.
 
     Args:
         rows: this rank's.
 
     Raises:
-        MismatchError: the log-probs differ by more than `max_logprob_mismatch`, or no token is of that
-            version.
+        MismatchError: a log-prob is NaN; or they differ by more than `max_logprob_mismatch` allows, and the
+            settings do not correct for it.
     """
     log_ratio = _select_sampled(rows, [_log_ratio(row) for row in rows]).double()
     is_current = _select_sampled(rows, [row.versions == version for row in rows])
@@ -55,28 +64,51 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
         ]
     )
     if math.isnan(k1):
-        worst = math.nan  # a maximum over ranks may lose it
-    limit = settings.max_logprob_mismatch
-    if not current:
         raise MismatchError(
-            f"no token of the batch was sampled from weight version {version}: the engine did not load the "
-            "new weights; check its log"
+            "a log-prob of engine or learner is NaN, of tokens of weight versions up to "
+            f"{version}: look for NaN in the weights (learner/grad_norm of the steps before), and train and "
+            "serve in float32 to find the side that has it"
         )
-    if not worst <= limit:  # true for NaN too
+    tail = _tail(differences, current, worst)
+    mean = difference / current if current else 0.0
+    excess = describe_excess(mean, tail, settings.max_logprob_mismatch)
+    if excess is not None and not settings.tolerates_mismatch:
         raise MismatchError(
-            f"log-probs of engine and learner differ by up to {worst:.2g} for weight version {version}, "
-            f"more than {limit:g}. Either the agent samples with top_p, top_k or min_p, or the engine lacks "
-            "these weights; max_logprob_mismatch sets the limit"
+            f"log-probs of engine and learner {excess} for weight version {version}. Either the engine lacks "
+            "these weights, or the two compute the model differently (precision, kernels, routing of "
+            'experts). rollout_is="token" corrects for it; max_logprob_mismatch sets the limits'
         )
-    return {
+    fresh = {
         "mismatch/logprob_abs_max": worst,
-        "mismatch/logprob_abs_mean": difference / current,
+        "mismatch/logprob_abs_p999": tail,
+        "mismatch/logprob_abs_mean": mean,
+    }
+    return (fresh if current else {}) | {
         "mismatch/kl": k1 / tokens,
         "mismatch/kl_k3": k3 / tokens,
         "mismatch/ess": total**2 / (tokens * squares),
         "mismatch/stale_fraction": 1 - current / tokens,
-        "mismatch/warned": float(worst > settings.warning_threshold),
+        "mismatch/warned": float(mean > settings.warning_threshold),
     }
+
+
+def _tail(differences: torch.Tensor, current: float, worst: float) -> float:
+    """Return the quantile TAIL of the differences on all ranks, rounded up by at most 2.4 %; 0 if there are
+    none. A collective.
+
+    Args:
+        differences: this rank's.
+        current: number of differences on all ranks.
+        worst: their maximum on all ranks.
+    """
+    low, high = TAIL_RANGE
+    exponents = differences.clamp(min=10.0**low, max=10.0**high).log10()
+    counts = torch.histc(exponents, (high - low) * BINS_PER_DECADE, low, high)
+    torch.distributed.all_reduce(counts)
+    if not current:
+        return 0.0
+    position = int((counts.cumsum(0) < TAIL * current).sum())
+    return min(worst, 10.0 ** (low + (position + 1) / BINS_PER_DECADE))
 
 
 def correct(rows: list[TrainRow], settings: CorrectionSettings) -> dict[str, float]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
+from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.inputs import Inputs
 
 if TYPE_CHECKING:
     from raylight.trainer.trainer import Trainer
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that the configurations of mixtures of experts have for the number of experts."""
 
 
 def resolve_state_url(path: str) -> str:
@@ -46,10 +52,19 @@ def trainable_engine(trainer: Trainer) -> str:
     return kind
 
 
-def mismatch_tolerance(trainer: Trainer, algorithm: PolicyAlgorithm) -> float:
-    """Return the tolerance of log-prob differences; its default allows for rounding in half precision."""
-    exact = trainer.engine.dtype == "float32" and trainer.learner.dtype == "fp32"
-    return algorithm.max_logprob_mismatch or (1e-3 if exact else 0.5)
+def mismatch_limit(
+    algorithm: PolicyAlgorithm, engine: EngineConfig, learner: LearnerConfig, model_path: str
+) -> float:
+    """Return the limit of the mean difference of log-probs; its default depends on the precision."""
+    exact = engine.dtype == "float32" and learner.dtype == "fp32"
+    return algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
+
+
+def _has_experts(model_path: str) -> bool:
+    """Return True if the model of a folder is a mixture of experts."""
+    config = json.loads(Path(model_path, "config.json").read_text())
+    fields = config | config.get("text_config", {})
+    return any(isinstance(fields.get(name), int) and fields[name] > 1 for name in EXPERT_COUNTS)
 
 
 def trained_agents_pattern(trainer: Trainer, inputs: Inputs) -> str | None:

@@ -88,7 +88,7 @@ class Report(ProgressReporter):
         self.folder = folder
         self._started = time.perf_counter() if started is None else started
         self._drifts = DriftLog()
-        self._reported_mismatch = False
+        self._reported_mismatch = self._reported_stale = False
         self.best: dict[str, Any] | None = None
         """The best evaluation so far: its metric, mode, step, value and metrics."""
         try:
@@ -129,18 +129,26 @@ class Report(ProgressReporter):
             self.note(note)
 
     def mismatch(self, metrics: Metrics) -> None:
-        """Show once that the log-probs of engine and learner differ by more than `warn_logprob_mismatch`.
+        """Show once that the log-probs of engine and learner differ by more than `warn_logprob_mismatch`, and
+        once that all tokens of a batch are of older weights.
 
         Args:
             metrics: of an update.
         """
+        if metrics.get("mismatch/stale_fraction") == 1 and not self._reported_stale:
+            self._reported_stale = True
+            self.note(
+                "no token of the batch was sampled with the current weights (mismatch/stale_fraction in "
+                "metrics.jsonl); if that stays so, check that the engines load new weights"
+            )
         if metrics.get("mismatch/warned") and not self._reported_mismatch:
             self._reported_mismatch = True
             self.note(
-                f"log-probs of engine and learner differ by up to {metrics['mismatch/logprob_abs_max']:.2g} "
-                "for the same weights (mismatch/* in metrics.jsonl). Causes: the agent samples with top_p, "
-                "top_k or min_p, or engine and learner compute in different precision. rollout_is or "
-                "rollout_rs correct for it; warn_logprob_mismatch sets the threshold of this note"
+                f"log-probs of engine and learner differ by {metrics['mismatch/logprob_abs_mean']:.2g} on "
+                f"average and by up to {metrics['mismatch/logprob_abs_max']:.2g} for the same weights "
+                "(mismatch/* in metrics.jsonl): they compute the model differently, for example in other "
+                "precision. rollout_is or rollout_rs correct for it; warn_logprob_mismatch sets the "
+                "threshold of this note"
             )
 
     def finish(self, counts: dict[str, int]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from raylight.trainer.plan import (
 )
 from raylight.trainer.policy_checks import (
     check_lengths,
-    mismatch_tolerance,
+    mismatch_limit,
     resolve_state_url,
     trainable_engine,
     trained_agents_pattern,
@@ -200,9 +200,7 @@ class PolicyRun(Run):
         self.plan = PolicyPlan(
             **self._common,
             model_path=resolve_model(algorithm.model),
-            algorithm=algorithm.model_copy(
-                update={"max_logprob_mismatch": mismatch_tolerance(trainer, algorithm)}
-            ),
+            algorithm=algorithm,
             engine=trainer.engine.model_copy(update={"kind": trainable_engine(trainer)}),
             learner=trainer.learner,
             checkpoint=trainer.checkpoint,
@@ -261,6 +259,9 @@ class PolicyRun(Run):
             engine = fallback.engine.model_copy(update={"kind": self.plan.engine.kind})
             self.plan = replace(self.plan, engine=engine, learner=fallback.learner)
             self._notes = fallback.notes
+        algorithm, plan = self.plan.algorithm, self.plan
+        limit = mismatch_limit(algorithm, plan.engine, plan.learner, plan.model_path)
+        self.plan = replace(plan, algorithm=algorithm.model_copy(update={"max_logprob_mismatch": limit}))
         metrics = self.folder / "metrics.jsonl"
         highest = highest_logged_version(metrics)
         start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)

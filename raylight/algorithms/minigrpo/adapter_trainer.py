@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from raylight.algorithms.minigrpo.loss import LossTerms, clipped_loss, group_advantages, token_logprobs
@@ -20,6 +21,7 @@ from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
 from raylight.experience.batch import TrainBatch
+from raylight.experience.correction_settings import TAIL, describe_excess
 from raylight.files import atomic_files
 
 MAX_SKIPPED_STEPS = 3
@@ -77,7 +79,7 @@ class AdapterTrainer:
 
     Args:
         module: causal language model, to which the adapter is added in place.
-        max_mismatch: largest allowed difference of log-probs between sampling and training.
+        max_mismatch: largest allowed mean difference of log-probs between sampling and training.
     """
 
     def __init__(self, module: Any, settings: MiniGRPOSettings, max_mismatch: float) -> None:
@@ -195,14 +197,18 @@ class AdapterTrainer:
         difference = (trained_logprobs(self._module, tokens) - tokens.sampled_logprobs).abs()[current]
         if not len(difference):
             return {}
-        largest = float(difference.max())
-        if not largest <= self._max_mismatch:
+        mean, largest = float(difference.mean()), float(difference.max())
+        tail = float(np.quantile(difference.float().cpu().numpy(), TAIL))
+        if excess := describe_excess(mean, tail, self._max_mismatch):
             raise MismatchError(
-                f"log-probs of sampling and training differ by up to {largest:.3g} (allowed: "
-                f"{self._max_mismatch:g}); remove top_p, top_k and min_p from the agent's requests, or, "
-                "in half precision, raise max_logprob_mismatch or set dtype='fp32'"
+                f"log-probs of sampling and training {excess}; in half precision, raise "
+                "max_logprob_mismatch or set dtype='fp32'"
             )
-        return {"mismatch/logprob_abs_mean": float(difference.mean()), "mismatch/logprob_abs_max": largest}
+        return {
+            "mismatch/logprob_abs_mean": mean,
+            "mismatch/logprob_abs_p999": tail,
+            "mismatch/logprob_abs_max": largest,
+        }
 
     @property
     def _device(self) -> torch.device:

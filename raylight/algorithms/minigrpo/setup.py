@@ -11,6 +11,7 @@ from raylight.algorithms.minigrpo.engine import TrainableEngine
 from raylight.algorithms.minigrpo.memory import MemoryEstimate, estimate_memory, free_bytes
 from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.errors import ConfigError, DeviceMemoryError
+from raylight.experience.correction_settings import default_limit
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def build_engine_and_trainer(
         seed=settings.seed,
         device=str(device),
     )
-    mismatch = settings.max_logprob_mismatch or (1e-3 if dtype == torch.float32 else 0.5)
+    mismatch = settings.max_logprob_mismatch or default_limit(dtype == torch.float32, routed=False)
     try:
         # before the first request; after it only the engine's thread may use the module
         trainer = AdapterTrainer(engine.module, settings, mismatch)

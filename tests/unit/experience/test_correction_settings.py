@@ -1,9 +1,16 @@
 """Validation of the correction settings when a run is planned, and the warning about a mismatch."""
 
+import math
+
 import pytest
 
 from raylight.errors import ConfigError
-from raylight.experience.correction_settings import CorrectionSettings, parse_weight_bounds
+from raylight.experience.correction_settings import (
+    CorrectionSettings,
+    default_limit,
+    describe_excess,
+    parse_weight_bounds,
+)
 from raylight.experience.settings import PolicySettings
 from raylight.trainer.report import Report
 
@@ -70,8 +77,18 @@ def test_bypass_mode_excludes_correction():
             PolicySettings(bypass_mode=True, **settings)
 
 
-def test_the_default_warning_threshold_is_a_tenth_of_the_limit():
-    assert CorrectionSettings(max_logprob_mismatch=0.5).warning_threshold == pytest.approx(0.05)
+def test_the_mean_and_a_high_quantile_are_limited_and_the_maximum_is_not():
+    assert describe_excess(1e-3, 1e-2, 1e-3) is None
+    assert "by 0.0011 on average (allowed: 0.001)" in describe_excess(1.1e-3, 1e-2, 1e-3)
+    assert "by 0.011 at the 99.9 % quantile (allowed: 0.01)" in describe_excess(1e-4, 1.1e-2, 1e-3)
+    assert describe_excess(math.nan, 0.0, 1.0)
+    # published figures: dense models in bfloat16, and mixtures of experts
+    assert describe_excess(0.06, 0.9, default_limit(exact=False, routed=False)) is None
+    assert describe_excess(1.4, 9.0, default_limit(exact=False, routed=True)) is None
+
+
+def test_the_default_warning_threshold_is_a_third_of_the_limit():
+    assert CorrectionSettings(max_logprob_mismatch=0.3).warning_threshold == pytest.approx(0.1)
     assert CorrectionSettings(max_logprob_mismatch=0.5, warn_logprob_mismatch=0.2).warning_threshold == 0.2
 
 
@@ -83,11 +100,17 @@ def test_a_mismatch_is_reported_once(tmp_path):
             notes.append(text)
 
     report = Report(tmp_path / "run", Display(), {})
-    quiet, loud = ({"mismatch/warned": warned, "mismatch/logprob_abs_max": 0.25} for warned in (0.0, 1.0))
+    sizes = {"mismatch/logprob_abs_mean": 0.03, "mismatch/logprob_abs_max": 0.25}
+    quiet, loud = (sizes | {"mismatch/warned": warned} for warned in (0.0, 1.0))
     report.mismatch({})
     report.mismatch(quiet)
     assert notes == []
     report.mismatch(loud)
     report.mismatch(loud)
     assert len(notes) == 1
-    assert "differ by up to 0.25" in notes[0]
+    assert "differ by 0.03 on average and by up to 0.25" in notes[0]
+    report.mismatch({"mismatch/stale_fraction": 0.5, "mismatch/warned": 0.0})
+    for _ in range(2):
+        report.mismatch({"mismatch/stale_fraction": 1.0, "mismatch/warned": 0.0})
+    assert len(notes) == 2
+    assert "no token of the batch was sampled with the current weights" in notes[1]

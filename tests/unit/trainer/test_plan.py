@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from raylight.store.service import StoreService
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.inputs import Inputs
 from raylight.trainer.plan import PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
-from raylight.trainer.policy_checks import mismatch_tolerance, trained_agents_pattern
+from raylight.trainer.policy_checks import mismatch_limit, trained_agents_pattern
 from raylight.trainer.trainer import Trainer
 
 POLICY = LLM(endpoint="http://engine", model="policy", traced=True)
@@ -178,19 +180,20 @@ def test_a_pattern_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "learner", "given", "expected"),
+    ("engine", "learner", "experts", "given", "expected"),
     [
-        ("float32", "fp32", 0.0, 1e-3),
-        ("bfloat16", "fp32", 0.0, 0.5),
-        ("float32", "bf16", 0.0, 0.5),
-        ("bfloat16", "bf16", 0.01, 0.01),
+        ("float32", "fp32", None, 0.0, 1e-3),
+        ("bfloat16", "fp32", None, 0.0, 0.3),
+        ("float32", "bf16", 1, 0.0, 0.3),
+        ("bfloat16", "bf16", 128, 0.0, 2.0),
+        ("float32", "fp32", 128, 0.0, 1e-3),
+        ("bfloat16", "bf16", 128, 0.01, 0.01),
     ],
 )
-def test_rounding_of_half_precision_is_no_mismatch(
-    engine: str, learner: str, given: float, expected: float
+def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
+    engine: Any, learner: Any, experts: int | None, given: float, expected: float, tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_experts": experts}}))
     algorithm = GRPO(model="m", max_logprob_mismatch=given)
-    assert (
-        mismatch_tolerance(Trainer(engine={"dtype": engine}, learner={"dtype": learner}), algorithm)
-        == expected
-    )
+    limit = mismatch_limit(algorithm, EngineConfig(dtype=engine), LearnerConfig(dtype=learner), str(tmp_path))
+    assert limit == expected
