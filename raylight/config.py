@@ -18,6 +18,7 @@ from pydantic import (
 
 from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_PROCESSES, MAX_SECONDS, check_plain
 from raylight.errors import ConfigError
+from raylight.ray_resources import CustomResources
 from raylight.request_fields import PROTECTED
 
 MAX_SHOWN = 120
@@ -131,6 +132,9 @@ class EngineConfig(Config):
     take turns may each use all cores; this pays off above about ten million parameters."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a replica."""
+    resources: CustomResources = Field(default_factory=dict)
+    """Custom resources that Ray reserves for a replica, and for each worker of vLLM, such as
+    {"engine_node": 1}: only nodes that have them, by `ray start --resources`, run replicas."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of weights and computation."""
     max_model_len: int = Field(default=2048, ge=8, le=MAX_COUNT)
@@ -201,6 +205,8 @@ class RunnerConfig(Config):
     """Runners."""
     num_cpus: float = Field(default=0.1, ge=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a runner."""
+    resources: CustomResources = Field(default_factory=dict)
+    """Custom resources that Ray reserves for a runner: only nodes that have them run runners."""
     max_concurrent: int = Field(default=64, ge=1, le=MAX_CONCURRENT)
     """Rollouts that one runner executes concurrently: asynchronous agents on its event loop, synchronous ones
     in as many threads."""
@@ -260,6 +266,8 @@ class LearnerConfig(Config):
     """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a rank, at most 1. A fraction leaves room for an engine on the same GPU."""
+    resources: CustomResources = Field(default_factory=dict)
+    """Custom resources that Ray reserves for a rank: only nodes that have them run ranks."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Strategy of Ray's placement group for the ranks."""
     placement_timeout_s: float = Field(default=60.0, gt=0, le=MAX_SECONDS)

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
     {"types", "semconv", "errors", "config", "aio", "components", "files", "log"}
-    | {"request_fields", "bounds", "synonyms", "disk"},
+    | {"request_fields", "ray_resources", "bounds", "synonyms", "disk"},
     {"agent", "store", "traces"},
     {"http", "experience"},
     {"runner", "engines", "weight_sync", "serving", "learner"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylight.aio import cancel_all
@@ -27,8 +27,19 @@ STACKS_TIMEOUT_S = 5.0
 
 def bundles(config: LearnerConfig) -> list[dict[str, float]]:
     """Return the resources of each rank, as bundles of a placement group."""
-    resources = {"CPU": config.num_cpus, "GPU": config.num_gpus}
+    resources = {"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}
     return [{name: amount for name, amount in resources.items() if amount} for _ in range(config.n)]
+
+
+def order_by_node(nodes: Mapping[int, str]) -> list[int]:
+    """Return the index of each rank's bundle: ranks in a row share a node, as the ranks of a shard or of a
+    sequence should.
+
+    Args:
+        nodes: the node of each bundle.
+    """
+    seen = {node: position for position, node in reversed(list(enumerate(nodes[i] for i in sorted(nodes))))}
+    return sorted(nodes, key=lambda bundle: (seen[nodes[bundle]], bundle))
 
 
 class LearnerGroup:
@@ -58,6 +69,8 @@ class LearnerGroup:
 
     def _start(self) -> list[Any]:
         config = self._config
+        nodes: dict[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
+        order = order_by_node(nodes)
         return [
             self._class.options(
                 name=f"learner-{rank}",
@@ -65,7 +78,7 @@ class LearnerGroup:
                 num_cpus=config.num_cpus,
                 num_gpus=config.num_gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=rank
+                    self._placement, placement_group_bundle_index=order[rank]
                 ),
             ).remote(rank, config.n, config)
             for rank in range(config.n)

@@ -155,7 +155,11 @@ class RunnerPool:
         actor = (
             ray.remote(RunnerActor)
             .options(
-                name=name, namespace=self._namespace, num_cpus=config.num_cpus, scheduling_strategy="SPREAD"
+                name=name,
+                namespace=self._namespace,
+                num_cpus=config.num_cpus,
+                resources=config.resources,
+                scheduling_strategy="SPREAD",
             )
             .remote(self._worker_id(name), self._store, self._payload, config)
         )

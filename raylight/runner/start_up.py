@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from raylight.aio import cancel_all
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError, RunnerLostError, summarize_ray_error
+from raylight.ray_resources import format_amounts
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,14 @@ class StartUp:
         self,
         actors: Mapping[str, Any],
         config: RunnerConfig,
-        read_states: Callable[[Mapping[str, Any], float], dict[str, StartState]] | None = None,
+        read_states: Callable[[Mapping[str, Any], Mapping[str, float]], dict[str, StartState]] | None = None,
     ) -> None:
         self._actors = dict(actors)
         self._config = config
         self._read_states = read_states or read_start_states
         self._states = dict.fromkeys(self._actors, UNPLACED)
         self._warned = False
+        self._bundle = {"CPU": config.num_cpus, **config.resources}
 
     async def wait(self) -> None:
         """Wait until every runner responds.
@@ -99,7 +101,7 @@ class StartUp:
     async def _check(self, late: set[str], placement_over: bool, start_over: bool) -> bool:
         """Return True if a runner made progress since the last check; raise if its time is over."""
         actors = {name: self._actors[name] for name in sorted(late)}
-        states = await asyncio.to_thread(self._read_states, actors, self._config.num_cpus)
+        states = await asyncio.to_thread(self._read_states, actors, self._bundle)
         unplaced = [name for name, state in states.items() if state.phase == "unplaced"]
         if unplaced and placement_over:
             raise PlacementError(self._placement_message(len(unplaced)))
@@ -129,9 +131,9 @@ class StartUp:
         total, free = map(format_amounts, (ray.cluster_resources(), ray.available_resources()))
         return (
             f"{unplaced} of {len(self._actors)} runners cannot be placed: each needs "
-            f"{config.num_cpus:g} CPU. After {config.placement_timeout_s:g} s (runner.placement_timeout_s) "
-            f"the cluster of {len(nodes)} node(s) has {total}, free now {free}. Lower n_runners or "
-            "runner={'num_cpus': ...}, end other work on the cluster, or add nodes"
+            f"{format_amounts(self._bundle)}. After {config.placement_timeout_s:g} s "
+            f"(runner.placement_timeout_s) the cluster of {len(nodes)} node(s) has {total}, free now {free}. "
+            "Lower n_runners or runner={'num_cpus': ...}, end other work on the cluster, or add nodes"
         )
 
 
@@ -142,15 +144,20 @@ def _describe(states: Mapping[str, StartState]) -> str:
     )
 
 
-def read_start_states(actors: Mapping[str, Any], num_cpus: float) -> dict[str, StartState]:
+def read_start_states(actors: Mapping[str, Any], bundle: Mapping[str, float]) -> dict[str, StartState]:
     """Return how far actors that are not up have come, from Ray.
 
     Ray calls an actor "pending" both without resources and during its start. Only in the first case its
     request is among the cluster's demands.
+
+    Args:
+        bundle: resources of each actor.
     """
     demands = get_cluster_status(ray.get_runtime_context().gcs_address).resource_demands.ray_task_actor_demand
-    unplaced = any(
-        set(request.bundle) == {"CPU"} and math.isclose(request.bundle["CPU"], num_cpus)
+    wanted = {name: amount for name, amount in bundle.items() if amount}
+    unplaced = bool(wanted) and any(
+        request.bundle.keys() == wanted.keys()
+        and all(math.isclose(request.bundle[name], amount) for name, amount in wanted.items())
         for demand in demands
         for request in demand.bundles_by_count
     )
@@ -176,9 +183,3 @@ def _failure_message(error: BaseException) -> str:
         "job's working directory, or install it"
     )
     return f"the runners did not start: {reason}{hint if 'No module named' in reason else ''}"
-
-
-def format_amounts(resources: Mapping[str, Any]) -> str:
-    """Return the CPUs and GPUs among resources as text."""
-    amounts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
-    return ", ".join(amounts) or "none"

@@ -18,7 +18,7 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raylight.errors import ClusterStartError, ConfigError, PlacementError, summarize_ray_error
-from raylight.runner.start_up import format_amounts
+from raylight.ray_resources import format_amounts
 from raylight.serving.deploy.leftovers import mark_session, sweep
 from raylight.trainer.blocking import ignored_interrupts, single_interrupt
 from raylight.trainer.cluster_monitor import (

@@ -37,11 +37,11 @@ async def test_a_slow_start_is_not_taken_for_missing_resources(
         monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # as of another cluster, beside address="local"
         slow = Gated.options(num_cpus=0.2).remote(str(pipe))
         eventually(
-            lambda: read_start_states({"runner-0": slow}, 0.2)["runner-0"].phase == "loading",
+            lambda: read_start_states({"runner-0": slow}, {"CPU": 0.2})["runner-0"].phase == "loading",
             60,
             "its process",
         )
-        state = read_start_states({"runner-0": slow}, 0.2)["runner-0"]
+        state = read_start_states({"runner-0": slow}, {"CPU": 0.2})["runner-0"]
         assert f"is importing the agent in process {state.pid}" in str(state)
 
         def open_gate(*_: object) -> dict:

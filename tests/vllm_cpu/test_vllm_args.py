@@ -97,10 +97,28 @@ def test_the_deployment_on_a_cpu_and_on_gpus(model_path: str) -> None:
     assert cpu.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert cpu.runtime_env["env_vars"]["OMP_NUM_THREADS"] == "1"
     args = build_args(model_path, {"tensor_parallel_size": 2}, gpus=1)
-    gpu = llm_config(model_path, "policy", args, server=object, num_cpus=1, threads=1, gpus=1, env={"A": "b"})
-    assert gpu.get_engine_config().placement_bundles == [{"GPU": 1, "CPU": 1}, {"GPU": 1}]
+    gpu = llm_config(
+        model_path,
+        "policy",
+        args,
+        server=object,
+        num_cpus=1,
+        threads=1,
+        gpus=1,
+        resources={"engine_node": 1},
+        env={"A": "b"},
+    )
+    engine = gpu.get_engine_config()
+    assert engine.placement_bundles == [
+        {"GPU": 1, "CPU": 1, "engine_node": 1},
+        {"GPU": 1, "engine_node": 1},
+    ]
+    assert engine.placement_strategy == "STRICT_PACK"
     assert gpu.runtime_env["env_vars"]["A"] == "b"
     assert "VLLM_CPU_KVCACHE_SPACE" not in gpu.runtime_env["env_vars"]
+    stages = build_args(model_path, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, gpus=1)
+    wide = llm_config(model_path, "policy", stages, server=object, num_cpus=1, threads=1, gpus=1)
+    assert wide.get_engine_config().placement_strategy == "PACK"
 
 
 def test_fields_of_vllm_that_shape_an_answer_cannot_be_ignored() -> None:

@@ -20,6 +20,7 @@ def llm_config(
     num_cpus: float,
     threads: int,
     gpus: float,
+    resources: Mapping[str, float] | None = None,
     env: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -32,6 +33,7 @@ def llm_config(
         threads: compute threads per replica, on a CPU.
         gpus: GPUs per worker; a replica has `tensor_parallel_size` x `pipeline_parallel_size` workers. 0 for
             a CPU.
+        resources: custom resources of each worker.
         env: environment of the replica and its workers.
         options: Ray Serve's deployment options, including the number of replicas.
     """
@@ -44,10 +46,13 @@ def llm_config(
         [{"CPU": num_cpus}] if gpus == 0 else [{"GPU": gpus} for _ in range(workers)]
     )
     bundles[0]["CPU"] = num_cpus
+    bundles = [bundle | dict(resources or {}) for bundle in bundles]
+    # the parts of a tensor exchange data in every layer, so they share a node; pipeline stages need not
+    strategy = "STRICT_PACK" if args.get("pipeline_parallel_size", 1) == 1 else "PACK"
     settings: dict[str, Any] = {
         "model_loading_config": {"model_id": model, "model_source": path},
         "accelerator_config": {"kind": "cpu"} if gpus == 0 else None,
-        "placement_group_config": {"bundles": bundles},
+        "placement_group_config": {"bundles": bundles, "strategy": strategy},
         "engine_kwargs": dict(args),
         "runtime_env": {"env_vars": environment(path, threads, gpus, args.get("enforce_eager", False)) | env},
         "deployment_config": {"ray_actor_options": {"num_cpus": 0}, **(options or {})},

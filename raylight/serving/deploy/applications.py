@@ -6,8 +6,9 @@ from typing import Any
 
 from ray import serve
 
-from raylight.config import cpu_threads
-from raylight.serving.deploy.ingress import SERVE_FLAGS
+from raylight.config import EngineConfig, cpu_threads
+from raylight.errors import EngineStartError
+from raylight.serving.deploy.ingress import SERVE_FLAGS, alive_nodes
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
 
 HEALTH_CHECK_PERIOD_S = 5.0
@@ -33,6 +34,7 @@ def _engine_application(settings: ReplicaSettings, env: dict[str, str]) -> serve
     actor: dict[str, Any] = {
         "num_cpus": config.num_cpus,
         "num_gpus": config.num_gpus,
+        "resources": config.resources,
         "runtime_env": {"env_vars": env},
     }
     deployment = serve.deployment(name="engine", ray_actor_options=actor, **common_options(settings))(
@@ -40,7 +42,7 @@ def _engine_application(settings: ReplicaSettings, env: dict[str, str]) -> serve
     )
     if config.num_gpus:
         deployment = deployment.options(
-            placement_group_bundles=[{"CPU": config.num_cpus, "GPU": config.num_gpus}]
+            placement_group_bundles=[{"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}]
         )
     return deployment.bind(settings)
 
@@ -54,6 +56,7 @@ def _vllm_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.A
     from raylight.serving.deploy.vllm_replica import VllmReplica
 
     config = settings.config
+    check_node_size(config, [node["Resources"] for node in alive_nodes()])
     args = vllm_args(
         settings.model_path,
         config.args,
@@ -73,10 +76,33 @@ def _vllm_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.A
         num_cpus=config.num_cpus,
         threads=cpu_threads(config),
         gpus=config.num_gpus,
+        resources=config.resources,
         env=env,
         options=common_options(settings),
     )
     return build_llm_deployment(llm, bind_kwargs={"settings": settings})
+
+
+def check_node_size(config: EngineConfig, nodes: list[dict[str, float]]) -> None:
+    """Raise if the parts of a tensor-parallel engine cannot be on one node.
+
+    Nothing is known about a cluster without GPUs, whose nodes the autoscaler has yet to start.
+
+    Args:
+        nodes: resources of the nodes.
+
+    Raises:
+        EngineStartError: every node with GPUs has too few for an engine.
+    """
+    parts, stages = (config.args.get(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline"))
+    largest = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
+    needed = parts * config.num_gpus
+    if stages == 1 and 0 < largest < needed:
+        raise EngineStartError(
+            f"tensor_parallel_size={parts} needs {needed:g} GPUs on one node, and the largest node has "
+            f"{largest:g}. Lower it to {int(largest / config.num_gpus)} and divide the layers between nodes, "
+            "by engine={'args': {'pipeline_parallel_size': ...}}; or add a node with more GPUs before the run"
+        )
 
 
 def common_options(settings: ReplicaSettings) -> dict[str, Any]:

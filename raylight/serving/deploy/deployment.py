@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from contextlib import AbstractContextManager
-from typing import Any
 
 import ray
 from ray import serve
@@ -17,6 +16,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from raylight.errors import EngineStartError, PortInUseError
+from raylight.ray_resources import format_amounts
 from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
@@ -182,14 +182,11 @@ class Deployment:
         config = self._settings.config
         app = serve.status().applications.get(self._settings.app_name)
         messages = "; ".join(d.message for d in app.deployments.values() if d.message) if app else ""
-        total, free = map(_format_resources, (ray.cluster_resources(), ray.available_resources()))
+        total, free = map(format_amounts, (ray.cluster_resources(), ray.available_resources()))
+        wanted = {"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}
         return (
-            f"{config.replicas} engine replica(s) of {config.num_cpus:g} CPU and {config.num_gpus:g} GPU "
+            f"{config.replicas} engine replica(s) of {format_amounts(wanted)} "
             f"were not up within {config.start_timeout_s:g} s (engine.start_timeout_s); the cluster has "
             f"{total}, of which {free} are free. If that is enough, the machine is busy or the model large: "
             f"raise engine={{'start_timeout_s': ...}}. {messages}"
         ).strip()
-
-
-def _format_resources(resources: dict[str, Any]) -> str:
-    return f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} GPU"

@@ -107,17 +107,24 @@ async def test_progress_gives_a_slow_runner_more_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "waiting", "pid", "phase"),
+    ("bundle", "waiting", "pid", "phase"),
     [
-        (0.1, {"CPU": 0.1}, 0, "unplaced"),
-        (0.1, {"CPU": 0.1}, 4711, "loading"),
-        (0.1, {"CPU": 0.5}, 0, "starting"),
-        (0.1, {"CPU": 0.1, "GPU": 1.0}, 0, "starting"),
-        (0.0, {"GPU": 1.0}, 0, "starting"),
+        ({"CPU": 0.1}, {"CPU": 0.1}, 0, "unplaced"),
+        ({"CPU": 0.1}, {"CPU": 0.1}, 4711, "loading"),
+        ({"CPU": 0.1}, {"CPU": 0.5}, 0, "starting"),
+        ({"CPU": 0.1}, {"CPU": 0.1, "GPU": 1.0}, 0, "starting"),
+        ({"CPU": 0.0}, {"GPU": 1.0}, 0, "starting"),
+        ({"CPU": 0.0}, {}, 0, "starting"),
+        ({"CPU": 0.0, "agents": 1.0}, {"agents": 1.0}, 0, "unplaced"),
+        ({"CPU": 0.1, "agents": 1.0}, {"CPU": 0.1}, 0, "starting"),
     ],
 )
 def test_what_other_programs_wait_for_is_not_taken_for_a_runner(
-    num_cpus: float, waiting: dict[str, float], pid: int, phase: str, monkeypatch: pytest.MonkeyPatch
+    bundle: dict[str, float],
+    waiting: dict[str, float],
+    pid: int,
+    phase: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     demand = SimpleNamespace(bundles_by_count=[SimpleNamespace(bundle=waiting)])
     status = SimpleNamespace(resource_demands=SimpleNamespace(ray_task_actor_demand=[demand]))
@@ -125,7 +132,7 @@ def test_what_other_programs_wait_for_is_not_taken_for_a_runner(
     monkeypatch.setattr(start_up, "get_cluster_status", lambda address: status)
     monkeypatch.setattr(start_up.ray_state, "actors", lambda actor_id: {"Pid": pid} if pid else {})
     actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "ab12"))
-    assert read_start_states({"runner-0": actor}, num_cpus)["runner-0"].phase == phase
+    assert read_start_states({"runner-0": actor}, bundle)["runner-0"].phase == phase
 
 
 async def test_a_runner_that_fails_ends_the_start_at_once() -> None:
