@@ -8,12 +8,14 @@ both to the recorder.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raylight.types import CallKey, FinishReason, HistoryNote
+import numpy as np
+
+from raylight.types import CallKey, FinishReason, HistoryNote, IntArray
 
 CONSTRAINED = "constrained"
 """Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
@@ -41,7 +43,7 @@ class Sample:
 
     index: int
     """Index of the choice in the response."""
-    prompt_ids: list[int]
+    prompt_ids: IntArray
     sampling: Mapping[str, Any]
     """Sampling parameters: `temperature`, and all others that were requested (top_p, top_k, seed, ...)."""
     output_ids: list[int] = field(default_factory=list)
@@ -55,6 +57,11 @@ class Sample:
     change the distribution."""
     finish_reason: FinishReason = "aborted"
     """"aborted" until the engine sets another reason."""
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Token ids of the prompt and of what is sampled so far."""
+        return np.concatenate([self.prompt_ids, np.array(self.output_ids, np.int32)])
 
 
 @dataclass
@@ -78,9 +85,9 @@ class CaptureContext:
     samples: dict[int, Sample] = field(default_factory=dict)
     """Choice index -> sample."""
 
-    def sample(self, index: int, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Sample:
+    def sample(self, index: int, prompt_ids: Sequence[int] | IntArray, sampling: Mapping[str, Any]) -> Sample:
         """Add the sample of a choice. The engine calls this before it samples."""
-        sample = self.samples[index] = Sample(index, prompt_ids, sampling)
+        sample = self.samples[index] = Sample(index, np.asarray(prompt_ids, np.int32), sampling)
         return sample
 
 

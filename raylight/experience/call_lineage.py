@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
 from raylight.experience.call_relations import find_drift
 from raylight.experience.trajectory import Relation, build_trajectories, common_prefix
 from raylight.traces.trained_agents import filter_generations
-from raylight.types import CONTINUED, FinishedRollout, Generation
+from raylight.types import CONTINUED, FinishedRollout, Generation, IntArray
 
 Origin: TypeAlias = Literal["prompt", "output", "new"]
 
@@ -69,11 +67,11 @@ def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
             trajectories.calls, trajectories.relations, trajectories.positions, strict=True
         )
     }
-    sequences: list[np.ndarray[Any, Any]] = []
+    sequences: list[IntArray] = []
     origins: list[list[PromptSegment]] = []
     lineages: list[CallLineage] = []
     for number, call in enumerate(generations, 1):
-        prompt = np.array(call.prompt_ids, dtype=np.int64)
+        prompt = call.prompt_ids
         shared = [common_prefix(prompt, sequence) for sequence in sequences]
         best = max(range(len(shared)), key=lambda i: (shared[i], i), default=None)
         length = 0 if best is None else shared[best]
@@ -87,7 +85,7 @@ def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
             reason = "its agent is not trained"
         row_number = None if row is None else row + 1
         lineages.append(CallLineage(number, row_number, kind, related, length, reason, place, segments))
-        sequences.append(np.concatenate([prompt, np.array(call.output_ids, dtype=np.int64)]))
+        sequences.append(call.token_ids)
         own = [PromptSegment("prompt", number, new), PromptSegment("output", number, len(call.output_ids))]
         origins.append(known + [segment for segment in own if segment.tokens])
     return lineages
@@ -96,7 +94,7 @@ def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
 def _explain(call: Generation, relation: Relation | None) -> tuple[str, str, str]:
     """Return the kind of a call's relation, its reason and its place."""
     if relation is None:
-        return "not_trained", "its response was cut off" if call.output_ids else "it sampled nothing", ""
+        return "not_trained", "its response was cut off" if len(call.output_ids) else "it sampled nothing", ""
     if drift := find_drift(call.key, relation, call.history):
         return f"drift_{drift.kind}", drift.reason, drift.place
     if relation != "extension":

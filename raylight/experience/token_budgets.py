@@ -42,7 +42,7 @@ class RowLimit:
                 f"takes {end}: raise learner.max_row_tokens and learner.max_tokens_per_micro_batch, lower "
                 "engine.max_model_len, or choose learner.long_rows='drop' or 'truncate'"
             )
-        if self._rule == "drop" or not any(row.mask[:end]):
+        if self._rule == "drop" or not row.mask[:end].any():
             self.dropped += 1
             return None
         self.truncated += 1

@@ -16,11 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from raylight.types import Generation, Trajectory
-
-Tokens: TypeAlias = NDArray[np.int64]
+from raylight.types import Generation, IntArray, Trajectory
 
 Relation: TypeAlias = Literal[
     "start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"
@@ -106,7 +103,7 @@ class Trajectories:
     def chosen_positions(self) -> list[CallPosition]:
         """Positions of the calls in rows that are not entirely forced; all positions if there is no such
         row."""
-        chosen = [any(row.mask) for row in self.rows]
+        chosen = [bool(row.mask.any()) for row in self.rows]
         return [position for position in self.positions if chosen[position.row]] or self.positions
 
 
@@ -121,7 +118,7 @@ class _CallNode:
     """Index of the earlier call that shares the most tokens with this one; -1 for none."""
     shared: int
     """Number of tokens shared with the parent."""
-    suffix: Tokens
+    suffix: IntArray
     """The tokens after the shared ones."""
     first_suffix_token: int = field(init=False)
     """-1 if the suffix is empty. Most calls differ at this token, and comparing it needs no array."""
@@ -152,11 +149,10 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
     rows: list[list[Generation]] = []
     relations: list[Relation] = []
     for call in generations:
-        if not call.output_ids or call.finish_reason == "aborted":
+        if not len(call.output_ids) or call.finish_reason == "aborted":
             continue
-        ids = call.prompt_ids + call.output_ids
-        tokens = np.array(ids, dtype=np.int64)
-        shared = _shared_lengths(ids, tokens, nodes)
+        tokens = call.token_ids
+        shared = _shared_lengths(tokens, nodes)
         in_prompt = [min(length, len(call.prompt_ids)) for length in shared]
         extendable = [
             node
@@ -183,32 +179,31 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
 
 def _count_tokens(call: Generation) -> TokenCounts:
     sampled = len(call.output_ids)
-    if not call.allowed:
+    if not len(call.allowed):
         return TokenCounts(sampled)
-    allowed = np.array(call.allowed)
-    chosen = allowed > 1
-    log_mass = (np.array(call.policy_logprobs) - np.array(call.logprobs))[chosen]
+    chosen = call.allowed > 1
+    log_mass = (call.policy_logprobs.astype(np.float64) - call.logprobs)[chosen]
     mass = float(np.exp(np.minimum(log_mass, 0.0)).sum())
-    return TokenCounts(sampled, int((allowed == 1).sum()), int(chosen.sum()), mass)
+    return TokenCounts(sampled, int((call.allowed == 1).sum()), int(chosen.sum()), mass)
 
 
-def _shared_lengths(ids: list[int], tokens: Tokens, nodes: list[_CallNode]) -> list[int]:
-    """Return the length of the common prefix of a call's tokens (passed as list and array) with each node.
+def _shared_lengths(tokens: IntArray, nodes: list[_CallNode]) -> list[int]:
+    """Return the length of the common prefix of a call's tokens with each node.
 
     Tokens are compared only with a node's suffix, and only if the call shares all tokens before that suffix.
     """
     lengths: list[int] = []
     for node in nodes:
         with_parent = lengths[node.parent] if node.parent >= 0 else 0
-        reaches_suffix = with_parent == node.shared and with_parent < len(ids)
-        if reaches_suffix and ids[with_parent] == node.first_suffix_token:
+        reaches_suffix = with_parent == node.shared and with_parent < len(tokens)
+        if reaches_suffix and tokens[with_parent] == node.first_suffix_token:
             lengths.append(with_parent + common_prefix(tokens[with_parent:], node.suffix))
         else:
             lengths.append(min(with_parent, node.shared))
     return lengths
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: IntArray, b: IntArray) -> int:
     """Return the length of the common prefix. The compared chunks grow, since most pairs differ early."""
     end, start, size = min(len(a), len(b)), 0, 64
     while start < end:
@@ -234,7 +229,7 @@ def _classify(call: Generation, nodes: list[_CallNode], shared: list[int]) -> Re
     return RELATION_PRIORITY[max(related, default=(0, 0))[1]]
 
 
-def _relation_to(node: _CallNode, prompt: list[int], shared: int) -> Relation:
+def _relation_to(node: _CallNode, prompt: IntArray, shared: int) -> Relation:
     """Return the relation to one earlier call, from the length of the shared prefix."""
     if shared == node.length or node.prompt_length <= shared == len(prompt):
         return "fork"
@@ -243,7 +238,7 @@ def _relation_to(node: _CallNode, prompt: list[int], shared: int) -> Relation:
     return "drift_header" if _renders_response_of(node, prompt, shared) else "restart"
 
 
-def _renders_response_of(node: _CallNode, prompt: list[int], start: int) -> bool:
+def _renders_response_of(node: _CallNode, prompt: IntArray, start: int) -> bool:
     """True if the prompt leaves the node's near its end (at `start`) and continues with the node's response.
 
     The end of the response suffices. Its last token is no evidence, as it may be an end token. If that token
@@ -253,35 +248,26 @@ def _renders_response_of(node: _CallNode, prompt: list[int], start: int) -> bool
     header = node.prompt_length - start
     if header > MAX_HEADER_TOKENS or start == len(prompt) or output[-1] in node.call.prompt_ids[start:]:
         return False
-    body = np.array(output[:-1] or output)
-    rest = np.array(prompt[start : start + len(body)])
+    body = output[:-1] if len(output) > 1 else output
+    rest = prompt[start : start + len(body)]
     candidates = np.flatnonzero(body == rest[0])
     return any(np.array_equal(body[first:], rest[: len(body) - first]) for first in candidates)
 
 
 def _join_calls(branch: list[Generation]) -> Trajectory:
     """Join the calls of a branch into one row, with one entry per token."""
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
+    first, tokens = branch[0], branch[-1].token_ids
+    mask = np.zeros(len(tokens), np.int8)
+    logprobs = np.zeros(len(tokens), np.float32)
+    versions = np.full(len(tokens), -1, np.int64)
     for call in branch:
-        gap = len(call.prompt_ids) - len(mask)  # the first prompt, or an observation between two calls
-        mask += [0] * gap
-        logprobs += [0.0] * gap
-        versions += [-1] * gap
-        if not call.allowed:
-            mask += [1] * len(call.output_ids)
-            logprobs += call.logprobs
-            versions += call.weight_versions
+        start = len(call.prompt_ids)
+        output = slice(start, start + len(call.output_ids))
+        if not len(call.allowed):
+            mask[output], logprobs[output], versions[output] = 1, call.logprobs, call.weight_versions
             continue
-        for logprob, version, allowed in zip(
-            call.policy_logprobs, call.weight_versions, call.allowed, strict=True
-        ):
-            forced = allowed == 1
-            mask.append(0 if forced else 1)
-            logprobs.append(0.0 if forced else logprob)
-            versions.append(-1 if forced else version)
-    first, last = branch[0], branch[-1]
-    return Trajectory(
-        first.key.rollout_id, last.prompt_ids + last.output_ids, mask, logprobs, versions, first.temperature
-    )
+        free = call.allowed != 1
+        mask[output] = free
+        logprobs[output] = np.where(free, call.policy_logprobs, 0)
+        versions[output] = np.where(free, call.weight_versions, -1)
+    return Trajectory(first.key.rollout_id, tokens, mask, logprobs, versions, first.temperature)

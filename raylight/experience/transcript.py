@@ -65,7 +65,9 @@ def transcript_json(finished: FinishedRollout, *, full: bool = False) -> dict[st
             "answers": json.loads(str(attributes.get(OUTPUT_MESSAGES, "[]"))),
         }
         if full:
-            values |= {name: getattr(call, name) for name in ("prompt_ids", "output_ids", "logprobs")}
+            values |= {
+                name: getattr(call, name).tolist() for name in ("prompt_ids", "output_ids", "logprobs")
+            }
         calls.append(values)
     failure = rollout.attempt.failure if rollout.attempt else None
     return {

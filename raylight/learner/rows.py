@@ -71,14 +71,14 @@ def build_rows(batch: TrainBatch) -> list[TrainRow]:
     rows = []
     for index, (trajectory, owner) in enumerate(zip(batch.rows, batch.owners, strict=True)):
         start = trajectory.prompt_length
-        tokens = torch.tensor(trajectory.token_ids)
+        tokens = torch.tensor(trajectory.token_ids, dtype=torch.long)
         rows.append(
             TrainRow(
                 index=index,
                 rollout=owner,
                 prompt=tokens[:start],
                 response=tokens[start:],
-                mask=torch.tensor(trajectory.mask[start:]),
+                mask=torch.tensor(trajectory.mask[start:], dtype=torch.long),
                 engine_logprobs=torch.tensor(trajectory.logprobs[start:]),
                 versions=torch.tensor(trajectory.weight_versions[start:]),
                 temperature=trajectory.temperature,

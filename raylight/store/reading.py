@@ -37,6 +37,7 @@ from raylight.types import (
     Attempt,
     FinishedRollout,
     Generation,
+    IntArray,
     PaginatedResult,
     ResourcesUpdate,
     Rollout,
@@ -59,7 +60,7 @@ class ChatTurn(NamedTuple):
     """Request as the engine received it, without the token ids of the prompt."""
     answer: dict[str, Any]
     """Message of the assistant."""
-    tokens: list[int]
+    tokens: IntArray
     """Token ids of the prompt and the response."""
     prompt_length: int
     """Number of tokens of the prompt."""
@@ -293,10 +294,10 @@ def add_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
         generation = by_id.get(_call_id(span))
         if generation is not None and generation.finish_reason != "aborted":
             span.attributes |= {
-                PROMPT_TOKEN_IDS: generation.prompt_ids,
-                RESPONSE_TOKEN_IDS: generation.output_ids,
-                RESPONSE_LOGPROBS: generation.logprobs,
-                WEIGHT_VERSIONS: generation.weight_versions,
+                PROMPT_TOKEN_IDS: generation.prompt_ids.tolist(),
+                RESPONSE_TOKEN_IDS: generation.output_ids.tolist(),
+                RESPONSE_LOGPROBS: generation.logprobs.tolist(),
+                WEIGHT_VERSIONS: generation.weight_versions.tolist(),
             }
     return spans
 
@@ -313,7 +314,7 @@ def _turn(span: Span, call: Generation) -> ChatTurn:
     if tools := span.attributes.get(TOOL_DEFINITIONS):
         request["tools"] = json.loads(tools)
     (answer,) = json.loads(span.attributes[OUTPUT_MESSAGES])
-    return ChatTurn(call.agent, request, answer, call.prompt_ids + call.output_ids, len(call.prompt_ids))
+    return ChatTurn(call.agent, request, answer, call.token_ids, len(call.prompt_ids))
 
 
 def _call_id(span: Span) -> str:

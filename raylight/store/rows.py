@@ -11,8 +11,9 @@ import json
 import pickle
 import secrets
 import time
-from array import array
 from typing import Any
+
+import numpy as np
 
 from raylight.errors import StoreError
 from raylight.store.payloads import decode_payload, encode_payload
@@ -215,22 +216,22 @@ def span_from_row(row: Row) -> Span:
 
 
 def generation_bytes(call: Generation) -> bytes:
-    """A generation without its key; tokens as 32-bit integers, log-probs in double precision."""
+    """A generation without its key; its arrays as bytes."""
     return pickle.dumps(
         (
             call.model,
-            array("i", call.prompt_ids).tobytes(),
-            array("i", call.output_ids).tobytes(),
-            array("d", call.logprobs).tobytes(),
-            array("q", call.weight_versions).tobytes(),
+            call.prompt_ids.tobytes(),
+            call.output_ids.tobytes(),
+            call.logprobs.tobytes(),
+            call.weight_versions.tobytes(),
             call.finish_reason,
             call.start_time,
             call.end_time,
             call.sampling,
             call.agent,
             tuple(call.history) if call.history else None,
-            array("d", call.policy_logprobs).tobytes(),
-            array("i", call.allowed).tobytes(),
+            call.policy_logprobs.tobytes(),
+            call.allowed.tobytes(),
         ),
         protocol=5,
     )
@@ -245,25 +246,19 @@ def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: by
     return Generation(
         key=CallKey(rollout_id, attempt_id, call_id),
         model=model,
-        prompt_ids=_numbers_from_bytes("i", prompt),
-        output_ids=_numbers_from_bytes("i", output),
-        logprobs=_numbers_from_bytes("d", logprobs),
-        weight_versions=_numbers_from_bytes("q", versions),
+        prompt_ids=np.frombuffer(prompt, np.int32),
+        output_ids=np.frombuffer(output, np.int32),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        weight_versions=np.frombuffer(versions, np.int64),
         finish_reason=reason,
         start_time=start,
         end_time=end,
         sampling=sampling,
         agent=agent,
         history=HistoryNote(*history) if history else None,
-        policy_logprobs=_numbers_from_bytes("d", policy_logprobs),
-        allowed=_numbers_from_bytes("i", allowed),
+        policy_logprobs=np.frombuffer(policy_logprobs, np.float32),
+        allowed=np.frombuffer(allowed, np.int32),
     )
-
-
-def _numbers_from_bytes(kind: str, data: bytes) -> list[Any]:
-    numbers = array(kind)
-    numbers.frombytes(data)
-    return numbers.tolist()
 
 
 def resources_from_row(row: Row) -> ResourcesUpdate:

@@ -55,7 +55,11 @@ from raylight.types.tokens import (
     FinishedRollout,
     FinishReason,
     Generation,
+    IntArray,
+    LogprobArray,
+    MaskArray,
     Trajectory,
+    VersionArray,
 )
 
 __all__ = [
@@ -92,7 +96,10 @@ __all__ = [
     "Generation",
     "HistoryKind",
     "HistoryNote",
+    "IntArray",
     "Link",
+    "LogprobArray",
+    "MaskArray",
     "OtelResource",
     "PaginatedResult",
     "ResourcesUpdate",
@@ -106,6 +113,7 @@ __all__ = [
     "TraceStatus",
     "Trajectory",
     "Triplet",
+    "VersionArray",
     "Worker",
     "WorkerStatus",
     "span_json",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from raylight.types.history import HistoryNote
 from raylight.types.rollouts import Rollout
@@ -18,6 +21,15 @@ providers document as a ban, leads there."""
 
 FinishReason = Literal["stop", "length", "aborted"]
 
+IntArray: TypeAlias = NDArray[np.int32]
+"""Token ids or counts, int32 of shape (tokens,)."""
+VersionArray: TypeAlias = NDArray[np.int64]
+"""Weight versions, int64 of shape (tokens,)."""
+LogprobArray: TypeAlias = NDArray[np.float32]
+"""Log-probs, float32 of shape (tokens,)."""
+MaskArray: TypeAlias = NDArray[np.int8]
+"""0 or 1 for each token, int8 of shape (tokens,)."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
@@ -31,9 +43,12 @@ class CallKey:
     the first one was never answered."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Generation:
     """One sampled response with the engine's own token ids.
+
+    The tokens are read-only numpy arrays of shape (tokens,); lists are converted. `a.tolist()` makes Python
+    numbers, and `np.concatenate([a, b])` joins two arrays, which `a + b` would add.
 
     Invariants: `len(output_ids) == len(logprobs) == len(weight_versions)`. Token ids are never re-tokenised.
     `logprobs` are those of the distribution that was sampled from, after temperature, constraint and
@@ -43,15 +58,15 @@ class Generation:
     grammar (JSON schema, required tools), allowed or banned tokens, a bias, penalties, a minimum length.
 
     Raises:
-        ValueError: the lists differ in length.
+        ValueError: the arrays differ in length.
     """
 
     key: CallKey
     model: str
-    prompt_ids: list[int]
-    output_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[int]
+    prompt_ids: IntArray
+    output_ids: IntArray
+    logprobs: LogprobArray
+    weight_versions: VersionArray
     finish_reason: FinishReason
     start_time: float
     end_time: float
@@ -60,10 +75,10 @@ class Generation:
     """Id of the calling agent, if the rollout has several agents and names them (`llm.for_agent`)."""
     history: HistoryNote | None = None
     """Relation of the request to the attempt's conversations; None if nothing compared them."""
-    policy_logprobs: list[float] = field(default_factory=list)
+    policy_logprobs: LogprobArray = field(default_factory=lambda: np.empty(0, np.float32))
     """Log-probs at the same temperature without constraint and truncation, which a learner can compute too.
     Empty if the request has no constraint: they are then `logprobs`."""
-    allowed: list[int] = field(default_factory=list)
+    allowed: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """Number of tokens that could have been sampled at each position, those of a log-prob above
     NEVER_SAMPLED_BELOW; 0 at a position where constraint and truncation changed nothing. At a position with 1
     the model had no choice. Empty if the request has no constraint."""
@@ -74,7 +89,17 @@ class Generation:
         temperature = self.sampling.get("temperature", 1.0)
         return temperature if temperature >= GREEDY_BELOW else 1.0
 
+    @property
+    def token_ids(self) -> IntArray:
+        """Token ids of the prompt and the output."""
+        return np.concatenate([self.prompt_ids, self.output_ids])
+
     def __post_init__(self) -> None:
+        for name in ("prompt_ids", "output_ids", "allowed"):
+            _set_array(self, name, np.int32)
+        _set_array(self, "weight_versions", np.int64)
+        for name in ("logprobs", "policy_logprobs"):
+            _set_array(self, name, np.float32)
         if not len(self.output_ids) == len(self.logprobs) == len(self.weight_versions):
             raise ValueError(
                 f"generation {self.key.call_id}: {len(self.output_ids)} tokens, {len(self.logprobs)} "
@@ -87,35 +112,49 @@ class Generation:
                 f"{len(self.output_ids)} tokens"
             )
 
+    def __eq__(self, other: object) -> bool:
+        return _equal_fields(self, other)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """A token sequence to train on: the prompt, the responses, and the observations between them.
 
-    All lists have one entry per token. Invariants: `mask[i] == 1` exactly where the token was sampled in this
-    attempt, is trained in this trajectory, and was not forced (a constraint allowed no other token). Where
-    `mask[i] == 0`, `logprobs[i] == 0` and `weight_versions[i] == -1`. `mask[0] == 0`. A trajectory whose
-    tokens were all forced has an empty mask; a batch leaves it out.
+    All arrays are read-only numpy arrays of shape (tokens,); lists are converted.
+
+    Invariants: `mask[i] == 1` exactly where the token was sampled in this attempt, is trained in this
+    trajectory, and was not forced (a constraint allowed no other token). Where `mask[i] == 0`,
+    `logprobs[i] == 0` and `weight_versions[i] == -1`. `mask[0] == 0`. A trajectory whose tokens were all
+    forced has an empty mask; a batch leaves it out.
     """
 
     rollout_id: str
-    token_ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
+    token_ids: IntArray
+    mask: MaskArray
+    logprobs: LogprobArray
     """Log-probs of the policy that sampled, without the request's constraint."""
-    weight_versions: list[int]
+    weight_versions: VersionArray
     temperature: float = 1.0
     """Sampling temperature of all its trained tokens."""
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first trained one."""
-        return self.mask.index(1)
+        """Number of tokens before the first trained one; all tokens if none is trained."""
+        return int(self.mask.argmax()) if self.mask.any() else len(self.mask)
 
     @property
     def trained_tokens(self) -> int:
         """Number of trained tokens."""
-        return sum(self.mask)
+        return int(np.count_nonzero(self.mask))
+
+    def __post_init__(self) -> None:
+        _set_array(self, "token_ids", np.int32)
+        _set_array(self, "mask", np.int8)
+        _set_array(self, "logprobs", np.float32)
+        _set_array(self, "weight_versions", np.int64)
+
+    def __eq__(self, other: object) -> bool:
+        return _equal_fields(self, other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +170,22 @@ class FinishedRollout:
     """Spans in the order of their sequence ids; empty if only tokens were requested."""
     rewards: dict[str, float] = field(default_factory=dict)
     """All rewards emitted together with `reward`, by name, with `reward` first; empty without a reward."""
+
+
+def _set_array(item: Any, name: str, dtype: type[np.generic]) -> None:
+    """Replace a field of a frozen dataclass by a read-only array, without a copy if it is one already."""
+    values: ArrayLike = getattr(item, name)
+    array = np.asarray(values, dtype).view()
+    array.flags.writeable = False
+    object.__setattr__(item, name, array)
+
+
+def _equal_fields(item: Any, other: Any) -> bool:
+    """Compare two dataclasses with arrays as fields."""
+    if type(other) is not type(item):
+        return False
+    for entry in fields(item):
+        own, others = getattr(item, entry.name), getattr(other, entry.name)
+        if not (np.array_equal(own, others) if isinstance(own, np.ndarray) else own == others):
+            return False
+    return True

@@ -269,7 +269,7 @@ def _check_versions(evidence: Evidence) -> Iterator[Finding]:
     }
     for item, mode, step in _current(evidence):
         expected = after.get(step if mode == "val" else step - 1)
-        sampled = {version for call in item.generations for version in call.weight_versions}
+        sampled = {version for call in item.generations for version in call.weight_versions.tolist()}
         if expected is not None and item.rollout.status == "succeeded" and sampled - {expected}:
             name = item.rollout.rollout_id
             yield Finding("wrong", f"{name} was sampled from versions {sorted(sampled)}, not {expected}")

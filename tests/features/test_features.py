@@ -90,7 +90,7 @@ def test_answer(conversation: Conversation) -> None:
     (generation,) = conversation.recorded().generations or [None]
     if generation is not None:
         assert answer.text == conversation.server.tokenizer.decode(
-            generation.output_ids, skip_special_tokens=True
+            generation.output_ids.tolist(), skip_special_tokens=True
         )
         assert answer.prompt_tokens == len(generation.prompt_ids)
 
@@ -160,7 +160,7 @@ def test_several_choices(conversation: Conversation) -> None:
     if generations:
         decode = conversation.server.tokenizer.decode
         assert sorted(answer.texts) == sorted(
-            decode(g.output_ids, skip_special_tokens=True) for g in generations
+            decode(g.output_ids.tolist(), skip_special_tokens=True) for g in generations
         )
 
 
@@ -171,7 +171,9 @@ def test_logprobs(conversation: Conversation) -> None:
     assert all(value <= 0 for value in answer.logprobs)
     (generation,) = conversation.recorded().generations or [None]
     if generation is not None:
-        assert answer.logprobs == pytest.approx(generation.logprobs[: len(answer.logprobs)], abs=1e-4)
+        assert answer.logprobs == pytest.approx(
+            generation.logprobs.tolist()[: len(answer.logprobs)], abs=1e-4
+        )
     assert answer.tokens - len(answer.logprobs) in (0, 1)  # the end of text may be missing
 
 
@@ -184,7 +186,9 @@ def test_system_prompt(conversation: Conversation) -> None:
     assert prompted.prompt_tokens > bare.prompt_tokens + len("Be brief.")
     generations = conversation.recorded().generations
     if generations:
-        prompts = [conversation.server.tokenizer.decode(generation.prompt_ids) for generation in generations]
+        prompts = [
+            conversation.server.tokenizer.decode(generation.prompt_ids.tolist()) for generation in generations
+        ]
         assert ["Be brief." in prompt for prompt in prompts] == [False, True]
 
 
@@ -245,8 +249,8 @@ def check_spliced(conversation: Conversation) -> None:
         return
     first, second = found.generations
     assert sources == ["rendered", "spliced"]
-    known = first.prompt_ids + first.output_ids
-    assert second.prompt_ids[: len(known)] == known
+    known = first.token_ids.tolist()
+    assert second.prompt_ids.tolist()[: len(known)] == known
 
 
 @feature("JSON schema", *CHAT_LIKE)

@@ -163,7 +163,8 @@ def test_triplets_have_tokens_and_the_names_of_executors(finished: list[Finished
     for item in finished:
         agents = agents_of_generations(item.generations, item.spans)
         tokens = {
-            agent: generation.output_ids for generation, agent in zip(item.generations, agents, strict=True)
+            agent: generation.output_ids.tolist()
+            for generation, agent in zip(item.generations, agents, strict=True)
         }
         assert set(tokens) == {"solver", "critic"}
         triplets = rl.TracerTraceToTriplet().adapt(item.spans)

@@ -105,8 +105,8 @@ async def test_adapters_read_the_captured_calls(folder: Path) -> None:
         task = item.rollout.input
 
         triplets = rl.TracerTraceToTriplet(agent_match="solver").adapt(spans)
-        assert [t.prompt["token_ids"] for t in triplets] == [solver.prompt_ids]
-        assert triplets[0].response["token_ids"] == solver.output_ids
+        assert [t.prompt["token_ids"] for t in triplets] == [solver.prompt_ids.tolist()]
+        assert triplets[0].response["token_ids"] == solver.output_ids.tolist()
         assert len(rl.LlmProxyTraceToTriplet().adapt(spans)) == 2
         assert len(build_trajectories(item.generations).rows) == 2
 

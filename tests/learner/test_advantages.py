@@ -186,7 +186,7 @@ def test_turn_rewards_are_on_the_last_token_of_their_call():
     batch.turn_rewards.extend(
         [TurnReward(0.5, 0, 0, 2), TurnReward(0.25, 0, 0, 5), TurnReward(2.0, 0, None, 7)]
     )
-    assert batch.rows[0].mask == [0, 0, 1, 0, 1, 1]
+    assert batch.rows[0].mask.tolist() == [0, 0, 1, 0, 1, 1]
     config = PolicySettings(adv_estimator="reinforce_plus_plus", gamma=0.5)
     found = estimate(batch, build_rows(batch), config, KlController(config))
     later = 3.0 * 0.5**3  # the final reward and that of a truncated call, on the last token

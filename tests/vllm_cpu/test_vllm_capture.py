@@ -30,7 +30,7 @@ TOOL = {
 async def test_chat_is_captured_token_for_token(bench: Any) -> None:
     answer = await bench.openai.chat.completions.create(model="policy", messages=HI, max_tokens=24)
     sample = bench.sample
-    assert sample.prompt_ids == bench.engine.tokenizer.apply_chat_template(
+    assert sample.prompt_ids.tolist() == bench.engine.tokenizer.apply_chat_template(
         HI, add_generation_prompt=True, return_dict=False
     )
     assert len(sample.output_ids) == answer.usage.completion_tokens
@@ -96,7 +96,7 @@ async def test_each_prompt_of_completions_is_captured(bench: Any) -> None:
     decode = bench.engine.tokenizer.decode
     for choice in answer.choices:
         sample = samples[choice.index]
-        assert decode(sample.prompt_ids) == ["one", "two", "three"][choice.index // 2]
+        assert decode(sample.prompt_ids.tolist()) == ["one", "two", "three"][choice.index // 2]
         assert sample.output_ids == choice.token_ids
 
 
@@ -171,7 +171,7 @@ async def test_a_token_prompt_is_used_unchanged(bench: Any, stream: bool) -> Non
     }
     answer = await bench.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    assert bench.sample.prompt_ids == prompt
+    assert bench.sample.prompt_ids.tolist() == prompt
     assert difference(bench.reference(), bench.sample).max() < TOLERANCE
 
 

@@ -36,7 +36,7 @@ async def ask(bench: Any, **settings: Any) -> Any:
 
 def policy_difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
     assert len(sample.policy_logprobs) == len(sample.allowed) == len(sample.output_ids) > 0
-    expected = expected_logprobs(model, sample.prompt_ids, sample.output_ids, temperature)
+    expected = expected_logprobs(model, sample.prompt_ids.tolist(), sample.output_ids, temperature)
     return (torch.tensor(sample.policy_logprobs) - expected).abs()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from raylight.experience.batch import TrainBatch
@@ -69,28 +70,27 @@ def to_token_batch(rows: Sequence[AdvantageRow], device: torch.device) -> TokenB
     """Return a micro-batch as tensors on a device."""
     width = max(row.length for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
-    positions: list[int] = []
-    targets: list[int] = []
-    versions: list[int] = []
-    temperatures: list[float] = []
-    advantages: list[float] = []
-    sampled_logprobs: list[float] = []
+    trained = [np.flatnonzero(row.trajectory.mask) for row in rows]
+    counts = torch.tensor([len(indices) for indices in trained])
     for number, row in enumerate(rows):
-        trajectory = row.trajectory
-        ids[number, : row.length] = torch.tensor(trajectory.token_ids)
-        trained = [index for index, mask in enumerate(trajectory.mask) if mask]
-        positions += [number * width + index - 1 for index in trained]
-        targets += [trajectory.token_ids[index] for index in trained]
-        versions += [trajectory.weight_versions[index] for index in trained]
-        sampled_logprobs += [trajectory.logprobs[index] for index in trained]
-        temperatures += [trajectory.temperature] * len(trained)
-        advantages += [row.advantage] * len(trained)
+        ids[number, : row.length] = torch.tensor(row.trajectory.token_ids)
+
+    def select(name: str) -> torch.Tensor:
+        """Return a field of the trajectories at their trained tokens."""
+        parts = [getattr(row.trajectory, name)[indices] for row, indices in zip(rows, trained, strict=True)]
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    def repeat(values: list[float]) -> torch.Tensor:
+        """Return a value of each row for each of its trained tokens."""
+        return torch.tensor(values).repeat_interleave(counts).to(device)
+
+    positions = [number * width + indices - 1 for number, indices in enumerate(trained)]
     return TokenBatch(
         ids.to(device),
-        torch.tensor(positions, device=device),
-        torch.tensor(targets, device=device),
-        torch.tensor(temperatures, device=device),
-        torch.tensor(advantages, device=device),
-        torch.tensor(sampled_logprobs, device=device),
-        torch.tensor(versions, device=device),
+        torch.from_numpy(np.concatenate(positions)).to(device),
+        select("token_ids").long(),
+        repeat([row.trajectory.temperature for row in rows]),
+        repeat([row.advantage for row in rows]),
+        select("logprobs"),
+        select("weight_versions"),
     )

@@ -101,7 +101,7 @@ class CompletionReply:
         }
         if with_ids:
             choice["token_ids"] = new.ids
-            choice["prompt_token_ids"] = None if new.first else reader.sequence.sample.prompt_ids
+            choice["prompt_token_ids"] = None if new.first else reader.sequence.sample.prompt_ids.tolist()
         return choice
 
     def _logprobs(self, index: int, reader: ChoiceReader, new: Increment) -> dict[str, Any] | None:

@@ -47,7 +47,7 @@ class Decoder:
         width = int(lengths.max())
         ids = torch.zeros(rows, width, dtype=torch.long)
         for row, sequence in enumerate(admitted):
-            ids[row, : sequence.length] = torch.tensor(sequence.ids)
+            ids[row, : sequence.length] = torch.from_numpy(sequence.ids)
         self._cache.prefill(len(self.active) - rows, rows, width)
         indices = torch.arange(width, device=self.device)
         mask = (indices[None, :] <= indices[:, None])[None, None].expand(rows, 1, width, width)

@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
@@ -120,7 +121,7 @@ class Sampler:
         for index, (prompt, requested) in enumerate(zip(prompts, params, strict=True)):
             limit = min(requested.max_tokens, self.max_model_len - len(prompt))
             capped = replace(requested, max_tokens=limit)
-            sample = new_sample(index, prompt, capped.as_record())
+            sample = new_sample(index, np.asarray(prompt, np.int32), capped.as_record())
             sequences.append(self._sequence(sample, capped, progressed, adapter, streams))
         self._in_flight += len(sequences)
         self._worker.submit(sequences)

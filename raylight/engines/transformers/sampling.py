@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from raylight.engines.capture_context import CONSTRAINED
-from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW
+from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW, IntArray
 
-History = tuple[list[int], list[int]]
+History = tuple[IntArray, list[int]]
 """Prompt and output tokens of a row."""
 
 
@@ -184,7 +184,7 @@ def adjust_logits(
             ids, bias = zip(*p.logit_bias, strict=True)
             line[list(ids)] += torch.tensor(bias, device=line.device)
         if p.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*prompt, *output}), device=line.device)
+            seen = torch.tensor(sorted({*prompt.tolist(), *output}), device=line.device)
             old = line[seen]
             line[seen] = torch.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
         if output and (p.presence_penalty or p.frequency_penalty):

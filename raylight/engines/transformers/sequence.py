@@ -14,6 +14,7 @@ from raylight.engines.capture_context import Sample
 from raylight.engines.transformers.adapters import LoadedAdapter
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.text import TextStream
+from raylight.types import IntArray
 
 
 @dataclass(eq=False)
@@ -51,9 +52,9 @@ class Sequence:
         return len(self.sample.prompt_ids) + len(self.sample.output_ids)
 
     @property
-    def ids(self) -> list[int]:
+    def ids(self) -> IntArray:
         """Token ids of prompt and response."""
-        return self.sample.prompt_ids + self.sample.output_ids
+        return self.sample.token_ids
 
     @property
     def count(self) -> int:

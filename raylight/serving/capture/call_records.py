@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from raylight.engines.capture_context import CaptureContext, Sample
 from raylight.semconv import (
     AGENT_NAME,
@@ -84,17 +86,17 @@ def _generation(
     return Generation(
         key=key,
         model=model,
-        prompt_ids=list(sample.prompt_ids),
-        output_ids=list(sample.output_ids),
-        logprobs=list(sample.logprobs),
-        weight_versions=list(sample.weight_versions),
+        prompt_ids=sample.prompt_ids,
+        output_ids=np.array(sample.output_ids, np.int32),
+        logprobs=np.array(sample.logprobs, np.float32),
+        weight_versions=np.array(sample.weight_versions, np.int64),
         finish_reason=sample.finish_reason if delivered else "aborted",
         start_time=context.start_time,
         end_time=end_time,
         sampling=dict(sample.sampling),
         agent=context.scope.agent,
-        policy_logprobs=list(sample.policy_logprobs),
-        allowed=list(sample.allowed),
+        policy_logprobs=np.array(sample.policy_logprobs, np.float32),
+        allowed=np.array(sample.allowed, np.int32),
         history=context.history,
     )
 

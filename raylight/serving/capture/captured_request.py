@@ -185,7 +185,7 @@ class CapturedRequest:
         for choice in answer.choices:
             sample = context.samples.get(choice.index)
             if choice.message is not None and sample is not None and sample.finish_reason != "aborted":
-                tokens = sample.prompt_ids + sample.output_ids
+                tokens = sample.token_ids
                 self._conversations.remember(self._sent, choice.message, tokens, len(sample.prompt_ids))
 
     # the recorder's side

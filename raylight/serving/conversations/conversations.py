@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
-import numpy as np
 from cachetools import LRUCache
 
 from raylight.engines.capture_context import AttemptScope
@@ -29,7 +28,7 @@ from raylight.serving.conversations.message_forms import (
 from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
 from raylight.serving.conversations.rewrites import Rewrites
 from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix, prune
-from raylight.types import DRIFTS, HistoryNote
+from raylight.types import DRIFTS, HistoryNote, IntArray
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +192,7 @@ class Conversations:
         return blake2b(sent.root + digests, digest_size=16).digest()
 
     def remember(
-        self, sent: SentConversation, message: Mapping[str, Any], tokens: list[int], prompt_length: int
+        self, sent: SentConversation, message: Mapping[str, Any], tokens: IntArray, prompt_length: int
     ) -> None:
         """Store the conversation of a request and its answer, replacing an equal one.
 
@@ -203,13 +202,12 @@ class Conversations:
             prompt_length: number of tokens of the prompt.
         """
         answer = _answer_form(message)
-        if not tokens or not sent.forms or answer is None:
+        if not len(tokens) or not sent.forms or answer is None:
             return
         attempt = self._attempts.get(_attempt_key(sent.scope)) or _AttemptConversations()
         root = attempt.roots.get(sent.root)
         if root is None:
             root = attempt.roots[sent.root] = _Root(sent.scope.agent, sent.tools)
-        all_tokens = np.array(tokens, dtype=np.uint32)
         turns = root.turns
         steps = self._walk_from(turns, sent)
         steps = steps[: _last_sampled(steps, len(sent.forms)) + 1]
@@ -217,10 +215,10 @@ class Conversations:
             turns = self._store(attempt, turns, turn).next
         stored = turns.find(answer)
         prefixes = [turn.prefix for turn in [*steps, *([stored] if stored else [])] if turn.prefix]
-        base = next((prefix for prefix in reversed(prefixes) if prefix.is_prefix_of(all_tokens)), None)
+        base = next((prefix for prefix in reversed(prefixes) if prefix.is_prefix_of(tokens)), None)
         if stored is not None and stored.prefix is base and base is not None and base.length == len(tokens):
             return
-        suffix = all_tokens[base.length if base else 0 :].copy()
+        suffix = tokens[base.length if base else 0 :].copy()
         prefix = TokenPrefix(base, suffix, len(tokens), len(tokens) - prompt_length)
         if stored is None:
             stored = self._store(attempt, turns, StoredTurn(answer))

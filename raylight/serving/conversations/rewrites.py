@@ -103,7 +103,7 @@ class Rewrites:
     def _extended(self, turn: StoredTurn, form: MessageForm, appended: str) -> StoredTurn:
         """Return a turn whose tokens are those of the answer and of the appended text."""
         assert turn.prefix is not None
-        ids = np.array(self._tokenizer.encode(appended, add_special_tokens=False), dtype=np.uint32)
+        ids = np.array(self._tokenizer.encode(appended, add_special_tokens=False), dtype=np.int32)
         prefix = TokenPrefix(turn.prefix, ids, turn.prefix.length + len(ids), 0)
         note = note_difference("suffix", CONTINUED["suffix"], turn.form.text, form.text)
         return StoredTurn(form, prefix, note=note)

@@ -13,10 +13,9 @@ from sys import getsizeof
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raylight.serving.conversations.message_forms import MessageForm
-from raylight.types import HistoryNote
+from raylight.types import HistoryNote, IntArray
 
 Message: TypeAlias = dict[str, Any]
 
@@ -31,7 +30,7 @@ class TokenPrefix:
     """The tokens of a conversation up to an answer, stored as the difference to an earlier prefix."""
 
     base: TokenPrefix | None
-    suffix: NDArray[np.uint32]
+    suffix: IntArray
     length: int
     """Number of tokens, including those of `base`."""
     output_length: int
@@ -47,7 +46,7 @@ class TokenPrefix:
 
     def output(self) -> list[int]:
         """Return the sampled tokens at the end."""
-        parts: list[NDArray[np.uint32]] = []
+        parts: list[IntArray] = []
         prefix: TokenPrefix | None = self
         missing = self.output_length
         while prefix is not None and missing > 0:
@@ -56,7 +55,7 @@ class TokenPrefix:
             prefix = prefix.base
         return [token for part in parts[::-1] for token in part.tolist()]
 
-    def is_prefix_of(self, tokens: NDArray[np.uint32]) -> bool:
+    def is_prefix_of(self, tokens: IntArray) -> bool:
         """True if `tokens` begins with this prefix."""
         prefix: TokenPrefix | None = self
         while prefix is not None:

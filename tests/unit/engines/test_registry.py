@@ -61,7 +61,7 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
         await sink.has(1, 1)
     assert (answer.model, answer.choices[0].message.content) == ("policy", "hi!")
     _, generation, _ = sink.closed[0]
-    assert generation.output_ids == [ord(c) for c in "hi!"]
+    assert generation.output_ids.tolist() == [ord(c) for c in "hi!"]
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_only_the_calls_of_trained_agents_are_trained() -> None:
         of_agent("writer", [1], [2]), of_agent("critic", [1, 2], [3]), of_agent(None, [5], [6])
     )
     batch, report = build([item], None, trained_agents="^writ")
-    assert [row.token_ids for row in batch.rows] == [[1, 2]]
+    assert [row.token_ids.tolist() for row in batch.rows] == [[1, 2]]
     assert (report.relations.calls, report.other_agents, report.empty) == (1, 2, 0)
     assert build([item], None)[1].relations.calls == 3
 
@@ -208,7 +208,7 @@ def test_aborted_calls_are_counted_and_not_trained() -> None:
         make_generation([1], [2]), aborted([1], [2]), aborted([1, 2], []), make_generation([1, 2], [3])
     )
     batch, report = build([item], None)
-    assert [row.token_ids for row in batch.rows] == [[1, 2, 3]]
+    assert [row.token_ids.tolist() for row in batch.rows] == [[1, 2, 3]]
     assert (report.relations.calls, report.relations.counts) == (2, {"extensions": 1})
     assert report.aborted == 2
 
@@ -223,7 +223,7 @@ def test_a_rollout_of_aborted_calls_is_empty_and_a_batch_of_them_raises() -> Non
 def test_an_agent_marked_by_the_rollout_is_trained() -> None:
     item = finished_with(of_agent("writer", [1], [2]), of_agent("critic", [3], [4]), marked=("critic",))
     batch, report = build([item], None)
-    assert [row.token_ids for row in batch.rows] == [[3, 4]]
+    assert [row.token_ids.tolist() for row in batch.rows] == [[3, 4]]
     assert report.other_agents == 1
 
 
@@ -250,4 +250,6 @@ def test_the_agent_of_a_call_is_read_from_spans() -> None:
     attributes = {"gen_ai.response.id": "chatcmpl-c7", "gen_ai.agent.name": "writer"}
     spans = [Span(trace_id="t", span_id="s", name="openai.chat", attributes=attributes)]
     item = dataclasses.replace(finished_with(call, make_generation([3], [4])), spans=spans)
-    assert [row.token_ids for row in build([item], None, trained_agents="writer")[0].rows] == [[1, 2]]
+    assert [row.token_ids.tolist() for row in build([item], None, trained_agents="writer")[0].rows] == [
+        [1, 2]
+    ]

@@ -131,7 +131,11 @@ def test_a_long_row_is_dropped_but_its_rollout_counts() -> None:
 def test_a_long_row_is_truncated() -> None:
     batch, report = build(long_and_short(), row_limit=4, long_rows="truncate")
     row = batch.rows[0]
-    assert (row.token_ids, row.mask, row.weight_versions) == ([1, 2, 3, 4], [0, 0, 1, 1], [-1, -1, 0, 0])
+    assert (row.token_ids.tolist(), row.mask.tolist(), row.weight_versions.tolist()) == (
+        [1, 2, 3, 4],
+        [0, 0, 1, 1],
+        [-1, -1, 0, 0],
+    )
     assert len(row.logprobs) == 4
     assert (report.rows_dropped, report.rows_truncated) == (0, 1)
     assert (
@@ -159,7 +163,7 @@ def test_a_turn_reward_belongs_to_the_last_call_before_it() -> None:
         TurnReward(2.0, 1, 1, 5),
         TurnReward(3.0, 1, 2, 1),
     ]
-    assert [batch.rows[turn.row].mask[turn.token] for turn in batch.turn_rewards] == [1, 1, 1, 1]
+    assert [batch.rows[turn.row].mask.tolist()[turn.token] for turn in batch.turn_rewards] == [1, 1, 1, 1]
 
 
 def test_the_turn_reward_of_a_dropped_row_has_no_row() -> None:
@@ -252,7 +256,7 @@ def schema_bound(reward: float, allowed: list[int], **more: Any) -> FinishedRoll
 def test_a_rollout_of_forced_tokens_counts_in_its_group_but_has_no_row() -> None:
     finished = [schema_bound(1.0, [1, 1]), schema_bound(0.0, [1, 2, 0])]
     batch, report = build(finished)
-    assert (batch.owners, batch.rewards, batch.rows[0].mask) == ([1], [1.0, 0.0], [0, 0, 0, 1, 1])
+    assert (batch.owners, batch.rewards, batch.rows[0].mask.tolist()) == ([1], [1.0, 0.0], [0, 0, 0, 1, 1])
     assert (report.trained, report.rows_forced, report.has_signal) == (2, 1, True)
     metrics = describe(finished, report, 1.0)
     assert metrics["constrained/tokens"] == 1

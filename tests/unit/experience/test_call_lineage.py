@@ -72,16 +72,16 @@ def test_the_segments_are_the_prompt(drawn: list[tuple[int, list[int], list[int]
     calls: list[Generation] = []
     for base, added, output in drawn:
         before = calls[base] if base < len(calls) else make_generation([1], [])
-        prompt = before.prompt_ids + before.output_ids + added
+        prompt = before.token_ids.tolist() + added
         calls.append(make_generation(prompt, output, key=make_key(call_id=f"c{len(calls)}")))
     for call, lineage in zip(calls, lineage_of(*calls), strict=True):
         assert sum(segment.tokens for segment in lineage.segments) == len(call.prompt_ids)
         position = 0
         for origin, number, count in lineage.segments:
-            piece = call.prompt_ids[position : position + count]
+            piece = call.prompt_ids.tolist()[position : position + count]
             position += count
             if number is not None:
                 source = calls[number - 1]
                 start = position - count
-                assert piece == (source.prompt_ids + source.output_ids)[start:position]
+                assert piece == (source.token_ids.tolist())[start:position]
                 assert (start >= len(source.prompt_ids)) == (origin == "output")

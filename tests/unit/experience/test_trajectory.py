@@ -36,13 +36,13 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
             prompt = draw(st.lists(TOKENS, min_size=1, max_size=4))
         elif kind == "drift":  # an earlier conversation with one changed token
             earlier = draw(st.sampled_from(calls))
-            prompt = earlier.prompt_ids + earlier.output_ids
+            prompt = earlier.token_ids.tolist()
             prompt[draw(st.integers(0, len(prompt) - 1))] = draw(TOKENS)
         elif kind == "parallel":
-            prompt = list(draw(st.sampled_from(calls)).prompt_ids)
+            prompt = list(draw(st.sampled_from(calls)).prompt_ids.tolist())
         else:
             earlier = draw(st.sampled_from(calls))
-            prompt = earlier.prompt_ids + earlier.output_ids + draw(st.lists(TOKENS, max_size=3))
+            prompt = earlier.token_ids.tolist() + draw(st.lists(TOKENS, max_size=3))
         output = draw(st.lists(TOKENS, max_size=4))
         # values that identify the token and the call
         logprobs = [-(number + place / 100) - 0.001 for place in range(len(output))]
@@ -76,7 +76,11 @@ def test_aborted_calls_change_nothing(calls: list[Generation], data: st.DataObje
 
 def trained_of(trajectory: Trajectory) -> list[tuple[int, float, int]]:
     columns = zip(
-        trajectory.token_ids, trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True
+        trajectory.token_ids.tolist(),
+        trajectory.mask.tolist(),
+        trajectory.logprobs.tolist(),
+        trajectory.weight_versions.tolist(),
+        strict=True,
     )
     return [(token, logprob, version) for token, mask, logprob, version in columns if mask]
 
@@ -87,10 +91,10 @@ def sampled_in(calls: list[Generation]) -> list[tuple[int, float, int]]:
         (token, logprob, version)
         for call in calls
         for token, logprob, version, allowed in zip(
-            call.output_ids,
-            call.policy_logprobs or call.logprobs,
-            call.weight_versions,
-            call.allowed or [0] * len(call.output_ids),
+            call.output_ids.tolist(),
+            call.policy_logprobs.tolist() or call.logprobs.tolist(),
+            call.weight_versions.tolist(),
+            call.allowed.tolist() or [0] * len(call.output_ids),
             strict=True,
         )
         if allowed != 1
@@ -110,39 +114,42 @@ def test_the_tokens_are_those_of_the_last_call(calls: list[Generation]) -> None:
 
 def assert_tokens_of_last_calls(calls: list[Generation]) -> None:
     made = build_trajectories(calls)
-    sampled = [call for call in calls if call.output_ids]
+    sampled = [call for call in calls if call.output_ids.tolist()]
     last = {position.row: call for position, call in zip(made.positions, sampled, strict=True)}
-    assert [row.token_ids for row in made.rows] == [
-        last[row].prompt_ids + last[row].output_ids for row in range(len(made.rows))
+    assert [row.token_ids.tolist() for row in made.rows] == [
+        last[row].token_ids.tolist() for row in range(len(made.rows))
     ]
 
 
 @given(conversations())
 def test_each_response_is_contiguous_and_follows_its_prompt(calls: list[Generation]) -> None:
     made = build_trajectories(calls)
-    sampled = [call for call in calls if call.output_ids]
+    sampled = [call for call in calls if call.output_ids.tolist()]
     for call, position in zip(sampled, made.positions, strict=True):
         row = made.rows[position.row]
         start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.output_ids)
-        forced = [allowed == 1 for allowed in call.allowed or [0] * len(call.output_ids)]
-        logprobs = call.policy_logprobs or call.logprobs
-        assert row.token_ids[:end] == call.prompt_ids + call.output_ids
-        assert row.mask[start:end] == [0 if f else 1 for f in forced]
-        assert row.logprobs[start:end] == [
+        forced = [allowed == 1 for allowed in call.allowed.tolist() or [0] * len(call.output_ids)]
+        logprobs = call.policy_logprobs.tolist() or call.logprobs.tolist()
+        assert row.token_ids.tolist()[:end] == call.token_ids.tolist()
+        assert row.mask.tolist()[start:end] == [0 if f else 1 for f in forced]
+        assert row.logprobs.tolist()[start:end] == [
             0.0 if f else value for f, value in zip(forced, logprobs, strict=True)
         ]
-        assert row.weight_versions[start:end] == [
-            -1 if f else version for f, version in zip(forced, call.weight_versions, strict=True)
+        assert row.weight_versions.tolist()[start:end] == [
+            -1 if f else version for f, version in zip(forced, call.weight_versions.tolist(), strict=True)
         ]
 
 
 @given(conversations())
 def test_observations_have_no_mask_no_logprob_no_version(calls: list[Generation]) -> None:
     for trajectory in build_trajectories(calls).rows:
-        assert trajectory.mask[0] == 0
-        assert set(trajectory.mask) <= {0, 1}
+        assert trajectory.mask.tolist()[0] == 0
+        assert set(trajectory.mask.tolist()) <= {0, 1}
         for mask, logprob, version in zip(
-            trajectory.mask, trajectory.logprobs, trajectory.weight_versions, strict=True
+            trajectory.mask.tolist(),
+            trajectory.logprobs.tolist(),
+            trajectory.weight_versions.tolist(),
+            strict=True,
         ):
             assert mask or (logprob, version) == (0.0, -1)
 
@@ -157,7 +164,7 @@ def test_responses_keep_the_order_in_which_they_were_sampled(calls: list[Generat
 @given(conversations())
 def test_a_trajectory_has_one_temperature(calls: list[Generation]) -> None:
     made = build_trajectories(calls)
-    sampled = [call for call in calls if call.output_ids]
+    sampled = [call for call in calls if call.output_ids.tolist()]
     for call, position in zip(sampled, made.positions, strict=True):
         assert made.rows[position.row].temperature == call.temperature
 
@@ -165,7 +172,7 @@ def test_a_trajectory_has_one_temperature(calls: list[Generation]) -> None:
 @given(conversations())
 def test_tokens_are_counted(calls: list[Generation]) -> None:
     counts = build_trajectories(calls).tokens
-    allowed = [count for call in calls for count in call.allowed]
+    allowed = [count for call in calls for count in call.allowed.tolist()]
     assert counts.sampled == sum(len(call.output_ids) for call in calls)
     assert counts.forced == allowed.count(1)
     assert counts.constrained == sum(count > 1 for count in allowed)
@@ -176,10 +183,19 @@ def test_tokens_are_counted(calls: list[Generation]) -> None:
 @settings(max_examples=30)
 def test_building_does_not_modify_the_generations(calls: list[Generation]) -> None:
     before = [
-        (list(c.prompt_ids), list(c.output_ids), list(c.logprobs), list(c.weight_versions)) for c in calls
+        (
+            list(c.prompt_ids.tolist()),
+            list(c.output_ids.tolist()),
+            list(c.logprobs.tolist()),
+            list(c.weight_versions.tolist()),
+        )
+        for c in calls
     ]
     build_trajectories(calls)
-    assert before == [(c.prompt_ids, c.output_ids, c.logprobs, c.weight_versions) for c in calls]
+    assert before == [
+        (c.prompt_ids.tolist(), c.output_ids.tolist(), c.logprobs.tolist(), c.weight_versions.tolist())
+        for c in calls
+    ]
 
 
 def test_a_conversation_of_many_turns_is_one_row() -> None:
@@ -189,31 +205,31 @@ def test_a_conversation_of_many_turns_is_one_row() -> None:
         make_generation([1, 2, 9, 3], [4, 5]),
     ]
     (row,) = build_trajectories(calls).rows
-    assert row.token_ids == [1, 2, 9, 3, 4, 5]
-    assert row.mask == [0, 1, 0, 1, 1, 1]
+    assert row.token_ids.tolist() == [1, 2, 9, 3, 4, 5]
+    assert row.mask.tolist() == [0, 1, 0, 1, 1, 1]
 
 
 def test_a_second_call_after_the_same_turn_has_the_history_as_context() -> None:
     calls = [make_generation([1], [2]), make_generation([1, 2, 7], [3]), make_generation([1, 2, 8], [4])]
     rows = build_trajectories(calls).rows
-    assert [row.mask for row in rows] == [[0, 1, 0, 1], [0, 0, 0, 1]]
+    assert [row.mask.tolist() for row in rows] == [[0, 1, 0, 1], [0, 0, 0, 1]]
 
 
 def test_forced_tokens_are_masked_and_the_others_have_the_policys_logprobs() -> None:
     call = make_generation(
         [1, 2],
         [3, 4, 5],
-        logprobs=[0.0, -0.5, -0.7],
-        policy_logprobs=[-9.0, -2.5, -0.7],
+        logprobs=[0.0, -0.5, -0.75],
+        policy_logprobs=[-9.0, -2.5, -0.75],
         allowed=[1, 2, 0],
         versions=[6, 6, 7],
     )
     made = build_trajectories([call])
     (row,) = made.rows
-    assert row.token_ids == [1, 2, 3, 4, 5]
-    assert row.mask == [0, 0, 0, 1, 1]
-    assert row.logprobs == [0.0, 0.0, 0.0, -2.5, -0.7]
-    assert row.weight_versions == [-1, -1, -1, 6, 7]
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert row.mask.tolist() == [0, 0, 0, 1, 1]
+    assert row.logprobs.tolist() == [0.0, 0.0, 0.0, -2.5, -0.75]
+    assert row.weight_versions.tolist() == [-1, -1, -1, 6, 7]
     assert (row.prompt_length, row.trained_tokens) == (3, 2)
     assert (made.tokens.sampled, made.tokens.forced, made.tokens.constrained) == (3, 1, 1)
     assert made.tokens.allowed_mass == pytest.approx(math.exp(-2.0))
@@ -222,19 +238,19 @@ def test_forced_tokens_are_masked_and_the_others_have_the_policys_logprobs() -> 
 def test_parallel_calls_are_separate_rows() -> None:
     calls = [make_generation([1, 2], [3]), make_generation([1, 2], [3]), make_generation([1, 2], [4])]
     rows = build_trajectories(calls).rows
-    assert [row.token_ids for row in rows] == [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
+    assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
 
 
 def test_a_call_extends_the_longest_matching_conversation() -> None:
     calls = [make_generation([1], [2]), make_generation([1], [2, 3]), make_generation([1, 2, 3, 9], [4])]
-    assert [row.token_ids for row in build_trajectories(calls).rows] == [[1, 2], [1, 2, 3, 9, 4]]
+    assert [row.token_ids.tolist() for row in build_trajectories(calls).rows] == [[1, 2], [1, 2, 3, 9, 4]]
 
 
 def test_another_temperature_starts_a_row() -> None:
     rows = build_trajectories(
         [make_generation([1], [2]), make_generation([1, 2, 9], [3], temperature=0.5)]
     ).rows
-    assert [(row.temperature, row.mask) for row in rows] == [(1.0, [0, 1]), (0.5, [0, 0, 0, 1])]
+    assert [(row.temperature, row.mask.tolist()) for row in rows] == [(1.0, [0, 1]), (0.5, [0, 0, 0, 1])]
 
 
 def test_calls_that_sampled_nothing_are_left_out() -> None:
@@ -245,7 +261,7 @@ def test_calls_that_sampled_nothing_are_left_out() -> None:
 @given(conversations())
 def test_every_call_has_a_relation_and_extensions_start_no_row(calls: list[Generation]) -> None:
     made = build_trajectories(calls)
-    assert len(made.relations) == sum(bool(call.output_ids) for call in calls)
+    assert len(made.relations) == sum(bool(call.output_ids.tolist()) for call in calls)
     assert len(made.rows) == len(made.relations) - made.relations.count("extension")
     assert [place for place, relation in enumerate(made.relations) if relation == "start"] == [0][
         : len(made.relations)
@@ -255,10 +271,10 @@ def test_every_call_has_a_relation_and_extensions_start_no_row(calls: list[Gener
 @given(conversations())
 def test_calls_that_share_no_token_restart(calls: list[Generation]) -> None:
     made = build_trajectories(calls)
-    sampled = [call for call in calls if call.output_ids]
+    sampled = [call for call in calls if call.output_ids.tolist()]
     for place, (call, relation) in enumerate(zip(sampled, made.relations, strict=True)):
-        earlier = [(other.prompt_ids + other.output_ids)[0] for other in sampled[:place]]
-        if earlier and call.prompt_ids[0] not in earlier:
+        earlier = [(other.token_ids.tolist())[0] for other in sampled[:place]]
+        if earlier and call.prompt_ids.tolist()[0] not in earlier:
             # the first tokens of such a short prompt may count as a header
             assert relation in ("restart", "drift_header")
 
@@ -266,16 +282,16 @@ def test_calls_that_share_no_token_restart(calls: list[Generation]) -> None:
 @given(conversations())
 def test_relations_match_a_plain_comparison_of_prefixes(calls: list[Generation]) -> None:
     """An extension contains all tokens of an earlier call; a restart never does."""
-    sampled = [call for call in calls if call.output_ids]
+    sampled = [call for call in calls if call.output_ids.tolist()]
     for place, relation in enumerate(build_trajectories(calls).relations):
-        prompt = sampled[place].prompt_ids
-        totals = [call.prompt_ids + call.output_ids for call in sampled[:place]]
+        prompt = sampled[place].prompt_ids.tolist()
+        totals = [call.token_ids.tolist() for call in sampled[:place]]
         whole = any(prompt[: len(total)] == total for total in totals)
         if relation == "extension":
             assert whole
         if relation == "restart":
             assert not whole
-            assert prompt not in [call.prompt_ids for call in sampled[:place]]
+            assert prompt not in [call.prompt_ids.tolist() for call in sampled[:place]]
 
 
 @given(conversations(), st.randoms(use_true_random=False))
@@ -315,15 +331,19 @@ def known_trees(draw: st.DrawFn) -> Known:
             kind = "extension"
         prompt = system + some(MAX_HEADER_TOKENS, MAX_HEADER_TOKENS + 4)
         if past is not None and kind in ("extension", "fork"):
-            prompt = past.prompt_ids + past.output_ids + some(5, 8)
+            prompt = past.token_ids.tolist() + some(5, 8)
         elif past is not None and kind == "drift_ending":
-            prompt = past.prompt_ids + past.output_ids[:-1] + some(5, 8)
+            prompt = past.token_ids.tolist()[:-1] + some(5, 8)
         elif past is not None and kind == "drift_response":
             kept = draw(st.integers(0, len(past.output_ids) - 2))
-            prompt = past.prompt_ids + past.output_ids[:kept] + some(5, 8)
+            prompt = past.prompt_ids.tolist() + past.output_ids.tolist()[:kept] + some(5, 8)
         elif past is not None and kind == "drift_header":
             skipped = draw(st.integers(0, len(past.output_ids) - 2))
-            prompt = past.prompt_ids[: -draw(st.integers(1, 4))] + past.output_ids[skipped:] + some(5, 8)
+            prompt = (
+                past.prompt_ids.tolist()[: -draw(st.integers(1, 4))]
+                + past.output_ids.tolist()[skipped:]
+                + some(5, 8)
+            )
         call = make_generation(prompt, some(3, 6))
         if kind == "extension":
             open_.remove(past)
@@ -412,7 +432,7 @@ def test_a_summarized_history_restarts() -> None:
 
 def test_drift_starts_a_row_with_context() -> None:
     made = build_trajectories([make_generation([1], [2, 9]), make_generation([1, 2, 50], [4, 9])])
-    assert [(row.token_ids, row.mask) for row in made.rows] == [
+    assert [(row.token_ids.tolist(), row.mask.tolist()) for row in made.rows] == [
         ([1, 2, 9], [0, 1, 1]),
         ([1, 2, 50, 4, 9], [0, 0, 0, 1, 1]),
     ]
@@ -427,11 +447,11 @@ def test_a_second_question_after_a_drift_is_drift_again() -> None:
 def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
     """Reference: a call extends the longest conversation that its prompt begins with, by comparing lists."""
     rows: list[list[Generation]] = []
-    for call in (call for call in calls if call.output_ids):
+    for call in (call for call in calls if call.output_ids.tolist()):
         lengths = {}
         for place, row in enumerate(rows):
-            tokens = row[-1].prompt_ids + row[-1].output_ids
-            if call.prompt_ids[: len(tokens)] == tokens and call.temperature == row[-1].temperature:
+            tokens = row[-1].token_ids.tolist()
+            if call.prompt_ids.tolist()[: len(tokens)] == tokens and call.temperature == row[-1].temperature:
                 lengths[place] = len(tokens)
         if lengths:
             rows[max(lengths, key=lambda place: lengths[place])].append(call)
@@ -443,9 +463,9 @@ def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
 @given(conversations())
 @settings(max_examples=300)
 def test_rows_match_a_plain_comparison(calls: list[Generation]) -> None:
-    expected = [row[-1].prompt_ids + row[-1].output_ids for row in plain_rows(calls)]
+    expected = [row[-1].token_ids.tolist() for row in plain_rows(calls)]
     made = build_trajectories(calls).rows
-    assert sorted(row.token_ids for row in made) == sorted(expected)
+    assert sorted(row.token_ids.tolist() for row in made) == sorted(expected)
 
 
 def test_a_conversation_of_many_long_calls_is_one_row() -> None:
@@ -465,10 +485,12 @@ def test_a_conversation_of_many_long_calls_is_one_row() -> None:
 @given(conversations())
 def test_each_position_is_the_last_token_of_its_call(calls: list[Generation]) -> None:
     built = build_trajectories(calls)
-    kept = [call for call in calls if call.output_ids and call.finish_reason != "aborted"]
+    kept = [call for call in calls if call.output_ids.tolist() and call.finish_reason != "aborted"]
     assert len(built.positions) == len(built.relations) == len(kept)
     for call, position in zip(kept, built.positions, strict=True):
         row = built.rows[position.row]
-        assert row.token_ids[: position.last_token + 1] == call.prompt_ids + call.output_ids
-        assert row.mask[position.last_token] == (0 if call.allowed and call.allowed[-1] == 1 else 1)
+        assert row.token_ids.tolist()[: position.last_token + 1] == call.token_ids.tolist()
+        assert row.mask.tolist()[position.last_token] == (
+            0 if call.allowed.tolist() and call.allowed.tolist()[-1] == 1 else 1
+        )
         assert position.end_time == call.end_time

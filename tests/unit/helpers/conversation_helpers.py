@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from template_helpers import ADD, call_of, make_tokenizer, result, says, template, user
 
 from raylight.engines.capture_context import AttemptScope
@@ -57,7 +58,7 @@ class Conversations(core.Conversations):
     def store(
         self, scope: AttemptScope, body: dict[str, Any], answer: dict[str, Any], tokens: list[int], n: int = 1
     ) -> None:
-        self.remember(self.read(scope, body), answer, tokens, len(tokens) - n)
+        self.remember(self.read(scope, body), answer, np.array(tokens, np.int32), len(tokens) - n)
 
     def has(self, scope: AttemptScope, body: dict[str, Any], answer: dict[str, Any]) -> bool:
         return self.knows(self.read(scope, body), answer)

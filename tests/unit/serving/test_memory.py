@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from conversation_helpers import TOKENIZERS
 from starlette.types import Message, Receive, Scope, Send
@@ -51,7 +52,7 @@ async def test_conversations(attempts: int, text: str) -> None:
             scope = AttemptScope("ro-1", f"at-{number % attempts}")
             message = {"role": "user", "content": f"question {number} {text}"}
             sent = conversations.read(scope, {"messages": [message]})
-            conversations.remember(sent, answer, [number, *range(100)], 80)
+            conversations.remember(sent, answer, np.array([number, *range(100)], np.int32), 80)
 
     assert CAPACITY / 4 < await allocated(fill) < SLACK * CAPACITY
     assert conversations._attempts.currsize <= CAPACITY

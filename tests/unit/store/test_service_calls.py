@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, call_of, ids_of, open_box, reward_of, span_of
 from unit_helpers import make_generation, within
@@ -27,7 +28,7 @@ async def box() -> AsyncIterator[Box]:
 
 def sampled(key: CallKey, i: int = 0) -> Generation:
     return make_generation(
-        [1, 2, i], [3, 2**31 - 1], key=key, logprobs=[-0.1, -1e-300], versions=[i, 2**40], start=float(i)
+        [1, 2, i], [3, 2**31 - 1], key=key, logprobs=[-0.125, -1e-38], versions=[i, 2**40], start=float(i)
     )
 
 
@@ -302,7 +303,7 @@ async def test_the_spans_of_calls_are_read_with_their_tokens(box: Box) -> None:
     tokens = {
         PROMPT_TOKEN_IDS: [1, 2, 0],
         RESPONSE_TOKEN_IDS: [3, 2**31 - 1],
-        RESPONSE_LOGPROBS: [-0.1, -1e-300],
+        RESPONSE_LOGPROBS: [-0.125, float(np.float32(-1e-38))],
         WEIGHT_VERSIONS: [0, 2**40],
     }
     for spans in (

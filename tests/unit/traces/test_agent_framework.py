@@ -122,7 +122,7 @@ class Traced:
         return [
             agent
             for _, agent in sorted(
-                (g.output_ids[0], agent) for (g, _), agent in zip(records, found, strict=True)
+                (g.output_ids.tolist()[0], agent) for (g, _), agent in zip(records, found, strict=True)
             )
         ]
 

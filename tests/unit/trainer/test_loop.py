@@ -77,7 +77,7 @@ class Learners:
 
     async def update(self, batch: Any) -> dict[str, float]:
         assert not self.lost
-        assert {v for row in batch.rows for v in row.weight_versions} == {-1, self.version}
+        assert {v for row in batch.rows for v in row.weight_versions.tolist()} == {-1, self.version}
         world = self.world
         if world.faults.get(self.version, 0):
             world.faults[self.version] -= 1

@@ -142,10 +142,10 @@ async def test_a_prompt_in_tokens_is_sampled_from_as_it_is(make_engine: MakeEngi
     answer = await ask(
         engine, extra_body={"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}, "return_token_ids": True}
     )
-    assert context.samples[0].prompt_ids == [5, 6, 7] == answer.prompt_token_ids
+    assert context.samples[0].prompt_ids.tolist() == [5, 6, 7] == answer.prompt_token_ids
     assert answer.choices[0].token_ids == context.samples[0].output_ids
     chunks = await ask_stream(engine, extra_body={"return_token_ids": True})
-    assert chunks[0].prompt_token_ids == context.samples[0].prompt_ids
+    assert chunks[0].prompt_token_ids == context.samples[0].prompt_ids.tolist()
     assert [i for c in chunks for i in c.choices[0].token_ids] == context.samples[0].output_ids
 
 
@@ -161,7 +161,7 @@ async def test_messages_reach_the_template_as_it_expects_them(make_engine: MakeE
     ]
     context = open_context()
     await ask(engine, messages=messages, max_tokens=1)
-    assert json.loads(engine.tokenizer.decode(context.samples[0].prompt_ids)) == [
+    assert json.loads(engine.tokenizer.decode(context.samples[0].prompt_ids.tolist())) == [
         {"role": "system", "content": "one\ntwo"},
         {
             "role": "assistant",
@@ -178,12 +178,12 @@ async def test_how_the_prompt_ends_can_be_told(make_engine: MakeEngine) -> None:
     messages = [*HI, {"role": "assistant", "content": "Well,"}]
     how = {"add_generation_prompt": False, "continue_final_message": True}
     await ask(engine, messages=messages, max_tokens=1, extra_body=how)
-    assert engine.tokenizer.decode(context.samples[0].prompt_ids).endswith("Well,")
+    assert engine.tokenizer.decode(context.samples[0].prompt_ids.tolist()).endswith("Well,")
     restyle(engine, "{{ mood }}{{ reasoning_effort }}")
     await ask(
         engine, max_tokens=1, reasoning_effort="low", extra_body={"chat_template_kwargs": {"mood": "calm"}}
     )
-    assert engine.tokenizer.decode(context.samples[0].prompt_ids) == "calmlow"
+    assert engine.tokenizer.decode(context.samples[0].prompt_ids.tolist()) == "calmlow"
 
 
 TOOL = {"type": "function", "function": {"name": "add"}}

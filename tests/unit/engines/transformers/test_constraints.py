@@ -19,7 +19,7 @@ PROMPT = [1, 2, 3]
 
 def distributions(module: Any, sample: Sample, temperature: float) -> torch.Tensor:
     """The policy's log-probs of all tokens at each position of a response."""
-    ids = torch.tensor([[*sample.prompt_ids, *sample.output_ids]])
+    ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.output_ids]])
     with torch.no_grad():
         logits = module(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
     return (logits / temperature).log_softmax(-1)
@@ -38,7 +38,7 @@ async def test_a_schemas_tokens_have_the_logprobs_of_the_policy(
     await ask(make_engine(), response_format=AS_JSON, max_tokens=400, temperature=temperature, seed=3)
     sample = context.samples[0]
     heat = temperature or 1.0
-    expected = logprobs_of(plain, sample.prompt_ids, sample.output_ids, heat)
+    expected = logprobs_of(plain, sample.prompt_ids.tolist(), sample.output_ids, heat)
     assert sample.policy_logprobs == pytest.approx(expected, abs=1e-4)
     assert len(sample.allowed) == len(sample.output_ids)
     assert sample.allowed.count(1) >= 1  # the first is "{" in any case

@@ -216,7 +216,7 @@ async def test_the_samples_of_a_request_are_those_of_its_context(make_engine: Ma
     with engine.begin([[1, 2], [3]], [params, params]) as choices:
         await choices.end()
     assert [s.sample for s in choices.sequences] == [context.samples[0], context.samples[1]]
-    assert context.samples[1].prompt_ids == [3]
+    assert context.samples[1].prompt_ids.tolist() == [3]
     told = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["zz"]}
     assert context.samples[0].sampling == told
     for sample in context.samples.values():

@@ -10,6 +10,7 @@ import json
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 from capture_helpers import ASKED, ENGINE, INSIDE, Call, FakeApp, Sink, send_event, settle
 from starlette.types import Receive, Send
@@ -47,7 +48,7 @@ from raylight.store.reading import ChatTurn
 from raylight.store.service import StoreService
 from raylight.traces.attributes import call_key_of
 from raylight.traces.messages import read_call
-from raylight.types import HistoryNote
+from raylight.types import HistoryNote, IntArray
 
 STREAMED = ASKED | {"stream": True}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -80,8 +81,8 @@ class Known:
         answers = [m["content"] for m in sent[1]["messages"] if m["role"] == "assistant"]
         return answers[-1].encode() if answers and not self.knows(sent, {"content": answers[-1]}) else None
 
-    def remember(self, sent: Sent, message: Any, tokens: list[int], prompt_length: int) -> None:
-        self.remembered.append((*sent, message, tokens))
+    def remember(self, sent: Sent, message: Any, tokens: IntArray, prompt_length: int) -> None:
+        self.remembered.append((*sent, message, tokens.tolist()))
         self.prompt_lengths.append(prompt_length)
 
     def forget(self, scope: AttemptScope) -> None:
@@ -149,9 +150,9 @@ async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) 
     key = generation.key
     assert bench.sink.opened == [(key, 10.0)]
     assert (key.rollout_id, key.attempt_id) == ("ro-1", "at-1")
-    assert generation.prompt_ids == [ord("h"), ord("i")]
-    assert generation.output_ids == [ord(letter) for letter in "hello"]
-    assert (generation.logprobs, generation.weight_versions) == ([-0.5] * 5, [3] * 5)
+    assert generation.prompt_ids.tolist() == [ord("h"), ord("i")]
+    assert generation.output_ids.tolist() == [ord(letter) for letter in "hello"]
+    assert (generation.logprobs.tolist(), generation.weight_versions.tolist()) == ([-0.5] * 5, [3] * 5)
     assert (generation.model, generation.finish_reason, generation.agent) == ("policy", "stop", "planner")
     assert (generation.temperature, generation.start_time) == (0.5, 10.0)
     assert (span.name, span.span_id, span.trace_id) == (
@@ -225,7 +226,7 @@ async def test_every_choice_is_a_call(bench: Bench, streamed: bool) -> None:
 
 async def test_completions_are_recorded_too(bench: Bench) -> None:
     _, generation, span = await bench.record({"model": "policy", "prompt": "once"}, "/v1/completions")
-    assert generation.output_ids == [ord(letter) for letter in "hello"]
+    assert generation.output_ids.tolist() == [ord(letter) for letter in "hello"]
     assert (span.name, span.attributes[DIALECT]) == ("openai.completion", "completions")
     assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "hello"}]
     assert json.loads(span.attributes[INPUT_MESSAGES]) == [{"role": "user", "content": "once"}]
@@ -343,7 +344,7 @@ async def test_a_store_that_is_away_pushes_back_and_loses_nothing(monkeypatch: p
     bench.sink.error = None
     await bench.sink.has(1, 1)
     assert bench.sink.closed[0][1].finish_reason == "aborted", "nobody got the answer"
-    assert bench.sink.closed[0][1].output_ids == [ord(letter) for letter in "hello"]
+    assert bench.sink.closed[0][1].output_ids.tolist() == [ord(letter) for letter in "hello"]
     assert (await bench.call().answered()).status == 200
     await bench.sink.has(2, 2)
 
@@ -370,7 +371,9 @@ async def test_a_hundred_calls_at_once(bench: Bench) -> None:
     assert {call.status for call in calls} == {200}
     by_id = {generation.key.call_id: generation for _, generation, _ in bench.sink.closed}
     for number, call in enumerate(calls):
-        assert by_id[call.json["id"].removeprefix("chatcmpl-")].prompt_ids == [ord(c) for c in str(number)]
+        assert by_id[call.json["id"].removeprefix("chatcmpl-")].prompt_ids.tolist() == [
+            ord(c) for c in str(number)
+        ]
 
 
 # what goes wrong
@@ -391,7 +394,7 @@ async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_record
         await bench.sink.has(1, 1)
     assert (bench.app.cancelled, bench.app.disconnects) == ((0, 1) if listens else (1, 0))
     _, generation, span = bench.sink.closed[0]
-    assert (generation.finish_reason, generation.output_ids, generation.logprobs) == (
+    assert (generation.finish_reason, generation.output_ids.tolist(), generation.logprobs.tolist()) == (
         "aborted",
         [ord("h")],
         [-0.5],
@@ -469,7 +472,7 @@ async def test_an_engine_that_fails_in_mid_stream_leaves_an_aborted_call(bench: 
         await bench.call(STREAMED).answered()
     await bench.sink.has(1, 1)
     _, generation, span = bench.sink.closed[0]
-    assert (generation.finish_reason, generation.output_ids) == ("aborted", [ord("h"), ord("e")])
+    assert (generation.finish_reason, generation.output_ids.tolist()) == ("aborted", [ord("h"), ord("e")])
     assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "he"}]
 
 
@@ -521,7 +524,7 @@ async def test_a_conversation_that_is_known_goes_to_the_engine_as_tokens() -> No
     _, generation, span = await bench.record()
     assert bench.app.requests == [ASKED | {"kv_transfer_params": {"prompt_token_ids": [7, 8, 9]}}]
     assert b"content-length" not in bench.app.headers[0]  # that of the body without the tokens
-    assert (generation.prompt_ids, span.attributes[PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
+    assert (generation.prompt_ids.tolist(), span.attributes[PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
     assert bench.app.contexts[0].body == ASKED
     ((scope, body, message, tokens),) = known.remembered
     assert (scope, body, message) == (INSIDE, ASKED, {"role": "assistant", "content": "hello"})
@@ -605,7 +608,7 @@ async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> No
     async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         asked.append((rollout_id, attempt_id))
         await gate.wait()
-        return [ChatTurn("planner", ASKED, {"role": "assistant", "content": "hello"}, [1, 2, 3], 1)]
+        return [ChatTurn("planner", ASKED, {"role": "assistant", "content": "hello"}, np.array([1, 2, 3]), 1)]
 
     bench = Bench(known, history)
     await bench.call().answered()
@@ -650,7 +653,7 @@ async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: p
     async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         nonlocal asked
         asked += 1
-        return [ChatTurn(None, ASKED, {"role": "assistant", "content": "sampled"}, [1], 0)]
+        return [ChatTurn(None, ASKED, {"role": "assistant", "content": "sampled"}, np.array([1]), 0)]
 
     monkeypatch.setattr(conversation_loader, "REMEMBERED", 3)
     loader: Any = ConversationLoader(known, history)  # type: ignore[arg-type]

@@ -41,8 +41,8 @@ def test_ten_turns_are_one_trajectory(name: str, turns: list[Spoken]) -> None:
         table.turn(said)
     for before, call in zip(table.calls, table.calls[1:], strict=False):
         assert (
-            call.prompt_ids[: len(before.prompt_ids) + len(before.output_ids)]
-            == before.prompt_ids + before.output_ids
+            call.prompt_ids.tolist()[: len(before.prompt_ids) + len(before.output_ids)]
+            == before.token_ids.tolist()
         )
     trajectories = build_trajectories(table.calls)
     assert trajectories.relations == ["start"] + ["extension"] * 9

@@ -73,7 +73,7 @@ def assert_one_row(calls: list[Generation], *kinds: str) -> None:
     made = build_trajectories(calls)
     assert made.relations == ["start"] + ["extension"] * (len(calls) - 1)
     (row,) = made.rows
-    assert row.token_ids == calls[-1].prompt_ids + calls[-1].output_ids
+    assert row.token_ids.tolist() == calls[-1].token_ids.tolist()
     assert [call.history.kind for call in calls[1:] if call.history] == list(kinds)
 
 
@@ -85,7 +85,7 @@ async def test_a_stop_word_that_the_agent_appends(make_engine: MakeEngine) -> No
             assert STOP not in answer.content
             messages += [says(f"{answer.content}{STOP}\nCalling tools:\n[...]"), user("Observation: 1")]
         calls = await table.recorded()
-        shown = table.engine.tokenizer.decode(calls[2].prompt_ids)
+        shown = table.engine.tokenizer.decode(calls[2].prompt_ids.tolist())
     assert_one_row(calls, "suffix", "suffix")
     assert f"x = 1\n{STOP}\nCalling tools:\n[...]<|im_end|>" in shown
     assert shown.count(STOP) == 2
@@ -99,7 +99,7 @@ async def test_other_white_space_and_merged_messages(make_engine: MakeEngine) ->
         merged = [*spaced, says(f"{second.content}\nNow I look."), user("U3")]
         await table.ask(merged, "Yes.")
         calls = await table.recorded()
-        shown = table.engine.tokenizer.decode(calls[2].prompt_ids)
+        shown = table.engine.tokenizer.decode(calls[2].prompt_ids.tolist())
     assert_one_row(calls, "white_space", "white_space")
     assert "if x:\n    y  <|im_end|>" in shown
     assert "Well.<|im_end|>\n<|im_start|>assistant\nNow I look.<|im_end|>" in shown
@@ -116,11 +116,11 @@ async def test_calls_that_come_back_as_text_or_rewritten(make_engine: MakeEngine
         flat = [user("U1"), says(f"Calling tools:\n{as_text}"), user("Observation:\n3")]
         await table.ask(flat, "It is three.", tools=[ADD])
         calls = await table.recorded()
-        shown = table.engine.tokenizer.decode(calls[2].prompt_ids)
+        shown = table.engine.tokenizer.decode(calls[2].prompt_ids.tolist())
     made = build_trajectories(calls)
     assert made.relations == ["start", "extension", "fork"], "both continue the first call"
     assert [call.history.kind for call in calls if call.history] == ["new", "continued", "calls_as_text"]
-    assert calls[2].prompt_ids[: len(calls[0].prompt_ids)] == calls[0].prompt_ids
+    assert calls[2].prompt_ids.tolist()[: len(calls[0].prompt_ids)] == calls[0].prompt_ids.tolist()
     assert f"{CALL}<|im_end|>\n<|im_start|>user\nObservation:\n3<|im_end|>" in shown
 
 
