@@ -40,9 +40,7 @@ with warnings.catch_warnings():
     from verl.utils.device import get_device_id
     from verl.utils.import_utils import is_trl_available
     from verl.utils.metric import Metric
-    from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-    from verl.utils.transformers_compat import drop_tied_target_keys
     from verl.workers.config import (
         ActorConfig,
         CriticConfig,
@@ -52,7 +50,6 @@ with warnings.catch_warnings():
     )
     from verl.workers.config.actor import PolicyLossConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
-    from verl.workers.engine.fsdp.utils import unfuse_moe_params
     from verl.workers.engine.utils import postprocess_batch_func
     from verl.workers.utils.losses import ppo_loss, value_loss
     from verl.workers.utils.padding import response_from_nested
@@ -81,11 +78,8 @@ __all__ = [
     "PolicyLossConfig",
     "agg_loss",
     "compute_rollout_rejection_mask",
-    "convert_weight_keys",
-    "drop_tied_target_keys",
     "get_adv_estimator_fn",
     "get_device_id",
-    "get_hf_auto_model_class",
     "get_seqlen_balanced_partitions",
     "kl_penalty",
     "postprocess_batch_func",
@@ -93,6 +87,5 @@ __all__ = [
     "register_policy_loss",
     "response_from_nested",
     "tensordict_utils",
-    "unfuse_moe_params",
     "value_loss",
 ]

@@ -55,7 +55,7 @@ class WeightSource:
         self, module: torch.nn.Module, dtype: torch.dtype, *, names: Names = "checkpoint", tied: bool = True
     ) -> None:
         self._module, self._dtype, self._names = module, dtype, names
-        self._base: Any = _base_model(module)
+        self._base: Any = base_model(module)
         self._skipped = frozenset() if tied else frozenset(self._base.all_tied_weights_keys)
         self._buffers = {name for name, _ in self._base.named_buffers()}
         self._dtypes = self._base._get_dtype_plan(dtype)
@@ -178,6 +178,6 @@ def layerwise_groups(names: list[str]) -> list[list[str]]:
     return [group for group in [before, *layers, after] if group]
 
 
-def _base_model(module: Any) -> Any:
-    """Return the model of transformers without peft's wrapper."""
+def base_model(module: Any) -> Any:
+    """Return the model of transformers that peft may have wrapped."""
     return module.get_base_model() if hasattr(module, "peft_config") else module

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
+from safetensors.torch import save_file
 
 from raylight.files import atomic_folder
-from raylight.learner import verl_api as verl
+from raylight.learner.weight_source import WeightSource, base_model, gather
 
-PEFT_PREFIX = "base_model.model."
-"""Prefix of parameter names in a module wrapped by peft."""
-BASE_LAYER = ".base_layer."
-"""Part that peft inserts into the weight names of an adapted layer."""
+SHARD_BYTES = 4_000_000_000
+"""Largest size of one file of a saved model."""
 
 
 def gather_model(engine: Any) -> dict[str, torch.Tensor] | None:
@@ -29,11 +30,10 @@ def gather_model(engine: Any) -> dict[str, torch.Tensor] | None:
 
     A tied weight appears under each of its names.
     """
-    pairs = _merged(engine) if hasattr(engine.module, "peft_config") else engine.get_per_tensor_param()[0]
     weights = {}
-    for name, tensor in pairs:
+    for name, tensor in WeightSource(engine.module, torch.float32):
         if _is_rank_0():
-            weights[name] = tensor.detach().to("cpu", torch.float32)
+            weights[name] = tensor.cpu()
     return weights or None
 
 
@@ -43,7 +43,7 @@ def gather_adapter(engine: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]
     weights = {}
     for name, tensor in engine.module.state_dict().items():
         if "lora_" in name:
-            weights[name.replace(".default.", ".")] = _gather(tensor)
+            weights[name.replace(".default.", ".")] = gather(tensor.detach()).to("cpu", torch.float32)
     if not _is_rank_0():
         return None
     return {key: _to_json(value) for key, value in config.items()} | {"inference_mode": True}, weights
@@ -67,28 +67,53 @@ def save_model(engine: Any, folder: str) -> None:
 
 def _write_model(engine: Any, folder: str) -> None:
     """Write the model, its tokenizer and, if there is one, its adapter."""
-    model_config, has_adapter = engine.model_config, hasattr(engine.module, "peft_config")
-    tensors = gather_model(engine)
-    if tensors is not None:
-        hf_config = copy.deepcopy(model_config.hf_config)
-        with torch.device("meta"):
-            model = verl.get_hf_auto_model_class(hf_config).from_config(hf_config, dtype=torch.float32)
-        if model.can_generate() and model_config.generation_config is not None:
-            model.generation_config = model_config.generation_config
-        vars(model.config).pop("attn_implementation", None)  # specific to this machine
-        verl.drop_tied_target_keys(tensors, model, hf_config)
-        model.save_pretrained(folder, state_dict=tensors)
-        model_config.get_processor().save_pretrained(folder)
-    if has_adapter:
+    module = engine.module
+    if _is_rank_0():
+        _write_config(base_model(module), folder)
+        engine.model_config.get_processor().save_pretrained(folder)
+    _write_tensors(WeightSource(module, torch.float32, tied=False), folder)
+    if hasattr(module, "peft_config"):
         adapter = gather_adapter(engine)
         if adapter is not None:
-            _write_adapter(adapter[1], engine.module.peft_config["default"], os.path.join(folder, "adapter"))
+            _write_adapter(adapter[1], module.peft_config["default"], os.path.join(folder, "adapter"))
+
+
+def _write_config(model: Any, folder: str) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
+    config.dtype = "float32"
+    vars(config).pop("attn_implementation", None)  # specific to this machine
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_tensors(source: WeightSource, folder: str) -> None:
+    """Write the tensors of a source to files of at most `SHARD_BYTES`, unless one tensor is larger.
+
+    A collective. Rank 0 holds one file's tensors at a time.
+    """
+    split = split_torch_state_dict_into_shards(
+        {
+            param.name: torch.empty(param.shape, dtype=param.dtype, device="meta")
+            for param in source.metadata()
+        },
+        max_shard_size=SHARD_BYTES,
+    )
+    parts: dict[str, dict[str, torch.Tensor]] = {file: {} for file in split.filename_to_tensors}
+    for name, tensor in source:
+        if _is_rank_0():
+            file = split.tensor_to_filename[name]
+            parts[file][name] = tensor.cpu().contiguous()
+            if len(parts[file]) == len(split.filename_to_tensors[file]):
+                save_file(parts.pop(file), os.path.join(folder, file), metadata={"format": "pt"})
+    if split.is_sharded and _is_rank_0():
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        Path(folder, SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def _write_adapter(tensors: dict[str, torch.Tensor], config: Any, folder: str) -> None:
     """Write an adapter in peft's format."""
-    from safetensors.torch import save_file
-
     os.makedirs(folder, exist_ok=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -97,43 +122,6 @@ def _write_adapter(tensors: dict[str, torch.Tensor], config: Any, folder: str) -
     inference_config = copy.copy(config)
     inference_config.inference_mode = True
     inference_config.save_pretrained(folder)
-
-
-def _merged(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights with the adapter added in float32; verl would round the sum to bfloat16."""
-    module, state = engine.module, engine.module.state_dict()
-    peft_names = {
-        name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, "."): name for name in state if "lora_" not in name
-    }
-    peft_names = verl.convert_weight_keys(peft_names, module.get_base_model())
-
-    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, peft_name in peft_names.items():
-            tensor = _gather(state[peft_name])
-            if peft_name.endswith(f"{BASE_LAYER}weight"):
-                tensor = tensor + _adapter_delta(module, state, peft_name.removesuffix(f"{BASE_LAYER}weight"))
-            yield name, tensor
-
-    return verl.unfuse_moe_params(pairs(), engine.model_config.hf_config.model_type)
-
-
-def _adapter_delta(module: Any, state: dict[str, Any], layer: str) -> torch.Tensor:
-    """Return the matrix that the adapter adds to the weight of a layer."""
-    down, up = (_gather(state[f"{layer}.{name}.default.weight"]) for name in ("lora_A", "lora_B"))
-    adapted = module.get_submodule(layer)
-    delta = (up @ down) * adapted.scaling["default"]
-    return delta.T if adapted.fan_in_fan_out else delta
-
-
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a sharded weight in float32 on the CPU.
-
-    It is gathered on the compute device, since an offloaded weight cannot be gathered where it is stored.
-    """
-    if isinstance(tensor, DTensor):
-        moved: Any = tensor.to(verl.get_device_id())
-        tensor = moved.full_tensor()
-    return tensor.detach().to("cpu", torch.float32)
 
 
 def _to_json(value: Any) -> Any:
