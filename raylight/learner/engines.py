@@ -6,12 +6,14 @@ import logging
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, OptimizerSettings, PolicySettings
 from raylight.learner import verl_api as verl
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
+from raylight.learner.model_check import causal_lm_class, check_model
 from raylight.learner.rows import TrainRow, make_probe_row, to_tensordict
 
 logger = logging.getLogger(__name__)
@@ -27,8 +29,9 @@ def build_policy(
     """Build the trained model: the full model, or an adapter with LoRA.
 
     Raises:
-        ConfigError: the settings do not fit the model or the machine.
+        ConfigError: the model cannot be trained, or the settings do not fit the model or the machine.
     """
+    check_model(model_path)
     _warn_about_unused_offload(config)
     return _build(RaylightEngine, model_path, config, settings, total_steps)
 
@@ -62,7 +65,7 @@ def _build(
             path=model_path,
             model_type="value_model" if cls is ValueEngine else "language_model",
             use_remove_padding=config.packed,
-            override_config={"attn_implementation": choose_attention(config, on_gpu)},
+            override_config={"attn_implementation": choose_attention(config, on_gpu, model_path)},
             enable_gradient_checkpointing=config.gradient_checkpointing and not forward_only,
             lora_rank=lora.rank if lora else 0,
         ),
@@ -85,7 +88,7 @@ def _build(
     )
     engine.initialize()
     if config.packed:
-        _check_packing(engine, config)
+        _check_packing(engine, config, model_path)
     return engine
 
 
@@ -104,8 +107,8 @@ def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
     )
 
 
-def choose_attention(config: LearnerConfig, on_gpu: bool) -> str:
-    """Return the attention implementation.
+def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> str:
+    """Return the attention implementation, eager if the architecture supports no faster one.
 
     Raises:
         ConfigError: flash attention is configured, or required by `ulysses`, but not available.
@@ -121,7 +124,10 @@ def choose_attention(config: LearnerConfig, on_gpu: bool) -> str:
         )
     if config.attention != "auto":
         return config.attention
-    return "flash_attention_2" if flash else "sdpa"
+    architecture = causal_lm_class(AutoConfig.from_pretrained(model_path))
+    if flash and architecture._supports_flash_attn and not architecture._compatible_flash_implementations:
+        return "flash_attention_2"
+    return "sdpa" if architecture._supports_sdpa else "eager"
 
 
 def _warn_about_unused_offload(config: LearnerConfig) -> None:
@@ -133,7 +139,7 @@ def _warn_about_unused_offload(config: LearnerConfig) -> None:
         )
 
 
-def _check_packing(engine: RaylightEngine, config: LearnerConfig) -> None:
+def _check_packing(engine: RaylightEngine, config: LearnerConfig, model_path: str) -> None:
     """Compute two short rows, each alone and both packed together, and compare the outputs. A collective.
 
     Raises:
@@ -154,6 +160,6 @@ def _check_packing(engine: RaylightEngine, config: LearnerConfig) -> None:
         tolerance = PACKING_TOLERANCE[config.dtype] * float(alone.abs().max())
         if not float((alone - packed).abs().mean()) <= tolerance:
             raise ConfigError(
-                f"with attention {choose_attention(config, torch.cuda.is_available())!r} this model mixes "
-                "packed rows; set learner.packed=False, or use flash_attention_2"
+                f"with attention {choose_attention(config, torch.cuda.is_available(), model_path)!r} this "
+                "model mixes packed rows; set learner.packed=False, or use flash_attention_2"
             )

@@ -1,0 +1,62 @@
+"""Tiny models with random weights of several architectures, with the quickstart's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SMALL = {
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "pad_token_id": 257,
+    "initializer_range": 0.1,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
+MOE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": SHARED | {"head_dim": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None},
+    "qwen3_next": SHARED
+    | {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+"""Settings of mixture-of-experts models, by model type."""
+
+
+def build_moe(model_type: str, folder: Path, **changes: Any) -> str:
+    """Save a tiny mixture of experts with its tokenizer; return its folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from raylight.quickstart import STARTER_MODEL
+
+    torch.manual_seed(0)
+    settings = {name: value for name, value in (SMALL | MOE[model_type]).items() if value is not None}
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **settings | changes), dtype=torch.float32
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(STARTER_MODEL).save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,55 @@
+"""One rank that trains and saves mixtures of experts: python moe_ranks.py RANK RANKS RENDEZVOUS_FILE FOLDER
+prints the log-probs."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import PROBE, make_batch, plain_logprobs
+
+from raylight.config import LearnerConfig
+from raylight.experience.settings import PolicySettings
+
+
+def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
+    """Take one update and save the model; return the log-probs after it and whether experts changed."""
+    from transformers import AutoModelForCausalLM
+
+    from raylight.learner.policy import Policy
+    from raylight.learner.weight_source import WeightSource
+    from raylight.learner.weights import save_model
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        batch = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
+    settings = PolicySettings(lr=1e-3, max_logprob_mismatch=1e-4)
+    policy = Policy(model, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64, **config), settings, 2)
+    policy.update(batch)
+    before = dict(WeightSource(plain, torch.float32))
+    changed = {
+        name: not torch.equal(tensor, before[name])
+        for name, tensor in WeightSource(policy.engine.module, torch.float32)
+    }
+    save_model(policy.engine, str(folder))
+    return {
+        "probe": policy.logprobs(PROBE),
+        "experts_changed": all(value for name, value in changed.items() if ".experts." in name),
+    }
+
+
+def main(rank: int, ranks: int, file: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
+    found = {
+        path.name: train_and_save(str(path), folder / "saved" / path.name, ranks)["probe"]
+        for path in sorted((folder / "models").iterdir())
+    }
+    if rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

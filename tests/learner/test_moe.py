@@ -1,0 +1,69 @@
+"""Mixtures of experts on a real engine: updates, exported names, saved models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_ranks import train_and_save
+from ranks import plain_probe
+from tiny_models import MOE, build_moe
+from transformers import AutoModelForCausalLM
+
+from raylight.learner.model_check import read_shapes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_a_trained_mixture_is_saved_as_its_files_were_and_computes_the_same(
+    model_type, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("raylight.learner.weights.SHARD_BYTES", 50_000)
+    model = build_moe(model_type, tmp_path / "model")
+    result = train_and_save(model, tmp_path / "saved", 1)
+    assert result["experts_changed"]
+    assert read_shapes(str(tmp_path / "saved")) == read_shapes(str(tmp_path / "model"))
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert plain_probe(saved) == pytest.approx(result["probe"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_do_not_change_the_update_of_a_mixture(tmp_path):
+    for model_type in MOE:
+        build_moe(model_type, tmp_path / "models" / model_type)
+    alone = {
+        model_type: train_and_save(str(tmp_path / "models" / model_type), tmp_path / "alone", 1)["probe"]
+        for model_type in MOE
+    }
+    command = [sys.executable, str(Path(__file__).parent / "moe_ranks.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "meet"), str(tmp_path)], stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=400)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    shared = json.loads(outputs[0].splitlines()[-1])
+    for model_type, probe in shared.items():
+        assert probe == pytest.approx(alone[model_type], abs=1e-4), model_type
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / model_type, dtype=torch.float32)
+        assert plain_probe(saved) == pytest.approx(probe, abs=1e-4), model_type
+        assert read_shapes(str(tmp_path / "saved" / model_type)) == read_shapes(
+            str(tmp_path / "models" / model_type)
+        )
+    assert shared.keys() == MOE.keys()
