@@ -351,5 +351,8 @@ class CheckpointConfig(Config):
     keep: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Number of states to keep; older ones are deleted."""
     path: str | None = None
-    """Folder that the first learner and the driver can both reach, or an fsspec URL (s3://..., gs://...).
-    None: `state` in the run directory."""
+    """Folder that every learner and the driver can reach, or an fsspec URL (s3://..., gs://...). None:
+    `state` in the run directory."""
+    write_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_SECONDS)
+    """Seconds within which the storage must take a state. States are written in the background; the next one
+    waits for the last one."""

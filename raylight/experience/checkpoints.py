@@ -1,33 +1,36 @@
 """Training states in a folder or an object store: named by step, complete or absent, pruned by count.
 
-Law: a state is complete if its marker `COMPLETE` exists. The marker names the content file, is written last,
-and replaces a former marker atomically. A state that is written again stays the former one until the new one
-is complete, wherever the process is killed in between.
+A state is a folder with the marker `COMPLETE` and a content folder, to which every learner writes its part.
+
+Law: a state is complete if its marker exists. The marker names the content folder, is written when all
+learners have written, and replaces a former marker atomically. A state that is written again stays the former
+one until the new one is complete, wherever processes are killed in between.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 
 from raylight.disk import disk_errors
 from raylight.errors import CheckpointError, ConfigError
-from raylight.files import atomic_file, sync_folder
+from raylight.files import sync_folder, write_atomic
 
 COMPLETE = "COMPLETE"
 CONTENT = "content"
-"""Key in the marker for the name of the content file."""
+"""Key in the marker for the name of the content folder."""
+OLD_SUFFIX = ".pt"
+"""Suffix of the content of states that earlier versions of raylight wrote."""
 STATE_NAME = re.compile(r"step-(\d+)$")
-
-Dump = Callable[[IO[bytes]], object]
-"""Writes the content of a state to a file."""
 
 
 class TrainingStates:
@@ -59,27 +62,35 @@ class TrainingStates:
         """Return the metadata written with a state."""
         return {name: value for name, value in self._marker(step).items() if name != CONTENT}
 
-    def open(self, step: int) -> IO[bytes]:
-        """Open the content of a state.
+    def new_content(self, step: int) -> str:
+        """Return a new folder or URL for the content of a state."""
+        return f"{self.url.rstrip('/')}/step-{step}/training-{secrets.token_hex(4)}"
+
+    @contextlib.contextmanager
+    def reading(self, step: int) -> Iterator[str]:
+        """Yield the folder or URL of a state's content, and raise errors of reading as typed errors.
 
         Raises:
-            CheckpointError: the content cannot be read.
+            CheckpointError: the content cannot be read, or an earlier version of raylight wrote it.
         """
         try:
-            return self._fs.open(f"{self._folder(step)}/{self._marker(step)[CONTENT]}", "rb")
+            content = self._marker(step)[CONTENT]
+            if content.endswith(OLD_SUFFIX):
+                raise CheckpointError(
+                    f"the training state of step {step} in {self.url} was written by an earlier version of "
+                    "raylight, as a single file; resume with that version, or start fresh in another "
+                    "output_dir"
+                )
+            yield f"{self.url.rstrip('/')}/step-{step}/{content}"
         except OSError as error:
             raise CheckpointError(
                 f"the training state of step {step} in {self.url} cannot be read here: {error}; use a "
                 "folder that every learner can reach, or a URL"
             ) from None
 
-    def write(self, step: int, metadata: dict[str, Any], dump: Dump | None = None) -> None:
-        """Write a state. An interrupted write leaves all existing states unchanged.
-
-        Args:
-            metadata: JSON values, returned by `metadata`.
-            dump: writes the content; None for a state without content, which stands for the model's own
-                files.
+    @contextlib.contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """Raise errors of writing a state as typed errors.
 
         Raises:
             DiskError: the disk is full, read-only or gone.
@@ -87,12 +98,34 @@ class TrainingStates:
         """
         try:
             with disk_errors(self.url):
-                self._write(step, metadata, dump)
+                yield
         except OSError as error:
             raise CheckpointError(
                 f"the training state of step {step} cannot be written to {self.url}: {error}; check "
                 "permissions and free space, or choose another checkpoint.path"
             ) from error
+
+    def complete(self, step: int, metadata: dict[str, Any], content: str | None = None) -> None:
+        """Mark a state as complete, and remove a former state of this step and remains of interrupted writes.
+
+        Args:
+            metadata: JSON values, returned by `metadata`.
+            content: what `new_content` returned, with the content in it; None for a state without content,
+                which stands for the model's own files.
+
+        Raises:
+            DiskError, CheckpointError: as for `writing`.
+        """
+        with self.writing(step):
+            folder, name = self._folder(step), content.rpartition("/")[2] if content else None
+            self._fs.makedirs(folder, exist_ok=True)
+            if self._local and name is not None:
+                sync_folder(f"{folder}/{name}")
+            self._write_marker(step, {CONTENT: name, **metadata})
+            self._fs.invalidate_cache()
+            for path in self._fs.ls(folder, detail=False):
+                if path.rstrip("/").rpartition("/")[2] not in (COMPLETE, name):
+                    self._fs.rm(path, recursive=True)
 
     def prune(self, keep: int) -> None:
         """Remove all but the last `keep` states, and the remains of interrupted writes."""
@@ -131,28 +164,13 @@ class TrainingStates:
         if self._fs.exists(self._folder(step)):  # an object store has no empty folders
             self._fs.rm(self._folder(step), recursive=True)
 
-    def _write(self, step: int, metadata: dict[str, Any], dump: Dump | None) -> None:
-        folder = self._folder(step)
-        self._fs.makedirs(folder, exist_ok=True)
-        content = f"training-{secrets.token_hex(4)}.pt" if dump is not None else None
-        if dump is not None:
-            self._write_file(f"{folder}/{content}", dump)
-        marker = json.dumps({CONTENT: content, **metadata}).encode()
-        self._write_file(f"{folder}/{COMPLETE}", lambda file: file.write(marker))
-        self._fs.invalidate_cache()
-        for name in self._fs.ls(folder, detail=False):
-            # the content of the former state of this step, or the remains of an interrupted write
-            if name.rpartition("/")[2] not in (COMPLETE, content):
-                self._fs.rm_file(name)
-
-    def _write_file(self, path: str, dump: Dump) -> None:
-        """Write a file atomically; an object store does so by itself."""
+    def _write_marker(self, step: int, marker: dict[str, Any]) -> None:
+        """Write the marker atomically; an object store does so by itself."""
+        path, text = f"{self._folder(step)}/{COMPLETE}", json.dumps(marker)
         if not self._local:
-            with self._fs.open(path, "wb") as file:
-                dump(file)
+            self._fs.pipe_file(path, text.encode())
             return
-        with atomic_file(path) as file:
-            dump(file)
+        write_atomic(path, text)
         sync_folder(self._root)
 
 
@@ -168,11 +186,23 @@ class BackgroundWriter:
         assert self._pending is None
         self._pending = self._thread.submit(work)
 
-    def wait(self) -> None:
-        """Wait until the pending write is done, and raise its error."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the pending write is done, and raise its error.
+
+        Raises:
+            CheckpointError: it was not done within `timeout_s` seconds. It is still pending.
+        """
+        if self._pending is None:
+            return
+        _, late = futures.wait([self._pending], timeout_s)
+        if late:
+            raise CheckpointError(
+                f"a training state was not written within {timeout_s:g} s: the storage is too slow or does "
+                "not respond; use another checkpoint.path, save less often (checkpoint.every), or raise "
+                "checkpoint.write_timeout_s"
+            )
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        pending.result()
 
 
 def parse_step(url: str) -> int | None:

@@ -30,6 +30,9 @@ WATCHDOG_THREADS = 2
 DUMP_DELAY_S = 3.0
 """Seconds after a call's deadline at which the actor dumps its stacks to its log, if the driver has not
 requested them. Such a call does not release the interpreter lock."""
+WRITING_TIMEOUT = datetime.timedelta(days=1)
+"""Longest wait of a rank that has written its part of a state for the others. `checkpoint.write_timeout_s`
+ends a write earlier, and the death of a rank at once."""
 STDERR = 2
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
@@ -48,6 +51,9 @@ class LearnerActor:
         self._store: Any = None
         self._policy: Any = None
         self._writer = BackgroundWriter()
+        self._copies: Any = None
+        self._writing_group: Any = None
+        """Connections of the ranks for writing states, which must not mix with those of the training."""
 
     def call(self, method: str, limit_s: float, *args: Any) -> Any:
         """Call a method under a watchdog, and raise its failures as typed errors.
@@ -120,6 +126,8 @@ class LearnerActor:
         dist.init_process_group(
             backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout
         )
+        # slow storage may exceed the timeout of a collective
+        self._writing_group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         self._policy = Policy(model_path, self._config, settings, total_steps)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -148,26 +156,31 @@ class LearnerActor:
         with disk_errors(folder):
             save_model(self._policy.engine, folder)
 
-    def save_state(self, url: str, step: int, metadata: dict[str, Any], keep: int) -> None:
-        """Gather the training state after the previous write; rank 0 writes it in the background."""
-        import torch
+    def save_state(
+        self, url: str, step: int, content: str, metadata: dict[str, Any], keep: int, timeout_s: float
+    ) -> None:
+        """Copy this rank's part of the training state, and write it in the background.
 
-        from raylight.learner import state
+        When all ranks have written, rank 0 marks the state as complete.
+        """
+        from raylight.learner import state, state_files
 
-        self._writer.wait()
-        content = state.gather(self._policy)
-        if content is not None:
-            states = TrainingStates(url)
+        self._writer.wait(timeout_s)
+        self._copies = self._copies or state_files.HostCopies()
+        copies, states = self._copies.copy(state.collect(self._policy)), TrainingStates(url)
 
-            def write() -> None:
-                states.write(step, metadata, lambda file: torch.save(content, file))
+        def write() -> None:
+            with states.writing(step):
+                state_files.write(copies, content, self._writing_group)
+            if self._rank == 0:
+                states.complete(step, metadata, content)
                 states.prune(keep)
 
-            self._writer.start(write)
+        self._writer.start(write)
 
-    def finish_saving(self) -> None:
+    def finish_saving(self, timeout_s: float) -> None:
         """Wait until the last training state is written."""
-        self._writer.wait()
+        self._writer.wait(timeout_s)
 
     def load_state(self, url: str, step: int, version: int) -> None:
         """Continue from the training state of a step, and number its weights `version`.
@@ -177,8 +190,8 @@ class LearnerActor:
         from raylight.learner import state
 
         if step:
-            with TrainingStates(url).open(step) if self._rank == 0 else contextlib.nullcontext() as file:
-                state.load(self._policy, file)
+            with TrainingStates(url).reading(step) as content:
+                state.load(self._policy, content, self._writing_group)
         self._policy.version = version
 
 

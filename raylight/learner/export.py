@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from raylight.config import LearnerConfig, LoraConfig
@@ -74,7 +72,6 @@ def _write(states: TrainingStates, step: int, model: str, learner: LearnerConfig
             "--model"
         ) from error
     if step:  # step 0 is the model's own files
-        with states.open(step) as file:
-            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        state.load_weights(engine, content["engines"]["policy"]["model"])
+        with states.reading(step) as content:
+            state.load_weights(engine, content)
     weights.save_model(engine, str(output))

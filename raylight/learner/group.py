@@ -15,6 +15,7 @@ from raylight.aio import cancel_all
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
+from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.actor import WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 ROOT_CAUSE_TIMEOUT_S = 5.0
 """Seconds to wait for the failure of a rank that another rank reports as lost."""
 STACKS_TIMEOUT_S = 5.0
+GRACE_S = 60.0
+"""Seconds beyond the timeout of a call that raises an error of its own when it expires."""
 
 
 def bundles(config: LearnerConfig) -> list[dict[str, float]]:
@@ -136,18 +139,31 @@ class LearnerGroup:
         """Write the model in Hugging Face format to a folder that the ranks can reach."""
         await self._call("save", folder)
 
-    async def save_state(self, url: str, step: int, metadata: dict[str, Any], keep: int) -> None:
-        """Gather the training state of a step, and write it in the background.
+    async def save_state(
+        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+    ) -> None:
+        """Copy the training state of a step, and write it in the background, after the last one.
 
         Args:
             metadata: JSON values that are stored with the state.
             keep: number of states to keep.
-        """
-        await self._call("save_state", url, step, metadata, keep)
+            timeout_s: seconds within which the last state must be written.
 
-    async def finish_saving(self) -> None:
-        """Wait until the last training state is written."""
-        await self._call("finish_saving")
+        Raises:
+            CheckpointError, DiskError: the last state could not be written.
+        """
+        await self.finish_saving(timeout_s)
+        content = TrainingStates(url).new_content(step)
+        await self._call("save_state", url, step, content, metadata, keep, timeout_s)
+
+    async def finish_saving(self, timeout_s: float) -> None:
+        """Wait until the last training state is written.
+
+        Raises:
+            CheckpointError, DiskError: it could not be written, or not within `timeout_s` seconds.
+        """
+        # not a collective: slow storage is no reason to restart the ranks
+        await self._call("finish_saving", timeout_s, limit=timeout_s + GRACE_S)
 
     async def load_state(self, url: str, step: int, version: int) -> None:
         """Continue from the training state of a step, and number its weights `version`."""

@@ -1,102 +1,108 @@
-"""Training state of all ranks: gathered in full on rank 0, and loaded into any number of ranks.
+"""Training state of all ranks: each rank saves and loads its shards, with any number of ranks.
 
 It contains what training changes: the trained parameters (all, or the adapter's), the optimizer's moments,
 the position in the learning-rate schedule, the same of the critic, the adaptive KL coefficient, the count of
 non-finite gradients, and the random number generators of every rank.
 
-Law: settings (learning rate, schedule, weight decay) are not part of it, so that a resumed run may change
-them.
+Laws: settings (learning rate, schedule, weight decay) are not part of it, so that a resumed run may change
+them. No rank ever holds more than its shard of the model and of the optimizer.
 
-`torch.distributed.checkpoint.state_dict` gathers and scatters the tensors. Three things remain to be done
-here, because it would change a run: it initialises the moments of an optimizer that has taken no step (with a
-step count of 1), so such an optimizer is neither gathered nor loaded; it restores the optimizer's param
-groups, so only their parameter names are passed to it; and on a CPU it returns the live tensors, so these are
-copied before training goes on.
+Names: `policy/model/PARAMETER`, `policy/optimizer/PARAMETER/MOMENT`, the same of `critic`, `random/RANK/...`
+and the document `plain`.
 """
 
 from __future__ import annotations
 
 import random
-from typing import IO, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
 
 from raylight.errors import CheckpointError
 from raylight.learner.policy import Policy
+from raylight.learner.state_files import StateReader, Tensors, document, parse_document
 
-FORMAT = 1
-GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-"""Not strict: frozen parameters, and parameters that never had a gradient, are missing from a state."""
-
-T = TypeVar("T")
+PLAIN = "plain"
+"""Name of the document with the numbers that are the same on all ranks."""
 
 
-def gather(policy: Policy) -> dict[str, Any] | None:
-    """Return the training state in host memory on rank 0, None on other ranks. A collective."""
-    engines = {name: _gather_engine(engine) for name, engine in policy.engines.items()}
-    generators: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(generators, _random_state())
-    if dist.get_rank():
-        return None
-    return {"format": FORMAT, "engines": engines, "random": generators, "plain": policy.progress()}
+def collect(policy: Policy) -> Tensors:
+    """Return this rank's part of the training state: the live tensors, which training changes."""
+    rank, tensors = dist.get_rank(), Tensors()
+    for engine_name, engine in policy.engines.items():
+        for name, param in _trained(engine).items():
+            tensors[f"{engine_name}/model/{name}"] = param.detach()
+            for moment, value in engine.optimizer.state.get(param, {}).items():
+                tensors[f"{engine_name}/optimizer/{name}/{moment}"] = value
+    tensors |= {f"random/{rank}/{name}": value for name, value in _random_state().items()}
+    plain = {
+        "ranks": dist.get_world_size(),
+        "updates": {name: engine.lr_scheduler.last_epoch for name, engine in policy.engines.items()},
+        "progress": policy.progress(),
+    }
+    return tensors | {PLAIN: document(plain)}
 
 
-def load(policy: Policy, file: IO[bytes] | None) -> None:
+def load(policy: Policy, url: str, group: Any = None) -> None:
     """Load a training state into the policy. A collective.
 
     The random number generators continue if the state has as many ranks as there are now; otherwise each rank
     gets a new seed.
 
     Args:
-        file: the state on rank 0; ignored on other ranks.
+        url: folder or URL of the state's content.
+        group: ranks with a backend for CPUs; None for the default group.
 
     Raises:
         CheckpointError: the state is of another model, or was written by another version of raylight.
+        OSError: the state cannot be read.
     """
-    state: dict[str, Any] = {}
-    if file is not None and dist.get_rank() == 0:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    small = _broadcast({name: value for name, value in state.items() if name != "engines"})
-    if small["format"] != FORMAT:
+    reader = StateReader(url, group)
+    plain = reader.read_document(PLAIN)
+    if sorted(plain["updates"]) != sorted(policy.engines):
         raise CheckpointError(
-            f"the training state has format {small['format']}, but this version of raylight reads format "
-            f"{FORMAT}; resume with the version that wrote it"
+            f"the training state contains {sorted(plain['updates'])}, but this algorithm trains "
+            f"{sorted(policy.engines)}; resume with an algorithm that "
+            f"{'has a' if 'critic' in plain['updates'] else 'has no'} critic"
         )
-    saved = _broadcast(sorted(state.get("engines", {})))
-    if saved != sorted(policy.engines):
-        raise CheckpointError(
-            f"the training state contains {saved}, but this algorithm trains {sorted(policy.engines)}; "
-            f"resume with an algorithm that {'has a' if 'critic' in saved else 'has no'} critic"
-        )
+    tensors, continues = Tensors(), plain["ranks"] == dist.get_world_size()
+    generators = _random_state() if continues else {}
     for name, engine in policy.engines.items():
-        _load_engine(engine, state["engines"][name] if state else {})
-    policy.restore_progress(small["plain"])
-    _set_random_state(small["random"], policy.version)
+        tensors |= _parameters(reader, name, engine) | _moments(reader, name, engine)
+    for name in generators:
+        if (full_name := f"random/{dist.get_rank()}/{name}") in reader.tensors:  # "cuda" may be missing
+            generators[name] = tensors[full_name] = reader.empty(full_name)
+    reader.read(tensors)
+    for name, engine in policy.engines.items():
+        _seek_schedule(engine, plain["updates"][name])
+    policy.restore_progress(plain["progress"])
+    if continues:
+        _set_random_state(generators)
+    else:
+        _seed(policy.version * dist.get_world_size() + dist.get_rank())
 
 
-@torch.no_grad()
-def load_weights(engine: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Load the trained parameters. A collective.
-
-    Args:
-        weights: full tensors by name, on rank 0; ignored on other ranks.
+def load_weights(engine: Any, url: str) -> None:
+    """Load the trained parameters of the policy, without its optimizer. A collective.
 
     Raises:
-        CheckpointError: they are of another model or another adapter.
+        CheckpointError, OSError: as for `load`.
     """
-    shapes = {name: tuple(param.shape) for name, param in _trained(engine).items()}
-    saved = _broadcast({name: tuple(value.shape) for name, value in weights.items()})
+    reader = StateReader(url)
+    reader.read(_parameters(reader, "policy", engine))
+
+
+def _parameters(reader: StateReader, engine_name: str, engine: Any) -> Tensors:
+    """Return the trained parameters by their names in the state.
+
+    Raises:
+        CheckpointError: the state has other ones.
+    """
+    prefix, trained = f"{engine_name}/model/", _trained(engine)
+    shapes = {name: tuple(param.shape) for name, param in trained.items()}
+    saved = reader.shapes(prefix)
     if shapes != saved:
         differing = sorted(
             name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)
@@ -107,48 +113,26 @@ def load_weights(engine: Any, weights: dict[str, torch.Tensor]) -> None:
             f"such as {first} (state: {saved.get(first, 'missing')}, model: {shapes.get(first, 'missing')}); "
             "resume with the same model and lora"
         )
-    set_model_state_dict(engine.module, dict(weights), options=SCATTER)
+    return {prefix + name: param.detach() for name, param in trained.items()}
 
 
-def _gather_engine(engine: Any) -> dict[str, Any]:
-    """Return the trained parameters, moments and schedule position of an engine; tensors on rank 0 only."""
-    module, optimizer = engine.module, engine.optimizer
-    model = get_model_state_dict(module, options=GATHER)
-    optimizer_state: Any = {}
-    if optimizer.state:
-        optimizer_state = get_optimizer_state_dict(module, optimizer, options=GATHER).get("state", {})
-    live = _live_storages(engine)
-    names = _trained(engine)  # a tied weight has several names in `model`, and one here
-    return {
-        "model": {name: _detached(model.pop(name), live) for name in names if name in model},
-        "optimizer": {
-            name: {key: _detached(value, live) for key, value in optimizer_state.pop(name).items()}
-            for name in names
-            if name in optimizer_state
-        },
-        "updates": engine.lr_scheduler.last_epoch,
-    }
+def _moments(reader: StateReader, engine_name: str, engine: Any) -> Tensors:
+    """Give the optimizer moments to read into, and return them by their names in the state.
 
-
-def _load_engine(engine: Any, state: dict[str, Any]) -> None:
-    """Load the state of an engine; `state` is empty on ranks other than 0."""
-    load_weights(engine, state.get("model", {}))
-    _load_optimizer(engine, state.get("optimizer", {}))
-    _seek_schedule(engine, _broadcast(state.get("updates", 0)))
-
-
-def _load_optimizer(engine: Any, moments: dict[str, dict[str, Any]]) -> None:
-    """Load the moments of the parameters, and keep the optimizer's own settings."""
-    module, optimizer = engine.module, engine.optimizer
-    saved = set(_broadcast(list(moments)))
-    if saved:
-        names = {param: name for name, param in module.named_parameters()}
-        groups = [{"params": [names[param] for param in group["params"]]} for group in optimizer.param_groups]
-        state: Any = {"state": moments, "param_groups": groups} if dist.get_rank() == 0 else {}
-        set_optimizer_state_dict(module, optimizer, state, options=SCATTER)
+    A parameter without moments in the state, which never had a gradient, has none afterwards.
+    """
+    prefix, tensors = f"{engine_name}/optimizer/", Tensors()
+    saved: dict[str, list[str]] = {}
+    for full_name in reader.shapes(prefix):
+        name, _, moment = full_name.rpartition("/")
+        saved.setdefault(name, []).append(moment)
+    optimizer = engine.optimizer
     for name, param in _trained(engine).items():
-        if name not in saved:
-            optimizer.state.pop(param, None)
+        optimizer.state.pop(param, None)
+        for moment in saved.get(name, ()):
+            value = reader.empty(f"{prefix}{name}/{moment}", like=param.detach())
+            optimizer.state[param][moment] = tensors[f"{prefix}{name}/{moment}"] = value
+    return tensors
 
 
 def _seek_schedule(engine: Any, updates: int) -> None:
@@ -167,56 +151,30 @@ def _trained(engine: Any) -> dict[str, torch.nn.Parameter]:
     return {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
 
 
-def _live_storages(engine: Any) -> set[int]:
-    """Return the addresses of the memory that the parameters and moments of this rank use."""
-    moments = [value for state in engine.optimizer.state.values() for value in state.values()]
-    tensors = [t for t in [*engine.module.parameters(), *moments] if isinstance(t, torch.Tensor)]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return {t.untyped_storage().data_ptr() for t in local}
-
-
-def _detached(value: Any, live: set[int]) -> Any:
-    """Return a tensor that training does not change, and whose storage contains nothing else."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value, storage = value.detach(), value.untyped_storage()
-    return value.clone() if storage.data_ptr() in live or storage.nbytes() > value.nbytes else value
-
-
-def _broadcast(value: T) -> T:
-    """Return rank 0's value on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def _random_state() -> dict[str, Any]:
-    """Return the state of this rank's generators, in types that `torch.load` reads with `weights_only`."""
+def _random_state() -> Tensors:
+    """Return the state of this process's generators."""
     numpy_state: Any = np.random.get_state()
     kind, keys, *rest = numpy_state
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "python": random.getstate(),
-    }
+    plain = {"numpy": [kind, keys.tolist(), *rest], "python": random.getstate()}
+    state = {"torch": torch.get_rng_state(), PLAIN: document(plain)}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_random_state(states: list[dict[str, Any]], version: int) -> None:
-    """Restore this rank's generators, or seed them if the number of ranks changed."""
-    rank = dist.get_rank()
-    if len(states) != dist.get_world_size():
-        seed = version * dist.get_world_size() + rank
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        return
-    state = states[rank]
+def _set_random_state(state: Tensors) -> None:
+    """Restore the generators from what `_random_state` returned."""
+    plain = parse_document(state[PLAIN])
     torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
+    kind, keys, *rest = plain["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    random.setstate(state["python"])
-    if torch.cuda.is_available() and "cuda" in state:
+    version, words, gauss = plain["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

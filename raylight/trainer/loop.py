@@ -65,7 +65,7 @@ class Training:
 
     async def _finish(self) -> None:
         await self._session.learners.save(str(self._report.checkpoint))
-        await self._session.learners.finish_saving()
+        await self._session.learners.finish_saving(self._session.plan.checkpoint.write_timeout_s)
 
     async def _take_steps(self, done: int, total: int) -> int:
         """Take the steps after `done`; return the last one that was taken."""
@@ -160,7 +160,9 @@ class Training:
         plan = session.plan
         await self._with_recovery(
             step + 1,
-            lambda: session.learners.save_state(plan.state_url, step, metadata, plan.checkpoint.keep),
+            lambda: session.learners.save_state(
+                plan.state_url, step, metadata, plan.checkpoint.keep, plan.checkpoint.write_timeout_s
+            ),
         )
 
     async def _with_recovery(self, step: int, work: Callable[[], Awaitable[T]]) -> T:

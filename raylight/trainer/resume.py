@@ -199,7 +199,7 @@ def prepare_states(start: ResumePoint, state_url: str, config: dict[str, Any]) -
     states.remove_after(start.step if start.same_run else -1)
     if start.step == 0 and (start.is_fresh or start.starts_new_lineage):
         progress = {name: getattr(start, name) for name in PROGRESS_KEYS}
-        states.write(0, state_metadata(start, config, **progress))
+        states.complete(0, state_metadata(start, config, **progress))
 
 
 def state_metadata(start: ResumePoint, config: dict[str, Any], **progress: Any) -> dict[str, Any]:

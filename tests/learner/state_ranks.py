@@ -75,18 +75,18 @@ def update(policy) -> dict[str, float]:
 def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, updates: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
-    from raylight.learner import state
+    from raylight.learner import state, state_files
 
     policy, states = make_policy(kind, ranks), TrainingStates(folder)
     if load:
-        file = states.open(load) if rank == 0 else None
-        state.load(policy, file)
-        if file is not None:
-            file.close()
+        with states.reading(load) as content:
+            state.load(policy, content)
     found = [update(policy) for _ in range(updates)]
-    content = state.gather(policy)
-    if content is not None:
-        states.write(policy.version, {"config": config_of(kind)}, lambda file: torch.save(content, file))
+    copies = state_files.HostCopies().copy(state.collect(policy))
+    content = f"{folder}/step-{policy.version}/training-{load}-{updates}"
+    state_files.write(copies, content)
+    if rank == 0:
+        states.complete(policy.version, {"config": config_of(kind)}, content)
     probe = policy.logprobs(PROBE)
     if rank == 0:
         print(json.dumps({"version": policy.version, "steps": found, "probe": probe}))

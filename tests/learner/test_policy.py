@@ -1,10 +1,10 @@
 """The policy on verl's engine: log-probs, loss, gradients and ranks against references."""
 
 import copy
-import io
 import itertools
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
 from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
-from raylight.errors import MismatchError, NonFiniteGradientError
+from raylight.errors import CheckpointError, MismatchError, NonFiniteGradientError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
@@ -276,45 +277,88 @@ def test_an_engine_with_other_weights_raises(exact, change, version, message):
         ({"kl_reward_coef": 0.1, "kl_target": 1.0}, {"kl_reward_coef": 0.1, "kl_target": 1.0}, 0.1 * 1.2),
     ],
 )
-def test_a_state_restores_an_adaptive_kl_coefficient_only(then, now, expected):
-    from raylight.learner import state
+def test_a_state_restores_an_adaptive_kl_coefficient_only(then, now, expected, tmp_path: Path):
+    from raylight.learner import state, state_files
 
-    before, after, file = make_policy(**then), make_policy(**now), io.BytesIO()
+    before, after = make_policy(**then), make_policy(**now)
     before._kl.update(100.0, 10_000)  # far above the target
-    torch.save(state.gather(before), file)
-    file.seek(0)
-    state.load(after, file)
+    state_files.write(state.collect(before), str(tmp_path))
+    state.load(after, str(tmp_path))
     assert after._kl.coef == pytest.approx(expected)
 
 
-def test_training_does_not_change_a_gathered_state(exact):
-    from raylight.learner import state
+def test_training_does_not_change_copies_of_the_state(exact):
+    from raylight.learner import state, state_files
 
     policy = make_policy(max_logprob_mismatch=50.0)
     policy.update(make_batch(exact))
-    gathered = state.gather(policy)["engines"]["policy"]
-    before = copy.deepcopy(gathered)
+    copies = state_files.HostCopies()
+
+    def full(tensors):
+        """Return full tensors, by name."""
+        return {
+            name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+            for name, tensor in tensors.items()
+        }
+
+    live, copied = state.collect(policy), copies.copy(state.collect(policy))
+    before = full(live)
     policy.update(make_batch(exact, version=1))
-    assert all(torch.equal(value, before["model"][name]) for name, value in gathered["model"].items())
-    for name, moments in gathered["optimizer"].items():
-        assert all(torch.equal(value, before["optimizer"][name][key]) for key, value in moments.items())
-    after = state.gather(policy)["engines"]["policy"]
-    assert not all(torch.equal(value, before["model"][name]) for name, value in after["model"].items())
+    after = full(live)
+    assert full(copied).keys() == before.keys()
+    for name, tensor in full(copied).items():
+        assert torch.equal(tensor, before[name]), name
+    changed = {name.split("/")[-1] for name in before if not torch.equal(before[name], after[name])}
+    assert {"exp_avg", "exp_avg_sq", "step", "model.embed_tokens.weight"} <= changed
+    again = full(copies.copy(state.collect(policy)))
+    assert all(
+        torch.equal(again[name], after[name]) for name in before if "/" in name and "random" not in name
+    )
 
 
-def test_gathering_does_not_initialize_an_optimizer_without_steps(exact):
-    """As in critic warm-up: torch would set the moments to zero and the step count to 1."""
-    from raylight.learner import state
+def test_an_optimizer_without_steps_stays_without(exact, tmp_path: Path):
+    """As in critic warm-up: torch's own functions would set the moments to zero and the step count to 1."""
+    from raylight.learner import state, state_files
 
-    fresh, trained, file = make_policy(), make_policy(), io.BytesIO()
-    torch.save(state.gather(fresh), file)
+    fresh, trained = make_policy(), make_policy()
+    state_files.write(state.collect(fresh), str(tmp_path))
     assert not fresh.engine.optimizer.state
     trained.update(make_batch(exact))
     assert trained.engine.optimizer.state
-    file.seek(0)
-    state.load(trained, file)
+    state.load(trained, str(tmp_path))
     assert not trained.engine.optimizer.state
     assert trained.update(make_batch(exact)) == pytest.approx(fresh.update(make_batch(exact)), rel=1e-6)
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path: Path):
+    from raylight.learner import state, state_files
+
+    policy, left = make_policy(), tmp_path / "left"
+    folder = tmp_path / "state"
+    state_files.write(state.collect(policy), str(folder))
+
+    class Runs:
+        def __reduce__(self):
+            return Path.touch, (left,)
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(CheckpointError, match="damaged, or was not written by raylight"):
+        state.load(policy, str(folder))
+    assert not left.exists()
+
+
+def test_a_state_in_an_object_store(exact):
+    from raylight.learner import state, state_files
+
+    trained, other = make_policy(), make_policy()
+    trained.update(make_batch(exact))
+    url = "memory://states/step-1/training"
+    state_files.write(state.collect(trained), url)
+    state.load(other, url)
+    assert other.logprobs(PROBE) == trained.logprobs(PROBE)
+    MemoryFileSystem.store.clear()
+    with pytest.raises(FileNotFoundError):
+        state.load(other, url)
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):

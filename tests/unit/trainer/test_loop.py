@@ -69,6 +69,15 @@ class World:
         """Reward of every rollout; None draws it at random."""
 
 
+def write_weights(content: str, weights: Any) -> None:
+    Path(content).mkdir(parents=True)
+    Path(content, "weights.json").write_text(json.dumps(weights))
+
+
+def read_weights(content: str) -> Any:
+    return json.loads(Path(content, "weights.json").read_text())
+
+
 class Learners:
     """Weights are a digest of all that they were trained on."""
 
@@ -99,23 +108,24 @@ class Learners:
         self.weights, self.version, self.lost = START, 0, False
 
     async def save(self, folder: str) -> None:
-        TrainingStates(folder).write(0, {"weights": self.weights})
+        TrainingStates(folder).complete(0, {"weights": self.weights})
 
-    async def save_state(self, url: str, step: int, about: dict, keep: int) -> None:
+    async def save_state(self, url: str, step: int, about: dict, keep: int, timeout_s: float) -> None:
         if self.version in self.world.faulty_saves:
             self.world.faulty_saves.remove(self.version)
             raise LearnerLostError("a rank died while it saved")
-        TrainingStates(url).write(
-            step, about, lambda file: file.write(json.dumps([self.weights, self.version]).encode())
-        )
-        TrainingStates(url).prune(keep)
+        states = TrainingStates(url)
+        content = states.new_content(step)
+        write_weights(content, [self.weights, self.version])
+        states.complete(step, about, content)
+        states.prune(keep)
 
-    async def finish_saving(self) -> None: ...
+    async def finish_saving(self, timeout_s: float) -> None: ...
 
     async def load_state(self, url: str, step: int, version: int) -> None:
         if step:
-            with TrainingStates(url).open(step) as file:
-                self.weights, self.version = json.loads(file.read())
+            with TrainingStates(url).reading(step) as content:
+                self.weights, self.version = read_weights(content)
         self.version = version
 
 

@@ -85,10 +85,6 @@ def test_another_model_algorithm_or_adapter_raises(values: dict):
         changed_settings(CONFIG, changed(**values))
 
 
-def write_content(file) -> None:
-    file.write(b"ten")
-
-
 def metadata(start, version: int = 5, taken: int = 30) -> dict:
     return state_metadata(
         start,
@@ -113,7 +109,7 @@ def test_the_resume_point_of_each_option(tmp_path: Path):
     start = find_resume_point("auto", url, CONFIG, 0)
     assert (start.step, start.version, start.lineage, start.same_run) == (0, 0, new.lineage, True)
 
-    TrainingStates(url).write(10, metadata(new), write_content)
+    TrainingStates(url).complete(10, metadata(new))
     for resume in (True, "auto", str(tmp_path), url, f"{url}/step-10"):
         start = find_resume_point(resume, url, CONFIG, 8)
         assert (start.step, start.version, start.tasks_consumed, start.steps_without_signal) == (10, 5, 30, 1)
@@ -143,7 +139,7 @@ def test_a_state_of_another_version_raises():
 
 def test_a_state_of_another_folder_starts_a_lineage_without_parent(tmp_path: Path):
     url = str(tmp_path / "state")
-    TrainingStates(url).write(10, metadata(fresh_start()), write_content)
+    TrainingStates(url).complete(10, metadata(fresh_start()))
     start = find_resume_point(f"{url}/step-10", str(tmp_path / "mine" / "state"), CONFIG, 0)
     assert (start.same_run, start.starts_new_lineage, start.parent_lineage, start.version) == (
         False,
