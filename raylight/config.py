@@ -253,6 +253,9 @@ class LoraConfig(Config):
     """Names of the adapted modules. "all-linear": every linear layer except the output layer."""
     exclude_modules: str | list[str] | None = None
     """Names of modules that are left out of `target_modules`."""
+    serve: Literal["adapter", "merged"] = "adapter"
+    """adapter: the engines serve the model with the adapter, and receive the adapter only. merged: they
+    receive the whole model, into which the adapter is merged, for an engine that cannot serve it."""
 
 
 class LearnerConfig(Config):

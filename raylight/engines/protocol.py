@@ -102,6 +102,7 @@ class Engine(Protocol):
     ) -> None:
         """Serve an adapter as the model `name`, replacing its previous version.
 
+        Under the name of the model itself, requests for the model are served with the adapter from then on.
         Under "keep", requests in flight finish with the version that they started with.
 
         Raises:

@@ -17,6 +17,7 @@ import ray
 
 from raylight.config import LearnerConfig, cpu_threads
 from raylight.disk import disk_errors
+from raylight.engines.protocol import LoraAdapter
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
@@ -148,6 +149,11 @@ class LearnerActor:
         """
         arrays = self._policy.export()
         return (self._policy.version, [ray.put(arrays)]) if arrays is not None else None
+
+    def export_adapter(self) -> tuple[int, LoraAdapter] | None:
+        """Return the version and the adapter on rank 0, else None."""
+        adapter = self._policy.export_adapter()
+        return (self._policy.version, LoraAdapter(*adapter)) if adapter is not None else None
 
     def save(self, folder: str) -> None:
         """Write the model in Hugging Face format."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raylight.config import LearnerConfig, LoraConfig
-from raylight.errors import ConfigError
+from raylight.config import LearnerConfig
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
+from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.response_logprobs import response_logprobs
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
         lora = self._learner.lora
         assert lora is not None
-        wrapped = peft.get_peft_model(module, _lora_config(lora, "CAUSAL_LM"))
-        _check_adapter(wrapped, lora)
+        wrapped = peft.get_peft_model(module, peft_config(lora, "CAUSAL_LM"))
+        check_adapter(wrapped, lora)
         return wrapped
 
     def _build_fsdp_module(self, module: Any) -> Any:
@@ -158,40 +158,6 @@ class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):
 
         lora = self._learner.lora
         assert lora is not None
-        peft.inject_adapter_in_model(_lora_config(lora, None), getattr(module, module.base_model_prefix))
-        _check_adapter(module, lora)
+        peft.inject_adapter_in_model(peft_config(lora, None), getattr(module, module.base_model_prefix))
+        check_adapter(module, lora)
         return module
-
-
-def _lora_config(lora: LoraConfig, task: str | None) -> Any:
-    import peft
-
-    return peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=cast(Any, lora.alpha),
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        exclude_modules=lora.exclude_modules,
-        bias="none",
-        task_type=task,
-    )
-
-
-def _check_adapter(module: Any, lora: LoraConfig) -> None:
-    """Check that every adapted layer can be merged exactly: a linear layer with an untied weight.
-
-    Raises:
-        ConfigError: `target_modules` matches another layer.
-    """
-    from peft.tuners.lora import Linear, LoraLayer
-
-    tied = module.config.tie_word_embeddings
-    for name, layer in module.named_modules():
-        if isinstance(layer, LoraLayer) and (
-            type(layer) is not Linear or (tied and name.endswith("lm_head"))
-        ):
-            raise ConfigError(
-                f"lora.target_modules={lora.target_modules!r} matches {name}, which cannot be adapted: only "
-                "linear layers with an untied weight can; name other layers, or add it to "
-                "lora.exclude_modules"
-            )

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylight.aio import cancel_all
 from raylight.config import LearnerConfig
+from raylight.engines.protocol import LoraAdapter
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
@@ -134,6 +135,10 @@ class LearnerGroup:
     async def export(self) -> tuple[int, list[Any]]:
         """Return the current version and a list with the object reference of its weights."""
         return (await self._call("export"))[0]
+
+    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+        """Return the current version and the adapter."""
+        return (await self._call("export_adapter"))[0]
 
     async def save(self, folder: str) -> None:
         """Write the model in Hugging Face format to a folder that the ranks can reach."""

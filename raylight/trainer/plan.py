@@ -82,6 +82,11 @@ class PolicyPlan(ServedPlan):
     def rollout(self) -> RolloutConfig:
         return self.algorithm.rollout
 
+    @property
+    def serves_adapter(self) -> bool:
+        """True if the engines serve the model with the learners' adapter."""
+        return self.learner.lora is not None and self.learner.lora.serve == "adapter"
+
     def resolved(self) -> dict[str, Any]:
         algorithm = PolicyAlgorithm.arguments(self.algorithm)
         common = super().resolved()

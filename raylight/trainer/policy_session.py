@@ -20,6 +20,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.learner.group import LearnerGroup, bundles
+from raylight.trainer import served_adapter
 from raylight.trainer.cluster import reserve
 from raylight.trainer.parity import Parity, ParityMonitor, make_probe
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_greedy
@@ -95,6 +96,8 @@ class PolicySession(ServedSession):
             tasks.create_task(pool.start())
         # an engine may compile at its first request, which belongs to its start
         patience = max(plan.algorithm.sync_timeout_s, plan.engine.start_timeout_s)
+        if plan.serves_adapter:
+            await served_adapter.publish_initial(self.learners, self.replicas, patience)
         await self._check_parity(0, patience)
         sampling = plan.algorithm.sampling_parameters
         llm = LLM(endpoint=serving.result(), model=MODEL_NAME, traced=True, sampling_parameters=sampling)
@@ -354,21 +357,25 @@ class PolicySession(ServedSession):
             WeightSyncError: the weights did not reach every replica within `timeout` seconds.
             MismatchError: a replica's log-probs differ from the learners'.
         """
+        adapter = MODEL_NAME if self.plan.serves_adapter else None
         try:
             async with asyncio.timeout(timeout):
-                version, payload_refs = await self.learners.export()
+                export = served_adapter.export_adapter(self.learners) if adapter else self.learners.export()
+                version, payload_refs = await export
         except TimeoutError:
             raise WeightSyncError(
                 f"the learners did not export their weights within {timeout:g} s; raise sync_timeout_s"
             ) from None
         if version > self._published_version:  # restarted learners may return to a version that was published
-            await self.replicas.publish(version, payload_refs, timeout, self.plan.engine.update_mode)
+            mode = self.plan.engine.update_mode
+            await self.replicas.publish(version, payload_refs, timeout, mode, adapter)
             self._published_version = version
         return version, await self._check_parity(version, timeout)
 
     async def _check_parity(self, version: int, timeout: float) -> Parity:
         """Compare the log-probs of all replicas and the learners on a probe prompt."""
         async with task_group() as tasks:
-            replicas = tasks.create_task(self.replicas.probe(self._probe, timeout))
+            adapter = MODEL_NAME if self.plan.serves_adapter else None
+            replicas = tasks.create_task(self.replicas.probe(self._probe, timeout, adapter))
             learner = tasks.create_task(self.learners.logprobs(self._probe))
         return self._parity.check(version, replicas.result(), learner.result())

@@ -244,7 +244,7 @@ def _read_progress(metadata: dict[str, Any]) -> dict[str, Any]:
 def _is_fixed(name: str) -> bool:
     """Return True if a run cannot resume with another value of this setting."""
     fixed = ("algorithm.name", "algorithm.model", "algorithm.critic", "algorithm.critic.model")
-    return name in fixed or name.startswith("learner.lora")
+    return name in fixed or (name.startswith("learner.lora") and name != "learner.lora.serve")
 
 
 def affects_updates(name: str, config: dict[str, Any]) -> bool:

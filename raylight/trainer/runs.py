@@ -63,6 +63,7 @@ from raylight.trainer.run_file import (
     describe_data,
     describe_resources,
 )
+from raylight.trainer.served_adapter import with_adapter
 from raylight.trainer.served_algorithm import (
     SERVING_ARGUMENTS,
     ServedAlgorithmPlan,
@@ -261,7 +262,8 @@ class PolicyRun(Run):
             self._notes = fallback.notes
         algorithm, plan = self.plan.algorithm, self.plan
         limit = mismatch_limit(algorithm, plan.engine, plan.learner, plan.model_path)
-        self.plan = replace(plan, algorithm=algorithm.model_copy(update={"max_logprob_mismatch": limit}))
+        algorithm = algorithm.model_copy(update={"max_logprob_mismatch": limit})
+        self.plan = with_adapter(replace(plan, algorithm=algorithm))
         metrics = self.folder / "metrics.jsonl"
         highest = highest_logged_version(metrics)
         start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)

@@ -235,7 +235,7 @@ class OrderExecutor:
             case "weights" if order.version > state.weights:
                 await engine.load_weights(order.version, await self._payload(order), order.mode)
                 state.weights = order.version
-            case "adapter" if order.version > state.adapters.get(name, 0):
+            case "adapter" if order.version > state.adapters.get(name, -1):
                 adapter = await self._payload(order)
                 if not isinstance(adapter, LoraAdapter):
                     raise WeightSyncError(

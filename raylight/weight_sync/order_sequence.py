@@ -55,8 +55,8 @@ class OrderSequence:
         self._restored = restored
         self._generation = 0
         self._last_number = 0
-        self._last_version = 0
-        self._ended_version = 0
+        self._last_version = -1
+        self._ended_version = -1
         """Highest version whose publication has ended."""
         self._current: dict[str, Order] = {}
         """Newest order of each subject: executed by the replicas, or about to be."""

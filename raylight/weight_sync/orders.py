@@ -107,7 +107,7 @@ class Snapshot:
 
     generation: int = 0
     number: int = 0
-    version: int = 0
+    version: int = -1
     current: dict[str, Order] = field(default_factory=dict)
     completed: dict[str, Order] = field(default_factory=dict)
     replicas: dict[str, Any] = field(default_factory=dict)

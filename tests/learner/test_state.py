@@ -38,9 +38,7 @@ def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
         for ranks in ((1, 2), (2, 1), (2, 2), (2, 3))
     ],
 )
-def test_a_resumed_run_continues_with_any_number_of_ranks(
-    kind: str, before: int, after: int, tmp_path: Path
-):
+def test_a_resumed_run_continues_with_any_number_of_ranks(kind: str, before: int, after: int, tmp_path: Path):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = run(before, tmp_path / "whole", kind, 0, STEPS)

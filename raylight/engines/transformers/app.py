@@ -119,7 +119,7 @@ def _models_route(engine: Sampler) -> Callable[[Request], Awaitable[Response]]:
 
     async def respond(request: Request) -> Response:
         cards = {engine.model: card(engine.model, None)} | {
-            name: card(name, engine.model) for name in engine.adapters
+            name: card(name, engine.model) for name in engine.adapters if name != engine.model
         }
         name = request.path_params.get("name")
         if name is None:

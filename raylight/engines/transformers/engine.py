@@ -84,9 +84,6 @@ class TransformersEngine(Sampler):
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
     ) -> None:
-        if name == self.model:
-            raise WeightSyncError(f"adapter {name!r} has the name of the model itself; use another name")
-
         def load() -> None:
             self._decoder.adapters.load(name, version, adapter)
             if mode == "abort":

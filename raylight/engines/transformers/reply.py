@@ -105,16 +105,17 @@ class Envelope:
 
 
 def resolve_adapter(engine: Sampler, model: str | None) -> str | None:
-    """Return the name of the adapter that a request asks for; None for the model itself.
+    """Return the name of the adapter that a request asks for; None for the model without an adapter.
 
     Raises:
         RequestError: there is no such model.
     """
-    if model is None or model == engine.model:
+    name = engine.model if model is None else model
+    if name in engine.adapters:  # possibly under the name of the model itself
+        return name
+    if name == engine.model:
         return None
-    if model in engine.adapters:
-        return model
-    raise UnknownModelError(model, engine.model, *engine.adapters)
+    raise UnknownModelError(name, *dict.fromkeys((engine.model, *engine.adapters)))
 
 
 def params_per_choice(params: SamplingParams, count: int) -> list[SamplingParams]:

@@ -30,7 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class AdapterVersion:
-    """One version of an adapter."""
+    """One version of an adapter.
+
+    Attributes:
+        request: what vLLM's engine receives. Its name is that of the version, because the cached keys and
+            values of a prefix are found by this name.
+    """
 
     request: LoRARequest
     version: int
@@ -50,7 +55,7 @@ class VllmAdapters:
 
     def __init__(self, client: Any, capture: Capture) -> None:
         self.served: dict[str, LoRARequest] = {}
-        """Model name -> adapter; vLLM's application looks names up here."""
+        """Model name -> adapter under this name; vLLM's application looks names up here."""
         self._client, self._capture = client, capture
         self._loaded: dict[int, AdapterVersion] = {}
         self._last_version: dict[str, int] = {}
@@ -73,7 +78,7 @@ class VllmAdapters:
                 f"adapter {name!r}: version {version} is not newer than {last}; versions are never reused"
             )
         folder = await asyncio.to_thread(write_peft, adapter)
-        request = LoRARequest(name, next(self._ids), str(folder))
+        request = LoRARequest(f"{name}@{version}", next(self._ids), str(folder))
         try:
             await self._client.add_lora(request)
         except Exception as error:  # vLLM raises a plain Exception for an adapter that does not fit
@@ -82,7 +87,7 @@ class VllmAdapters:
         self._last_version[name] = self._capture.adapter_versions[request.lora_int_id] = version
         self._loaded[request.lora_int_id] = AdapterVersion(request, version, folder)
         previous = self.served.get(name)
-        self.served[name] = request
+        self.served[name] = LoRARequest(name, request.lora_int_id, str(folder))
         if previous is not None:
             await self._retire(self._loaded[previous.lora_int_id], mode)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from raylight.engines.vllm.worker import WORKER_EXTENSION
 from raylight.errors import ConfigError
@@ -129,6 +129,8 @@ def vllm_args(
         defaults["enforce_eager"] = True  # compilation takes minutes on a CPU
     if max_adapters:
         defaults |= LORA_DEFAULTS | {"max_loras": 2 * max_adapters}  # two versions of each may be in use
+        rank = args.get("max_lora_rank", defaults["max_lora_rank"])
+        args = {**args, "max_lora_rank": _rank_limit(rank)}
     if parser := find_tool_parser(template):
         defaults |= {"tool_call_parser": parser, "enable_auto_tool_choice": True}
     return defaults | FIXED | dict(args)
@@ -147,6 +149,24 @@ def chat_template(path: str, override: str | None = None) -> str | None:
 
     template = AutoTokenizer.from_pretrained(path).chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def _rank_limit(rank: int) -> int:
+    """Return the smallest limit of vLLM that admits adapters of a rank.
+
+    Raises:
+        ConfigError: vLLM serves no adapters of this rank.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    limits: tuple[int, ...] = get_args(MaxLoRARanks)
+    fitting = [limit for limit in limits if limit >= rank]
+    if not fitting:
+        raise ConfigError(
+            f"vLLM serves adapters up to rank {max(limits)}, not {rank}: lower learner.lora.rank, or set "
+            "learner.lora.serve='merged'"
+        )
+    return min(fitting)
 
 
 def _model_limit(path: str) -> int | None:

@@ -76,6 +76,14 @@ class VllmEngine:
         app = await self._build_app()
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served
+        show_models = models.show_available_models
+
+        async def show_each_model_once() -> Any:  # an adapter may have the name of the model itself
+            shown = await show_models()
+            shown.data = list({card.id: card for card in reversed(shown.data)}.values())[::-1]
+            return shown
+
+        models.show_available_models = show_each_model_once
         app.user_middleware = [
             layer
             for layer in app.user_middleware
@@ -140,8 +148,6 @@ class VllmEngine:
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
     ) -> None:
-        if name == self.model:
-            raise WeightSyncError(f"adapter {name!r} has the name of the model itself; use another name")
         async with self._update_lock:
             self._check_awake()
             await self._adapters.load(name, version, adapter, mode)

@@ -1,0 +1,66 @@
+"""LoRA adapters of the learners: which layers they adapt, as peft sees it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from raylight.config import LoraConfig
+from raylight.errors import ConfigError
+
+
+def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
+    """Return the last parts of the names of the adapted layers, without loading the model's weights.
+
+    Raises:
+        ConfigError: see `check_adapter`; or no layer has such a name.
+    """
+    import peft
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+        try:
+            peft.inject_adapter_in_model(peft_config(lora, None), model)
+        except ValueError as error:
+            raise ConfigError(f"the lora settings do not fit {model_path}: {error}") from None
+    check_adapter(model, lora)
+    layers = (name for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
+    return sorted({name.rpartition(".")[2] for name in layers})
+
+
+def peft_config(lora: LoraConfig, task: str | None) -> Any:
+    """Return the settings of an adapter as peft's configuration."""
+    import peft
+
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(Any, lora.alpha),
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        bias="none",
+        task_type=task,
+    )
+
+
+def check_adapter(module: Any, lora: LoraConfig) -> None:
+    """Check that every adapted layer can be merged exactly: a linear layer with an untied weight.
+
+    Raises:
+        ConfigError: `target_modules` matches another layer.
+    """
+    from peft.tuners.lora import Linear, LoraLayer
+
+    tied = module.config.tie_word_embeddings
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLayer) and (
+            type(layer) is not Linear or (tied and name.endswith("lm_head"))
+        ):
+            raise ConfigError(
+                f"lora.target_modules={lora.target_modules!r} matches {name}, which cannot be adapted: only "
+                "linear layers with an untied weight can; name other layers, or add it to "
+                "lora.exclude_modules"
+            )
