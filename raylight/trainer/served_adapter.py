@@ -56,6 +56,6 @@ async def publish_initial(learners: LearnerGroup, replicas: CoordinatorClient, t
     except WeightSyncError as error:
         raise EngineStartError(
             f"the engine cannot serve the learners' adapter: {error}. Adapt other layers "
-            "(lora.target_modules, lora.exclude_modules), or set learner.lora.serve='merged': the engine then "
+            "(lora.target_modules, lora.exclude_modules), or set learner.lora.serve='merged': it then "
             "receives the whole model after every update"
         ) from error

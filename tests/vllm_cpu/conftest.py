@@ -151,7 +151,7 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
 
     options = vllm_args(
         model_path,
-        {},
+        {"lora_target_modules": ["q_proj", "v_proj", "down_proj"]},
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         max_concurrent=64,

@@ -149,7 +149,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.say(name, replica, order.number, result=result)
         else:  # it cannot start
             self.say(name, replica, order.number, "it does not fit")
-            self.kill(name)
+            if name in self.replicas:  # it may be evicted by its answer
+                self.kill(name)
 
     @precondition(lambda self: self.replicas)
     @rule()

@@ -162,8 +162,26 @@ async def test_a_version_is_never_loaded_twice(make_engine: MakeEngine, tied_mod
     for version in (2, 1):
         with pytest.raises(WeightSyncError, match="not newer"):
             await engine.load_adapter("one", version, adapter)
-    with pytest.raises(WeightSyncError, match="model itself"):
-        await engine.load_adapter("policy", 3, adapter)
+
+
+async def test_an_adapter_under_the_models_name_replaces_the_model(
+    make_engine: MakeEngine, tied_model: str, plain: Any
+) -> None:
+    engine, context = make_engine(), open_context()
+    client = await client_of(engine)
+    for version, seed in ((0, 1), (1, 2)):
+        adapter, module = make_adapter(tied_model, seed)
+        await engine.load_adapter("policy", version, adapter)
+        assert [(model.id, model.parent) async for model in client.models.list()] == [("policy", None)]
+        await client.completions.create(model="policy", prompt=[1, 2], max_tokens=5)
+        sample = context.samples[0]
+        assert set(sample.weight_versions) == {version}
+        assert sample.logprobs == pytest.approx(logprobs_of(module, [1, 2], sample.output_ids), abs=1e-4)
+        assert await engine.logprobs([1, 2, 3], "policy") == pytest.approx(
+            logprobs_of(module, [1], [2, 3]), abs=1e-4
+        )
+    await engine.drop_adapter("policy")
+    await check_greedy(engine, plain, [1, 2, 3])
 
 
 async def test_an_adapter_is_a_model_of_the_routes(make_engine: MakeEngine, tied_model: str) -> None:
