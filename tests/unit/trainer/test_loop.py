@@ -135,7 +135,7 @@ class Engines:
     def __init__(self, world: World) -> None:
         self.world, self.weights, self.version = world, START, 0
 
-    async def publish(self, version: int, box: list[Any], timeout: float, mode: str) -> None:
+    async def publish(self, version: int, box: list[Any], timeout: float, mode: str, adapter: None) -> None:
         assert version > self.version
         assert self.world.published.setdefault(version, box[0]) == box[0], (
             "a version means the same weights for ever"
