@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylight.store.call_batcher import Channel
+from raylight.store.call_deltas import CallDeltas
 from raylight.store.payloads import encode_payload
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
@@ -15,7 +16,6 @@ from raylight.store.rows import (
     attempted_rollout_from_row,
     config_json,
     failure_json,
-    generation_bytes,
     new_id,
     request_row,
     resources_from_row,
@@ -77,6 +77,7 @@ class StoreClient(StoreReader):
         self._announcements = Channel(target)
         """Separate channel for calls that begin: their response waits for it, and must not wait for the
         records of earlier calls."""
+        self._deltas = CallDeltas()
 
     @property
     def is_in_process(self) -> bool:
@@ -337,18 +338,18 @@ class StoreClient(StoreReader):
             (key.rollout_id, key.attempt_id, key.call_id, start, recorder, key.request)
             for key, start in opened
         ]
-        closed_rows = [
-            (
-                key.rollout_id,
-                key.attempt_id,
-                key.call_id,
-                generation_bytes(generation) if generation else None,
-                span_row(span) if span else None,
-            )
-            for key, generation, span in closed
-        ]
         channel = self._announcements if opened and not closed else self._channel
-        return [CallKey(*ids) for ids in await channel.call("capture", opened_rows, closed_rows)]
+        try:
+            closed_rows = [self._deltas.encode(*call) for call in closed]
+            rejected, without_base = await channel.call("capture", opened_rows, closed_rows)
+            if without_base:
+                missing = {CallKey(*ids) for ids in without_base}
+                complete = [self._deltas.encode_completely(*call) for call in closed if call[0] in missing]
+                await channel.call("capture", [], complete)
+        except BaseException:  # it is not known which calls the store has
+            self._deltas.forget(key.attempt_id for key, *_ in closed)
+            raise
+        return [CallKey(*ids) for ids in rejected]
 
     async def lose_recorder(self, recorder: str) -> None:
         """Stop waiting for the records of a recorder that is gone.

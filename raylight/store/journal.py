@@ -27,7 +27,8 @@ VERSION = 5
 # waiting rollout is held back; `lost` and `charged` of a rollout are InfrastructureLosses, and `charged`
 # marks an attempt that is one of them; `suspect` marks a rollout that may have crashed its runner; `silence`
 # is `unresponsive_seconds`, and `silent_at` the time at which it is over; `gone` marks a released worker;
-# `updated` orders resources by their last change, and `used` clients by their last message.
+# `base` and `shared` are explained at SPAN and CALL; `updated` orders resources by their last change, and
+# `used` clients by their last message.
 SCHEMA = """
 CREATE TABLE rollouts (
     position INTEGER PRIMARY KEY,
@@ -89,6 +90,7 @@ CREATE TABLE spans (
     start_time REAL,
     end_time REAL,
     reward REAL,
+    base TEXT,
     body TEXT NOT NULL
 );
 CREATE UNIQUE INDEX spans_id ON spans(attempt_id, span_id);
@@ -102,6 +104,8 @@ CREATE TABLE calls (
     start_time REAL,
     recorder TEXT NOT NULL,
     request TEXT NOT NULL,
+    base TEXT,
+    shared INTEGER,
     generation BLOB,
     UNIQUE (attempt_id, call_id)
 );

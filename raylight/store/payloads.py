@@ -45,7 +45,7 @@ def encode_payload(value: Any, what: str = "the value") -> bytes:
         StoreError: the value, or one inside it, is of a type that the store does not hold.
     """
     try:
-        return _pack(value)
+        return pack(value)
     except Exception as error:  # also those of the value's own classes
         if isinstance(error, RecursionError) or "recursion limit" in str(error):
             raise StoreError(
@@ -55,15 +55,21 @@ def encode_payload(value: Any, what: str = "the value") -> bytes:
         raise StoreError(_refusal(f"{what}{place}", culprit)) from None
 
 
+def pack(value: Any) -> bytes:
+    """Encode a value; without a message for a user.
+
+    Raises:
+        TypeError: the value, or one inside it, is of a type that the store does not hold.
+        ValueError: it is nested too deeply.
+    """
+    return msgpack.packb(value, default=_encode_other, strict_types=True, unicode_errors="surrogatepass")
+
+
 def decode_payload(data: bytes) -> Any:
     """Decode a value that `encode_payload` encoded."""
     return msgpack.unpackb(
         data, ext_hook=_decode_extension, strict_map_key=False, unicode_errors="surrogatepass"
     )
-
-
-def _pack(value: Any) -> bytes:
-    return msgpack.packb(value, default=_encode_other, strict_types=True, unicode_errors="surrogatepass")
 
 
 def _encode_other(value: Any) -> Any:
@@ -82,7 +88,7 @@ def _encode_other(value: Any) -> Any:
         return dict(value)
     if kind in _resource_types().values():
         fields = {name: getattr(value, name) for name in kind.model_fields}
-        return msgpack.ExtType(RESOURCE, _pack([kind.__name__, fields]))
+        return msgpack.ExtType(RESOURCE, pack([kind.__name__, fields]))
     raise TypeError
 
 
@@ -94,11 +100,11 @@ def _encode_numpy(value: Any) -> msgpack.ExtType:
     if type(value) not in (np.ndarray, array.dtype.type):
         raise TypeError
     if array.dtype.kind == "O":
-        return msgpack.ExtType(OBJECTS, _pack([list(array.shape), array.ravel().tolist()]))
+        return msgpack.ExtType(OBJECTS, pack([list(array.shape), array.ravel().tolist()]))
     if array.dtype.kind not in BYTE_KINDS:
         raise TypeError
     is_number = not isinstance(value, np.ndarray)
-    return msgpack.ExtType(ARRAY, _pack([is_number, array.dtype.str, list(array.shape), array.tobytes()]))
+    return msgpack.ExtType(ARRAY, pack([is_number, array.dtype.str, list(array.shape), array.tobytes()]))
 
 
 def _decode_array(data: bytes) -> Any:
@@ -138,7 +144,7 @@ def _decode_resource(data: bytes) -> Any:
 
 
 def _pack_items(value: Any) -> bytes:
-    return _pack(list(value))
+    return pack(list(value))
 
 
 _ENCODERS: dict[type, tuple[int, Callable[[Any], bytes]]] = {
@@ -180,7 +186,7 @@ def _find_culprits(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 def _is_storable(value: Any) -> bool:
     try:
-        _pack(value)
+        pack(value)
     except Exception:  # also those of the value's own classes
         return False
     return True

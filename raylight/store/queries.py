@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from raylight.errors import QueryError, UnknownIdError
+from raylight.store.call_rows import CALL
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_WITH_ATTEMPT, SPAN, Row
 from raylight.store.workers import WORKERS
 from raylight.types import RolloutStatus
@@ -176,8 +177,8 @@ class Queries:
             [attempt_id],
         )
         calls = self._fetch_all(
-            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE attempt_id = ? AND "
-            "generation IS NOT NULL ORDER BY start_time, rowid",
+            f"SELECT {CALL} FROM calls WHERE attempt_id = ? AND generation IS NOT NULL ORDER BY start_time, "
+            "rowid",
             [attempt_id],
         )
         spans: list[Row] = []
@@ -260,12 +261,24 @@ class Queries:
         conditions, values = where.sql(logic)
         return self._fetch_page(SPAN, f"spans{conditions}", page.sql(SPAN_ORDER, "rowid"), values, page)
 
-    def calls(self, rollout_id: str, call_ids: list[str]) -> list[Row]:
-        """Arguments of `generation_from_row` for those of these calls that have tokens."""
+    def span_bases(self, spans: list[tuple[str, str]]) -> list[Row]:
+        """Columns SPAN of spans `(attempt_id, span_id)`, of their bases, and of the bases' bases."""
         return self._fetch_all(
-            "SELECT call_id, rollout_id, attempt_id, generation FROM calls WHERE generation IS NOT NULL AND "
-            "attempt_id IN (SELECT attempt_id FROM attempts WHERE rollout_id = ?) AND call_id IN (SELECT "
-            "value FROM json_each(?))",
+            "WITH RECURSIVE wanted(attempt_id, span_id) AS (SELECT json_extract(value, '$[0]'), "
+            "json_extract(value, '$[1]') FROM json_each(?) UNION SELECT s.attempt_id, s.base FROM wanted w "
+            "JOIN spans s ON s.attempt_id = w.attempt_id AND s.span_id = w.span_id WHERE s.base != '') "
+            f"SELECT {SPAN} FROM wanted JOIN spans USING (attempt_id, span_id)",
+            [json.dumps(spans)],
+        )
+
+    def calls(self, rollout_id: str, call_ids: list[str]) -> list[Row]:
+        """Columns CALL of those of these calls that have tokens, of their bases, and of the bases' bases."""
+        return self._fetch_all(
+            "WITH RECURSIVE wanted(attempt_id, call_id) AS (SELECT attempt_id, call_id FROM calls WHERE "
+            "generation IS NOT NULL AND attempt_id IN (SELECT attempt_id FROM attempts WHERE rollout_id = ?) "
+            "AND call_id IN (SELECT value FROM json_each(?)) UNION SELECT c.attempt_id, c.base FROM wanted w "
+            "JOIN calls c ON c.attempt_id = w.attempt_id AND c.call_id = w.call_id WHERE c.base IS NOT NULL) "
+            f"SELECT {CALL} FROM wanted JOIN calls USING (attempt_id, call_id)",
             [rollout_id, json.dumps(call_ids)],
         )
 

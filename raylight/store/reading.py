@@ -20,14 +20,17 @@ from raylight.semconv import (
     WEIGHT_VERSIONS,
 )
 from raylight.store.call_batcher import Channel
+from raylight.store.call_rows import generations_from_rows
 from raylight.store.queries import Page
 from raylight.store.rows import (
+    ATTEMPT_ID,
+    BASE,
+    SPAN_ID,
     Row,
     attempt_from_row,
-    generation_from_row,
     resources_from_row,
     rollout_from_row,
-    span_from_row,
+    spans_from_rows,
     worker_from_row,
 )
 from raylight.synonyms import accept_synonyms
@@ -141,25 +144,35 @@ class StoreReader:
         }
         page = Page(sort_by, sort_order, limit, offset)
         args = (rollout_id, attempt_id, equal, contain, filter_logic, page)
-        spans = await self._query(span_from_row, page, "spans", *args)
+        rows, total = await self._channel.send("query", "spans", *args)
+        spans = await self._spans(rows)
         call_ids = [call_id for span in spans if (call_id := _call_id(span))]
         if call_ids:
-            calls = await self._channel.send("query", "calls", rollout_id, call_ids)
-            add_tokens(spans, [generation_from_row(*call) for call in calls])
-        return spans
+            add_tokens(spans, await self._calls(rollout_id, call_ids))
+        return PaginatedResult(spans, limit=limit, offset=offset, total=total)
+
+    async def _spans(self, rows: list[Row]) -> list[Span]:
+        """Spans from columns SPAN of a part of a rollout's spans."""
+        known = {(row[ATTEMPT_ID], row[SPAN_ID]) for row in rows}
+        wanted = {(row[ATTEMPT_ID], row[BASE]) for row in rows if row[BASE]} - known
+        bases = await self._channel.send("query", "span_bases", sorted(wanted)) if wanted else []
+        return spans_from_rows(rows, bases)
+
+    async def _calls(self, rollout_id: str, call_ids: list[str]) -> list[Generation]:
+        """Generations of those of these calls that have tokens."""
+        rows = await self._channel.send("query", "calls", rollout_id, call_ids)
+        wanted = set(call_ids)
+        return [call for call in generations_from_rows(rows).values() if call.key.call_id in wanted]
 
     async def chat_history(self, rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         """Return the chat calls of an attempt and their responses, in the order of their start."""
         rows, _ = await self._channel.send("query", "spans", rollout_id, attempt_id, {}, {}, "and", Page())
         spans = {
             call_id: span
-            for span in map(span_from_row, rows)
+            for span in spans_from_rows(rows)
             if (call_id := _call_id(span)) and _is_chat(span, call_id)
         }
-        calls = [
-            generation_from_row(*call)
-            for call in await self._channel.send("query", "calls", rollout_id, list(spans))
-        ]
+        calls = await self._calls(rollout_id, list(spans))
         complete = [
             call for call in calls if call.key.attempt_id == attempt_id and call.finish_reason != "aborted"
         ]
@@ -269,17 +282,17 @@ class StoreReader:
 
 
 def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
-    generations = [generation_from_row(*call) for call in calls]
-    rewards = (
-        {reward.name: reward.value for reward in get_rewards_from_span(span_from_row(rewarded))}
-        if rewarded
-        else {}
-    )
+    generations = list(generations_from_rows(calls).values())
+    rewards = {
+        reward.name: reward.value
+        for span in spans_from_rows([rewarded] if rewarded else [])
+        for reward in get_rewards_from_span(span)
+    }
     return FinishedRollout(
         rollout_from_row(rollout),
         next(iter(rewards.values()), None),
         generations,
-        add_tokens([span_from_row(span) for span in spans], generations),
+        add_tokens(spans_from_rows(spans), generations),
         rewards,
     )
 

@@ -7,6 +7,7 @@ Laws:
   over it fails, because rewards were dropped.
 - The record of a call belongs to the attempt that opened it, and to no other.
 - Records for a decided attempt are counted as late, never attributed to the next attempt.
+- A call or a span is stored only after its base, which then never changes.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from raylight.store.attempt_state import AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
-from raylight.store.rows import SPAN, Row, failure_json
+from raylight.store.rows import ATTEMPT_ID, BASE, REWARD, SPAN, Row, failure_json
 from raylight.types import ATTEMPT_FINISHED, MAX_REWARD_SPANS, MAX_SPANS, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]
 """`(rollout_id, attempt_id, call_id, start_time, recorder, request)`."""
-ClosedCall = tuple[str, str, str, bytes | None, Row | None]
-"""`(rollout_id, attempt_id, call_id, generation, span)`; the generation is None if nothing was sampled, the
-span if there is none."""
-RejectedCall = tuple[str, str, str]
+ClosedCall = tuple[str, str, str, str | None, int, bytes | None, Row | None]
+"""`(rollout_id, attempt_id, call_id, base, shared, generation, span)`; the generation is None if nothing was
+sampled, the span if there is none. CALL explains `base` and `shared`."""
+CallIds = tuple[str, str, str]
 """`(rollout_id, attempt_id, call_id)`."""
-REWARD = SPAN.split(", ").index("reward")
 _ADD_SPAN = (
     f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT "
     "(attempt_id, span_id) DO NOTHING"
@@ -162,13 +162,13 @@ class Records:
 
     # calls
 
-    def open_calls(self, calls: list[OpenedCall]) -> list[RejectedCall]:
+    def open_calls(self, calls: list[OpenedCall]) -> list[CallIds]:
         """Record that calls to the engine began, which counts as activity of their attempts.
 
         Returns the calls of decided or unknown attempts, which are counted as late. A call that is announced
         again is unchanged.
         """
-        rejected: list[RejectedCall] = []
+        rejected: list[CallIds] = []
         for rollout_id, attempt_id, call_id, start, recorder, request in calls:
             attempt = self._undecided_attempt(rollout_id, attempt_id)
             if attempt is None or recorder in self._lost_recorders:
@@ -211,32 +211,65 @@ class Records:
         ).rowcount
         self._journal.increment("calls_repeated", by=dropped)
 
-    def close_calls(self, calls: list[ClosedCall]) -> None:
+    def close_calls(self, calls: list[ClosedCall]) -> list[CallIds]:
         """Record that calls ended, each with what it sampled.
 
-        A call that is not open (any more) is counted as late.
+        A call that is not open (any more) is counted as late. A call without tokens may have a span: it
+        failed, or its model runs elsewhere.
 
-        A call without tokens may have a span: it failed, or its model runs elsewhere.
+        Returns the calls whose base is not stored. They stay open, until they are sent completely.
         """
-        for _, attempt_id, call_id, generation, span in calls:
+        without_base: list[CallIds] = []
+        for rollout_id, attempt_id, call_id, base, shared, generation, span in calls:
             key = (attempt_id, call_id)
             open_row = self._journal.fetch_one(
                 "SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key
             )
             if open_row == (0,):
                 continue  # closed before: this is a client's retry
+            if open_row and not (self._has_call(attempt_id, base) and self._has_base_of(span)):
+                without_base.append((rollout_id, attempt_id, call_id))
+                continue
             if open_row is None:
                 self._journal.increment("generations_late", by=generation is not None)
             elif generation is None:
                 self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND call_id = ?", key)
             else:
                 self._journal.execute(
-                    "UPDATE calls SET generation = ? WHERE attempt_id = ? AND call_id = ?", (generation, *key)
+                    "UPDATE calls SET base = ?, shared = ?, generation = ? WHERE attempt_id = ? AND "
+                    "call_id = ?",
+                    (base, shared, generation, *key),
                 )
                 self._journal.increment("generations")
             if open_row and span is not None:
                 self.add_spans([span], bounded=False)
             self._rollouts.events.calls_closed = True
+        return without_base
+
+    def _has_call(self, attempt_id: str, call_id: str | None) -> bool:
+        """True if a call is recorded, or is None."""
+        return call_id is None or bool(
+            self._journal.fetch_one(
+                "SELECT 1 FROM calls WHERE attempt_id = ? AND call_id = ? AND generation IS NOT NULL",
+                (attempt_id, call_id),
+            )
+        )
+
+    def _has_base_of(self, span: Row | None) -> bool:
+        """True if the span of a captured call has no base, or its base is such a span too.
+
+        An agent may have written a span with any id.
+        """
+        return (
+            span is None
+            or not span[BASE]
+            or bool(
+                self._journal.fetch_one(
+                    "SELECT 1 FROM spans WHERE attempt_id = ? AND span_id = ? AND base IS NOT NULL",
+                    (span[ATTEMPT_ID], span[BASE]),
+                )
+            )
+        )
 
     def _undecided_attempt(self, rollout_id: str, attempt_id: str) -> AttemptState | None:
         """The attempt; None if it is unknown or decided."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-import pickle
 import secrets
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from raylight.errors import StoreError
 from raylight.store.payloads import decode_payload, encode_payload
@@ -21,11 +19,8 @@ from raylight.traces.rewards import get_reward_value
 from raylight.types import (
     Attempt,
     AttemptedRollout,
-    CallKey,
     EnqueueRolloutRequest,
     Failure,
-    Generation,
-    HistoryNote,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -43,8 +38,12 @@ ATTEMPT = (
 ROLLOUT = "rollout_id, status, mode, group_id, resources_id, start_time, end_time, config, metadata, input"
 SPAN = (
     "rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start_time, end_time, "
-    "reward, body"
+    "reward, base, body"
 )
+"""Columns of a span. `base` is NULL for the spans of agents. For the span of a captured call it is the id of
+the span whose texts this one continues, or "" if its texts are complete."""
+ATTEMPT_ID, SPAN_ID, REWARD, BASE = map(SPAN.split(", ").index, ("attempt_id", "span_id", "reward", "base"))
+"""Positions of columns in SPAN."""
 RESOURCES = "resources_id, version, create_time, update_time, body"
 ROLLOUT_WITH_ATTEMPT = ", ".join(
     [f"r.{name}" for name in ROLLOUT.split(", ")]
@@ -176,8 +175,13 @@ _SPAN_COLUMNS = {
 }
 
 
-def span_row(span: Span) -> Row:
+def span_row(span: Span, base: str | None = None, shared: dict[str, int] | None = None) -> Row:
     """Columns SPAN of a span.
+
+    Args:
+        base: see SPAN.
+        shared: number of characters that an attribute shares with that of the base; the span's attribute has
+            only those after them.
 
     Raises:
         SpanError: the span cannot be stored (see `span_json`).
@@ -194,13 +198,23 @@ def span_row(span: Span) -> Row:
         span.start_time,
         span.end_time,
         get_reward_value(span),
-        body,
+        base,
+        f"[{json.dumps(shared)}, {body}]" if base else body,
     )
 
 
-def span_from_row(row: Row) -> Span:
-    """Span, from columns SPAN."""
-    rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start, end, _, body = row
+def spans_from_rows(rows: Sequence[Row], bases: Sequence[Row] = ()) -> list[Span]:
+    """Spans, from columns SPAN.
+
+    Args:
+        bases: rows that are bases of these rows or of one another, as far as they are not among them.
+    """
+    texts = SharedTexts((*bases, *rows))
+    return [_span_from_row(row, texts.body(row)) for row in rows]
+
+
+def _span_from_row(row: Row, body: dict[str, Any]) -> Span:
+    rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start, end = row[:9]
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -211,54 +225,51 @@ def span_from_row(row: Row) -> Span:
         name=name,
         start_time=start,
         end_time=end,
-        **json.loads(body),
+        **body,
     )
 
 
-def generation_bytes(call: Generation) -> bytes:
-    """A generation without its key; its arrays as bytes."""
-    return pickle.dumps(
-        (
-            call.model,
-            call.prompt_ids.tobytes(),
-            call.output_ids.tobytes(),
-            call.logprobs.tobytes(),
-            call.weight_versions.tobytes(),
-            call.finish_reason,
-            call.start_time,
-            call.end_time,
-            call.sampling,
-            call.agent,
-            tuple(call.history) if call.history else None,
-            call.policy_logprobs.tobytes(),
-            call.allowed.tobytes(),
-        ),
-        protocol=5,
-    )
+class SharedTexts:
+    """Attributes of spans that begin with those of other spans.
 
+    Args:
+        rows: columns SPAN of all spans, and of their bases.
+    """
 
-def generation_from_row(call_id: str, rollout_id: str, attempt_id: str, data: bytes) -> Generation:
-    """Generation of a call, from its key and `generation_bytes`."""
-    fields = pickle.loads(data)
-    fields += (None, b"", b"")[len(fields) - 10 :]  # absent in stores of earlier versions
-    model, prompt, output, logprobs, versions, reason, start, end, sampling, agent = fields[:10]
-    history, policy_logprobs, allowed = fields[10:]
-    return Generation(
-        key=CallKey(rollout_id, attempt_id, call_id),
-        model=model,
-        prompt_ids=np.frombuffer(prompt, np.int32),
-        output_ids=np.frombuffer(output, np.int32),
-        logprobs=np.frombuffer(logprobs, np.float32),
-        weight_versions=np.frombuffer(versions, np.int64),
-        finish_reason=reason,
-        start_time=start,
-        end_time=end,
-        sampling=sampling,
-        agent=agent,
-        history=HistoryNote(*history) if history else None,
-        policy_logprobs=np.frombuffer(policy_logprobs, np.float32),
-        allowed=np.frombuffer(allowed, np.int32),
-    )
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = {(row[ATTEMPT_ID], row[SPAN_ID]): row for row in rows}
+        self._parsed: dict[tuple[str, str], tuple[dict[str, int], dict[str, Any]]] = {}
+        self._complete: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def body(self, row: Row) -> dict[str, Any]:
+        """Fields of a span that have no column, with complete attributes."""
+        span_id = (row[ATTEMPT_ID], row[SPAN_ID])
+        if span_id not in self._complete:
+            shared, body = self._parse(span_id)
+            attributes = body.get("attributes", {})
+            for name, length in shared.items():
+                attributes[name] = self._first((row[ATTEMPT_ID], row[BASE]), name, length) + attributes[name]
+            self._complete[span_id] = body
+        return self._complete[span_id]
+
+    def _first(self, span_id: tuple[str, str], name: str, length: int) -> str:
+        """The first characters of an attribute."""
+        parts: list[str] = []
+        while length > 0:
+            shared, body = self._parse(span_id)
+            inherited = 0 if span_id in self._complete else shared.get(name, 0)
+            if length > inherited:
+                parts.append(body["attributes"][name][: length - inherited])
+            span_id, length = (span_id[0], self._rows[span_id][BASE]), min(length, inherited)
+        return "".join(reversed(parts))
+
+    def _parse(self, span_id: tuple[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
+        """Numbers of shared characters, and the body as it is stored."""
+        if span_id not in self._parsed:
+            row = self._rows[span_id]
+            parsed = json.loads(row[-1])
+            self._parsed[span_id] = (parsed[0], parsed[1]) if row[BASE] else ({}, parsed)
+        return self._parsed[span_id]
 
 
 def resources_from_row(row: Row) -> ResourcesUpdate:

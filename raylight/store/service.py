@@ -32,7 +32,7 @@ from raylight.store.journal import Journal, JournalError
 from raylight.store.leases import Leases
 from raylight.store.outages import Outages
 from raylight.store.queries import Queries
-from raylight.store.records import ClosedCall, OpenedCall, Records, RejectedCall
+from raylight.store.records import CallIds, ClosedCall, OpenedCall, Records
 from raylight.store.resources import Resources
 from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
@@ -199,10 +199,11 @@ class StoreService:
             self._journal.increment(name, by=count)
         return self._attempts.finish(rollout_id, attempt_id, self._records.check_rewards(attempt_id, values))
 
-    def _capture(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> list[RejectedCall]:
-        rejected = self._records.open_calls(opened)
-        self._records.close_calls(closed)
-        return rejected
+    def _capture(
+        self, opened: list[OpenedCall], closed: list[ClosedCall]
+    ) -> tuple[list[CallIds], list[CallIds]]:
+        """Record calls; returns those that must not begin, and those whose base is not stored."""
+        return self._records.open_calls(opened), self._records.close_calls(closed)
 
     # calls that wait
 

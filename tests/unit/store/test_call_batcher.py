@@ -15,9 +15,10 @@ from store_helpers import Box, call_of, ids_of, open_box, span_of
 from unit_helpers import make_generation
 
 from raylight.errors import DiskError, StoreError, StoreLostError, UnknownIdError
+from raylight.store.call_rows import generation_bytes
 from raylight.store.client import StoreClient
 from raylight.store.payloads import encode_payload
-from raylight.store.rows import generation_bytes, new_id, request_row, span_row
+from raylight.store.rows import new_id, request_row, span_row
 from raylight.store.service import StoreService
 from raylight.types import EnqueueRolloutRequest
 
@@ -121,7 +122,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
     key = call_of(rollout)
     made = make_generation([1], [2], key=key)
     opened = (*ids_of(rollout), key.call_id, 0.0, "recorder", "request")
-    closed = (*ids_of(rollout), key.call_id, generation_bytes(made), span_row(span_of(rollout)))
+    closed = (*ids_of(rollout), key.call_id, None, 0, generation_bytes(made), span_row(span_of(rollout)))
     resources_id = new_id("rs")
     messages: list[list[Any]] = [
         ["start_rollout", request_row(EnqueueRolloutRequest(input=2)), new_id("at"), "w"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 import uuid
 from collections.abc import AsyncIterator
@@ -16,7 +15,6 @@ from unit_helpers import make_generation, within
 
 from raylight.errors import UnknownIdError
 from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
-from raylight.store.rows import generation_bytes, generation_from_row
 from raylight.types import CallKey, Generation, HistoryNote, Rollout
 
 
@@ -55,15 +53,6 @@ async def test_a_generation_comes_back_token_for_token(box: Box) -> None:
     edited = replace(make_generation([1], [2], key=call_of(rollout), start=6.0), history=note)
     await box.store.capture([(edited.key, 6.0)], [(edited.key, edited, None)])
     assert await generations(box, rollout) == [made, empty, edited]
-
-
-def test_a_generation_of_an_earlier_version_has_no_history() -> None:
-    call = make_generation([1], [2])
-    *earlier, _ = pickle.loads(generation_bytes(call))
-    key = call.key
-    assert (
-        generation_from_row(key.call_id, key.rollout_id, key.attempt_id, pickle.dumps(tuple(earlier))) == call
-    )
 
 
 async def test_they_come_in_the_order_in_which_the_calls_began(box: Box) -> None:
