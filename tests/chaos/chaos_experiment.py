@@ -18,8 +18,9 @@ from chaos_events import Driver, Events
 from chaos_faults import Fault, is_line
 from chaos_log import FOLDER_VARIABLE
 from chaos_processes import RunProcesses
-from chaos_surroundings import SmallDisk, TwoNodes
+from chaos_surroundings import SmallDisk
 from chaos_table import Row
+from two_nodes import TwoNodes
 
 STEPS, GROUP = 8, 32
 """Steps of a run, and training rollouts of each step."""

@@ -232,6 +232,20 @@ def ray_head() -> Iterator[Cluster]:
             CURRENT_CLUSTER.unlink()
 
 
+@contextlib.contextmanager
+def restored_cluster_file() -> Iterator[None]:
+    """At the end, restore the file with the address of the cluster that was started last: a cluster of
+    `ray.cluster_utils` overwrites it."""
+    before = CURRENT_CLUSTER.read_text() if CURRENT_CLUSTER.exists() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            CURRENT_CLUSTER.write_text(before)
+        else:
+            CURRENT_CLUSTER.unlink(missing_ok=True)
+
+
 def _wait_for_start(head: subprocess.Popen[str]) -> None:
     assert head.stdout
     output = ""

@@ -1,0 +1,108 @@
+"""Runs on a cluster of two nodes:
+
+    python two_node_run.py replace '{"folder": ..., "steps": 10, "lost_after": 3, "engine": {...}}'
+    python two_node_run.py grow '{"folder": ...}'
+
+The last line that is printed is an object with what the test checks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+from ray.util.state import list_actors
+from two_nodes import TwoNodes
+
+import raylight as rl
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.quickstart.agent import adder
+from raylight.serving.deploy import ingress
+
+SIZE = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
+HEAD, OTHER = SIZE | {"resources": {"learner_node": 2}}, SIZE | {"resources": {"engine_node": 2}}
+
+
+class Watcher:
+    """Metric logger that records where actors are, and replaces the second node after a step."""
+
+    def __init__(self, nodes: TwoNodes, step: int) -> None:
+        self._nodes, self._step = nodes, step
+        self.placements: dict[int, dict[str, list[str]]] = {}
+
+    def start(self, config: dict[str, Any]) -> None:
+        pass
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        alive = list_actors(self._nodes.address, filters=[("state", "=", "ALIVE")], limit=1000)
+        found = self.placements.setdefault(step, {"learner": [], "runner": [], "engine": []})
+        for actor in alive:
+            for role, places in found.items():
+                if actor.name and (actor.name.startswith(f"{role}-") or f"#{role}#" in actor.name):
+                    places.append("head" if actor.node_id == self._nodes.head_id else "other")
+        if step == self._step:
+            self._nodes.remove_node()
+            threading.Thread(target=self._nodes.add_node).start()  # the run goes on meanwhile
+
+    def finish(self) -> None:
+        pass
+
+
+def replace(folder: str, steps: int, lost_after: int, engine: dict[str, Any]) -> dict[str, Any]:
+    """Train with learners on the head, engines on the second node and runners on both, and replace the second
+    node after a step."""
+    nodes = TwoNodes({}, HEAD, OTHER)
+    watcher = Watcher(nodes, lost_after)
+    train, val = additions(0)
+    trainer = rl.Trainer(
+        algorithm=rl.GRPO(model=STARTER_MODEL, n_steps=steps, lr=2e-4, kl_coef=1e-3, val_every=steps),
+        address=nodes.address,
+        output_dir=folder,
+        learner={"n": 2, "resources": {"learner_node": 1}},
+        engine={"start_timeout_s": 200, "resources": {"engine_node": 1}} | engine,
+        runner={"n": 4},
+        loggers=[watcher],
+        progress=False,
+        seed=0,
+    )
+    try:
+        summary = trainer.fit(adder, train, val_dataset=val)
+    finally:
+        nodes.stop()
+    return {"summary": summary, "placements": watcher.placements}
+
+
+def grow(folder: str) -> dict[str, Any]:
+    """Evaluate with runners that need a node which joins after Serve has started on the head."""
+    nodes = TwoNodes({}, SIZE, SIZE | {"resources": {"agent_node": 2}}, joins_later=True)
+    served: list[str] = []
+    wait_for_route = ingress.wait_for_route
+
+    def add_node_then_wait(url: str, timeout_s: float) -> None:
+        served.append(url)
+        assert len(ingress.alive_nodes()) == 1
+        nodes.add_node()
+        wait_for_route(url, timeout_s)
+
+    ingress.wait_for_route = add_node_then_wait
+    trainer = rl.Trainer(
+        address=nodes.address,
+        output_dir=folder,
+        engine={"kind": "transformers", "start_timeout_s": 200},
+        runner={"n": 1, "placement_timeout_s": 200, "resources": {"agent_node": 1}},
+        progress=False,
+        seed=0,
+    )
+    try:
+        summary = trainer.evaluate(adder, additions(0)[1][:4], model=STARTER_MODEL)
+    finally:
+        nodes.stop()
+    return {"summary": summary, "url": served[0], "head": nodes.address}
+
+
+if __name__ == "__main__":
+    run = {"replace": replace, "grow": grow}[sys.argv[1]]
+    print(json.dumps(run(**json.loads(sys.argv[2]))))
