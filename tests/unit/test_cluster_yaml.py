@@ -67,7 +67,42 @@ def test_limits_are_consistent(config):
 def test_installs_what_is_mounted(config):
     (mount,) = config["file_mounts"]
     assert mount == f"/home/{config['auth']['ssh_user']}/raylight"
-    assert any("pip install -e ~/raylight" in command for command in config["setup_commands"])
+    (install,) = [command for command in config["setup_commands"] if "pip install -e" in command]
+    assert shlex.split(install)[-1] == "~/raylight[vllm]", "the extra pins vLLM's version"
+
+
+def test_mounts_shared_storage_on_every_node_before_anything_else(config):
+    commands = config["setup_commands"]
+    mounts = [
+        i for i, command in enumerate(commands) if command.endswith(" /shared") and " mount " in command
+    ]
+    assert mounts
+    assert mounts[0] < next(i for i, command in enumerate(commands) if "pip install" in command)
+
+
+def test_every_placeholder_is_marked():
+    lines = FILE.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if "CHANGEME" in line and not line.lstrip().startswith("#"):
+            # a comment cannot be in a folded command, so it stands above
+            assert any("# CHANGE" in near for near in lines[max(number - 4, 0) : number + 1]), line
+
+
+def test_the_settings_that_it_shows_are_valid():
+    from raylight.config import EngineConfig, LearnerConfig, StoreConfig
+
+    shown = yaml.safe_load(
+        "\n".join(
+            line.removeprefix("#").strip()
+            for line in FILE.read_text().splitlines()
+            if line.startswith(("#   engine:", "#   learner:", "#   store:"))
+        )
+    )
+    assert EngineConfig(**shown["engine"]).kind == "vllm"
+    assert LearnerConfig(**shown["learner"]).num_gpus == 1
+    StoreConfig(**shown["store"])
+    types = yaml.safe_load(FILE.read_text())["available_node_types"]
+    assert shown["engine"]["resources"].keys() <= types["gpu_worker"]["resources"].keys()
 
 
 def test_unknown_key_is_refused(config):
