@@ -142,6 +142,10 @@ class ReplicaEvictedError(WeightSyncError):
     """The replica was removed because it did not execute orders; its replacement serves instead."""
 
 
+class OffPolicySamplingError(RaylightError):
+    """A call of a trained agent was not sampled from the policy's own distribution."""
+
+
 class MismatchError(RaylightError):
     """Log-probabilities of engine and learner differ by more than `max_logprob_mismatch` allows."""
 

@@ -16,6 +16,7 @@ from raylight.algorithms.base import BaseAlgorithm
 from raylight.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
+from raylight.experience.off_policy import OffPolicySampling
 from raylight.experience.rewards import effective_reward, greedy_baselines
 from raylight.experience.settings import PolicySettings
 from raylight.experience.unused_settings import unused_settings
@@ -91,6 +92,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     sampling_parameters: dict[str, Any] = Field(default_factory=dict)
     """Default sampling parameters of the trained model (`LLM.sampling_parameters`); an agent's own
     declaration wins."""
+    off_policy_sampling: OffPolicySampling = "error"
+    """Treatment of training calls whose recorded sampling is not the policy's own distribution: top_p, top_k,
+    min_p, penalties, a bias, or temperature 0. error: the run ends. mask: their tokens are left out of the
+    loss, and counted."""
     sync_timeout_s: float = Field(default=120.0, gt=0, le=MAX_SECONDS)
     """Deadline in seconds for new weights to reach every engine."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
@@ -162,6 +167,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             EmptyTraceError: no scored rollout has a call that can be trained.
             RowTooLongError: a row is longer than the learner's limit.
             GreedyError: a rollout that should be greedy was sampled otherwise.
+            OffPolicySamplingError: a call was not sampled from the policy's own distribution.
         """
         rules = self._batch_rules(learner, trained_agents)
         if not self.needs_greedy_rollouts:
@@ -181,6 +187,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             long_rows=learner.long_rows,
             turn_rewards=self.turn_rewards,
             baseline_kind=self.baseline_kind,
+            off_policy_sampling=self.off_policy_sampling,
         )
 
 

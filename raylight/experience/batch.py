@@ -10,6 +10,7 @@ from typing import Literal
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.call_relations import RelationReport, report_relations
+from raylight.experience.off_policy import OffPolicyCalls, OffPolicySampling
 from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
 from raylight.experience.token_budgets import LongRows, RowLimit
@@ -51,6 +52,7 @@ class BatchRules:
         long_rows: treatment of longer rows.
         turn_rewards: train on rewards emitted before the final one too.
         baseline_kind: baseline of the advantage estimator.
+        off_policy_sampling: treatment of calls that were not sampled from the policy's own distribution.
     """
 
     failure_reward: float | None = None
@@ -61,6 +63,7 @@ class BatchRules:
     long_rows: LongRows = "error"
     turn_rewards: bool = False
     baseline_kind: BaselineKind = "group"
+    off_policy_sampling: OffPolicySampling = "error"
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,12 @@ class BatchReport:
     rows_truncated: int = 0
     """Rows truncated at the limit."""
     rows_forced: int = 0
-    """Rows left out because a constraint forced all their tokens: there was no choice to train."""
+    """Rows left out because all their tokens were forced by a constraint, or sampled off-policy."""
+    off_policy_calls: int = 0
+    """Calls whose tokens are masked because they were not sampled from the policy's own distribution, in all
+    scored rollouts."""
+    off_policy: str | None = None
+    """The most frequent agent, model and sampling parameters of such calls."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Tokens of trained calls."""
     relations: RelationReport = field(default_factory=RelationReport)
@@ -136,8 +144,11 @@ def build_batch(
         EmptyTraceError: rollouts were scored, but none has a completed call of a trained agent to the model
             being trained.
         RowTooLongError: a row is longer than the limit, and `long_rows` is "error".
+        OffPolicySamplingError: a call of a trained agent was not sampled from the policy's own distribution,
+            and `off_policy_sampling` is "error".
     """
     scored: list[_ScoredRollout] = []
+    off_policy = OffPolicyCalls(rules.off_policy_sampling)
     failed = unscored = empty = other_agents = aborted = 0
     for item in finished:
         reward = reward_of(item) if reward_of else effective_reward(item, rules.failure_reward)
@@ -148,7 +159,8 @@ def build_batch(
         generations = filter_generations(item, rules.trained_agents)
         other_agents += len(item.generations) - len(generations)
         aborted += sum(call.finish_reason == "aborted" for call in generations)
-        trajectories = build_trajectories(generations)
+        masked = off_policy.judge(call for call in generations if call.finish_reason != "aborted")
+        trajectories = build_trajectories(generations, masked)
         if not trajectories.rows:
             empty += 1
             continue
@@ -179,6 +191,8 @@ def build_batch(
         rows_dropped=limit.dropped,
         rows_truncated=limit.truncated,
         rows_forced=rows_forced,
+        off_policy_calls=off_policy.calls,
+        off_policy=next((text for text, _ in off_policy.parameters.most_common(1)), None),
         tokens=sum((item.trajectories.tokens for item in trained), TokenCounts()),
         relations=report_relations(item.trajectories for item in trained),
     )

@@ -12,6 +12,7 @@ depends on how a call is classified.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -76,6 +77,8 @@ class TokenCounts:
     """Tokens that a constraint left a choice of."""
     allowed_mass: float = 0.0
     """Sum over constrained tokens of the probability that the policy itself gives to the allowed tokens."""
+    off_policy: int = 0
+    """Tokens of calls that are masked because they were not sampled from the policy's own distribution."""
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
@@ -83,6 +86,7 @@ class TokenCounts:
             self.forced + other.forced,
             self.constrained + other.constrained,
             self.allowed_mass + other.allowed_mass,
+            self.off_policy + other.off_policy,
         )
 
 
@@ -136,7 +140,7 @@ class _CallNode:
         return self.branch[-1] is self.call and self.call.temperature == call.temperature
 
 
-def build_trajectories(generations: list[Generation]) -> Trajectories:
+def build_trajectories(generations: list[Generation], masked: Collection[str] = frozenset()) -> Trajectories:
     """Build the trajectories of one attempt.
 
     Time and memory grow with the tokens of the tree, not with the tokens of all prompts together.
@@ -144,6 +148,7 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
     Args:
         generations: calls of one attempt, in the order of their starts. Calls that sampled nothing or were
             aborted are left out, because the agent did not receive the whole response.
+        masked: ids of calls whose responses are context only.
     """
     nodes: list[_CallNode] = []
     rows: list[list[Generation]] = []
@@ -172,13 +177,15 @@ def build_trajectories(generations: list[Generation]) -> Trajectories:
         nodes.append(_CallNode(call, branch, parent, shared_length, tokens[shared_length:]))
     row_of = {id(branch): row for row, branch in enumerate(rows)}
     positions = [CallPosition(row_of[id(n.branch)], n.length - 1, n.call.end_time) for n in nodes]
-    counts = sum((_count_tokens(node.call) for node in nodes), TokenCounts())
+    counts = sum((_count_tokens(node.call, masked) for node in nodes), TokenCounts())
     calls = [node.call for node in nodes]
-    return Trajectories([_join_calls(branch) for branch in rows], relations, positions, counts, calls)
+    return Trajectories([_join_calls(branch, masked) for branch in rows], relations, positions, counts, calls)
 
 
-def _count_tokens(call: Generation) -> TokenCounts:
+def _count_tokens(call: Generation, masked: Collection[str]) -> TokenCounts:
     sampled = len(call.output_ids)
+    if call.key.call_id in masked:
+        return TokenCounts(sampled, off_policy=sampled)
     if not len(call.allowed):
         return TokenCounts(sampled)
     chosen = call.allowed > 1
@@ -254,13 +261,15 @@ def _renders_response_of(node: _CallNode, prompt: IntArray, start: int) -> bool:
     return any(np.array_equal(body[first:], rest[: len(body) - first]) for first in candidates)
 
 
-def _join_calls(branch: list[Generation]) -> Trajectory:
+def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory:
     """Join the calls of a branch into one row, with one entry per token."""
     first, tokens = branch[0], branch[-1].token_ids
     mask = np.zeros(len(tokens), np.int8)
     logprobs = np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), -1, np.int64)
     for call in branch:
+        if call.key.call_id in masked:
+            continue
         start = len(call.prompt_ids)
         output = slice(start, start + len(call.output_ids))
         if not len(call.allowed):

@@ -114,7 +114,8 @@ class Training:
         return (
             f"training ends early: in the last {self._steps_without_signal} steps no group had rewards that "
             "differ. Either the task is learned, or its reward does not separate good rollouts from bad "
-            "ones, or a schema left the model no choice (constrained/forced_fraction in metrics.jsonl)"
+            "ones, or no token could be trained: a schema left the model no choice "
+            "(constrained/forced_fraction in metrics.jsonl), or calls are masked (off_policy/fraction)"
         )
 
     async def _learn(self, step: int) -> tuple[Metrics, bool]:
@@ -129,7 +130,7 @@ class Training:
             finished, session.plan.learner, session.plan.trained_agents
         )
         metrics = describe(finished, content, rollout_s, algorithm.failure_reward)
-        report.drift(content)
+        report.batch(content)
         if not content.has_signal:
             return metrics, False
         started = time.perf_counter()

@@ -47,6 +47,9 @@ def describe(
         "trace/calls": float(content.relations.calls),
         **{f"trace/{name}": float(content.relations.counts[name]) for name in COUNTED},
         **_constraint_metrics(content),
+        "off_policy/calls": float(content.off_policy_calls),
+        "off_policy/tokens": float(content.tokens.off_policy),
+        "off_policy/fraction": content.tokens.off_policy / max(content.tokens.sampled, 1),
         "time/rollout_s": seconds,
         "train/tokens_per_s": tokens / seconds,
     }

@@ -88,7 +88,7 @@ class Report(ProgressReporter):
         self.folder = folder
         self._started = time.perf_counter() if started is None else started
         self._drifts = DriftLog()
-        self._reported_mismatch = self._reported_stale = False
+        self._reported_mismatch = self._reported_stale = self._reported_off_policy = False
         self.best: dict[str, Any] | None = None
         """The best evaluation so far: its metric, mode, step, value and metrics."""
         try:
@@ -123,10 +123,18 @@ class Report(ProgressReporter):
         self._history.append({"step": step, **timed})
         self._loggers.log(step, timed)
 
-    def drift(self, content: BatchReport) -> None:
-        """Count calls that do not continue the tokens of their conversations, and show the first ones."""
+    def batch(self, content: BatchReport) -> None:
+        """Count calls that do not continue the tokens of their conversations, and show the first ones. Show
+        the first calls that are masked because they were sampled off-policy."""
         if note := self._drifts.add(content.relations):
             self.note(note)
+        if content.off_policy_calls and not self._reported_off_policy:
+            self._reported_off_policy = True
+            self.note(
+                f"{content.off_policy_calls} calls are left out of the loss, because they were not sampled "
+                f"from the policy's own distribution (off_policy/* in metrics.jsonl): {content.off_policy}. "
+                "override_sampling=True lets raylight set the sampling of training rollouts"
+            )
 
     def mismatch(self, metrics: Metrics) -> None:
         """Show once that the log-probs of engine and learner differ by more than `warn_logprob_mismatch`, and

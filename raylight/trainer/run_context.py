@@ -60,7 +60,7 @@ class TrainerRunContext:
         seconds: float,
         failure_reward: float | None = None,
     ) -> Metrics:
-        self.report.drift(content)
+        self.report.batch(content)
         return describe(finished, content, seconds, failure_reward)
 
     def stage(self, text: str) -> None:

@@ -123,7 +123,8 @@ class Trajectory:
     All arrays are read-only numpy arrays of shape (tokens,); lists are converted.
 
     Invariants: `mask[i] == 1` exactly where the token was sampled in this attempt, is trained in this
-    trajectory, and was not forced (a constraint allowed no other token). Where `mask[i] == 0`,
+    trajectory, and was neither forced (a constraint allowed no other token) nor sampled off-policy. Where
+    `mask[i] == 0`,
     `logprobs[i] == 0` and `weight_versions[i] == -1`. `mask[0] == 0`. A trajectory whose tokens were all
     forced has an empty mask; a batch leaves it out.
     """

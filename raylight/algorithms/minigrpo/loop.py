@@ -103,7 +103,12 @@ class TrainingLoop:
         settings, context, started = self._settings, self._context, time.perf_counter()
         finished = await self._rollout(tasks, "train", settings.group_size)
         rolled_out = time.perf_counter()
-        rules = BatchRules(settings.failure_reward, min_group=2, trained_agents=context.trained_agents)
+        rules = BatchRules(
+            settings.failure_reward,
+            min_group=2,
+            trained_agents=context.trained_agents,
+            off_policy_sampling=settings.off_policy_sampling,
+        )
         batch, content = build_batch(finished, rules)
         metrics = context.batch_metrics(finished, content, rolled_out - started, settings.failure_reward)
         if not content.has_signal:

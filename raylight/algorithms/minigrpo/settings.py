@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_SAMPLES, MAX_TASKS, Seed
 from raylight.config import Config, LoraConfig
+from raylight.experience.off_policy import OffPolicySampling
 from raylight.traces.rewards import MAX_REWARD
 from raylight.types import RolloutConfig
 
@@ -76,6 +77,10 @@ class MiniGRPOSettings(Config):
     val_before_train: bool = True
     val_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Rollouts per validation task."""
+    off_policy_sampling: OffPolicySampling = "error"
+    """Treatment of training calls whose recorded sampling is not the policy's own distribution: top_p, top_k,
+    min_p, penalties, a bias, or temperature 0. error: the run ends. mask: their tokens are left out of the
+    loss, and counted."""
     failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a rollout whose agent failed; None excludes it."""
     max_steps_without_signal: int = Field(default=20, ge=1, le=MAX_COUNT)
@@ -145,6 +150,7 @@ RAYLIGHT_ONLY = frozenset(
         "max_concurrent",
         "memory_limit_gb",
         "max_logprob_mismatch",
+        "off_policy_sampling",
         "failure_reward",
         "max_steps_without_signal",
         "host",
