@@ -55,7 +55,8 @@ class CommandAgent(LitAgent[Any]):
     OpenAI's and Anthropic's clients look for it: OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL. RAYLIGHT_SAMPLING_PARAMETERS has the model's
     `sampling_parameters` as JSON; RAYLIGHT_ROLLOUT_ID, RAYLIGHT_ATTEMPT_ID and RAYLIGHT_MODE describe the
-    rollout. OpenTelemetry's exporters find the run's endpoint for spans in OTEL_EXPORTER_OTLP_TRACES_*.
+    rollout. With `sends_spans`, OpenTelemetry's exporters find the run's endpoint for spans, and its key, in
+    OTEL_EXPORTER_OTLP_TRACES_*.
 
     A status other than 0 fails the rollout, and the failure shows the end of the standard error. Status 75
     (EX_TEMPFAIL) reports a failed service: the rollout is retried. When a rollout is cancelled or takes too
@@ -74,6 +75,8 @@ class CommandAgent(LitAgent[Any]):
             inherited, except those of its Python environment, such as PYTHONPATH.
         cwd: working directory.
         llm: name of the resource with the model. None: `llm`, or the first model.
+        sends_spans: give the program the key for spans too. Spans may be rewards, so that everything that
+            runs in the program, the model's own code included, can then set rewards.
         trained_agents: as in `LitAgent`.
 
     Raises:
@@ -88,6 +91,7 @@ class CommandAgent(LitAgent[Any]):
         env: Mapping[str, str | None] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         llm: str | None = None,
+        sends_spans: bool = False,
         trained_agents: str | None = None,
     ) -> None:
         super().__init__(trained_agents=trained_agents)
@@ -103,16 +107,18 @@ class CommandAgent(LitAgent[Any]):
         self._env = dict(env or {})
         self._cwd = None if cwd is None else os.fspath(cwd)
         self._llm = llm
+        self._sends_spans = sends_spans
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutResult:
         command = _check_command(self._command(task)) if callable(self._command) else self._command
         llm = self._model(resources).with_attempted_rollout(rollout)
-        process = _Process(command, _environment(llm, rollout, self._env), self._cwd)
+        environment = _environment(llm, rollout, self._env, self._sends_spans)
+        process = _Process(command, environment, self._cwd)
         await process.run(_task_json(task))
         if self._reward == "exit_status" and process.status in (0, 1):
             return 1.0 - process.status
         if process.status != 0:
-            raise _status_error(command[0], process, hidden=llm.api_key)
+            raise _status_error(command[0], process, hidden=(llm.api_key, llm.traces_key))
         result = CommandResult(process.stdout, process.stderr)
         if not callable(self._reward):
             return _read_reward(command[0], result)
@@ -159,7 +165,9 @@ def _check_command(command: Any) -> list[str]:
     return [os.fspath(part) for part in command]
 
 
-def _environment(llm: LLM, rollout: Rollout, further: Mapping[str, str | None]) -> dict[str, str]:
+def _environment(
+    llm: LLM, rollout: Rollout, further: Mapping[str, str | None], sends_spans: bool
+) -> dict[str, str]:
     """Return the environment of the program."""
     assert rollout.attempt is not None, "only a dequeued rollout is executed"
     root = llm.endpoint.rstrip("/").removesuffix("/v1")
@@ -176,11 +184,11 @@ def _environment(llm: LLM, rollout: Rollout, further: Mapping[str, str | None]) 
     }
     if llm.api_key is not None:  # otherwise the client reads its own key from the environment
         ours |= {"OPENAI_API_KEY": llm.api_key, "ANTHROPIC_API_KEY": llm.api_key}
-    if llm.traced:
+    if sends_spans and llm.traces_key is not None:
         ours |= {
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{llm.endpoint}/traces",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"Authorization={quote(f'Bearer {llm.api_key}')}",
+            "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"Authorization={quote(f'Bearer {llm.traces_key}')}",
         }
     inherited = {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
     return {name: value for name, value in {**inherited, **ours, **further}.items() if value is not None}
@@ -211,10 +219,11 @@ def _read_reward(program: str, result: CommandResult) -> Any:
     )
 
 
-def _status_error(program: str, process: _Process, hidden: str | None) -> CommandError:
+def _status_error(program: str, process: _Process, hidden: tuple[str | None, ...]) -> CommandError:
     status, stderr = process.status, process.stderr.strip()
-    if hidden and hidden != "unused":
-        stderr = stderr.replace(hidden, "***")
+    for key in hidden:
+        if key and key != "unused":
+            stderr = stderr.replace(key, "***")
     reason = f"exit status {status}" if status >= 0 else f"signal {_signal_name(-status)}"
     lines = _last_lines(stderr, MESSAGE_LINES, MESSAGE_LETTERS)
     message = f"the agent's command {program} ended with {reason}. " + (

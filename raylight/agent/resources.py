@@ -83,7 +83,11 @@ class LLM(Resource):
     tokenizer_only: bool = False
     """True if only the tokenizer of this model is needed; then the model is not served."""
     traced: bool = False
-    """True for a model served by raylight: each attempt gets its own URL and its own key."""
+    """True for a model served by raylight: each attempt gets its own URL and its own keys."""
+    traces_key: str | None = Field(default=None, repr=False)
+    """Key with which other processes of the agent send spans and rewards to the attempt's `/v1/traces`; None
+    for a model that is not traced. `api_key` calls models only. Pass this one on only to code that may set
+    rewards."""
     agent_id: str | None = None
     """Id of the agent that calls through this model; set by `for_agent`."""
 
@@ -107,6 +111,7 @@ class LLM(Resource):
             sampling_parameters: dict[str, Any] = ...,
             tokenizer_only: bool = False,
             traced: bool = False,
+            traces_key: str | None = None,
             agent_id: str | None = None,
             resource_type: str = "llm",
         ) -> None: ...
@@ -123,14 +128,20 @@ class LLM(Resource):
         """True if each attempt has a URL of its own."""
         return self.traced
 
-    def for_attempt(self, rollout_id: str, attempt_id: str, secret: str) -> Self:
-        """Return the model with the URL and the key of one attempt, or itself if attempts share its URL."""
+    def for_attempt(self, rollout_id: str, attempt_id: str, secret: str, *, trains: bool = False) -> Self:
+        """Return the model with the URL and the keys of one attempt, or itself if attempts share its URL.
+
+        Args:
+            trains: True if the rollout's calls are trained.
+        """
         if not self.routed:
             return self
-        key = attempt_key(secret, rollout_id, attempt_id) if self.traced else self.api_key
-        return self.model_copy(
-            update={"endpoint": self._route(attempt_path(rollout_id, attempt_id)), "api_key": key}
-        )
+        update: dict[str, Any] = {"endpoint": self._route(attempt_path(rollout_id, attempt_id))}
+        if self.traced:
+            ids = (secret, rollout_id, attempt_id)
+            update["api_key"] = attempt_key(*ids, "train" if trains else "model")
+            update["traces_key"] = attempt_key(*ids, "traces")
+        return self.model_copy(update=update)
 
     def for_agent(self, agent_id: str) -> Self:
         """Return the model for one of a rollout's agents. Calls through it are recorded as that agent's.

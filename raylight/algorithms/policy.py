@@ -21,7 +21,7 @@ from raylight.experience.rewards import effective_reward, greedy_baselines
 from raylight.experience.settings import PolicySettings
 from raylight.experience.unused_settings import unused_settings
 from raylight.traces.rewards import MAX_REWARD
-from raylight.types import GREEDY, FinishedRollout, RolloutConfig
+from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Treatment of training calls whose recorded sampling is not the policy's own distribution: top_p, top_k,
     min_p, penalties, a bias, or temperature 0. error: the run ends. mask: their tokens are left out of the
     loss, and counted."""
+    override_sampling: bool = False
+    """Set the sampling of all calls of training rollouts, whatever the agent requests: the temperature of
+    `sampling_parameters` (1 if it has none), without top_p, top_k, min_p, penalties, biases and seeds."""
     sync_timeout_s: float = Field(default=120.0, gt=0, le=MAX_SECONDS)
     """Deadline in seconds for new weights to reach every engine."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
@@ -111,6 +114,23 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
                 f"{MAX_ROLLOUTS:,} rollouts in one step, which are in memory together; lower them"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_override(self) -> Self:
+        if self.training_temperature is not None and self.training_temperature < GREEDY_BELOW:
+            raise ValueError(
+                "override_sampling samples training rollouts at the temperature of sampling_parameters, "
+                "which is 0, so that all rollouts of a group would be equal; set a temperature above 0"
+            )
+        return self
+
+    @property
+    def training_temperature(self) -> float | None:
+        """Temperature of all calls of training rollouts; None leaves the sampling to the agents."""
+        if not self.override_sampling:
+            return None
+        temperature = self.sampling_parameters.get("temperature")
+        return 1.0 if temperature is None else float(temperature)
 
     @model_validator(mode="after")
     def _check_patience(self) -> Self:

@@ -19,6 +19,8 @@ from raylight.types import CallKey, FinishReason, HistoryNote, IntArray
 
 CONSTRAINED = "constrained"
 """Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
+OVERRIDDEN = "overridden"
+"""Key in a generation's `sampling`: requested parameters that `override_sampling` replaced."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class AttemptScope:
     attempt_id: str
     agent: str | None = None
     """Name of the calling agent, if its URL has one."""
+    trains: bool = field(default=False, compare=False)
+    """True if the calls of its rollout are trained."""
 
 
 @dataclass
@@ -82,6 +86,8 @@ class CaptureContext:
     answers after it."""
     history: HistoryNote | None = None
     """Relation of the request to the attempt's conversations; None if nothing compared them."""
+    overridden: Mapping[str, Any] = field(default_factory=dict)
+    """Requested sampling parameters that were replaced before the request reached the engine."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """Choice index -> sample."""
 

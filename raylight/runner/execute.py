@@ -20,7 +20,7 @@ from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read
 from raylight.runner.threads import AgentThreads
 from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import Failure, Rollout, Span
+from raylight.types import GREEDY, Failure, Rollout, Span
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RolloutContext:
     tracer: Tracer
     hooks: HookDispatcher
     secret: str
-    """Secret of the run, from which each attempt's API key is derived."""
+    """Secret of the run, from which each attempt's keys are derived."""
     threads: AgentThreads
     clock: Callable[[], float]
     runner: Any = None
@@ -124,8 +124,9 @@ async def _run_agent(
     """Call the agent under its time limit; returns the outcome, and the returned rewards as spans."""
     attempt, limit = rollout.attempt, rollout.config.timeout_seconds
     assert attempt is not None, "only a dequeued rollout is executed"
+    trains = rollout.mode == "train" and not rollout.metadata.get(GREEDY)
     scoped = {
-        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, context.secret)
+        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, context.secret, trains=trains)
         if isinstance(resource, LLM)
         else resource
         for name, resource in resources.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 
+from raylight.engines.capture_context import OVERRIDDEN
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
 from raylight.experience.batch import BatchReport
 from raylight.experience.call_relations import COUNTED
@@ -47,6 +48,9 @@ def describe(
         "trace/calls": float(content.relations.calls),
         **{f"trace/{name}": float(content.relations.counts[name]) for name in COUNTED},
         **_constraint_metrics(content),
+        "off_policy/overridden_calls": float(
+            sum(OVERRIDDEN in call.sampling for item in sampled for call in item.generations)
+        ),
         "off_policy/calls": float(content.off_policy_calls),
         "off_policy/tokens": float(content.tokens.off_policy),
         "off_policy/fraction": content.tokens.off_policy / max(content.tokens.sampled, 1),

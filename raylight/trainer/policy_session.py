@@ -84,7 +84,7 @@ class PolicySession(ServedSession):
         await self._start_coordinator()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
-        deployment = self._make_deployment(await self._sampling_seed())
+        deployment = self._make_deployment(await self._sampling_seed(), plan.algorithm.training_temperature)
         pool = self._make_pool()
         self._show_stage("starting the engine, the learners and the runners")
         settings = PolicySettings(

@@ -64,8 +64,14 @@ class ServedSession(Session):
             "coordinator_restarts": keeper.restarts,
         }
 
-    def _make_deployment(self, seed: int | None = None) -> Deployment:
-        """Return the serving deployment, whose seed is the run's unless another is given."""
+    def _make_deployment(
+        self, seed: int | None = None, training_temperature: float | None = None
+    ) -> Deployment:
+        """Return the serving deployment, whose seed is the run's unless another is given.
+
+        Args:
+            training_temperature: of all calls of training rollouts; None leaves the sampling to the agents.
+        """
         plan = self.plan
         spec = ReplicaSettings(
             app_name=plan.name,
@@ -76,6 +82,7 @@ class ServedSession(Session):
             seed=plan.seed if seed is None else seed,
             store=self.store,
             coordinator=self._coordinator.handle,
+            training_temperature=training_temperature,
         )
         deployment = Deployment(spec, self._owns_cluster)
         self._stack.push_async_callback(deployment.stop)

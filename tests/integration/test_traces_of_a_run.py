@@ -52,9 +52,12 @@ async def solver_and_critic(task: dict[str, int], model: rl.LLM, judge: rl.LLM, 
         "attributes": [{"key": "sum", "value": {"intValue": task["a"] + task["b"]}}],
     }
     async with httpx.AsyncClient() as http:
+        sender = {"Authorization": f"Bearer {model.traces_key}"}
         body = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
         answer = await http.post(
-            f"{model.get_base_url()}/traces", json=body, headers={"Authorization": f"Bearer {model.api_key}"}
+            f"{model.get_base_url()}/traces",
+            json=body,
+            headers=sender,
         )
         assert answer.status_code == 200, answer.text
     return float(is_right(task, answers[0] or ""))

@@ -40,15 +40,26 @@ class Endpoint:
         secret: secret of the run, from which the API keys of attempts are derived.
         host: address to listen on; None: one that all runners can reach.
         port: port to listen on; 0: any free port.
+        training_temperature: temperature of all calls of training rollouts; None leaves the sampling to the
+            agents.
 
     Attributes:
         url: base URL without `/v1`.
     """
 
-    def __init__(self, engine: Engine, store: StoreClient, secret: str, host: str | None, port: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: StoreClient,
+        secret: str,
+        host: str | None,
+        port: int,
+        training_temperature: float | None = None,
+    ) -> None:
         self._engine = engine
         self._store = store
         self._secret = secret
+        self._training_temperature = training_temperature
         self._host, self._port = host or reachable_host(), port
         self._name = f"minigrpo-{secrets.token_hex(4)}"
 
@@ -65,6 +76,7 @@ class Endpoint:
             self._add_spans,
             history=self._store.chat_history,
             is_finished=self._store.is_attempt_finished,
+            training_temperature=self._training_temperature,
         )
         self._server = _Server(
             uvicorn.Config(

@@ -41,7 +41,10 @@ async def train(
     )
     context.note(f"MiniGRPO needs {memory}")
     try:
-        async with Endpoint(engine, store, context.secret, settings.host, settings.port) as endpoint:
+        temperature = 1.0 if settings.override_sampling else None
+        async with Endpoint(
+            engine, store, context.secret, settings.host, settings.port, temperature
+        ) as endpoint:
             llm = LLM(endpoint=endpoint.url, model=MODEL_NAME, traced=True)
             await store.add_resources(context.resources_with(llm))
             context.stage(f"serving the model at {endpoint.url}")

@@ -81,6 +81,9 @@ class MiniGRPOSettings(Config):
     """Treatment of training calls whose recorded sampling is not the policy's own distribution: top_p, top_k,
     min_p, penalties, a bias, or temperature 0. error: the run ends. mask: their tokens are left out of the
     loss, and counted."""
+    override_sampling: bool = False
+    """Sample all calls of training rollouts at temperature 1, without top_p, top_k, min_p, penalties, biases
+    and seeds, whatever the agent requests."""
     failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a rollout whose agent failed; None excludes it."""
     max_steps_without_signal: int = Field(default=20, ge=1, le=MAX_COUNT)
@@ -151,6 +154,7 @@ RAYLIGHT_ONLY = frozenset(
         "memory_limit_gb",
         "max_logprob_mismatch",
         "off_policy_sampling",
+        "override_sampling",
         "failure_reward",
         "max_steps_without_signal",
         "host",

@@ -15,6 +15,10 @@ ACTOR, ROLLOUT, MODEL, REF = c.ACTOR, c.ROLLOUT, c.MODEL, c.REF
 FORWARD = "affects memory only: forward passes use the budget of training, learner.max_tokens_per_micro_batch"
 ROWS = "calls that extend the same tokens become one row, and statistics are over rollouts"
 ROW_LIMIT = "a row has at most data.max_prompt_length + max_response_length tokens"
+TRUNCATED = (
+    "training uses the policy's own distribution; for agents that truncate it, set "
+    "algorithm.off_policy_sampling or algorithm.override_sampling"
+)
 DATASETS = "datasets are arguments of Trainer.fit"
 
 _ALGORITHM = (
@@ -62,6 +66,8 @@ _ALGORITHM = (
         reason="groups are filtered by their rewards",
     ),
     only("use_pf_ppo", False, reason="rollouts are not resampled by reward"),
+    maps_to("off_policy_sampling", "algorithm.off_policy_sampling", own_default=True),
+    maps_to("override_sampling", "algorithm.override_sampling", own_default=True),
 )
 
 _DATA = (
@@ -250,8 +256,8 @@ _ROLLOUT = (
     ignored("trace_aggregator.trajectory_max_response_length", ROW_LIMIT),
     only("trace_aggregator.mode", "transition", "trajectory", "trajectory-strict", reason=ROWS),
     only("mode", "async", reason="agents call the engine over HTTP"),
-    only("top_p", 1, 1.0, reason="training uses the distribution that was sampled from"),
-    only("top_k", -1, 0, reason="training uses the distribution that was sampled from"),
+    only("top_p", 1, 1.0, reason=TRUNCATED),
+    only("top_k", -1, 0, reason=TRUNCATED),
     only("do_sample", True, reason="the agent decides how it samples"),
     only("ignore_eos", False, reason="a response ends where the model ends it"),
     only(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raylight.engines.capture_context import CaptureContext, Sample
+from raylight.engines.capture_context import OVERRIDDEN, CaptureContext, Sample
 from raylight.semconv import (
     AGENT_NAME,
     CALL_ID,
@@ -83,6 +83,7 @@ def records_of(
 def _generation(
     context: CaptureContext, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool
 ) -> Generation:
+    overridden = {OVERRIDDEN: dict(context.overridden)} if context.overridden else {}
     return Generation(
         key=key,
         model=model,
@@ -93,7 +94,7 @@ def _generation(
         finish_reason=sample.finish_reason if delivered else "aborted",
         start_time=context.start_time,
         end_time=end_time,
-        sampling=dict(sample.sampling),
+        sampling=dict(sample.sampling) | overridden,
         agent=context.scope.agent,
         policy_logprobs=np.array(sample.policy_logprobs, np.float32),
         allowed=np.array(sample.allowed, np.int32),

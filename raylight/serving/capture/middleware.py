@@ -26,6 +26,7 @@ from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
 from raylight.serving.capture.finished_attempts import FinishedAttempts
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
+from raylight.serving.capture.sampling_override import OVERRIDDEN_KEY
 from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
@@ -135,7 +136,14 @@ class CaptureMiddleware:
             )
         native = ChatDialect if scope["path"] == ChatDialect.path else CompletionsDialect
         keys = new_keys(attempt, count_choices(body, native is ChatDialect), _digest(body))
-        return CaptureContext(attempt, scope.get(DIALECT_KEY) or native.name, body, self._clock(), keys)
+        return CaptureContext(
+            attempt,
+            scope.get(DIALECT_KEY) or native.name,
+            body,
+            self._clock(),
+            keys,
+            overridden=scope.get(OVERRIDDEN_KEY) or {},
+        )
 
     async def _prompt(
         self, context: CaptureContext, sent: SentConversation | None, headers: dict[bytes, bytes]

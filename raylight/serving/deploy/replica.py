@@ -51,6 +51,8 @@ class ReplicaSettings:
     """Store for captured calls; None disables recording."""
     coordinator: Any
     """Handle of the `CoordinatorActor` that issues this replica's orders."""
+    training_temperature: float | None = None
+    """Temperature of all calls of training rollouts; None leaves the sampling to the agents."""
     route: str | None = None
     """Path at which Serve mounts the application; None: `/{app_name}`."""
 
@@ -140,6 +142,7 @@ class ReplicaRuntime:
             token_in=config.token_in,
             tolerate_rewrites=config.tolerate_rewrites,
             ignore_fields=config.ignore_fields,
+            training_temperature=settings.training_temperature,
             history=store.chat_history if store is not None else None,
             metrics=Metrics(engine_metrics),
             is_finished=store.is_attempt_finished if store is not None else None,

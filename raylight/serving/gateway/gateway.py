@@ -6,13 +6,14 @@ import hmac
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from raylight.agent.attempt_keys import is_attempt_key
+from raylight.agent.attempt_keys import KeyUse, key_use
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
@@ -22,6 +23,7 @@ from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinis
 from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
+from raylight.serving.capture.sampling_override import SamplingOverride
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.chat_normalizer import template_of
 from raylight.serving.dialects.ignored_fields import IgnoredFields
@@ -34,6 +36,8 @@ from raylight.traces.otlp import Sink, traces_route
 
 logger = logging.getLogger(__name__)
 
+TRACES = "/v1/traces"
+"""Path of the route of spans."""
 SECRET_HEADERS = (b"authorization", b"x-api-key", b"cookie", b"proxy-authorization")
 """Headers that inner layers do not receive."""
 
@@ -41,10 +45,10 @@ SECRET_HEADERS = (b"authorization", b"x-api-key", b"cookie", b"proxy-authorizati
 class Gateway:
     """Accepts a request if its key is valid for its address, its route exists, and its body is sound JSON.
 
-    `/rollout/{rid}/attempt/{aid}[/agent/{name}]/v1/...` takes that attempt's key alone; inner layers receive
-    `/v1/...` and find the attempt in `SCOPE`. All other addresses take the run's secret, except `/health`,
-    which needs no key. Errors are sent in the shape of the request's dialect. An exception of an inner layer
-    is logged and answered with status 500.
+    `/rollout/{rid}/attempt/{aid}[/agent/{name}]/v1/...` takes that attempt's keys alone, one that calls
+    models and one that sends spans. Inner layers receive `/v1/...` and find the attempt in `SCOPE`. All other
+    addresses take the run's secret, except `/health`, which needs no key. Errors are sent in the shape of the
+    request's dialect. An exception of an inner layer is logged and answered with status 500.
 
     Args:
         secret: the run's secret. None: no key is needed and attempts have no addresses, for a server of its
@@ -89,13 +93,15 @@ class Gateway:
         attempt, path = read_path(scope)
         dialect = dialect_of(path)
         timer = RequestTimer(self._metrics, send)
-        answer = ErrorShapingSend(timer.send, None if path == "/v1/traces" else dialect)
+        answer = ErrorShapingSend(timer.send, None if path == TRACES else dialect)
         headers = dict(scope["headers"])
         try:
-            if attempt is not None or path != "/health":
-                self._check_key(headers, attempt)
+            use = self._check_key(headers, attempt) if attempt is not None or path != "/health" else None
             route = find_route(scope["method"], path, attempt)
             timer.route = route.name
+            if attempt is not None:
+                _check_use(use, route)
+                attempt = replace(attempt, trains=use == "train")
             if attempt is not None:
                 await self._check_running(attempt, route, headers)
             await self._serve(route, attempt, scope, receive, answer)
@@ -116,8 +122,8 @@ class Gateway:
         finally:
             timer.end()
 
-    def _check_key(self, headers: dict[bytes, bytes], attempt: AttemptScope | None) -> None:
-        """Check that a key of the request is valid for its address.
+    def _check_key(self, headers: dict[bytes, bytes], attempt: AttemptScope | None) -> KeyUse | None:
+        """Check that a key of the request is valid for its address; return the use of an attempt's key.
 
         Raises:
             RequestError: 401, none is; 404, attempts have no addresses here.
@@ -127,7 +133,8 @@ class Gateway:
                 "this server records no rollouts; use its addresses without /rollout", 404, "not_found_error"
             )
         secret, keys = self._secret, _keys(headers)
-        if secret is not None and not any(_key_is_valid(key, secret, attempt) for key in keys):
+        uses = [] if secret is None else [_use_of(key, secret, attempt) for key in keys]
+        if secret is not None and not any(uses):
             self._metrics.rejected_keys.inc()
             problem = "it is not the key of this address" if keys else "the request has none"
             raise RequestError(
@@ -135,6 +142,7 @@ class Gateway:
                 401,
                 "authentication_error",
             )
+        return next(filter(None, uses), None)
 
     async def _check_running(self, attempt: AttemptScope, route: Route, headers: dict[bytes, bytes]) -> None:
         """Check that an attempt has not finished.
@@ -176,7 +184,7 @@ class Gateway:
                 await self._answer_health(inner, receive, answer)
             elif route.inner == "/metrics":
                 await Response(self._metrics.page(), media_type=CONTENT_TYPE)(inner, receive, answer)
-            elif route.inner == "/v1/traces":
+            elif route.inner == TRACES:
                 if self._traces is None:
                     raise RequestError("this server stores no spans", 404, "not_found_error")
                 await self._traces(inner, receive, answer)
@@ -235,6 +243,7 @@ def build_gateway(
     history: History | None = None,
     is_finished: IsFinished | None = None,
     ignore_fields: Sequence[str] = (),
+    training_temperature: float | None = None,
 ) -> ASGIApp:
     """Build the application of a replica: gateway, retry cache, translation, capture, and the engine's.
 
@@ -251,6 +260,8 @@ def build_gateway(
         is_finished: returns True if an attempt has finished, for requests that open no call; normally
             `StoreClient.is_attempt_finished`.
         ignore_fields: request fields to drop, as `EngineConfig.ignore_fields` names them.
+        training_temperature: temperature of all calls of training rollouts, which then sample from the whole
+            distribution; None leaves the sampling to the agents.
     """
     metrics = metrics or Metrics()
     finished = FinishedAttempts(is_finished)
@@ -261,6 +272,8 @@ def build_gateway(
             conversations = Conversations(engine.tokenizer, tolerate_rewrites=tolerate_rewrites)
         _add_gauges(metrics, recorder, conversations)
         app = CaptureMiddleware(app, engine, recorder, conversations, history, finished=finished)
+        if training_temperature is not None:
+            app = SamplingOverride(app, training_temperature, metrics.overridden.inc)
     app = TranslationMiddleware(app, template_of(engine.tokenizer))
     if recorder is not None:
         app = RetryCache(app, on_replay=metrics.replays.inc)
@@ -330,10 +343,29 @@ def _keys(headers: dict[bytes, bytes]) -> list[str]:
     return [key for key in keys if key]
 
 
-def _key_is_valid(key: str, secret: str, attempt: AttemptScope | None) -> bool:
+def _use_of(key: str, secret: str, attempt: AttemptScope | None) -> KeyUse | None:
+    """Return the use of a key that is valid for an attempt's address, or for the others; None if none is."""
     if attempt is not None:
-        return is_attempt_key(key, secret, attempt.rollout_id, attempt.attempt_id)
-    return hmac.compare_digest(key.encode(), secret.encode())
+        return key_use(key, secret, attempt.rollout_id, attempt.attempt_id)
+    return "model" if hmac.compare_digest(key.encode(), secret.encode()) else None
+
+
+def _check_use(use: KeyUse | None, route: Route) -> None:
+    """Check that an attempt's key is for the route: spans, which may be rewards, have a key of their own.
+
+    Raises:
+        RequestError: 403, it is for another use.
+    """
+    if (use == "traces") == (route.inner == TRACES):
+        return
+    raise RequestError(
+        "this key sends spans only; call models with the attempt's API key (llm.api_key)"
+        if use == "traces"
+        else "this key calls models only; send spans with llm.traces_key, which the agent passes to a "
+        "process that may set rewards (CommandAgent: sends_spans=True)",
+        403,
+        "permission_error",
+    )
 
 
 def _headers_of(error: RequestError) -> list[tuple[bytes, bytes]]:

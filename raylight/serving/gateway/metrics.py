@@ -48,6 +48,9 @@ class Metrics:
         self.ignored_fields = counter(
             "ignored_fields", "Requests from which a field of engine.ignore_fields was dropped", "field"
         )
+        self.overridden = counter(
+            "overridden_requests", "Requests of training rollouts whose sampling was replaced"
+        )
         self.rejected_keys = counter("rejected_keys", "Requests without a valid API key")
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

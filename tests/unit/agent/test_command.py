@@ -126,13 +126,15 @@ async def test_the_model_is_in_the_environment_and_not_on_the_command_line(
     assert key not in await printed("tr '\\0' ' ' < /proc/$$/cmdline")
 
 
-async def test_exporters_of_opentelemetry_find_the_endpoint() -> None:
-    variables = await environment()
+async def test_exporters_of_opentelemetry_find_the_endpoint_if_the_program_sends_spans() -> None:
     prefix = "OTEL_EXPORTER_OTLP_TRACES_"
+    assert not [name for name in await environment() if name.startswith(prefix)]
+    variables = await environment(sends_spans=True)
     endpoint = "http://host:8000/rollout/ro-1/attempt/at-1/v1/traces"
     assert variables[f"{prefix}ENDPOINT"] == endpoint
     headers = parse_env_headers(variables[f"{prefix}HEADERS"], liberal=True)
-    assert headers == {"authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
+    assert headers["authorization"].startswith("Bearer rl-")
+    assert headers != {"authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
 
 
 async def test_further_variables_are_added_and_removed() -> None:

@@ -7,7 +7,7 @@ import importlib
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import unquote
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ray import cloudpickle
 from unit_helpers import make_rollout
 
-from raylight.agent.attempt_keys import attempt_key, attempt_path, is_attempt_key
+from raylight.agent.attempt_keys import KeyUse, attempt_key, attempt_path, key_use
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
@@ -183,9 +183,11 @@ IDS = st.text("abcdefgh0123456789-/%. é", min_size=1, max_size=12)
 @given(secret=st.text(min_size=1), mine=st.tuples(IDS, IDS), other=st.tuples(IDS, IDS))
 def test_a_key_opens_its_own_attempt_only(secret: str, mine: tuple[str, str], other: tuple[str, str]) -> None:
     key = attempt_key(secret, *mine)
-    assert is_attempt_key(key, secret, *mine)
-    assert is_attempt_key(key, secret, *other) == (mine == other)
-    assert not is_attempt_key(key, secret + "x", *mine)
+    assert key_use(key, secret, *mine) == "model"
+    assert (key_use(key, secret, *other) is not None) == (mine == other)
+    for use in get_args(KeyUse):
+        assert key_use(attempt_key(secret, *mine, use), secret, *mine) == use
+    assert not key_use(key, secret + "x", *mine)
 
 
 def test_a_slash_in_an_id_does_not_make_another_attempts_key() -> None:
@@ -203,7 +205,7 @@ def test_an_id_is_one_segment_that_no_client_takes_for_a_way_up(name: str, segme
 
 @pytest.mark.parametrize("key", ["", "unused", "rl-", "schlüssel", "secret"])
 def test_what_is_no_key_opens_nothing(key: str) -> None:
-    assert not is_attempt_key(key, "secret", "ro-1", "at-1")
+    assert not key_use(key, "secret", "ro-1", "at-1")
 
 
 def test_the_key_does_not_show_the_secret() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from unit_helpers import make_context, make_rollout, run_attempt, until, within
 
-from raylight.agent.attempt_keys import is_attempt_key
+from raylight.agent.attempt_keys import key_use
 from raylight.agent.emit import emit_reward
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, ProxyLLM
@@ -299,7 +299,9 @@ async def test_each_model_is_scoped_to_the_attempt_as_its_kind_wants() -> None:
     route = "rollout/ro-1/attempt/at-1"
     assert given["coder"].endpoint == f"http://engine/run/{route}/v1"
     assert given["planner"].endpoint == f"http://engine/run/{route}/agent/planner/v1"
-    assert is_attempt_key(given["coder"].api_key, "secret", "ro-1", "at-1")
+    assert key_use(given["coder"].api_key, "secret", "ro-1", "at-1") in ("model", "train")
+    assert key_use(given["coder"].traces_key, "secret", "ro-1", "at-1") == "traces"
+    assert given["judge"].traces_key is None
     assert given["planner"].api_key == given["coder"].api_key
     assert given["judge"] is judge
     assert (given["proxied"].endpoint, given["proxied"].api_key) == (f"http://proxy/{route}/v1", "theirs")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit_helpers import enqueue, run_all, serving
 
-from raylight.agent.attempt_keys import is_attempt_key
+from raylight.agent.attempt_keys import key_use
 from raylight.agent.decorators import rollout as decorate
 from raylight.agent.resources import LLM
 from raylight.runner import runner as module
@@ -140,6 +140,6 @@ async def test_several_models_are_scoped_each_in_its_way(store: StoreClient) -> 
     for planner, judge, rollout in given:
         ids = (rollout.rollout_id, rollout.attempt.attempt_id)
         assert planner.endpoint == f"http://engine/rollout/{ids[0]}/attempt/{ids[1]}/v1"
-        assert is_attempt_key(planner.api_key, "secret", *ids)
+        assert key_use(planner.api_key, "secret", *ids)
         assert judge == served["judge"]
     assert len({planner.api_key for planner, _, _ in given}) == 4

@@ -33,6 +33,8 @@ DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
 # key, its value, settings that it changes, configuration that it needs
 CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{A}.adv_estimator", "rloo", {"algorithm.adv_estimator": "rloo"}, {}),
+    (f"{A}.off_policy_sampling", "mask", {"algorithm.off_policy_sampling": "mask"}, {}),
+    (f"{A}.override_sampling", True, {"algorithm.override_sampling": True}, {}),
     (f"{A}.gamma", 0.9, {"algorithm.gamma": 0.9}, {}),
     (f"{A}.lam", 0.95, {"algorithm.lam": 0.95}, {}),
     (f"{A}.norm_adv_by_std_in_grpo", False, {"algorithm.norm_adv_by_std": False}, {}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_helpers import SECRET, within
+from gateway_helpers import BODY, CHAT, SECRET, within
 from gateway_helpers import Site as Gated
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
@@ -78,7 +78,7 @@ async def test_spans_sent_to_an_attempts_address_are_its_own(site: Site, rollout
     rollout = await site.store.start_rollout("task", rollout_id=rollout_id)
     ids = ids_of(rollout)
     answer = await site.post(
-        attempt_path(*ids) + TRACES, attempt_key(SECRET, *ids), [a_span("one", 1), a_span("two", 2)]
+        attempt_path(*ids) + TRACES, attempt_key(SECRET, *ids, "traces"), [a_span("one", 1), a_span("two", 2)]
     )
     assert (answer.status_code, answer.json()) == (200, {})
     assert await site.names(rollout) == ["one", "two"]
@@ -88,7 +88,7 @@ async def test_spans_sent_to_an_attempts_address_are_its_own(site: Site, rollout
 
 async def test_an_attempts_address_takes_no_spans_of_another(site: Site) -> None:
     mine, other = await site.store.start_rollout(1), await site.store.start_rollout(2)
-    path, key = attempt_path(*ids_of(mine)) + TRACES, attempt_key(SECRET, *ids_of(mine))
+    path, key = attempt_path(*ids_of(mine)) + TRACES, attempt_key(SECRET, *ids_of(mine), "traces")
     answer = await site.post(path, key, [a_span("stolen")], **keyed(other))
     assert answer.status_code == 200
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
@@ -174,7 +174,7 @@ async def test_a_key_that_does_not_fit_stores_nothing(site: Site, where: str, ke
     rollout = await site.store.start_rollout(1)
     ids = ids_of(rollout)
     path = attempt_path(*ids) + TRACES if where == "attempt" else TRACES
-    other = {"attempt": SECRET, "run": attempt_key(SECRET, *ids)}[where]
+    other = {"attempt": SECRET, "run": attempt_key(SECRET, *ids, "traces")}[where]
     real = {"the other attempt's": attempt_key(SECRET, ids[0], "at-2"), "the other address's": other}.get(
         key, key
     )
@@ -208,3 +208,20 @@ async def test_an_exporter_is_told_to_come_back_while_the_store_is_down(site: Si
     site.lost = False
     assert (await site.post(TRACES, SECRET, [a_span("x")], **keyed(rollout))).status_code == 200
     assert await site.names(rollout) == ["x"]
+
+
+async def test_spans_have_a_key_of_their_own(site: Site) -> None:
+    """The key that agents call models with cannot set rewards, and the key for spans calls no model."""
+    rollout = await site.store.start_rollout(1)
+    ids = ids_of(rollout)
+    path = attempt_path(*ids)
+    for use in ("model", "train"):
+        answer = await site.post(path + TRACES, attempt_key(SECRET, *ids, use), [a_span("reward")])
+        assert answer.status_code == 403
+        assert "send spans with llm.traces_key" in answer.text
+        assert "sends_spans=True" in answer.text
+    assert await site.names(rollout) == []
+    headers = {"authorization": f"Bearer {attempt_key(SECRET, *ids, 'traces')}"}
+    answer = await site.client.post(f"{path}{CHAT}", headers=headers, json=BODY)
+    assert answer.status_code == 403
+    assert "call models with the attempt's API key" in answer.text

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from raylight.agent.attempt_keys import attempt_key, attempt_path, is_attempt_key
+from raylight.agent.attempt_keys import attempt_key, attempt_path, key_use
 from raylight.agent.resources import LLM
 from raylight.serving.gateway.routes import read_path
 
@@ -110,7 +110,7 @@ PATHS = joined(
 def test_a_key_opens_its_own_attempt_and_no_other(mine: tuple[str, str], other: tuple[str, str]) -> None:
     site = Site()
     key = attempt_key(SECRET, *mine)
-    assert is_attempt_key(key, SECRET, *other) == (mine == other)
+    assert (key_use(key, SECRET, *other) is not None) == (mine == other)
     assert asyncio.run(status(site, attempt_path(*mine) + CHAT, key)) == 200
     assert site.inner.attempts == [mine]
     if mine != other:
