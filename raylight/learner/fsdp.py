@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from raylight.config import LearnerConfig
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
-from raylight.learner.response_logprobs import response_logprobs
+from raylight.learner.response_logprobs import LogprobHead, SampledTokens, sampled_tokens, to_nested
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         check_adapter(wrapped, lora)
         return wrapped
 
+    def _add_head(self, module: Any) -> None:
+        """Make the model return log-probs instead of logits."""
+        LogprobHead(module.get_base_model() if self._is_lora else module)
+
     def _build_fsdp_module(self, module: Any) -> Any:
         forward_only = self.engine_config.forward_only
+        self._add_head(module)
         if forward_only:
             module.requires_grad_(False)
         if self._learner.dtype == "bf16":
@@ -110,16 +116,46 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 outputs.append(output)
         return verl.postprocess_batch_func(output_lst=outputs, indices=parts, data=data)
 
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        """Add the sampled tokens, whose log-probs the model returns instead of logits."""
+        inputs, arguments = super().prepare_model_inputs(micro_batch)
+        wanted = {
+            name: verl.tensordict_utils.get_non_tensor_data(data=micro_batch, key=key, default=False)
+            for name, key in (("entropy", "calculate_entropy"), ("entropy_grad", "entropy_grad"))
+        }
+        sampled = sampled_tokens(micro_batch, packed=self._learner.packed, **wanted)
+        if self.use_ulysses_sp:
+            sampled = self._slice_for_rank(sampled)
+        return inputs | {"sampled": sampled}, arguments | {"sampled": sampled}
+
+    def _slice_for_rank(self, sampled: SampledTokens) -> SampledTokens:
+        """Return the sampled tokens in this rank's slice of the sequence."""
+        order = sampled.positions.long().cumsum(-1) * sampled.positions  # from 1; 0 for all other tokens
+        own = verl.ulysses_pad_and_slice_inputs(order, None, self.ulysses_sequence_parallel_size)[0]
+        chosen = own[own > 0] - 1
+        return replace(
+            sampled,
+            positions=own > 0,
+            targets=sampled.targets[chosen],
+            temperatures=None if sampled.temperatures is None else sampled.temperatures[chosen],
+        )
+
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
-        """Compute the log-probs of responses only; verl computes prompts too, and row by row on a CPU."""
-        if self.use_ulysses_sp:
-            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        entropy = verl.tensordict_utils.get_non_tensor_data(
-            data=micro_batch, key="calculate_entropy", default=False
-        )
-        return response_logprobs(output, micro_batch, packed=self._learner.packed, entropy=entropy)
+        """Return the log-probs and entropies of sampled tokens in verl's layout."""
+        if not self.use_ulysses_sp:
+            return {name: to_nested(values, micro_batch) for name, values in output.items()}
+        own = output_args["sampled"].positions[0]
+        return {
+            name: torch.nested.nested_tensor_from_jagged(
+                self._gather_and_unpad_packed(
+                    values.new_zeros(own.shape).masked_scatter(own, values), output_args["pad_size"]
+                ),
+                micro_batch["input_ids"].offsets(),
+            )
+            for name, values in output.items()
+        }
 
     def _micro_batch_pass(
         self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool, last: bool
@@ -137,7 +173,11 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):
     """Engine of the critic: the policy's architecture with a head of one value per token."""
 
+    prepare_model_inputs = verl.FSDPEngineWithValueHead.prepare_model_inputs
     prepare_model_outputs = verl.FSDPEngineWithValueHead.prepare_model_outputs
+
+    def _add_head(self, module: Any) -> None:
+        """Keep the model's own head, which computes one value per token."""
 
     def _build_module(self) -> Any:
         """Build a token classifier as a language model, since verl's value models need flash attention."""

@@ -182,6 +182,7 @@ class Policy:
         settings = self._settings
         entropy = settings.calculate_entropy or settings.entropy_coef != 0
         data = to_tensordict(rows, self._config, global_rollouts=rollouts, entropy=entropy)
+        verl.tensordict_utils.assign_non_tensor(data, entropy_grad=settings.entropy_coef != 0)
         with self.engine.train_mode():
             output = self.engine.train_batch(data, loss_function=PolicyLoss(settings, rows))
         metrics = all_reduce_metrics(output["metrics"])

@@ -1,55 +1,156 @@
-"""Log-probs and entropies of response tokens. Those of prompts are not computed, as nothing reads them."""
+"""Log-probs and entropies of sampled tokens. Those of prompts and observations are not computed, as nothing
+reads them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from raylight.errors import ConfigError
+from raylight.learner.token_logprobs import chunk_tokens, token_logprobs
 
-def response_logprobs(output: Any, data: Any, *, packed: bool, entropy: bool) -> dict[str, torch.Tensor]:
-    """Compute the log-probs of response tokens, and with `entropy` the policy's entropies at these tokens.
 
-    Both are computed in float32, whatever the dtype of the logits.
+@dataclass(frozen=True, eq=False)
+class SampledTokens:
+    """The sampled tokens of a micro-batch, of which a model computes log-probs."""
+
+    positions: torch.Tensor
+    """True where the model predicts one, in the shape of its input ids."""
+    targets: torch.Tensor
+    """Ids of the tokens, row after row, shape (sampled tokens,)."""
+    temperatures: torch.Tensor | None
+    """Sampling temperatures of the tokens, float32, shape (sampled tokens,); None if all are 1."""
+    entropy: bool
+    """Compute the entropies of the tokens' distributions too."""
+    entropy_grad: bool
+    """Compute the gradient of the entropies."""
+
+
+class LogprobHead:
+    """Makes a causal language model return log-probs of sampled tokens instead of logits.
+
+    The model's own forward pass runs in two parts. The transformer runs once. The rest, the output layer and
+    what the architecture does around it (a soft cap, a scale), runs chunk by chunk, within a single call of
+    the output layer, so that FSDP gathers its weights once.
 
     Args:
-        output: output of a transformers model for the micro-batch `data`.
-        packed: the rows of the micro-batch are concatenated rather than padded.
+        model: language model of transformers, with or without adapters, before FSDP wraps it.
 
-    Returns:
-        Nested tensors `log_probs` and `entropy` of shape (rows, tokens of the row), in verl's layout: entry i
-            belongs to token i + 1, and entries of the prompt are 0.
+    Raises:
+        ConfigError: the model's transformer or output layer is not a direct child of the model.
     """
-    logits, selected = _response_logits(output.logits, data, packed)
-    lengths = data["responses"].offsets().diff()
-    temperature = data["temperature"].to(torch.float32)
-    if not bool((temperature == 1).all()):
-        logits = logits / temperature.repeat_interleave(lengths)[:, None]
-    logprobs = logits.float().log_softmax(-1)
-    results = {"log_probs": logprobs.gather(-1, data["responses"].values()[:, None])[:, 0]}
-    if entropy:
-        results["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
-    zeros, offsets = logprobs.new_zeros(selected.shape), data["input_ids"].offsets()
-    return {
-        name: torch.nested.nested_tensor_from_jagged(zeros.masked_scatter(selected, values), offsets)
-        for name, values in results.items()
-    }
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model: Any = model
+        self._own_forward = model.forward
+        head = self._model.get_output_embeddings()
+        names = {id(child): name for name, child in model.named_children()}
+        if id(self._model.base_model) not in names or id(head) not in names:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be trained: its transformer and its output layer are not "
+                "direct parts of the model; choose a model with the layout of transformers' causal language "
+                "models"
+            )
+        self._base_name, self._head_name = names[id(self._model.base_model)], names[id(head)]
+        self._head, self._head_forward = head, head.forward
+        self._vocabulary = self._model.config.get_text_config().vocab_size
+        self._model.forward = self._forward
+        head.forward = self._chunked
+
+    def _forward(self, *, sampled: SampledTokens, **inputs: Any) -> dict[str, torch.Tensor]:
+        """Return flat tensors `log_probs`, and `entropy` if it is wanted, of the sampled tokens."""
+        given = {name: value for name, value in inputs.items() if value is not None}
+        hidden = getattr(self._model, self._base_name)(**given)[0]
+        logprobs, entropies = self._head(hidden[sampled.positions], sampled)
+        return {"log_probs": logprobs} | ({} if entropies is None else {"entropy": entropies})
+
+    def _chunked(
+        self, hidden: torch.Tensor, sampled: SampledTokens
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return token_logprobs(
+            self._logits,
+            self._head.parameters(),
+            hidden,
+            sampled.targets,
+            sampled.temperatures,
+            chunk=chunk_tokens(self._vocabulary, hidden.device),
+            entropy=sampled.entropy,
+            entropy_grad=sampled.entropy_grad,
+        )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits that the model's own forward pass computes from the transformer's output."""
+        output = _TransformerOutput(hidden[None])
+        with self._replaced({self._base_name: lambda *_, **__: output, self._head_name: self._head_forward}):
+            return self._own_forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    @contextlib.contextmanager
+    def _replaced(self, children: dict[str, Any]) -> Iterator[None]:
+        """Replace children of the model by functions."""
+        modules = self._model._modules
+        own = {name: modules[name] for name in children}
+        modules.update(children)
+        try:
+            yield
+        finally:
+            modules.update(own)
+
+
+class _TransformerOutput:
+    """Output of a transformer that has nothing but the last hidden state."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def sampled_tokens(data: Any, *, packed: bool, entropy: bool, entropy_grad: bool) -> SampledTokens:
+    """Return the sampled tokens of the micro-batch `data`, whose rows are concatenated if `packed`."""
+    flat = flat_mask(data)
+    lengths, temperature = data["input_ids"].offsets().diff(), data["temperature"].to(torch.float32)
+    is_one = bool((temperature == 1).all())
+    positions = flat[None]
+    if not packed:
+        within = torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
+        positions = torch.zeros_like(within).masked_scatter(within, flat)
+    return SampledTokens(
+        positions=positions,
+        targets=data["input_ids"].values().roll(-1)[flat],
+        temperatures=None if is_one else temperature.repeat_interleave(lengths)[flat],
+        entropy=entropy,
+        entropy_grad=entropy_grad,
+    )
+
+
+def flat_mask(data: Any) -> torch.Tensor:
+    """Return True for the tokens before sampled tokens, over all tokens of a micro-batch."""
+    return data["loss_mask"].values().roll(-1) == 1  # the first token of a row is never sampled
+
+
+def to_nested(values: torch.Tensor, data: Any) -> torch.Tensor:
+    """Return a value per sampled token in verl's layout: nested, of shape (rows, tokens of the row).
+
+    Entry i belongs to token i + 1; entries of tokens that were not sampled are 0.
+    """
+    mask = flat_mask(data)
+    zeros = values.new_zeros(mask.shape)
+    return torch.nested.nested_tensor_from_jagged(
+        zeros.masked_scatter(mask, values), data["input_ids"].offsets()
+    )
 
 
 def select_response_tokens(nested: torch.Tensor, data: Any) -> torch.Tensor:
-    """Return the response entries of a tensor in the layout of `response_logprobs`, row after row."""
-    return nested.values()[_response_masks(data)[0]]
-
-
-def _response_logits(logits: torch.Tensor, data: Any, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits that predict response tokens, row after row, and their mask over all tokens."""
-    flat, padded = _response_masks(data)
-    return (logits[0][: len(flat)][flat] if packed else logits[:, : padded.shape[1]][padded]), flat
-
-
-def _response_masks(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masks of the tokens before response tokens: flat over all tokens, and padded by row."""
+    """Return the response entries of a tensor in the layout of `to_nested`, row after row."""
     lengths, prompts = (data[name].offsets().diff()[:, None] for name in ("input_ids", "prompts"))
     position = torch.arange(int(lengths.max()), device=lengths.device)[None]
     padded = (position >= prompts - 1) & (position < lengths - 1)
-    return padded[position < lengths], padded
+    return nested.values()[padded[position < lengths]]

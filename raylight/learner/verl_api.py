@@ -41,6 +41,7 @@ with warnings.catch_warnings():
     from verl.utils.import_utils import is_trl_available
     from verl.utils.metric import Metric
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+    from verl.utils.ulysses import ulysses_pad_and_slice_inputs
     from verl.workers.config import (
         ActorConfig,
         CriticConfig,
@@ -87,5 +88,6 @@ __all__ = [
     "register_policy_loss",
     "response_from_nested",
     "tensordict_utils",
+    "ulysses_pad_and_slice_inputs",
     "value_loss",
 ]

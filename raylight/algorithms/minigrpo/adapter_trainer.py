@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raylight.algorithms.minigrpo.loss import LossTerms, clipped_loss, group_advantages, token_logprobs
+from raylight.algorithms.minigrpo.loss import LossTerms, clipped_loss, group_advantages
 from raylight.algorithms.minigrpo.rows import (
     AdvantageRow,
     TokenBatch,
@@ -23,7 +23,10 @@ from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFi
 from raylight.experience.batch import TrainBatch
 from raylight.experience.correction_settings import TAIL, describe_excess
 from raylight.files import atomic_files
+from raylight.learner.token_logprobs import token_logprobs
 
+CHUNK = 128
+"""Tokens whose logits are in memory at a time."""
 MAX_SKIPPED_STEPS = 3
 """Optimizer steps in a row with a non-finite gradient after which training fails."""
 
@@ -67,9 +70,16 @@ def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def trained_logprobs(module: Any, tokens: TokenBatch) -> torch.Tensor:
     """Return log-probs of the trained tokens at their sampling temperatures, shape (trained tokens,)."""
     hidden = module.base_model(input_ids=tokens.ids, use_cache=False)[0].flatten(0, 1)
-    return token_logprobs(
-        module.get_output_embeddings(), hidden[tokens.positions], tokens.targets, tokens.temperatures
+    head = module.get_output_embeddings()
+    logprobs, _ = token_logprobs(
+        head,
+        head.parameters(),
+        hidden[tokens.positions],
+        tokens.targets,
+        tokens.temperatures,
+        chunk=CHUNK,
     )
+    return logprobs
 
 
 class AdapterTrainer:

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 EPSILON = 1e-6
 """Added to the standard deviation in a denominator."""
-CHUNK = 128
-"""Tokens whose logits are in memory at a time."""
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[str], by_std: bool = True) -> list[float]:
@@ -35,37 +32,6 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[str], by_std: bo
         for i, advantage in zip(indices, centred.tolist(), strict=True):
             advantages[i] = advantage
     return advantages
-
-
-def token_logprobs(
-    head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-) -> torch.Tensor:
-    """Return log-probs of tokens, shape (tokens,).
-
-    Logits are computed chunk by chunk, and again in the backward pass, so they are never in memory for all
-    tokens.
-
-    Args:
-        head: output layer.
-        hidden: hidden states that predict the targets, shape (tokens, hidden size).
-        targets: token ids, shape (tokens,).
-        temperatures: sampling temperatures, shape (tokens,).
-    """
-    parts = []
-    for begin in range(0, len(targets), CHUNK):
-        end = begin + CHUNK
-        inputs = (head, hidden[begin:end], targets[begin:end], temperatures[begin:end])
-        parts.append(
-            checkpoint(_chunk, *inputs, use_reentrant=False) if torch.is_grad_enabled() else _chunk(*inputs)
-        )
-    return torch.cat(parts)
-
-
-def _chunk(
-    head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-) -> torch.Tensor:
-    logits = head(hidden).float() / temperatures[:, None]
-    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 @dataclass(frozen=True)

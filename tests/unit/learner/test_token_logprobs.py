@@ -1,0 +1,102 @@
+"""Log-probs by chunks equal those of full logits, and so do their gradients."""
+
+import pytest
+import torch
+
+from raylight.learner.token_logprobs import token_logprobs
+
+TOKENS, VOCABULARY = 11, 40
+
+
+def plain(head, hidden, targets, temperatures):
+    logprobs = (head(hidden) / temperatures[:, None]).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, VOCABULARY)
+    hidden = torch.randn(TOKENS, 16, requires_grad=True)
+    return head, hidden, torch.randint(0, VOCABULARY, (TOKENS,)), torch.linspace(0.5, 1.5, TOKENS)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_chunks_change_neither_values_nor_gradients(case, chunk, entropy_grad):
+    head, hidden, targets, temperatures = case
+    leaves = [hidden, *head.parameters()]
+    expected = plain(*case)
+    weights = torch.linspace(-1, 1, TOKENS)
+    penalty = (expected[1] * weights).sum() if entropy_grad else 0
+    wanted = torch.autograd.grad((expected[0] * weights).sum() + penalty, leaves)
+    logprobs, entropies = token_logprobs(
+        head,
+        head.parameters(),
+        hidden,
+        targets,
+        temperatures,
+        chunk=chunk,
+        entropy=True,
+        entropy_grad=entropy_grad,
+    )
+    torch.testing.assert_close((logprobs, entropies), expected)
+    assert entropies.requires_grad == entropy_grad
+    loss = (logprobs * weights).sum() + (entropies * weights).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), wanted)
+
+
+@pytest.mark.parametrize("tokens", [0, 3, TOKENS])
+def test_temperatures_of_one_may_be_left_out(case, tokens):
+    head, hidden, targets, _ = case
+    arguments = (head, head.parameters(), hidden[:tokens], targets[:tokens])
+    scaled, _ = token_logprobs(*arguments, torch.ones(tokens), chunk=4)
+    logprobs, entropies = token_logprobs(*arguments, None, chunk=4)
+    assert torch.equal(logprobs, scaled)
+    assert entropies is None
+    logprobs.sum().backward()
+    assert hidden.grad is not None
+
+
+def test_frozen_weights_have_no_gradient(case):
+    head, hidden, targets, temperatures = case
+    head.requires_grad_(False)
+    logprobs, _ = token_logprobs(head, head.parameters(), hidden, targets, temperatures, chunk=4)
+    (found,) = torch.autograd.grad(logprobs.sum(), hidden)
+    torch.testing.assert_close(found, torch.autograd.grad(plain(*case)[0].sum(), hidden)[0])
+
+
+def test_no_more_than_a_chunk_of_logits_is_computed_at_a_time(case):
+    head, hidden, targets, temperatures = case
+    seen = []
+
+    def counting(part):
+        seen.append(len(part))
+        return head(part)
+
+    arguments = (counting, head.parameters(), hidden, targets, temperatures)
+    token_logprobs(*arguments, chunk=4)[0].sum().backward()
+    assert seen == [4, 4, 3, 4, 4, 3]
+    seen.clear()
+    token_logprobs(*arguments, chunk=TOKENS)[0].sum().backward()
+    assert seen == [TOKENS]
+    seen.clear()
+    with torch.no_grad():
+        token_logprobs(*arguments, chunk=6)
+    assert seen == [6, 5]
+
+
+def test_autocast_holds_in_the_backward_pass(case):
+    head, hidden, targets, temperatures = case
+    dtypes = []
+
+    def recording(part):
+        logits = head(part)
+        dtypes.append(logits.dtype)
+        return logits
+
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = token_logprobs(recording, head.parameters(), hidden, targets, temperatures, chunk=6)
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert set(dtypes) == {torch.bfloat16}
