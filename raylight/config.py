@@ -304,6 +304,13 @@ class LearnerConfig(Config):
     """Keep the optimizer's state in host memory while the learners are idle."""
     torch_compile: bool = False
     """Compile the model with `torch.compile`."""
+    fsdp_size: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """Ranks among which parameters, gradients and optimizer state are sharded; groups of so many ranks have
+    copies (HSDP). With the GPUs of a node as its size, only gradients travel between nodes. None: all
+    ranks."""
+    no_sync: bool = False
+    """Reduce gradients once per optimizer step instead of once per micro-batch. Less communication, but each
+    rank then holds the gradient of the whole model in float32."""
     ulysses: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509). More
     than one needs `packed`, GPUs and flash attention."""
@@ -327,6 +334,11 @@ class LearnerConfig(Config):
         if self.n % self.ulysses:
             raise ValueError(
                 f"n={self.n} ranks cannot be divided into sequence-parallel groups of ulysses={self.ulysses}"
+            )
+        if self.fsdp_size is not None and self.n % self.fsdp_size:
+            raise ValueError(
+                f"n={self.n} ranks cannot be divided into groups of fsdp_size={self.fsdp_size} that share a "
+                "model; give a divisor of n"
             )
         if self.max_row_tokens is not None and self.max_row_tokens > self.max_tokens_per_micro_batch:
             raise ValueError(

@@ -47,20 +47,18 @@ def peft_config(lora: LoraConfig, task: str | None) -> Any:
 
 
 def check_adapter(module: Any, lora: LoraConfig) -> None:
-    """Check that every adapted layer can be merged exactly: a linear layer with an untied weight.
+    """Check that every adapted layer can be sharded, and merged exactly: a linear layer within the
+    transformer.
 
     Raises:
         ConfigError: `target_modules` matches another layer.
     """
     from peft.tuners.lora import Linear, LoraLayer
 
-    tied = module.config.tie_word_embeddings
     for name, layer in module.named_modules():
-        if isinstance(layer, LoraLayer) and (
-            type(layer) is not Linear or (tied and name.endswith("lm_head"))
-        ):
+        if isinstance(layer, LoraLayer) and (type(layer) is not Linear or name.endswith("lm_head")):
             raise ConfigError(
                 f"lora.target_modules={lora.target_modules!r} matches {name}, which cannot be adapted: only "
-                "linear layers with an untied weight can; name other layers, or add it to "
+                "linear layers can, and not the output layer; name other layers, or add it to "
                 "lora.exclude_modules"
             )

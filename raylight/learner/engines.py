@@ -78,6 +78,8 @@ def _build(
             param_offload=config.param_offload and on_gpu,
             optimizer_offload=config.optimizer_offload and on_gpu,
             ulysses_sequence_parallel_size=config.ulysses,
+            fsdp_size=config.fsdp_size or -1,
+            use_no_sync_for_gradient_accumulation=config.no_sync,
             use_remove_padding=config.packed,
             use_dynamic_bsz=True,
             max_token_len_per_gpu=config.max_tokens_per_micro_batch,

@@ -17,6 +17,8 @@ VARIANTS = {
     "padded": {},
     "packed": {"packed": True},
     "tight": {"max_tokens_per_micro_batch": 18},
+    "tight-no-sync": {"max_tokens_per_micro_batch": 18, "no_sync": True},
+    "replicated": {"fsdp_size": 1},
     "lora": LORA,
 }
 SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}

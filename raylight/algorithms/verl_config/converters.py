@@ -197,6 +197,11 @@ def ranks(value: int, read: ConfigReader) -> int:
     return value * read("trainer.nnodes")
 
 
+def shard_size(value: int, read: ConfigReader) -> int | None:
+    """Return the ranks among which the model is sharded; None for verl's -1, and for more than there are."""
+    return value if 0 < value < ranks(read("trainer.n_gpus_per_node"), read) else None
+
+
 def replicas(value: int, read: ConfigReader) -> int:
     """Return the number of engines that fill all GPUs of the learners, which they share."""
     gpus = value * read("trainer.n_gpus_per_node")

@@ -13,6 +13,7 @@ from raylight.algorithms.verl_config.key_rules import KeyRule, by_full_key, igno
 
 ACTOR, ROLLOUT, MODEL, REF = c.ACTOR, c.ROLLOUT, c.MODEL, c.REF
 FORWARD = "affects memory only: forward passes use the budget of training, learner.max_tokens_per_micro_batch"
+CHUNKS = "log-probs and entropies are always computed in chunks"
 ROWS = "calls that extend the same tokens become one row, and statistics are over rollouts"
 ROW_LIMIT = "a row has at most data.max_prompt_length + max_response_length tokens"
 TRUNCATED = (
@@ -168,7 +169,16 @@ _ACTOR = (
     ),
     only("fsdp_config.model_dtype", "fp32", "float32", reason="trained parameters are stored in float32"),
     only("fsdp_config.strategy", "fsdp", "fsdp2", reason="FSDP2 is the training engine"),
-    only("fsdp_config.fsdp_size", -1, reason="parameters are sharded over all ranks"),
+    maps_to(
+        "fsdp_config.fsdp_size",
+        "learner.fsdp_size",
+        c.shard_size,
+        reads=("trainer.n_gpus_per_node", "trainer.nnodes"),
+    ),
+    maps_to("fsdp_config.use_no_sync_for_gradient_accumulation", "learner.no_sync"),
+    ignored("entropy_from_logits_with_chunking", CHUNKS),
+    ignored("entropy_from_logits_chunk_size", CHUNKS),
+    ignored("entropy_checkpointing", CHUNKS),
     ignored("fsdp_config.reshard_after_forward", "affects memory only: FSDP2 reshards"),
     ignored("fsdp_config.forward_prefetch", "affects speed only"),
     ignored("fsdp_config.wrap_policy", "FSDP2 wraps the model's own layers"),
@@ -198,7 +208,7 @@ _MODEL = (
     only("trust_remote_code", False, reason="code in the model's folder is never run"),
     only("enable_activation_offload", False, reason="activations are recomputed or kept, never offloaded"),
     only("use_liger", False, reason="layers are transformers' own"),
-    only("use_fused_kernels", False, reason="layers are transformers' own"),
+    ignored("use_fused_kernels", CHUNKS),
 )
 
 _REF = (

@@ -220,6 +220,15 @@ def test_several_ranks_need_one_gpu_each(n: int, gpus: float, fits: bool) -> Non
         LearnerConfig(n=n, num_gpus=gpus)
 
 
+@pytest.mark.parametrize(("n", "size", "fits"), [(4, 2, True), (4, 4, True), (4, 3, False), (2, 4, False)])
+def test_ranks_are_divided_into_groups_that_share_a_model(n: int, size: int, fits: bool) -> None:
+    if fits:
+        assert LearnerConfig(n=n, fsdp_size=size).fsdp_size == size
+        return
+    with pytest.raises(ConfigError, match="give a divisor of n"):
+        LearnerConfig(n=n, fsdp_size=size)
+
+
 def test_the_interface_is_found_by_the_address_of_the_node() -> None:
     assert find_interface("127.0.0.1").startswith("lo")
     with pytest.raises(

@@ -137,6 +137,8 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{ACTOR}.fsdp_config.dtype", "float32", {"learner.dtype": "fp32"}, {}),
     (f"{ACTOR}.ulysses_sequence_parallel_size", 2, {"learner.ulysses": 2}, EIGHT),
     (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 4, {"learner.ulysses": 4}, EIGHT),
+    (f"{ACTOR}.fsdp_config.fsdp_size", 4, {"learner.fsdp_size": 4}, EIGHT),
+    (f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation", True, {"learner.no_sync": True}, {}),
     (f"{ACTOR}.use_torch_compile", True, {"learner.torch_compile": True}, {}),
     (f"{ACTOR}.fsdp_config.use_torch_compile", True, {"learner.torch_compile": True}, {}),
     (f"{MODEL}.path", "models/other", {"algorithm.model": "models/other"}, {}),
