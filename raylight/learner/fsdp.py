@@ -15,7 +15,7 @@ from raylight.config import LearnerConfig
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
-from raylight.learner.response_logprobs import LogprobHead, SampledTokens, sampled_tokens, to_nested
+from raylight.learner.response_logprobs import LogprobHead, TargetTokens, sampled_tokens, to_nested
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             sampled = self._slice_for_rank(sampled)
         return inputs | {"sampled": sampled}, arguments | {"sampled": sampled}
 
-    def _slice_for_rank(self, sampled: SampledTokens) -> SampledTokens:
+    def _slice_for_rank(self, sampled: TargetTokens) -> TargetTokens:
         """Return the sampled tokens in this rank's slice of the sequence."""
         order = sampled.positions.long().cumsum(-1) * sampled.positions  # from 1; 0 for all other tokens
         own = verl.ulysses_pad_and_slice_inputs(order, None, self.ulysses_sequence_parallel_size)[0]

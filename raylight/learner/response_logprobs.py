@@ -15,7 +15,7 @@ from raylight.learner.token_logprobs import chunk_tokens, token_logprobs
 
 
 @dataclass(frozen=True, eq=False)
-class SampledTokens:
+class TargetTokens:
     """The sampled tokens of a micro-batch, of which a model computes log-probs."""
 
     positions: torch.Tensor
@@ -61,7 +61,7 @@ class LogprobHead:
         self._model.forward = self._forward
         head.forward = self._chunked
 
-    def _forward(self, *, sampled: SampledTokens, **inputs: Any) -> dict[str, torch.Tensor]:
+    def _forward(self, *, sampled: TargetTokens, **inputs: Any) -> dict[str, torch.Tensor]:
         """Return flat tensors `log_probs`, and `entropy` if it is wanted, of the sampled tokens."""
         given = {name: value for name, value in inputs.items() if value is not None}
         hidden = getattr(self._model, self._base_name)(**given)[0]
@@ -69,7 +69,7 @@ class LogprobHead:
         return {"log_probs": logprobs} | ({} if entropies is None else {"entropy": entropies})
 
     def _chunked(
-        self, hidden: torch.Tensor, sampled: SampledTokens
+        self, hidden: torch.Tensor, sampled: TargetTokens
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return token_logprobs(
             self._logits,
@@ -113,7 +113,7 @@ class _TransformerOutput:
         return None
 
 
-def sampled_tokens(data: Any, *, packed: bool, entropy: bool, entropy_grad: bool) -> SampledTokens:
+def sampled_tokens(data: Any, *, packed: bool, entropy: bool, entropy_grad: bool) -> TargetTokens:
     """Return the sampled tokens of the micro-batch `data`, whose rows are concatenated if `packed`."""
     flat = flat_mask(data)
     lengths, temperature = data["input_ids"].offsets().diff(), data["temperature"].to(torch.float32)
@@ -122,7 +122,7 @@ def sampled_tokens(data: Any, *, packed: bool, entropy: bool, entropy_grad: bool
     if not packed:
         within = torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
         positions = torch.zeros_like(within).masked_scatter(within, flat)
-    return SampledTokens(
+    return TargetTokens(
         positions=positions,
         targets=data["input_ids"].values().roll(-1)[flat],
         temperatures=None if is_one else temperature.repeat_interleave(lengths)[flat],
