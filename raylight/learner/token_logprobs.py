@@ -118,9 +118,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         targets, temperatures, hidden = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         totals: list[torch.Tensor | None] = [None] * len(ctx.parameters)
