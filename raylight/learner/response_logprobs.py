@@ -44,21 +44,21 @@ class LogprobHead:
         ConfigError: the model's transformer or output layer is not a direct child of the model.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model: Any = model
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._own_forward = model.forward
-        head = self._model.get_output_embeddings()
+        head = model.get_output_embeddings()
         names = {id(child): name for name, child in model.named_children()}
-        if id(self._model.base_model) not in names or id(head) not in names:
+        if id(model.base_model) not in names or id(head) not in names:
             raise ConfigError(
                 f"{type(model).__name__} cannot be trained: its transformer and its output layer are not "
                 "direct parts of the model; choose a model with the layout of transformers' causal language "
                 "models"
             )
-        self._base_name, self._head_name = names[id(self._model.base_model)], names[id(head)]
+        self._base_name, self._head_name = names[id(model.base_model)], names[id(head)]
         self._head, self._head_forward = head, head.forward
-        self._vocabulary = self._model.config.get_text_config().vocab_size
-        self._model.forward = self._forward
+        self._vocabulary = model.config.get_text_config().vocab_size
+        model.forward = self._forward
         head.forward = self._chunked
 
     def _forward(self, *, sampled: TargetTokens, **inputs: Any) -> dict[str, torch.Tensor]:
