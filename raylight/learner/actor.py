@@ -21,6 +21,7 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
+from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
 from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.learner.stack_dump import StackDump, dump_stacks
@@ -154,6 +155,10 @@ class LearnerActor:
         """Return the version and the adapter on rank 0, else None."""
         adapter = self._policy.export_adapter()
         return (self._policy.version, LoraAdapter(*adapter)) if adapter is not None else None
+
+    def answer_driver(self, urls: list[str], token: str) -> dict[str, str]:
+        """Write a token to folders that have the driver's; see `shared_storage`."""
+        return shared_storage.answer(urls, token, self._rank)
 
     def save(self, folder: str) -> None:
         """Write the model in Hugging Face format."""

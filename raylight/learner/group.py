@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.actor import WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
+from raylight.learner.shared_storage import check_shared
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,27 @@ class LearnerGroup:
             "open_rendezvous", ranks=[0], timeout_setting="start_timeout_s", limit=limit
         )
         await self._call("setup", address, *args, timeout_setting="start_timeout_s", limit=end - clock())
+
+    async def check_storage(self, folders: Mapping[str, str]) -> None:
+        """Check that learners on other nodes share folders with the driver; free if there are none.
+
+        Args:
+            folders: folder or URL by the name of its setting.
+
+        Raises:
+            ConfigError: a learner does not share a folder.
+        """
+        driver = ray.get_runtime_context().get_node_id()
+        bundles_to_nodes: dict[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
+        nodes = [bundles_to_nodes[bundle] for bundle in order_by_node(bundles_to_nodes)]
+        if set(nodes) <= {driver}:
+            return
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+        async def ask(urls: list[str], token: str) -> list[Mapping[str, str]]:
+            return await self._call("answer_driver", urls, token)
+
+        await check_shared(folders, [addresses[node] for node in nodes], secrets.token_hex(4), ask)
 
     async def restart(self) -> None:
         """Kill all ranks, and start and set them up again in the same bundles, with the initial weights.

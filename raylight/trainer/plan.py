@@ -72,6 +72,8 @@ class PolicyPlan(ServedPlan):
     algorithm: PolicyAlgorithm
     learner: LearnerConfig
     checkpoint: CheckpointConfig
+    output_dir: str
+    """The run directory."""
     state_url: str
     """Folder or URL of the training states."""
     total_steps: int

@@ -94,6 +94,10 @@ class PolicySession(ServedSession):
             serving = tasks.create_task(deployment.start())
             tasks.create_task(self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed))
             tasks.create_task(pool.start())
+        if plan.checkpoint.path:  # the models in output_dir can be exported from a state
+            await self.learners.check_storage({"checkpoint.path": plan.state_url})
+        else:
+            await self.learners.check_storage({"output_dir": plan.output_dir})
         # an engine may compile at its first request, which belongs to its start
         patience = max(plan.algorithm.sync_timeout_s, plan.engine.start_timeout_s)
         if plan.serves_adapter:

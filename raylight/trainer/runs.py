@@ -205,6 +205,7 @@ class PolicyRun(Run):
             engine=trainer.engine.model_copy(update={"kind": trainable_engine(trainer)}),
             learner=trainer.learner,
             checkpoint=trainer.checkpoint,
+            output_dir=str(folder),
             state_url=resolve_state_url(trainer.checkpoint.path or str(folder / "state")),
             seed=trainer.seed,
             total_steps=algorithm.steps(len(self.train_tasks)),

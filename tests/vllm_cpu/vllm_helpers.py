@@ -21,8 +21,8 @@ def expected_logprobs(
 ) -> torch.Tensor:
     """Return the log-probs of the tokens of `output` in plain transformers."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor(output)[:, None])[:, 0]
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor([*output])[:, None])[:, 0]
 
 
 def difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:

@@ -271,6 +271,7 @@ async def live(
         algorithm=algorithm,
         learner=LearnerConfig(max_restarts=2),
         checkpoint=CheckpointConfig(every=3),
+        output_dir="",
         state_url=str(folder / "state"),
         total_steps=STEPS,
         trained_agents=None,

@@ -133,6 +133,7 @@ def test_the_plan_of_a_policy_is_written_whole() -> None:
         engine=EngineConfig(),
         learner=LearnerConfig(),
         checkpoint=CheckpointConfig(),
+        output_dir="",
         state_url="state",
         seed=4,
         total_steps=7,
