@@ -1,5 +1,6 @@
 """Learners that do not share the folders of a run are found at the start."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ async def test_shared_folders_pass_and_are_left_as_they_were(tmp_path: Path):
     folders = {"output_dir": str(tmp_path), "checkpoint.path": "memory://bucket/run"}
     MemoryFileSystem().makedirs("/bucket/run", exist_ok=True)
     await check_shared(folders, NODES, "t", ranks_that_see([{}, {}]))
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert os.listdir(tmp_path) == ["config.yaml"]
     assert MemoryFileSystem().ls("/bucket/run") == []
     MemoryFileSystem.store.clear()
 
