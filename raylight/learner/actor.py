@@ -18,9 +18,9 @@ import ray
 from raylight.config import LearnerConfig, cpu_threads
 from raylight.disk import disk_errors
 from raylight.engines.protocol import LoraAdapter
-from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
+from raylight.experience.shards import BatchShard
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
 from raylight.learner.rendezvous import open_store, use_interface_of
@@ -132,10 +132,15 @@ class LearnerActor:
         self._writing_group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         self._policy = Policy(model_path, self._config, settings, total_steps)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Update the policy with a batch; return metrics, equal on all ranks except for the time."""
+    def update(self, shards: list[Any]) -> dict[str, float]:
+        """Update the policy with a batch; return metrics, equal on all ranks except for the time.
+
+        Args:
+            shards: object references of the batch's shards. This rank fetches its own only.
+        """
         start = time.perf_counter()
-        metrics = self._policy.update(batch)
+        shard: BatchShard = ray.get(shards[self._policy.engine.get_data_parallel_rank()])
+        metrics = self._policy.update_shard(shard)
         return metrics | {"learner/update_s": time.perf_counter() - start}
 
     def logprobs(self, ids: list[int]) -> list[float] | None:

@@ -8,6 +8,7 @@ last token; a turn reward is on the last token of the call before it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 
 from raylight.errors import ConfigError
-from raylight.experience.batch import TrainBatch
 from raylight.experience.registry import select_arguments
 from raylight.experience.settings import PolicySettings
+from raylight.experience.shards import BatchOutline
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow
 
@@ -64,43 +65,31 @@ class RolloutSequences:
     """Rollouts as sequences of their sampled tokens, in matrices of shape (rollouts, longest rollout).
 
     Args:
-        rows: all rows of the batch.
-        rollouts: number of rollouts, including those without rows.
+        outline: all rollouts and rows of the batch.
     """
 
-    def __init__(self, rows: list[TrainRow], rollouts: int) -> None:
-        self._rows: list[list[TrainRow]] = [[] for _ in range(rollouts)]
-        for row in rows:
-            self._rows[row.rollout].append(row)
-        self._sampled = {row.index: torch.nonzero(row.mask == 1)[:, 0] for row in rows}
-        self.lengths = torch.tensor(
-            [sum(len(self._sampled[row.index]) for row in own_rows) for own_rows in self._rows]
-        )
+    def __init__(self, outline: BatchOutline) -> None:
+        self._outline, self._starts = outline, outline.starts
+        self.lengths = torch.from_numpy(outline.sampled_of_rollouts)
         width = max(int(self.lengths.max()), 1)
         self.mask = (torch.arange(width) < self.lengths[:, None]).float()
 
-    def concatenate(self, field: str) -> torch.Tensor:
-        """Concatenate a field of each rollout's rows; entries after a rollout's end are 0."""
+    def matrix(self, values: Mapping[int, np.ndarray[Any, Any]]) -> torch.Tensor:
+        """Arrange values of sampled tokens, by row index. Entries after a rollout's end are 0."""
         matrix = torch.zeros_like(self.mask)
-        for rollout, own_rows in enumerate(self._rows):
-            parts = [getattr(row, field)[self._sampled[row.index]] for row in own_rows]
-            if parts:
-                matrix[rollout, : self.lengths[rollout]] = torch.cat(parts)
+        for index, row_values in values.items():
+            start, rollout = self._starts[index], self._outline.owners[index]
+            matrix[rollout, start : start + len(row_values)] = torch.from_numpy(row_values)
         return matrix
 
-    def split_by_row(self, matrix: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Split a matrix by row index, with an entry per response token, 0 if it was not sampled."""
-        by_row = {}
-        for rollout, own_rows in enumerate(self._rows):
-            start = 0
-            for row in own_rows:
-                sampled = self._sampled[row.index]
-                by_row[row.index] = torch.zeros(len(row.response))
-                by_row[row.index][sampled] = matrix[rollout, start : start + len(sampled)].float()
-                start += len(sampled)
-        return by_row
+    def select(self, row: TrainRow, matrix: torch.Tensor) -> torch.Tensor:
+        """Return a row's values of a matrix, with an entry per response token, 0 if it was not sampled."""
+        values, sampled = torch.zeros(len(row.response)), row.mask == 1
+        start = self._starts[row.index]
+        values[sampled] = matrix[row.rollout, start : start + int(sampled.sum())].float()
+        return values
 
-    def rewards(self, batch: TrainBatch) -> torch.Tensor:
+    def rewards(self) -> torch.Tensor:
         """Return the batch's rewards, each on its token.
 
         The reward of a truncated call, or of one whose last tokens were forced, is on the last trained token
@@ -111,101 +100,111 @@ class RolloutSequences:
         """
         rewards = torch.zeros_like(self.mask, dtype=torch.float64)
         last = (self.lengths - 1).clamp(min=0)
-        rewards[torch.arange(len(last)), last] = torch.tensor(batch.rewards, dtype=torch.float64)
-        for turn in batch.turn_rewards:
-            position = (
-                int(last[turn.rollout])
-                if turn.row is None
-                else self._position(turn.rollout, turn.row, turn.token)
-            )
-            rewards[turn.rollout, position] += turn.value
+        rewards[torch.arange(len(last)), last] = torch.tensor(self._outline.rewards, dtype=torch.float64)
+        for turn in self._outline.turn_rewards:
+            rewards[turn.rollout, turn.position] += turn.value
         return rewards
 
-    def row_fractions(self) -> dict[int, float]:
-        """Return, by row index, the fraction of its rollout's sampled tokens that a row has."""
-        lengths = self.lengths.clamp(min=1).tolist()
-        return {
-            row.index: len(self._sampled[row.index]) / lengths[row.rollout]
-            for own_rows in self._rows
-            for row in own_rows
-        }
-
-    def _position(self, rollout: int, index: int, token: int) -> int:
-        """Return the position in the rollout's sequence of the last sampled token up to `token` of a row."""
-        start = 0
-        for row in self._rows[rollout]:
-            if row.index == index:
-                count = int((self._sampled[index] <= token - len(row.prompt)).sum())
-                return max(start + count - 1, 0)
-            start += len(self._sampled[row.index])
-        raise AssertionError(f"row {index} does not belong to rollout {rollout}")
+    def row_fraction(self, row: TrainRow) -> float:
+        """Return the fraction of its rollout's sampled tokens that a row has."""
+        return int(self._outline.sampled[row.index]) / max(int(self.lengths[row.rollout]), 1)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result of an estimator by row index, with one entry per response token."""
+    """Result of an estimator, as matrices of `sequences`."""
 
-    advantages: dict[int, torch.Tensor]
-    returns: dict[int, torch.Tensor]
-    rollout_fractions: dict[int, float]
+    sequences: RolloutSequences
+    advantages: torch.Tensor
+    returns: torch.Tensor
     metrics: dict[str, float]
+    weighs_rows: bool
+    """True if the loss averages over rows. The advantages are then multiplied by the row's fraction of its
+    rollout's tokens, which makes a rollout count once."""
+
+    def assign(self, row: TrainRow) -> None:
+        """Set the advantages, returns and rollout fraction of a row."""
+        row.advantages = self.sequences.select(row, self.advantages)
+        row.returns = self.sequences.select(row, self.returns)
+        row.rollout_fraction = self.sequences.row_fraction(row)
+        if self.weighs_rows:
+            row.advantages = row.advantages * row.rollout_fraction
 
 
 def add_advantages(
-    batch: TrainBatch,
-    rows: list[TrainRow],
-    own_rows: list[TrainRow],
-    settings: PolicySettings,
-    kl: KlController,
+    outline: BatchOutline, rows: list[TrainRow], settings: PolicySettings, kl: KlController
 ) -> dict[str, float]:
-    """Set the rows' advantages, returns and rollout fractions; return metrics, equal on all ranks. A
-    collective.
+    """Set the rows' advantages, returns, rollout fractions and, with a critic, values that other ranks
+    computed; return metrics, equal on all ranks. A collective.
 
     Args:
-        rows: all rows of the batch; fields computed by other ranks are filled in where the estimator needs
-            them.
-        own_rows: this rank's rows with their computed fields; some may be copies with an empty mask.
+        rows: this rank's; some may be copies with an empty mask.
     """
     fields = ["old_logprobs", "ref_logprobs"] if settings.kl_reward_coef else []
     fields += ["values"] if settings.critic else []
-    if fields:
-        _all_gather_fields(rows, own_rows, fields)
-    result = estimate(batch, rows, settings, kl)
-    for row in [*rows, *own_rows]:
-        row.advantages, row.returns = result.advantages[row.index], result.returns[row.index]
-        row.rollout_fraction = result.rollout_fractions[row.index]
+    sequences = RolloutSequences(outline)
+    matrices = {name: sequences.matrix(_all_gather_field(rows, name)) for name in fields}
+    result = estimate(outline, sequences, matrices, settings, kl)
+    for row in rows:
+        result.assign(row)
+        if settings.critic and row.values is None:
+            row.values = sequences.select(row, matrices["values"])
     return result.metrics
 
 
-def estimate(batch: TrainBatch, rows: list[TrainRow], settings: PolicySettings, kl: KlController) -> Estimate:
-    """Compute advantages and returns of all rows from their fields.
+def estimate(
+    outline: BatchOutline,
+    sequences: RolloutSequences,
+    matrices: Mapping[str, torch.Tensor],
+    settings: PolicySettings,
+    kl: KlController,
+) -> Estimate:
+    """Compute advantages and returns of all rollouts.
+
+    Args:
+        matrices: by name, the fields of rows that the settings need: `old_logprobs` and `ref_logprobs` for a
+            KL penalty in the reward, `values` for a critic.
 
     Raises:
         ConfigError: a user's estimator returned something of another shape, or a value that is not finite.
     """
-    sequences = RolloutSequences(rows, len(batch.rewards))
-    rewards, metrics = sequences.rewards(batch), {}
+    rewards, metrics = sequences.rewards(), {}
     if settings.kl_reward_coef:
-        old: Any = sequences.concatenate("old_logprobs")
-        reference: Any = sequences.concatenate("ref_logprobs")
+        old: Any = matrices["old_logprobs"]
+        reference: Any = matrices["ref_logprobs"]
         token_kl: torch.Tensor = verl.kl_penalty(old, reference, settings.kl_reward_type) * sequences.mask
         rewards = rewards - kl.coef * token_kl
         mean = float((token_kl.sum(-1) / sequences.lengths.clamp(min=1)).mean())
         metrics = {"learner/kl_in_reward": mean, "learner/kl_reward_coef": kl.coef}
-        kl.update(mean, len(batch.rewards))
-    advantages, returns = _run_estimator(rewards, sequences, batch, settings)
+        kl.update(mean, len(outline.rewards))
+    advantages, returns = _run_estimator(rewards, sequences, outline, matrices.get("values"), settings)
     metrics["learner/advantage_abs_mean"] = float(
         (advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1)
     )
-    by_row, fractions = sequences.split_by_row(advantages), sequences.row_fractions()
-    if settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss_mode in ROW_MEAN_LOSSES:
-        # the loss adds row means and divides by rollouts; weighting rows by length makes a rollout count once
-        by_row = {index: by_row[index] * fraction for index, fraction in fractions.items()}
-    return Estimate(by_row, sequences.split_by_row(returns), fractions, metrics)
+    if settings.critic is not None:
+        sampled = sequences.mask == 1
+        metrics["critic/explained_variance"] = explained_variance(
+            matrices["values"][sampled], returns[sampled]
+        )
+    weighs_rows = settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss_mode in ROW_MEAN_LOSSES
+    return Estimate(sequences, advantages, returns, metrics, weighs_rows)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """Return the fraction of the variance of the sampled tokens' returns that the values explain.
+
+    1 means all of it, 0 no more than a constant. It is 0 if all returns are equal.
+    """
+    variance = float(returns.var(correction=0))
+    return 1 - float((returns - values).var(correction=0)) / variance if variance > 1e-12 else 0.0
 
 
 def _run_estimator(
-    rewards: torch.Tensor, sequences: RolloutSequences, batch: TrainBatch, settings: PolicySettings
+    rewards: torch.Tensor,
+    sequences: RolloutSequences,
+    outline: BatchOutline,
+    values: torch.Tensor | None,
+    settings: PolicySettings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the estimator with the arguments it has parameters for; return advantages and returns."""
     name, user_function = settings.adv_estimator, settings.user_estimator
@@ -213,7 +212,7 @@ def _run_estimator(
     arguments: dict[str, Any] = {
         "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
-        "index": np.array(batch.groups, dtype=object),
+        "index": np.array(outline.groups, dtype=object),
         "gamma": settings.gamma,
         "lam": settings.lam,
         "norm_adv_by_std_in_grpo": settings.norm_adv_by_std,
@@ -221,10 +220,10 @@ def _run_estimator(
             gamma=settings.gamma, lam=settings.lam, norm_adv_by_std_in_grpo=settings.norm_adv_by_std
         ),
     }
-    if settings.critic is not None:
-        arguments["values"] = sequences.concatenate("values")
-    if batch.baselines is not None:
-        arguments["reward_baselines"] = torch.tensor(batch.baselines, dtype=torch.float64)
+    if values is not None:
+        arguments["values"] = values
+    if outline.baselines is not None:
+        arguments["reward_baselines"] = torch.tensor(outline.baselines, dtype=torch.float64)
     # verl cannot whiten a single token; two copies of it have the same mean
     single_token = name in WHITENING_ESTIMATORS and sequences.mask.sum() == 1
     result = function(**select_arguments(function, _duplicate(arguments) if single_token else arguments))
@@ -265,12 +264,13 @@ def _check_result(name: str, kind: str, matrix: Any, sequences: RolloutSequences
         )
 
 
-def _all_gather_fields(rows: list[TrainRow], own_rows: list[TrainRow], fields: list[str]) -> None:
-    """Set fields of all rows to the values that their ranks computed. A collective."""
-    own = {row.index: {field: getattr(row, field).numpy() for field in fields} for row in own_rows}
+def _all_gather_field(rows: list[TrainRow], name: str) -> dict[int, np.ndarray[Any, Any]]:
+    """Return a field of the sampled tokens of all ranks' rows, by row index. A collective."""
+    own = {
+        row.index: values[row.mask == 1].numpy()
+        for row in rows
+        if (values := getattr(row, name)) is not None and row.mask.any()
+    }
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, own)
-    values = {index: row_values for rank in ranks for index, row_values in rank.items()}
-    for row in rows:
-        for field in fields:
-            setattr(row, field, torch.from_numpy(values[row.index][field]))
+    return {index: values for rank in ranks for index, values in rank.items()}

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
-
 from raylight.config import LearnerConfig
 from raylight.experience.settings import CriticSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import build_critic, optimizer_config
 from raylight.learner.faults import GradientGuard
 from raylight.learner.metrics import CRITIC_NAMES, all_reduce_metrics, mean_over_steps, rename_metrics
-from raylight.learner.rows import TrainRow, shard_for_rank, split_minibatches, to_tensordict
+from raylight.learner.rows import Minibatch, TrainRow, to_tensordict
 
 
 class Critic:
@@ -50,46 +48,26 @@ class Critic:
         ):
             row.values = values.float().cpu()
 
-    def update(self, rows: list[TrainRow]) -> dict[str, float]:
+    def update(self, minibatches: list[Minibatch]) -> dict[str, float]:
         """Fit the values to the rows' `returns`, and return metrics.
-
-        Args:
-            rows: all rows of the batch, the same on all ranks.
 
         Raises:
             NonFiniteGradientError: the gradient was not finite several times in a row.
         """
-        variance_before = explained_variance(rows)
-        parts = split_minibatches(rows, self._settings.mini_batches) * self._settings.ppo_epochs
-        metrics = mean_over_steps([self._step(part) for part in parts])
+        steps = minibatches * self._settings.ppo_epochs
+        metrics = mean_over_steps([self._step(minibatch) for minibatch in steps])
         metrics["critic/lr"] = float(self.engine.lr_scheduler_step())
-        return metrics | {"critic/explained_variance": variance_before}
+        return metrics
 
-    def _step(self, part: list[TrainRow]) -> dict[str, float]:
+    def _step(self, minibatch: Minibatch) -> dict[str, float]:
         """Take an optimizer step on one mini-batch."""
-        shard = shard_for_rank(
-            part, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
-        )
-        rollouts = len({row.rollout for row in part})
-        data = to_tensordict(shard, self._config, global_rollouts=rollouts, entropy=False)
+        rows, rollouts = minibatch
+        data = to_tensordict(rows, self._config, global_rollouts=rollouts, entropy=False)
         with self.engine.train_mode():
             output = self.engine.train_batch(data, loss_function=self._loss)
         metrics = all_reduce_metrics(output["metrics"])
         skipped = self._gradients.check(metrics["grad_norm"])["learner/skipped_steps"]
         return rename_metrics(metrics, CRITIC_NAMES) | {"critic/skipped_steps": skipped}
-
-
-def explained_variance(rows: list[TrainRow]) -> float:
-    """Return the fraction of the variance of the sampled tokens' returns that the values explain.
-
-    1 means all of it, 0 no more than a constant. It is 0 if all returns are equal.
-    """
-    pairs: list[tuple[Any, Any]] = [(row.values, row.returns) for row in rows]
-    values, returns = (
-        torch.cat([pair[i][row.mask == 1] for pair, row in zip(pairs, rows, strict=True)]) for i in (0, 1)
-    )
-    variance = float(returns.var(correction=0))
-    return 1 - float((returns - values).var(correction=0)) / variance if variance > 1e-12 else 0.0
 
 
 def critic_config(settings: CriticSettings) -> Any:

@@ -18,6 +18,8 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
+from raylight.experience.settings import PolicySettings
+from raylight.experience.shards import shard_batch
 from raylight.learner.actor import WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
 from raylight.learner.shared_storage import check_shared
@@ -68,7 +70,7 @@ class LearnerGroup:
         self._placement = placement
         remote: Any = ray.remote  # its type stubs lack concurrency groups
         self._class = remote(concurrency_groups={WATCHDOG_GROUP: WATCHDOG_THREADS})(actor)
-        self._setup_args: tuple[Any, ...] = ()
+        self._setup_args: tuple[str, PolicySettings, int, int] | None = None
         self._broken = ""
         """The failure that made the ranks unusable; empty if there is none."""
         self._actors = self._start()
@@ -90,16 +92,13 @@ class LearnerGroup:
             for rank in range(config.n)
         ]
 
-    async def setup(self, *args: Any) -> None:
-        """Set up all ranks in parallel.
-
-        Args:
-            args: arguments of `LearnerActor.setup` after the address; `restart` uses them again.
+    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
+        """Set up all ranks in parallel. `restart` uses the arguments again.
 
         Raises:
             LearnerLostError: the ranks were not ready within `start_timeout_s`, or one died.
         """
-        self._setup_args = args
+        args = self._setup_args = (model_path, settings, total_steps, seed)
         limit, clock = self._config.start_timeout_s, asyncio.get_running_loop().time
         end = clock() + limit
         (address,) = await self._call(
@@ -145,11 +144,19 @@ class LearnerGroup:
             )
         self._actors = self._start()
         self._broken = ""
+        assert self._setup_args is not None, "restart follows a setup"
         await self.setup(*self._setup_args)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Update the policy with a batch, and return metrics."""
-        return (await self._call("update", ray.put(batch)))[0]
+        """Update the policy with a batch, and return metrics. Each rank receives its own rows only."""
+        shards = await asyncio.to_thread(self._put_shards, batch)
+        return (await self._call("update", shards))[0]
+
+    def _put_shards(self, batch: TrainBatch) -> list[Any]:
+        """Put each rank's shard into the object store; the ranks of a sequence-parallel group share one."""
+        assert self._setup_args is not None, "an update follows a setup"
+        ranks = self._config.n // self._config.ulysses
+        return [ray.put(shard) for shard in shard_batch(batch, self._setup_args[1], ranks)]
 
     async def logprobs(self, ids: list[int]) -> list[float]:
         """Return the policy's log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""

@@ -10,6 +10,7 @@ import torch
 from raylight.config import LearnerConfig
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
+from raylight.experience.shards import BatchShard, shard_batch
 from raylight.learner import correction, weights
 from raylight.learner import verl_api as verl
 from raylight.learner.advantages import KlController, add_advantages
@@ -19,11 +20,11 @@ from raylight.learner.faults import GradientGuard
 from raylight.learner.losses import PolicyLoss
 from raylight.learner.metrics import all_reduce_metrics, mean_over_steps, rename_metrics
 from raylight.learner.rows import (
+    Minibatch,
     TrainRow,
+    build_minibatches,
     build_rows,
     make_probe_row,
-    shard_for_rank,
-    split_minibatches,
     to_tensordict,
 )
 
@@ -73,17 +74,23 @@ class Policy:
         self._kl.restore(progress["kl_coef"])
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Update the policy with a batch, and return metrics. Both are the same on all ranks.
+        """Update the policy with a batch that every rank has as a whole; see `update_shard`."""
+        ranks, rank = self.engine.get_data_parallel_size(), self.engine.get_data_parallel_rank()
+        return self.update_shard(list(shard_batch(batch, self._settings, ranks))[rank])
+
+    def update_shard(self, shard: BatchShard) -> dict[str, float]:
+        """Update the policy with this rank's shard of a batch, and return metrics, equal on all ranks.
 
         Raises:
             MismatchError: the engine's log-probs of the current version differ from this model's.
             NonFiniteGradientError: the gradient was not finite several times in a row.
         """
         settings = self._settings
-        rows = build_rows(batch)
-        parts = split_minibatches(rows, settings.mini_batches)
-        shards = [self._shard(part) for part in parts]
-        own_rows = [row for shard in shards for row in shard]
+        rows = build_rows(shard.rows, shard.outline.owners.tolist())
+        minibatches = build_minibatches(rows, shard.minibatches)
+        critic_minibatches = build_minibatches(rows, shard.critic_minibatches)
+        own_rows = [row for minibatch in minibatches for row in minibatch.rows]
+        critic_rows = [row for minibatch in critic_minibatches for row in minibatch.rows]
         trains = self.critic is None or not self.critic.warming_up
         # the training pass cannot supply old log-probs under dropout or during critic warm-up
         infers = settings.needs_old_logprobs or self._has_dropout or not trains
@@ -91,17 +98,19 @@ class Policy:
         metrics: dict[str, float] = {}
         if infers:
             metrics |= correction.measure(own_rows, self.version, settings)
-        metrics |= add_advantages(batch, rows, own_rows, settings, self._kl)
+        metrics |= add_advantages(
+            shard.outline, list(dict.fromkeys([*own_rows, *critic_rows])), settings, self._kl
+        )
         if self.critic is not None:
-            metrics |= self.critic.update(rows)
+            metrics |= self.critic.update(critic_minibatches)
         # after advantages and critic, for which tokens that the policy loss leaves out still count
         if settings.correction_enabled:
             metrics |= correction.correct(own_rows, settings)
         if trains:
-            metrics |= self._train(parts, shards)
+            metrics |= self._train(minibatches)
         if not infers:
             # only the first mini-batch has log-probs from before the first step
-            metrics |= correction.measure(shards[0], self.version, settings)
+            metrics |= correction.measure(minibatches[0].rows, self.version, settings)
         scheduler = self.engine.lr_scheduler  # it stands still during critic warm-up, like the policy
         metrics["learner/lr"] = float(
             self.engine.lr_scheduler_step() if trains else scheduler.get_last_lr()[0]
@@ -122,11 +131,6 @@ class Policy:
         """Return the adapter's peft configuration and float32 arrays by peft's names; rank 0 only."""
         adapter = weights.gather_adapter(self.engine)
         return None if adapter is None else (adapter[0], weights.copy_to_numpy(adapter[1]))
-
-    def _shard(self, rows: list[TrainRow]) -> list[TrainRow]:
-        return shard_for_rank(
-            rows, self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
-        )
 
     def _infer_before_update(self, rows: list[TrainRow], infers: bool) -> None:
         """Set the rows' values and log-probs, those of the policy only if `infers`."""
@@ -162,24 +166,16 @@ class Policy:
             for logprobs in verl.response_from_nested(output, data["response_mask"]).unbind()
         ]
 
-    def _train(self, parts: list[list[TrainRow]], shards: list[list[TrainRow]]) -> dict[str, float]:
+    def _train(self, minibatches: list[Minibatch]) -> dict[str, float]:
         """Take all optimizer steps of a batch. The old policy is the same for all mini-batches."""
-        steps = list(zip(parts, shards, strict=True))
+        steps = minibatches
         if self._settings.rollout_rs is not None:
-            steps = [step for step in steps if correction.has_tokens(step[1])]
-        steps *= self._settings.ppo_epochs
-        return mean_over_steps(
-            [self._step(shard, len({row.rollout for row in part})) for part, shard in steps]
-        )
+            steps = [step for step in steps if correction.has_tokens(step.rows)]
+        return mean_over_steps([self._step(step) for step in steps * self._settings.ppo_epochs])
 
-    def _step(self, rows: list[TrainRow], rollouts: int) -> dict[str, float]:
-        """Take an optimizer step on one mini-batch.
-
-        Args:
-            rows: this rank's.
-            rollouts: rollouts of the mini-batch on all ranks.
-        """
-        settings = self._settings
+    def _step(self, minibatch: Minibatch) -> dict[str, float]:
+        """Take an optimizer step on one mini-batch."""
+        settings, (rows, rollouts) = self._settings, minibatch
         entropy = settings.calculate_entropy or settings.entropy_coef != 0
         data = to_tensordict(rows, self._config, global_rollouts=rollouts, entropy=entropy)
         verl.tensordict_utils.assign_non_tensor(data, entropy_grad=settings.entropy_coef != 0)

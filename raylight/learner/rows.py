@@ -1,16 +1,17 @@
-"""Rows of a batch as tensors, split into mini-batches by rollout and sharded across ranks by token count."""
+"""A rank's rows as tensors, and the input of the training engine that they become."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch
+from raylight.experience.shards import MinibatchShard, PackedRows
 from raylight.learner import verl_api as verl
 
 
@@ -66,25 +67,59 @@ VERL_NAMES = {
 """Optional field of a row -> verl's name for it. verl receives the fields that all rows have."""
 
 
-def build_rows(batch: TrainBatch) -> list[TrainRow]:
-    """Convert the trajectories of a batch to tensors."""
-    rows = []
-    for index, (trajectory, owner) in enumerate(zip(batch.rows, batch.owners, strict=True)):
-        start = trajectory.prompt_length
-        tokens = torch.tensor(trajectory.token_ids, dtype=torch.long)
-        rows.append(
-            TrainRow(
-                index=index,
-                rollout=owner,
-                prompt=tokens[:start],
-                response=tokens[start:],
-                mask=torch.tensor(trajectory.mask[start:], dtype=torch.long),
-                engine_logprobs=torch.tensor(trajectory.logprobs[start:]),
-                versions=torch.tensor(trajectory.weight_versions[start:]),
-                temperature=trajectory.temperature,
-            )
+def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]:
+    """Convert rows to tensors; return them by their index in the batch.
+
+    Args:
+        owners: rollout of each row of the batch.
+    """
+    lengths = packed.response_lengths
+    fields = (
+        packed.indices,
+        packed.temperatures,
+        packed.prompt_lengths,
+        _split(packed.token_ids, torch.long, map(operator.add, packed.prompt_lengths, lengths)),
+        _split(packed.mask, torch.long, lengths),
+        _split(packed.logprobs, torch.float32, lengths),
+        _split(packed.weight_versions, torch.long, lengths),
+    )
+    return {
+        index: TrainRow(
+            index=index,
+            rollout=int(owners[index]),
+            prompt=tokens[:start],
+            response=tokens[start:],
+            mask=mask,
+            engine_logprobs=logprobs,
+            versions=versions,
+            temperature=temperature,
         )
-    return rows
+        for index, temperature, start, tokens, mask, logprobs, versions in zip(*fields, strict=True)
+    }
+
+
+def _split(values: Any, dtype: torch.dtype, lengths: Iterable[int]) -> tuple[torch.Tensor, ...]:
+    return torch.tensor(values, dtype=dtype).split(list(lengths))
+
+
+class Minibatch(NamedTuple):
+    """A rank's rows of one mini-batch."""
+
+    rows: list[TrainRow]
+    rollouts: int
+    """Rollouts of the mini-batch on all ranks."""
+
+
+def build_minibatches(rows: Mapping[int, TrainRow], shards: Iterable[MinibatchShard]) -> list[Minibatch]:
+    """Return a rank's mini-batches. A row that is padding is copied, with an empty mask."""
+    return [
+        Minibatch([_pad_with(rows[i]) if shard.is_padding else rows[i] for i in shard.rows], shard.rollouts)
+        for shard in shards
+    ]
+
+
+def _pad_with(row: TrainRow) -> TrainRow:
+    return replace(row, mask=torch.zeros_like(row.mask))
 
 
 def make_probe_row(ids: Sequence[int]) -> TrainRow:
@@ -92,31 +127,6 @@ def make_probe_row(ids: Sequence[int]) -> TrainRow:
     tokens, length = torch.tensor(ids), len(ids) - 1
     ones, zeros = torch.ones(length, dtype=torch.long), torch.zeros(length)
     return TrainRow(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
-
-
-def split_minibatches(rows: list[TrainRow], parts: int) -> list[list[TrainRow]]:
-    """Split rows into mini-batches of nearly equally many rollouts.
-
-    The rows of a rollout stay together. With fewer rollouts than `parts`, there are fewer mini-batches.
-    """
-    rollouts = sorted({row.rollout for row in rows})
-    parts = min(parts, len(rollouts))
-    part_of = {rollout: i % parts for i, rollout in enumerate(rollouts)}
-    return [[row for row in rows if part_of[row.rollout] == part] for part in range(parts)]
-
-
-def shard_for_rank(rows: list[TrainRow], rank: int, ranks: int) -> list[TrainRow]:
-    """Return this rank's rows, balanced by token count.
-
-    With fewer rows than ranks, the remaining ranks get copies with an empty mask, which do not affect the
-    loss.
-    """
-    padding = [replace(rows[0], mask=torch.zeros_like(rows[0].mask)) for _ in range(ranks - len(rows))]
-    rows = rows + padding
-    if ranks == 1:
-        return rows
-    shard = verl.get_seqlen_balanced_partitions([row.tokens for row in rows], ranks, equal_size=False)[rank]
-    return [rows[i] for i in shard]
 
 
 def to_tensordict(rows: list[TrainRow], config: LearnerConfig, *, global_rollouts: int, entropy: bool) -> Any:

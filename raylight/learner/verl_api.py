@@ -40,7 +40,6 @@ with warnings.catch_warnings():
     from verl.utils.device import get_device_id
     from verl.utils.import_utils import is_trl_available
     from verl.utils.metric import Metric
-    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
     from verl.utils.ulysses import ulysses_pad_and_slice_inputs
     from verl.workers.config import (
         ActorConfig,
@@ -81,7 +80,6 @@ __all__ = [
     "compute_rollout_rejection_mask",
     "get_adv_estimator_fn",
     "get_device_id",
-    "get_seqlen_balanced_partitions",
     "kl_penalty",
     "postprocess_batch_func",
     "ppo_loss",

@@ -6,12 +6,14 @@ follows from the training state before it. A run therefore resumes after its dri
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import LearnerLostError
+from raylight.experience.batch import BatchReport, TrainBatch
 from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.gather import gather
@@ -19,6 +21,7 @@ from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.resume import state_metadata
+from raylight.types import FinishedRollout
 
 T = TypeVar("T")
 
@@ -126,9 +129,7 @@ class Training:
         rollout_s = time.perf_counter() - started
         report.failures(finished)
         raise_if_hopeless(finished, algorithm.failure_reward)
-        batch, content = algorithm.build_train_batch(
-            finished, session.plan.learner, session.plan.trained_agents
-        )
+        batch, content = await self._build_batch(finished)
         metrics = describe(finished, content, rollout_s, algorithm.failure_reward)
         report.batch(content)
         if not content.has_signal:
@@ -144,6 +145,13 @@ class Training:
             metrics["mismatch/probe_abs_mean"] = parity.mean_abs
             metrics["time/sync_s"] = time.perf_counter() - updated
         return metrics, True
+
+    async def _build_batch(self, finished: list[FinishedRollout]) -> tuple[TrainBatch, BatchReport]:
+        """Build the learners' batch in a thread, so that long rollouts do not block the event loop."""
+        plan = self._session.plan
+        return await asyncio.to_thread(
+            self._algorithm.build_train_batch, finished, plan.learner, plan.trained_agents
+        )
 
     # training states and recovery of lost learners
 
@@ -192,9 +200,7 @@ class Training:
             self._report.stage(f"replaying step {step}")
             session.set_step(step)
             finished = await gather(session, algorithm, self._sampler, step, self._report)
-            batch, content = algorithm.build_train_batch(
-                finished, session.plan.learner, session.plan.trained_agents
-            )
+            batch, content = await self._build_batch(finished)
             if content.has_signal:
                 await session.update(batch)
         session.end_replay()

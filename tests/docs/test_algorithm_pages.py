@@ -105,8 +105,8 @@ def figures(title: str) -> dict[str, list[float]]:
 def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[float]:
     """Return the advantages of two groups of four one-row rollouts. A row must have a single value."""
     from raylight.experience.batch import TrainBatch
-    from raylight.learner.advantages import KlController, estimate
-    from raylight.learner.rows import build_rows
+    from raylight.experience.shards import shard_batch
+    from raylight.learner.advantages import KlController, RolloutSequences, estimate
     from raylight.types import Trajectory
 
     rollouts = [
@@ -114,14 +114,11 @@ def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[floa
     ]
     settings = policy_settings(name)
     baselines = [0.0] * 4 + [1.0] * 4 if name == "ReMax" else None
-    rows = build_rows(TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines))
-    found = estimate(
-        TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines),
-        rows,
-        settings,
-        KlController(settings),
-    )
-    of_rows = [found.advantages[row.index] for row in rows]
+    batch = TrainBatch(rewards, list("aaaabbbb"), rollouts, list(range(8)), baselines=baselines)
+    (shard,) = shard_batch(batch, settings, 1)
+    sequences = RolloutSequences(shard.outline)
+    found = estimate(shard.outline, sequences, {}, settings, KlController(settings)).advantages
+    of_rows = [row[:length] for row, length in zip(found, lengths, strict=True)]
     assert all(float(row.max() - row.min()) < 1e-5 for row in of_rows)
     return [float(row[0]) for row in of_rows]
 

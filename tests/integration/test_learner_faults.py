@@ -120,12 +120,12 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
     stuck = tmp_path / "stuck"
 
     class HangingLearner(LearnerActor):
-        def update(self, batch: TrainBatch) -> dict[str, float]:
+        def update(self, shards: list[Any]) -> dict[str, float]:
             import threading
 
             if self._rank == 1 and stuck.exists():
                 threading.Event().wait()
-            return super().update(batch)
+            return super().update(shards)
 
     async with gang(LearnerConfig(n=2, collective_timeout_s=15), HangingLearner) as group:
         await group.update(make_batch())
@@ -160,7 +160,7 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
 @pytest.mark.slow
 async def test_a_rank_that_cannot_return_its_stacks_logs_them(connected: None) -> None:
     class BlockingLearner(LearnerActor):
-        def update(self, batch: TrainBatch) -> dict[str, float]:
+        def update(self, shards: list[Any]) -> dict[str, float]:
             import ctypes
 
             ctypes.PyDLL(None).sleep(60)  # holds the GIL
@@ -202,7 +202,7 @@ async def test_too_little_memory_names_the_three_settings(connected: None) -> No
 
 async def test_an_error_in_code_causes_no_restart(connected: None) -> None:
     class Broken(LearnerActor):
-        def update(self, batch: TrainBatch) -> dict[str, float]:
+        def update(self, shards: list[Any]) -> dict[str, float]:
             raise ZeroDivisionError("no more")
 
     async with gang(LearnerConfig(n=1), Broken) as group:

@@ -17,8 +17,9 @@ from raylight.experience.registry import (
 )
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
-from raylight.learner.advantages import KlController, RolloutSequences, estimate
-from raylight.learner.rows import build_rows
+from raylight.experience.shards import shard_batch
+from raylight.learner.advantages import Estimate, KlController, RolloutSequences, estimate
+from raylight.learner.rows import TrainRow, build_rows
 from raylight.types import Trajectory
 
 LENGTHS = [3, 1, 4, 2]
@@ -46,6 +47,29 @@ def policy_settings(adv_estimator: str, **given) -> PolicySettings:
     return PolicySettings(adv_estimator=adv_estimator, critic=critic, **given)
 
 
+def rows_of(batch: TrainBatch) -> list[TrainRow]:
+    (shard,) = shard_batch(batch, PolicySettings(), 1)
+    return list(build_rows(shard.rows, batch.owners).values())
+
+
+def estimate_rows(
+    batch: TrainBatch, rows: list[TrainRow], config: PolicySettings, kl: KlController | None = None
+) -> Estimate:
+    """Estimate from the fields of the rows, and assign the result to them."""
+    (shard,) = shard_batch(batch, config, 1)
+    sequences = RolloutSequences(shard.outline)
+    fields = ("old_logprobs", "ref_logprobs", "values")
+    matrices = {
+        name: sequences.matrix({row.index: getattr(row, name)[row.mask == 1].numpy() for row in rows})
+        for name in fields
+        if getattr(rows[0], name) is not None
+    }
+    result = estimate(shard.outline, sequences, matrices, config, kl or KlController(config))
+    for row in rows:
+        result.assign(row)
+    return result
+
+
 def advantages_of(batch: TrainBatch, name: str, fields=None, **given) -> list[list[float]]:
     """Return the advantages of each rollout's sampled tokens.
 
@@ -53,7 +77,7 @@ def advantages_of(batch: TrainBatch, name: str, fields=None, **given) -> list[li
         fields: further fields of the rows: a list of values per rollout, one per sampled token.
     """
     config = policy_settings(name, **given)
-    rows = build_rows(batch)
+    rows = rows_of(batch)
     for field, by_rollout in (fields or {}).items():
         rest = [list(values) for values in by_rollout]
         for row in rows:
@@ -64,11 +88,11 @@ def advantages_of(batch: TrainBatch, name: str, fields=None, **given) -> list[li
             values[row.mask == 1] = torch.tensor(rest[row.rollout][:count])
             rest[row.rollout] = rest[row.rollout][count:]
             setattr(row, field, values)
-    result = estimate(batch, rows, config, KlController(config))
+    estimate_rows(batch, rows, config)
     advantages = [[] for _ in batch.rewards]
     for row in rows:
-        assert result.advantages[row.index][row.mask == 0].abs().sum() == 0
-        advantages[row.rollout] += result.advantages[row.index][row.mask == 1].tolist()
+        assert row.advantages[row.mask == 0].abs().sum() == 0
+        advantages[row.rollout] += row.advantages[row.mask == 1].tolist()
     return advantages
 
 
@@ -140,9 +164,10 @@ def test_a_single_token_has_the_whitened_advantage_zero(name):
     assert advantages_of(plain([1], rewards=[3.0], groups=["a"]), name, fields) == [[0.0]]
     if name == "gae":
         batch, config = plain([1], rewards=[3.0], groups=["a"]), policy_settings(name)
-        rows = build_rows(batch)
+        rows = rows_of(batch)
         rows[0].values = torch.tensor([0.25])
-        assert estimate(batch, rows, config, KlController(config)).returns[0].tolist() == [3.0]
+        estimate_rows(batch, rows, config)
+        assert rows[0].returns.tolist() == [3.0]
 
 
 def test_the_reward_of_a_turn_of_forced_tokens_is_on_the_last_choice_before_it():
@@ -151,7 +176,8 @@ def test_the_reward_of_a_turn_of_forced_tokens_is_on_the_last_choice_before_it()
     forced_first = Trajectory("r", list(range(4)), [0, 0, 0, 1], [0.0] * 4, [-1] * 4)
     for rows, token, expected in (([row], 4, [1.0, 0.0]), ([forced_first, row], 2, [1.0, 0.0, 0.0])):
         batch = TrainBatch([0.0], ["a"], rows, [0] * len(rows), turn_rewards=[TurnReward(1.0, 0, 0, token)])
-        assert RolloutSequences(build_rows(batch), 1).rewards(batch).tolist() == [expected]
+        (shard,) = shard_batch(batch, PolicySettings(), 1)
+        assert RolloutSequences(shard.outline).rewards().tolist() == [expected]
 
 
 def test_remax_subtracts_the_baselines():
@@ -188,12 +214,13 @@ def test_turn_rewards_are_on_the_last_token_of_their_call():
     )
     assert batch.rows[0].mask.tolist() == [0, 0, 1, 0, 1, 1]
     config = PolicySettings(adv_estimator="reinforce_plus_plus", gamma=0.5)
-    found = estimate(batch, build_rows(batch), config, KlController(config))
+    rows = rows_of(batch)
+    estimate_rows(batch, rows, config)
     later = 3.0 * 0.5**3  # the final reward and that of a truncated call, on the last token
-    assert found.returns[0].tolist() == pytest.approx(
+    assert rows[0].returns.tolist() == pytest.approx(
         [0.5 + 0.5 * (0.5 * 0.25) + later / 4, 0.0, 0.5 * 0.25 + later / 2 + 0.0, 0.25 + later], abs=1e-6
     )
-    assert found.returns[1].tolist() == pytest.approx([0.75, 1.5, 3.0])
+    assert rows[1].returns.tolist() == pytest.approx([0.75, 1.5, 3.0])
 
 
 def test_the_kl_penalty_is_subtracted_from_token_rewards():
@@ -208,10 +235,10 @@ def test_the_kl_coefficient_adapts_to_its_target():
     config = PolicySettings(kl_reward_coef=0.1, kl_target=0.1, kl_horizon=100)
     controller = KlController(config)
     batch = plain(REWARDS and [1, 1, 1, 1])
-    rows = build_rows(batch)
+    rows = rows_of(batch)
     for row in rows:
         row.old_logprobs, row.ref_logprobs = torch.tensor([-1.0]), torch.tensor([-2.0])
-    metrics = estimate(batch, rows, config, controller).metrics
+    metrics = estimate_rows(batch, rows, config, controller).metrics
     assert (metrics["learner/kl_in_reward"], metrics["learner/kl_reward_coef"]) == (1.0, 0.1)
     assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
     fixed = KlController(PolicySettings(kl_reward_coef=0.1))

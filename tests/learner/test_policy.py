@@ -68,12 +68,15 @@ def test_the_installed_verl_has_all_names_of_the_api():
 
 
 def test_advantages_are_per_rollout_and_a_rollout_of_many_rows_counts_once(exact):
+    from raylight.experience.shards import shard_batch
     from raylight.learner.advantages import KlController, add_advantages
     from raylight.learner.rows import build_rows
 
     def advantages_of(batch):
-        rows, settings = build_rows(batch), PolicySettings()
-        add_advantages(batch, rows, rows, settings, KlController(settings))
+        settings = PolicySettings()
+        (shard,) = shard_batch(batch, settings, 1)
+        rows = list(build_rows(shard.rows, batch.owners).values())
+        add_advantages(shard.outline, rows, settings, KlController(settings))
         return [float(row.advantages[row.mask == 1].mean()) for row in rows]
 
     batch = make_batch(exact)

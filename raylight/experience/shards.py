@@ -1,0 +1,207 @@
+"""Shards of a batch: the rows that each rank of the learner receives, and what all ranks know of all rows."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raylight.experience.batch import TrainBatch
+from raylight.experience.rewards import TurnReward
+from raylight.experience.settings import PolicySettings
+from raylight.types import IntArray, LogprobArray, MaskArray, Trajectory, VersionArray
+
+
+class PlacedReward(NamedTuple):
+    """A turn reward on a sampled token of its rollout."""
+
+    rollout: int
+    position: int
+    """Index among the sampled tokens of all rows of the rollout."""
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class BatchOutline:
+    """The parts of a batch that all ranks have: the rollouts, and the sizes of their rows."""
+
+    rewards: list[float]
+    groups: list[str]
+    baselines: list[float] | None
+    owners: NDArray[np.int64]
+    """Rollout of each row."""
+    sampled: NDArray[np.int64]
+    """Number of sampled tokens of each row."""
+    turn_rewards: list[PlacedReward]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Number of sampled tokens in the earlier rows of each row's rollout."""
+        return _starts(self.owners, self.sampled)
+
+    @property
+    def sampled_of_rollouts(self) -> NDArray[np.int64]:
+        """Number of sampled tokens of each rollout."""
+        return np.bincount(self.owners, self.sampled, len(self.rewards)).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows joined to one array for each field, which Ray transfers without copies.
+
+    Each row is split before its first sampled token into a prompt and a response.
+    """
+
+    indices: list[int]
+    """Indices in the batch."""
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    temperatures: list[float]
+    token_ids: IntArray
+    """Tokens of prompts and responses."""
+    mask: MaskArray
+    """One entry per response token, like the following."""
+    logprobs: LogprobArray
+    weight_versions: VersionArray
+
+
+class MinibatchShard(NamedTuple):
+    """A rank's rows of one mini-batch."""
+
+    rows: list[int]
+    """Indices in the batch."""
+    rollouts: int
+    """Rollouts of the mini-batch on all ranks."""
+    is_padding: bool = False
+    """The mini-batch has fewer rows than ranks; this rank gets a row of another with an empty mask."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchShard:
+    """The part of a batch that one rank receives."""
+
+    outline: BatchOutline
+    rows: PackedRows
+    minibatches: list[MinibatchShard]
+    """Mini-batches of the policy."""
+    critic_minibatches: list[MinibatchShard]
+    """Mini-batches of the critic; none without a critic."""
+
+
+def shard_batch(batch: TrainBatch, settings: PolicySettings, ranks: int) -> Iterator[BatchShard]:
+    """Yield the shard of each rank, so that only one is in memory at a time.
+
+    Mini-batches are split by rollout, and balanced across ranks by tokens.
+    """
+    lengths = [len(row.token_ids) for row in batch.rows]
+    outline = _outline(batch)
+
+    def split(parts: int) -> list[list[list[int]]]:
+        """Return the rows of each mini-batch and rank."""
+        return [balance(part, lengths, ranks) for part in split_minibatches(batch.owners, parts)]
+
+    policy = split(settings.mini_batches)
+    critic = split(settings.critic.mini_batches) if settings.critic else []
+    for rank in range(ranks):
+        parts = [_shard(part, rank, lengths, batch.owners) for part in policy]
+        critic_parts = [_shard(part, rank, lengths, batch.owners) for part in critic]
+        indices = sorted({index for part in [*parts, *critic_parts] for index in part.rows})
+        yield BatchShard(outline, _pack(indices, batch.rows), parts, critic_parts)
+
+
+def split_minibatches(owners: Sequence[int], parts: int) -> list[list[int]]:
+    """Split rows into mini-batches of nearly equally many rollouts; return the indices of each one's rows.
+
+    The rows of a rollout stay together. With fewer rollouts than `parts`, there are fewer mini-batches.
+
+    Args:
+        owners: rollout of each row.
+    """
+    rollouts = sorted(set(owners))
+    parts = min(parts, len(rollouts))
+    part_of = {rollout: number % parts for number, rollout in enumerate(rollouts)}
+    split: list[list[int]] = [[] for _ in range(parts)]
+    for index, owner in enumerate(owners):
+        split[part_of[owner]].append(index)
+    return split
+
+
+def balance(indices: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide rows among ranks so that their token counts are nearly equal; return each rank's rows.
+
+    Longest rows first, each to the rank with the fewest tokens. The longest share is within a percentage
+    point of verl's Karmarkar-Karp partition, which takes 0.4 s for 1,024 rows and 64 ranks.
+
+    Args:
+        lengths: tokens of each row of the batch.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [(0, rank) for rank in range(ranks)]
+    for index in sorted(indices, key=lambda index: -lengths[index]):
+        used, rank = tokens[0]
+        shares[rank].append(index)
+        heapq.heapreplace(tokens, (used + lengths[index], rank))
+    return [sorted(share) for share in shares]
+
+
+def _shard(
+    shares: list[list[int]], rank: int, lengths: Sequence[int], owners: Sequence[int]
+) -> MinibatchShard:
+    """Return a rank's part of a mini-batch, given the rows of all ranks."""
+    rows = [index for share in shares for index in share]
+    rollouts = len({owners[index] for index in rows})
+    if shares[rank]:
+        return MinibatchShard(shares[rank], rollouts)
+    return MinibatchShard([min(rows, key=lambda index: (lengths[index], index))], rollouts, True)
+
+
+def _outline(batch: TrainBatch) -> BatchOutline:
+    owners = np.array(batch.owners, np.int64)
+    sampled = np.array([row.trained_tokens for row in batch.rows], np.int64)
+    outline = BatchOutline(batch.rewards, batch.groups, batch.baselines, owners, sampled, [])
+    ends, starts = outline.sampled_of_rollouts, outline.starts
+    outline.turn_rewards.extend(_place(turn, batch.rows, starts, ends) for turn in batch.turn_rewards)
+    return outline
+
+
+def _place(
+    turn: TurnReward, rows: list[Trajectory], starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> PlacedReward:
+    """Place a turn reward on the last sampled token up to its own, or on its rollout's last one."""
+    end = int(ends[turn.rollout])
+    if turn.row is not None:
+        end = int(starts[turn.row]) + int(np.count_nonzero(rows[turn.row].mask[: turn.token + 1]))
+    return PlacedReward(turn.rollout, max(end - 1, 0), turn.value)
+
+
+def _starts(owners: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np.int64]:
+    starts = np.zeros(len(owners), np.int64)
+    used: dict[int, int] = {}
+    for row, (owner, count) in enumerate(zip(owners.tolist(), sampled.tolist(), strict=True)):
+        starts[row] = used.get(owner, 0)
+        used[owner] = int(starts[row]) + count
+    return starts
+
+
+def _pack(indices: list[int], rows: list[Trajectory]) -> PackedRows:
+    chosen = [rows[index] for index in indices]
+    prompts = [row.prompt_length for row in chosen]
+
+    def join(name: str) -> Any:
+        parts = [getattr(row, name)[start:] for row, start in zip(chosen, prompts, strict=True)]
+        return np.concatenate(parts)
+
+    return PackedRows(
+        indices=indices,
+        prompt_lengths=prompts,
+        response_lengths=[len(row.token_ids) - start for row, start in zip(chosen, prompts, strict=True)],
+        temperatures=[row.temperature for row in chosen],
+        token_ids=np.concatenate([row.token_ids for row in chosen]),
+        mask=join("mask"),
+        logprobs=join("logprobs"),
+        weight_versions=join("weight_versions"),
+    )
