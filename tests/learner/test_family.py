@@ -179,7 +179,8 @@ def test_ppo_matches_its_papers(plain, exact, micro_batch):
         {name: weight.full_tensor() for name, weight in policy.critic.engine.module.state_dict().items()}
     )
     valued = [  # values of the context before each sampled token
-        valuer(torch.tensor(row.token_ids[None])).logits[0, row.prompt_length - 1 : -1, 0] for row in batch.rows
+        valuer(torch.tensor(row.token_ids[None])).logits[0, row.prompt_length - 1 : -1, 0]
+        for row in batch.rows
     ]
     pg, vf = gradients_of(policy.engine), gradients_of(policy.critic.engine)
     metrics = policy.update(batch)
