@@ -71,6 +71,7 @@ class VllmEngine:
 
     async def app(self) -> ASGIApp:
         await self._client.collective_rpc("raylight_end_with", args=(os.getpid(),))
+        await self._client.collective_rpc("raylight_repair_updates")
         problems = await self._client.collective_rpc("raylight_record_constraints")
         self._capture.constraint_problem = next(filter(None, problems), None)
         app = await self._build_app()

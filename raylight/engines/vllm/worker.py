@@ -46,6 +46,12 @@ class WorkerExtension:
             replica = os.pidfd_open(pid)
             threading.Thread(target=_end_with, args=(replica, pid, core.pid), daemon=True).start()
 
+    def raylight_repair_updates(self) -> None:
+        """Make later weight updates repack what vLLM repacks at the first load only."""
+        from raylight.engines.vllm.cpu_experts import repair_expert_updates
+
+        repair_expert_updates()
+
     def raylight_record_constraints(self) -> str | None:
         """Record the policy's log-probs of constrained requests from now on.
 
