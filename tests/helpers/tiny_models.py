@@ -39,21 +39,29 @@ MOE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
     },
 }
 """Settings of mixture-of-experts models, by model type."""
 
 
-def build_moe(model_type: str, folder: Path, **changes: Any) -> str:
-    """Save a tiny mixture of experts with its tokenizer; return its folder."""
+def build_model(model_type: str, folder: Path, **changes: Any) -> str:
+    """Save a tiny model with its tokenizer; return its folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from raylight.quickstart import STARTER_MODEL
 
     torch.manual_seed(0)
-    settings = {name: value for name, value in (SMALL | MOE[model_type]).items() if value is not None}
+    settings = {name: value for name, value in (SMALL | MOE.get(model_type, {})).items() if value is not None}
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **settings | changes), dtype=torch.float32
     )

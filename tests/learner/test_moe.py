@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from moe_ranks import train_and_save
 from ranks import plain_probe
-from tiny_models import MOE, build_moe
+from tiny_models import MOE, build_model
 from transformers import AutoModelForCausalLM
 
 from raylight.learner.model_check import read_shapes
@@ -32,7 +32,7 @@ def test_a_trained_mixture_is_saved_as_its_files_were_and_computes_the_same(
     model_type, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("raylight.learner.weights.SHARD_BYTES", 50_000)
-    model = build_moe(model_type, tmp_path / "model")
+    model = build_model(model_type, tmp_path / "model")
     result = train_and_save(model, tmp_path / "saved", 1)
     assert result["experts_changed"]
     assert read_shapes(str(tmp_path / "saved")) == read_shapes(str(tmp_path / "model"))
@@ -44,7 +44,7 @@ def test_a_trained_mixture_is_saved_as_its_files_were_and_computes_the_same(
 @pytest.mark.slow
 def test_ranks_do_not_change_the_update_of_a_mixture(tmp_path):
     for model_type in MOE:
-        build_moe(model_type, tmp_path / "models" / model_type)
+        build_model(model_type, tmp_path / "models" / model_type)
     alone = {
         model_type: train_and_save(str(tmp_path / "models" / model_type), tmp_path / "alone", 1)["probe"]
         for model_type in MOE

@@ -9,8 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, load_state
+from raylight.engines.transformers.attention import AttentionMasks, Masks
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
+from raylight.errors import EngineStartError
+
+CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+"""Mean difference of log-probs with and without the cache above which an architecture is refused, by type."""
 
 
 class Decoder:
@@ -24,16 +29,17 @@ class Decoder:
     """
 
     def __init__(self, path: str, dtype: str, device: str, slots: int) -> None:
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
+        # transformers chooses "sdpa", or "eager" for an architecture without it
+        module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         self.module = module.to(device).eval()
+        self._masks = AttentionMasks(self.module)
         self.device = torch.device(device)
         self.slots = slots
         self.adapters = PeftAdapters(self.module)
         self.active: list[Sequence] = []
         """Sequences in the cache, by slot."""
         self._cache = SlotCache(self.module.config.num_hidden_layers, slots)
+        self._check_cache()
 
     def prefill(self, admitted: list[Sequence]) -> torch.Tensor:
         """Add sequences with all their tokens so far.
@@ -50,10 +56,10 @@ class Decoder:
             ids[row, : sequence.length] = torch.from_numpy(sequence.ids)
         self._cache.prefill(len(self.active) - rows, rows, width)
         indices = torch.arange(width, device=self.device)
-        mask = (indices[None, :] <= indices[:, None])[None, None].expand(rows, 1, width, width)
         # logits only at positions where some row ends
         ends, end_of_row = (lengths - 1).unique(return_inverse=True)
         positions = indices[None].expand(rows, -1)
+        mask = self._masks.build(indices[None], width)
         logits = self._forward(admitted, ids.to(self.device), positions, mask, ends.to(self.device))
         return logits[torch.arange(rows, device=self.device), end_of_row.to(self.device)]
 
@@ -62,22 +68,21 @@ class Decoder:
         positions = torch.tensor([s.length - 1 for s in self.active], device=self.device)
         ids = torch.tensor([[s.sample.output_ids[-1]] for s in self.active], device=self.device)
         self._cache.decode(positions)
-        indices = torch.arange(self._cache.window.width, device=self.device)
-        mask = (indices[None] <= positions[:, None])[:, None, None]
         first = torch.zeros(1, dtype=torch.long, device=self.device)
+        mask = self._masks.build(positions[:, None], self._cache.window.width)
         return self._forward(self.active, ids, positions[:, None], mask, first)[:, 0]
 
     def _forward(
         self,
-        sequences: list[Sequence],
+        sequences: list[Sequence] | list[None],
         ids: torch.Tensor,
         positions: torch.Tensor,
-        mask: torch.Tensor,
+        mask: Masks,
         keep: torch.Tensor,
     ) -> torch.Tensor:
         """Return logits of shape (rows, len(keep), vocabulary) at the indices `keep`."""
         return self.adapters.forward(
-            [s.adapter for s in sequences],
+            [s.adapter if s else None for s in sequences],
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
@@ -85,6 +90,37 @@ class Decoder:
             use_cache=True,
             logits_to_keep=keep,
         ).logits
+
+    @torch.inference_mode()
+    def _check_cache(self) -> None:
+        """Compare the last token of a short sequence, decoded with the cache, with one pass of the model.
+
+        Raises:
+            EngineStartError: they differ, as for an architecture whose layers use the cache in another way.
+        """
+        refused = f"the transformers engine cannot serve {type(self.module).__name__}: with its cache, "
+        remedy = "use engine={'kind': 'vllm'}"
+        length = 8
+        ids = torch.arange(1, length + 1, device=self.device)[None]
+        expected = self.module(input_ids=ids, use_cache=False).logits[0, -1]
+        try:
+            found = self._decode_last(ids)
+        except Exception as error:  # an architecture's own code may fail in any way
+            raise EngineStartError(f"{refused}it fails with {error!r:.200}; {remedy}") from error
+        difference = (found.float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().mean()
+        if not difference <= CACHE_TOLERANCE[found.dtype]:
+            raise EngineStartError(
+                f"{refused}log-probs differ by {float(difference):.2g} on average; {remedy}"
+            )
+
+    def _decode_last(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits after the tokens `ids`, shape (1, length), of which the last is decoded."""
+        positions, first = torch.arange(ids.shape[1], device=self.device)[None], torch.zeros_like(ids[0, :1])
+        self._cache.prefill(0, 1, ids.shape[1] - 1)
+        start, last = positions[:, :-1], positions[:, -1:]
+        self._forward([None], ids[:, :-1], start, self._masks.build(start, ids.shape[1] - 1), first)
+        self._cache.decode(last[0])
+        return self._forward([None], ids[:, -1:], last, self._masks.build(last, ids.shape[1]), first)[0, 0]
 
     def logprobs(self, ids: list[int], adapter: LoadedAdapter | None) -> list[float]:
         """Return the log-probabilities of `ids[1:]` at temperature 1, each given the ids before it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MOE, build_moe
+from tiny_models import MOE, build_model
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from raylight.errors import ConfigError
@@ -24,7 +24,7 @@ EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return Path(build_moe("qwen3_moe", tmp_path))
+    return Path(build_model("qwen3_moe", tmp_path))
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
@@ -46,7 +46,7 @@ def test_the_quickstarts_models_pass(path: str) -> None:
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_mixtures_of_experts_pass(model_type: str, tmp_path: Path) -> None:
-    check_model(build_moe(model_type, tmp_path))
+    check_model(build_model(model_type, tmp_path))
 
 
 def test_only_headers_are_read(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_another_class_than_that_of_the_engines_is_refused(model: Path, tmp_path
 
 
 def test_tied_weights_may_be_in_the_files_or_not(tmp_path: Path) -> None:
-    build_moe("qwen3_moe", tmp_path, tie_word_embeddings=True)
+    build_model("qwen3_moe", tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in read_shapes(str(tmp_path))
     check_model(str(tmp_path))
     stored = load_file(tmp_path / "model.safetensors")

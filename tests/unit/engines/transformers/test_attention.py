@@ -1,0 +1,59 @@
+"""Architectures with sliding windows, eager attention and experts on the engine; others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import build_model
+from transformers import AutoModelForCausalLM
+from transformers_helpers import MakeEngine, generate_all, logprobs_of
+
+from raylight.engines.transformers.sampling import SamplingParams
+from raylight.engines.transformers.slot_cache import SlotLayer
+from raylight.errors import EngineStartError
+
+WINDOW = {"sliding_window": 8}
+SERVED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {},
+    "qwen3_moe": {},
+    "mixtral": WINDOW,
+    "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+}
+"""Changes of the tiny models."""
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+async def test_logprobs_equal_plain_transformers(
+    model_type: str, tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    path = build_model(model_type, tmp_path, **SERVED[model_type])
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    requests = [(list(range(1, length)), SamplingParams(12)) for length in (3, 30, 11)]
+    for (prompt, _), sampled in zip(requests, await generate_all(make_engine(path), requests), strict=True):
+        assert sampled.logprobs == pytest.approx(logprobs_of(plain, prompt, sampled.output_ids), abs=1e-4)
+
+
+def test_recurrent_layers_are_refused(tmp_path: Path, make_engine: MakeEngine) -> None:
+    message = "Qwen3NextForCausalLM, which has layers of kind linear_attention"
+    with pytest.raises(EngineStartError, match=message):
+        make_engine(build_model("qwen3_next", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"), [(2, "log-probs differ by"), (None, "it fails with TypeError")]
+)
+def test_an_architecture_that_uses_the_cache_in_another_way_is_refused(
+    factor: Any, message: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = SlotLayer.update
+
+    def changed(self: Any, keys: Any, values: Any, *arguments: Any, **options: Any) -> Any:
+        keys, values = update(self, keys, values, *arguments, **options)
+        return keys * factor, values
+
+    monkeypatch.setattr(SlotLayer, "update", changed)
+    with pytest.raises(EngineStartError, match=f"with its cache, {message}"):
+        make_engine()
