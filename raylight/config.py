@@ -109,7 +109,7 @@ class EngineConfig(Config):
 
     kind: str = "auto"
     """"transformers", "vllm", "upstream", or the dotted name of an engine class, "package.module:Engine".
-    "auto" is upstream if a `url` is given, vllm if it is installed and replicas have a GPU, else
+    "auto" is upstream if a `url` is given, vllm if replicas have a GPU and the nodes with GPUs have it, else
     transformers."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine: any engine argument of vLLM; `tool_parser` and `reasoning` of

@@ -14,6 +14,7 @@ from raylight.serving.deploy.ingress import LOOPBACK
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import component_stack, run_until_lost
+from raylight.trainer.engine_nodes import engine_on_nodes
 from raylight.trainer.inputs import resolve_model
 from raylight.weight_sync.actor import RunningCoordinator
 
@@ -44,7 +45,7 @@ def serve_model(
         ConfigError: the engine is not installed, or its settings are wrong.
         EngineStartError: the replicas did not start.
     """
-    kind = choose_engine(config)
+    requested, kind = config, choose_engine(config)
     if kind == "upstream":
         path, name = "", name or model
         config = config.model_copy(update={"upstream_model": config.upstream_model or model})
@@ -57,6 +58,7 @@ def serve_model(
     config = config.model_copy(update={"kind": kind, "host": host})
     with ray_session(address, False, config.start_timeout_s) as connection:
         connection.announce(show, show)
+        config = engine_on_nodes(requested, config)
         serving = _serve(path, name, config, api_key, seed, connection.owns_cluster, show)
         run_until_lost(serving, "Start the command again")
 

@@ -43,6 +43,7 @@ from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import run_until_lost, until_lost
 from raylight.trainer.display import make_display
+from raylight.trainer.engine_nodes import plan_for_nodes
 from raylight.trainer.eval_run import EvalRun
 from raylight.trainer.eval_session import EvalSettings
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
@@ -362,6 +363,7 @@ class Trainer:
         ):
             if self.runner.external:
                 check_joinable(name, connection.owns_cluster)
+            run.plan = plan_for_nodes(run.plan, self.engine)
             run.finalize_plan()
             report = Report(folder, display, run.config(), started, run.last_logged_step, self.loggers)
             with contextlib.closing(report):

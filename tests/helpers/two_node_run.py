@@ -2,6 +2,7 @@
 
     python two_node_run.py replace '{"folder": ..., "steps": 10, "lost_after": 3, "engine": {...}}'
     python two_node_run.py grow '{"folder": ...}'
+    python two_node_run.py packages '{}'
 
 The last line that is printed is an object with what the test checks.
 """
@@ -13,14 +14,17 @@ import sys
 import threading
 from typing import Any
 
+import ray
 from ray.util.state import list_actors
 from two_nodes import TwoNodes
 
 import raylight as rl
+from raylight.engines.registry import choose_engine, has_vllm
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
 from raylight.serving.deploy import ingress
+from raylight.trainer.engine_nodes import ask_nodes, engine_on_nodes
 
 SIZE = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
 HEAD, OTHER = SIZE | {"resources": {"learner_node": 2}}, SIZE | {"resources": {"engine_node": 2}}
@@ -103,6 +107,20 @@ def grow(folder: str) -> dict[str, Any]:
     return {"summary": summary, "url": served[0], "head": nodes.address}
 
 
+def packages() -> dict[str, Any]:
+    """Choose the engine `auto` for a driver on a head without GPUs."""
+    nodes = TwoNodes({}, SIZE, SIZE | {"num_gpus": 2, "resources": {"gpu_node": 2}})
+    config = rl.EngineConfig(num_gpus=1, resources={"gpu_node": 1})
+    try:
+        with ray.init(nodes.address, log_to_driver=False):
+            chosen = config.model_copy(update={"kind": choose_engine(config)})
+            engine = engine_on_nodes(config, chosen)
+            others = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Resources"].get("GPU")}
+            return {"kind": engine.kind, "answers": ask_nodes(others), "driver": has_vllm()}
+    finally:
+        nodes.stop()
+
+
 if __name__ == "__main__":
-    run = {"replace": replace, "grow": grow}[sys.argv[1]]
+    run = {"replace": replace, "grow": grow, "packages": packages}[sys.argv[1]]
     print(json.dumps(run(**json.loads(sys.argv[2]))))

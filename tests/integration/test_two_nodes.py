@@ -53,3 +53,11 @@ def test_a_runner_on_a_node_that_joins_later_reaches_the_model(tmp_path: Path) -
     assert found["summary"]["rollouts"] == 4
     assert found["summary"]["failed"] == 0
     assert found["url"].startswith(f"http://{found['head'].rpartition(':')[0]}:")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_processes_left")
+def test_the_node_with_gpus_is_asked_for_vllm() -> None:
+    found = run("packages")
+    assert list(found["answers"].values()) == [found["driver"]]
+    assert found["kind"] == ("vllm" if found["driver"] else "transformers")
