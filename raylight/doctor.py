@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from raylight import __version__
 from raylight.serving.deploy.haproxy_launcher import connection_limit
 from raylight.trainer.cluster import running_cluster
-from raylight.trainer.local_cluster import is_reachable, loopback_address
+from raylight.trainer.local_cluster import LOOPBACK, is_reachable, loopback_address
 
 GIB = 2**30
 HEAD_RESOURCE = "node:__internal_head__"
@@ -254,6 +254,15 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
     connections = machine.connections if head is None else head.connections
     if connections is not None and connections < MIN_CONNECTIONS:
         problems.append(_few_connections(connections))
+    if cluster and cluster.serve and _serves_locally(cluster):
+        problems.append(
+            Problem(
+                f"Ray Serve listens on {cluster.serve[0]} only, which agents on nodes that join the cluster "
+                "cannot reach",
+                "serve shutdown, and let a run start it; or raylight serve --host 0.0.0.0",
+                required=False,
+            )
+        )
     if cluster and cluster.error:
         problems.append(
             Problem(
@@ -278,6 +287,12 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
                 )
             )
     return problems
+
+
+def _serves_locally(cluster: Cluster) -> bool:
+    """Return True if Serve listens on loopback, and the nodes have addresses that other machines reach."""
+    assert cluster.serve is not None
+    return cluster.serve[0] in LOOPBACK and any(node.address not in LOOPBACK for node in cluster.nodes)
 
 
 def _few_connections(connections: int) -> Problem:

@@ -89,6 +89,22 @@ def test_few_open_files_are_a_remark_on_the_machine_or_the_clusters_head():
     assert "accept 212 connections" in problem.summary
 
 
+@pytest.mark.parametrize(
+    ("node", "serve", "found"),
+    [
+        ("10.0.0.1", ("127.0.0.1", 8000), True),
+        ("10.0.0.1", ("0.0.0.0", 8000), False),
+        ("127.0.0.1", ("127.0.0.1", 8000), False),
+        ("10.0.0.1", None, False),
+    ],
+)
+def test_a_serve_that_other_nodes_cannot_reach_is_a_remark(node, serve, found):
+    cluster = Cluster("a:1", [dataclasses.replace(NODE, address=node)], serve=serve)
+    problems = find_problems(MACHINE, {}, cluster)
+    assert [problem.required for problem in problems] == [False] * found
+    assert all("Ray Serve listens on 127.0.0.1 only" in problem.summary for problem in problems)
+
+
 def test_no_shm_and_no_gpu_are_not_missing():
     assert find_problems(dataclasses.replace(MACHINE, shm=None, gpus=[]), {}, None) == []
 
