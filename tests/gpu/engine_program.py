@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from argparse import Namespace
@@ -38,6 +39,10 @@ def make_config(task: dict[str, Any], shape: Shape) -> EngineConfig:
 
 def make_vllm(task: dict[str, Any], config: EngineConfig) -> Engine:
     """Build vLLM's engine as a replica does, without Ray."""
+    from raylight.engines.vllm.deployment import environment
+
+    on_gpu = task["device"] == "cuda"
+    os.environ |= environment(task["model"], 1, float(on_gpu), eager=not on_gpu)
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -47,7 +52,6 @@ def make_vllm(task: dict[str, Any], config: EngineConfig) -> Engine:
     from raylight.engines.vllm.args import vllm_args
     from raylight.engines.vllm.engine import VllmEngine
 
-    on_gpu = task["device"] == "cuda"
     own = {"enable_sleep_mode": True, "gpu_memory_utilization": MEMORY_SHARE} if on_gpu else {}
     options = vllm_args(
         task["model"],
