@@ -131,7 +131,8 @@ class EngineConfig(Config):
     """Threads that compute on the CPU. None: as many as `num_cpus`, at least one. Engines and learners that
     take turns may each use all cores; this pays off above about ten million parameters."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
-    """GPUs that Ray reserves for a replica."""
+    """GPUs that Ray reserves for a replica, and for each worker of vLLM. At most 1, unless the engine is a
+    class of your own."""
     resources: CustomResources = Field(default_factory=dict)
     """Custom resources that Ray reserves for a replica, and for each worker of vLLM, such as
     {"engine_node": 1}: only nodes that have them, by `ray start --resources`, run replicas."""
@@ -195,6 +196,11 @@ class EngineConfig(Config):
             )
         if self.kind in ("transformers", "vllm") and self.url is not None:
             raise ValueError(f"url is set, but kind is {self.kind!r}; only an upstream engine has a url")
+        if self.num_gpus > 1 and self.kind in ("auto", "transformers", "vllm"):
+            raise ValueError(
+                f"num_gpus={self.num_gpus:g}: a replica of transformers and each worker of vLLM compute on "
+                "one GPU; give 1 or less, and args={'tensor_parallel_size': ...} for one engine on several"
+            )
         return self
 
 

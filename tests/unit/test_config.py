@@ -163,3 +163,10 @@ def test_vllm_that_is_not_installed_is_an_error_that_says_how(monkeypatch: pytes
 def test_engine_settings_that_do_not_fit(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("kind", ["auto", "vllm", "transformers"])
+def test_an_engine_on_several_gpus_is_a_tensor_parallel_one(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"num_gpus=2: .*tensor_parallel_size"):
+        EngineConfig(kind=kind, num_gpus=2)
+    assert EngineConfig(kind="my_package:Engine", num_gpus=2).num_gpus == 2
