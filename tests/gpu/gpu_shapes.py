@@ -64,7 +64,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(64, 2, 4, 2, 128, 512, rows=4, row_tokens=64, answer_tokens=16),
+    "tiny": Shape(128, 2, 4, 2, 256, 512, rows=4, row_tokens=64, answer_tokens=16),
     "0.5B": Shape(896, 24, 14, 2, 4864, 151_936, rows=32, row_tokens=1024, answer_tokens=256),
     "1.5B": Shape(1536, 28, 12, 2, 8960, 151_936, rows=32, row_tokens=1024, answer_tokens=256),
 }

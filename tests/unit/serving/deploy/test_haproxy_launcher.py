@@ -34,6 +34,8 @@ from raylight.serving.deploy import haproxy_launcher as launcher
 
 FEW = 60
 """Connections that the HAProxy of these tests accepts."""
+IDLE = 5000
+"""Connections of a large run at the same time, above Ray's own limit of 4096."""
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,19 @@ def test_as_many_connections_as_the_open_files_allow(ingress: Ingress) -> None:
     assert launcher.connection_limit() <= launcher.MAX_CONNECTIONS
     with ingress.running():
         assert f"\nMaxconn: {launcher.connection_limit()}\n" in ingress.ask("show info\n")
+
+
+def test_thousands_of_idle_connections_leave_room(ingress: Ingress) -> None:
+    """Each concurrent rollout keeps a connection, which is idle while its agent works."""
+    count = min(IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, launcher.connection_limit() - 10)
+    with ingress.running(), contextlib.ExitStack() as stack:
+        for _ in range(count):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", ingress.port)))
+            client.sendall(b"GET /-/none HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(4096).startswith(b"HTTP/1.1 404")
+        assert f"\nCurrConns: {count}\n" in ingress.ask("show info\n")
+        assert ingress.get() == 200
+        assert f"\nCurrConns: {count}\n" in ingress.ask("show info\n")
 
 
 def test_few_open_files_are_no_error(ingress: Ingress) -> None:
