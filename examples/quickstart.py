@@ -1,7 +1,10 @@
 """Train a small model to add: offline, on a CPU, in a few minutes.
 
-    python examples/quickstart.py ray job submit --working-dir . -- python examples/quickstart.py --output-dir
-    /shared/quickstart     (on a cluster)
+    python examples/quickstart.py
+
+On a cluster:
+
+    ray job submit --working-dir . -- python examples/quickstart.py --output-dir /shared/quickstart
 
 The agent depends on raylight only through its `llm` argument, and can use any OpenAI client.
 """

@@ -30,6 +30,10 @@ SIZE = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
 HEAD, OTHER = SIZE | {"resources": {"learner_node": 2}}, SIZE | {"resources": {"engine_node": 2}}
 
 
+ROLES = {"learner-": "learner", "runner-": "runner", "SERVE_REPLICA::": "engine"}
+"""Beginning of an actor's name -> its role."""
+
+
 class Watcher:
     """Metric logger that records where actors are, and replaces the second node after a step."""
 
@@ -42,11 +46,11 @@ class Watcher:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         alive = list_actors(self._nodes.address, filters=[("state", "=", "ALIVE")], limit=1000)
-        found = self.placements.setdefault(step, {"learner": [], "runner": [], "engine": []})
+        found = self.placements[step] = {role: [] for role in ROLES.values()}
         for actor in alive:
-            for role, places in found.items():
-                if actor.name and (actor.name.startswith(f"{role}-") or f"#{role}#" in actor.name):
-                    places.append("head" if actor.node_id == self._nodes.head_id else "other")
+            for start, role in ROLES.items():
+                if (actor.name or "").startswith(start):
+                    found[role].append("head" if actor.node_id == self._nodes.head_id else "other")
         if step == self._step:
             self._nodes.remove_node()
             threading.Thread(target=self._nodes.add_node).start()  # the run goes on meanwhile

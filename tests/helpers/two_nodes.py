@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ray_cluster import restored_cluster_file
+
+PROGRAM = Path(__file__).with_name("two_node_run.py")
 SIZE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
@@ -60,6 +64,35 @@ class TwoNodes:
     def _read(self, name: str) -> str:
         assert self._process.stdout
         return next(line.split()[1] for line in self._process.stdout if line.startswith(f"{name} "))
+
+
+def run_on_two_nodes(mode: str, timeout_s: float = 280.0, **task: Any) -> dict[str, Any]:
+    """Run `two_node_run.py` in a process of its own, and return the object that it prints."""
+    with restored_cluster_file():
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), mode, json.dumps(task)],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_survived_a_loss(found: dict[str, Any], steps: int) -> None:
+    """Assert that a run of the mode "replace" learned, lost nothing, and had its roles on their nodes."""
+    summary, placements = found["summary"], found["placements"]
+    assert summary["steps"] == steps
+    assert summary["rollouts_failed"] == summary["rollouts_lost"] == 0
+    assert summary["counts"]["rollouts_succeeded"] == summary["rollouts"]
+    assert summary["counts"]["runners_lost"] >= 1
+    assert summary["reward_before"] <= 0.7
+    assert summary["reward_after"] - summary["reward_before"] >= 0.15
+    for step in ("1", str(steps)):
+        assert placements[step]["learner"] == ["head", "head"]
+        assert set(placements[step]["engine"]) == {"other"}
+        assert len(placements[step]["runner"]) == 4
+    assert set(placements["1"]["runner"]) == {"head", "other"}
 
 
 def main(head: dict[str, Any], other: dict[str, Any], joins_later: bool) -> None:
