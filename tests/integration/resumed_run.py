@@ -1,4 +1,4 @@
-"""Short run of the quickstart's agent: python resumed_run.py OUTPUT_DIR STEPS LEARNERS RESUME"""
+"""Short run of the quickstart's agent: python resumed_run.py OUTPUT_DIR STEPS LEARNERS RESUME TRAINED"""
 
 import sys
 
@@ -8,7 +8,7 @@ from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
 
 
-def main(folder: str, steps: int, learners: int, resume: str) -> None:
+def main(folder: str, steps: int, learners: int, resume: str, trained: str) -> None:
     train, val = additions(0)
     algorithm = rl.GRPO(
         model=STARTER_MODEL,
@@ -28,9 +28,10 @@ def main(folder: str, steps: int, learners: int, resume: str) -> None:
         address="local",
         engine={"max_model_len": 64},
         checkpoint={"every": 3, "keep": 2},
+        learner={"lora": {"rank": 8}} if trained == "lora" else {},
     )
     trainer.fit(adder, train[:40], val[:8], resume="auto" if resume == "auto" else resume == "yes")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -18,10 +18,12 @@ ROLLOUTS = 32
 LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 
 
-def start_run(folder: Path, learners: int = 1, resume: str = "auto") -> subprocess.Popen:
+def start_run(
+    folder: Path, learners: int = 1, resume: str = "auto", trained: str = "full"
+) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
     with (folder / "log").open("a") as log:
-        command = [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(learners), resume]
+        command = [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(learners), resume, trained]
         return subprocess.Popen(command, env=LOCAL, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -90,8 +92,11 @@ def test_a_run_resumes_after_its_driver_was_killed(tmp_path: Path, kill_leftover
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_run_continues_after_a_learner_was_killed(tmp_path: Path, no_processes_left: None) -> None:
-    run = start_run(tmp_path, learners=2, resume="no")
+@pytest.mark.parametrize("trained", ["full", "lora"])
+def test_a_run_continues_after_a_learner_was_killed(
+    trained: str, tmp_path: Path, no_processes_left: None
+) -> None:
+    run = start_run(tmp_path, learners=2, resume="no", trained=trained)
     wait_for_step(run, tmp_path, 4)
     learner_processes(run)[-1].kill()
     summary = finish(run, tmp_path)
@@ -103,5 +108,6 @@ def test_a_run_continues_after_a_learner_was_killed(tmp_path: Path, no_processes
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert rows[-1]["learner/restarts"] == 1
+    assert (tmp_path / "checkpoint" / "adapter").exists() == (trained == "lora")
     versions = [row["weights/version"] for row in rows if "weights/version" in row]
     assert versions == sorted(set(versions))

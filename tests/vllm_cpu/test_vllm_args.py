@@ -59,7 +59,10 @@ def test_arguments_derived_from_the_model_and_the_settings(model_path: str) -> N
     assert build_args(model_path)["enforce_eager"]
     assert "enforce_eager" not in build_args(model_path, gpus=1)
     assert "enable_lora" not in build_args(model_path)
-    assert build_args(model_path, {"max_lora_rank": 8}, max_adapters=2)["max_lora_rank"] == 8
+    for rank, limit in ((8, 8), (9, 16), (65, 128)):
+        assert build_args(model_path, {"max_lora_rank": rank}, max_adapters=2)["max_lora_rank"] == limit
+    with pytest.raises(ConfigError, match="up to rank 512, not 513"):
+        build_args(model_path, {"max_lora_rank": 513}, max_adapters=2)
     assert build_args(model_path)["tool_call_parser"] == "hermes"
     assert build_args(model_path, {"tool_call_parser": "xlam"})["tool_call_parser"] == "xlam"
 
