@@ -55,6 +55,7 @@ class Node:
         raylight: installed version.
         unset_flags: Serve flags that the node's environment lacks, each as NAME=value.
         connections: those that HAProxy would accept there at a time; it runs on the head.
+        vllm: installed version.
         error: why there is no report.
     """
 
@@ -63,6 +64,7 @@ class Node:
     raylight: str | None = None
     unset_flags: tuple[str, ...] = ()
     connections: int | None = None
+    vllm: str | None = None
     error: str | None = None
 
 
@@ -207,6 +209,7 @@ def report_node(flags: dict[str, str]) -> dict[str, object]:
         "raylight": importlib.metadata.version("raylight"),
         "unset_flags": unset,
         "connections": connection_limit(),
+        "vllm": installed_vllm(),
     }
 
 
@@ -260,6 +263,19 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
                 f"Ray Serve listens on {cluster.serve[0]} only, which agents on nodes that join the cluster "
                 "cannot reach",
                 "serve shutdown, and let a run start it; or raylight serve --host 0.0.0.0",
+                required=False,
+            )
+        )
+    without = (
+        [node.address for node in cluster.nodes if node.resources.get("GPU") and not node.vllm]
+        if cluster
+        else []
+    )
+    if cluster and without and any(node.vllm for node in cluster.nodes):
+        problems.append(
+            Problem(
+                f"the GPU nodes {', '.join(without)} lack vLLM, which other nodes have",
+                "pip install 'raylight[vllm]' on all nodes, or engine={'kind': 'transformers'}",
                 required=False,
             )
         )

@@ -184,6 +184,7 @@ def cluster_rows(cluster: Cluster | None) -> dict[str, str]:
             "Serve flags unknown" if node.error else f"Serve flags {'missing' if node.unset_flags else 'set'}"
         )
         amounts += f", {size(node.resources.get('memory'))}, raylight {node.raylight or 'unknown'}"
+        amounts += f", vllm {node.vllm}" if node.vllm else ""
         rows[f"node {node.address}"] = f"{amounts}, {flags}"
     return rows
 

@@ -105,6 +105,15 @@ def test_a_serve_that_other_nodes_cannot_reach_is_a_remark(node, serve, found):
     assert all("Ray Serve listens on 127.0.0.1 only" in problem.summary for problem in problems)
 
 
+def test_vllm_on_a_part_of_the_nodes_is_a_remark():
+    head = Node("10.0.0.2", {"CPU": 8.0}, raylight=__version__, vllm="0.29.0")
+    with_vllm = dataclasses.replace(NODE, vllm="0.29.0")
+    assert find_problems(MACHINE, {}, Cluster("a:1", [head, with_vllm])) == []
+    (problem,) = find_problems(MACHINE, {}, Cluster("a:1", [head, NODE]))
+    assert problem.summary == "the GPU nodes 10.0.0.1 lack vLLM, which other nodes have"
+    assert not problem.required
+
+
 def test_no_shm_and_no_gpu_are_not_missing():
     assert find_problems(dataclasses.replace(MACHINE, shm=None, gpus=[]), {}, None) == []
 
