@@ -64,7 +64,8 @@ def harden(config: str, folder: str, connections: int) -> str:
 
     - The admin socket is open to this user only. The statistics and the metrics are on sockets of `folder`.
     - Headers must arrive within HEADER_TIMEOUT_S.
-    - A source that is not this machine gets at most half of the connections.
+    - A source that is not this machine gets at most half of the connections. This machine's own connections
+      come from loopback, or from the address that they reach.
 
     Args:
         config: configuration as Serve writes it.
@@ -96,7 +97,9 @@ def harden(config: str, folder: str, connections: int) -> str:
         "the frontend of the applications": (
             r"^(frontend http_frontend\n    bind \S+)$",
             r"\1\n    stick-table type ipv6 size 100k expire 1m store conn_cur"
-            r"\n    tcp-request connection track-sc0 src unless { src 127.0.0.0/8 ::1 }"
+            r"\n    tcp-request connection set-var(sess.reached) dst"
+            r"\n    tcp-request connection track-sc0 src unless { src 127.0.0.0/8 ::1 } ||"
+            r" { src,strcmp(sess.reached) eq 0 }"
             rf"\n    tcp-request connection reject if {{ sc0_conn_cur gt {connections // 2} }}",
         ),
     }

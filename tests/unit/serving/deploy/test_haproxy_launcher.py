@@ -32,6 +32,8 @@ from ray_cluster import eventually, free_port
 
 from raylight.serving.deploy import haproxy_launcher as launcher
 
+OTHER = "127.0.0.2"
+"""Address of this machine that stands for another machine's."""
 FEW = 60
 """Connections that the HAProxy of these tests accepts."""
 IDLE = 5000
@@ -112,15 +114,16 @@ class Ingress:
             return int(re.search(r"^Pid: (\d+)$", self.ask("show info\n"), re.MULTILINE).group(1))
         return 0
 
-    def get(self, timeout: float = 10) -> int:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+    def get(self, timeout: float = 10, source: str = "127.0.0.1") -> int:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout, source_address=(source, 0))
         with contextlib.closing(connection):
             connection.request("GET", "/app/health")
             return connection.getresponse().status
 
-    def half_sent(self, count: int) -> list[socket.socket]:
+    def half_sent(self, count: int, source: str = "127.0.0.1") -> list[socket.socket]:
         """Open connections that never finish their headers."""
-        clients = [socket.create_connection(("127.0.0.1", self.port)) for _ in range(count)]
+        address = ("127.0.0.1", self.port)
+        clients = [socket.create_connection(address, source_address=(source, 0)) for _ in range(count)]
         for client in clients:
             client.sendall(b"POST /app/v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
         eventually(lambda: f"\nCurrConns: {count}\n" in self.ask("show info\n"), 10, "all connections")
@@ -218,12 +221,13 @@ def test_a_source_gets_half_of_the_connections_unless_it_is_this_machine(
     assert "unless { src 127.0.0.0/8 ::1 }" in config
     small_ingress.config.write_text(config.replace("src 127.0.0.0/8 ::1", "src 192.0.2.99"))
     with small_ingress.running(), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(client) for client in small_ingress.half_sent(FEW // 2)]
+        clients = [stack.enter_context(client) for client in small_ingress.half_sent(FEW // 2, OTHER)]
         with pytest.raises(OSError, match=r"Connection reset|Broken pipe|closed connection"):
-            small_ingress.get()
+            small_ingress.get(source=OTHER)
+        assert small_ingress.get() == 200, "this machine reaches its own address"
         for client in clients:
             client.close()
-        eventually(lambda: small_ingress.get() == 200, 10, "an answer")
+        eventually(lambda: small_ingress.get(source=OTHER) == 200, 10, "an answer")
 
 
 PARENT = """
