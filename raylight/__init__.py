@@ -95,6 +95,7 @@ _EXPORTS = {
         "ResourcesUpdate",
         "Rollout",
         "RolloutConfig",
+        "RolloutState",
         "Span",
         "SpanContext",
         "SpanCoreFields",

@@ -91,6 +91,7 @@ from raylight.types import PaginatedResult as PaginatedResult
 from raylight.types import ResourcesUpdate as ResourcesUpdate
 from raylight.types import Rollout as Rollout
 from raylight.types import RolloutConfig as RolloutConfig
+from raylight.types import RolloutState as RolloutState
 from raylight.types import Span as Span
 from raylight.types import SpanContext as SpanContext
 from raylight.types import SpanCoreFields as SpanCoreFields

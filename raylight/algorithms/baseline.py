@@ -130,10 +130,10 @@ class Baseline(FastAlgorithm):
             running |= {rollout.rollout_id for rollout in queued}
             interval = self.settings.polling_interval
             decided = await store.wait_for_rollouts(rollout_ids=sorted(running), at_least=1, timeout=interval)
-            for finished in await store.collect([rollout.rollout_id for rollout in decided]):
+            for finished in await store.collect(decided):
                 done += 1
                 await self._print_rollout(store, finished, f"{done}/{len(requests)}", report)
-            running -= {rollout.rollout_id for rollout in decided}
+            running -= set(decided)
             if not decided:
                 report.print(f"{done}/{len(requests)} finished; {await _describe_queue(store)}", style="dim")
 

@@ -32,7 +32,7 @@ from raylight.store.payloads import encode_payload
 from raylight.store.rows import span_row
 from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import AttemptedRollout, ResourcesUpdate, Rollout, Span
+from raylight.types import AttemptedRollout, ResourcesUpdate, Rollout, RolloutState, Span
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Runner:
             writes.insert(0, self._store.update_rollout(original.rollout_id, metadata=rollout.metadata))
         await asyncio.gather(*writes)
 
-    async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> Rollout:
+    async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> RolloutState:
         """Store the attempt's last spans and decide it. An attempt that lost a reward fails."""
         spans = trace.take(SEND_BATCH)
         while len(spans) == SEND_BATCH:  # the last ones go with the decision
@@ -213,7 +213,7 @@ class Runner:
 
     async def _decide(
         self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace, spans: list[Span]
-    ) -> Rollout:
+    ) -> RolloutState:
         if outcome.status == "succeeded" and (lost := trace.reward_error):
             outcome = Outcome("failed", describe(lost))
         return await self._store.finish_attempt(

@@ -74,7 +74,7 @@ class Attempts:
             raise InvalidTransitionError(
                 f"rollout {request[0]} exists; begin another attempt of it with start_attempt"
             )
-        return self._rollouts.get(request[0])
+        return self._rollouts.state(request[0])
 
     def start_attempt(self, rollout_id: str, attempt_id: str, worker_id: str | None) -> Row:
         """Begin another attempt that the caller executes. The previous attempt no longer affects the rollout.
@@ -88,7 +88,7 @@ class Attempts:
                     f"rollout {rollout_id} is cancelled; queue it again by update_rollout(status='requeuing')"
                 )
             self.begin(rollout_id, attempt_id, worker_id)
-        return self._rollouts.get(rollout_id)
+        return self._rollouts.state(rollout_id)
 
     def begin(
         self, rollout_id: str, attempt_id: str, worker_id: str | None, request_id: str | None = None
@@ -294,7 +294,7 @@ class Attempts:
             self._journal.increment("attempts_late", by=attempt.status != values["status"])
         else:
             self.update(rollout_id, attempt_id, values)
-        return self._rollouts.get(rollout_id)
+        return self._rollouts.state(rollout_id)
 
     def set_status(
         self,

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylight.store.call_batcher import Channel
 from raylight.store.call_deltas import CallDeltas
 from raylight.store.payloads import encode_payload
 from raylight.store.reading import StoreReader
+from raylight.store.record_writer import RecordWriter
 from raylight.store.rows import (
+    Row,
     attempt_from_row,
-    attempted_rollout_from_row,
     config_json,
     failure_json,
     new_id,
     request_row,
+    requested_rollout,
     resources_from_row,
     rollout_from_row,
     span_row,
+    state_from_row,
     stats_json,
     worker_from_row,
 )
@@ -28,21 +31,17 @@ from raylight.types import (
     Attempt,
     AttemptedRollout,
     AttemptStatus,
-    CallKey,
     EnqueueRolloutRequest,
     Failure,
-    Generation,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
     RolloutMode,
+    RolloutState,
     RolloutStatus,
     Span,
     Worker,
 )
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
 
 RECORDS_TIMEOUT_S = 30.0
 """Time that a finishing attempt waits for the records of its calls."""
@@ -59,7 +58,7 @@ UNSET: Any = _Unset()
 """Default of the parameters of `update_*` methods: leave the value unchanged. None is a value."""
 
 
-class StoreClient(StoreReader):
+class StoreClient(StoreReader, RecordWriter):
     """Client of a store.
 
     All methods are asynchronous and raise typed errors: UnknownIdError, InvalidTransitionError,
@@ -75,8 +74,6 @@ class StoreClient(StoreReader):
     def __init__(self, target: Any) -> None:
         self._channel = Channel(target)
         self._announcements = Channel(target)
-        """Separate channel for calls that begin: their response waits for it, and must not wait for the
-        records of earlier calls."""
         self._deltas = CallDeltas()
 
     @property
@@ -103,19 +100,17 @@ class StoreClient(StoreReader):
         group_id: str | None = None,
     ) -> AttemptedRollout:
         """Add a rollout with a first attempt that the caller executes; the rollout is never queued."""
-        request = request_row(
-            EnqueueRolloutRequest(
-                input=input,
-                mode=mode,
-                group_id=group_id,
-                resources_id=resources_id,
-                config=config,  # type: ignore[arg-type]  # None: the defaults
-                metadata=metadata,  # type: ignore[arg-type]
-                rollout_id=rollout_id,
-            )
+        request = EnqueueRolloutRequest(
+            input=input,
+            mode=mode,
+            group_id=group_id,
+            resources_id=resources_id,
+            config=config,  # type: ignore[arg-type]  # None: the defaults
+            metadata=metadata,  # type: ignore[arg-type]
+            rollout_id=rollout_id,
         )
-        row = await self._channel.call("start_rollout", request, new_id("at"), worker_id)
-        return attempted_rollout_from_row(row)
+        row = await self._channel.call("start_rollout", request_row(request), new_id("at"), worker_id)
+        return _attempted(requested_rollout(request, row))
 
     async def enqueue_rollout(
         self,
@@ -147,14 +142,22 @@ class StoreClient(StoreReader):
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         """Queue rollouts in the given order; waits while the queue is full."""
-        queued: list[Any] = []
+        queued: list[tuple[bool, Row]] = []
         for start in range(0, len(rollouts), ENQUEUE_BATCH):  # encoded when the queue has room for them
             rows = [
                 request_row(request, f"rollouts[{start + number}].")
                 for number, request in enumerate(rollouts[start : start + ENQUEUE_BATCH])
             ]
             queued += await self._channel.send("enqueue", rows)
-        return [rollout_from_row(row) for row in queued]
+        known = [row[0] for is_new, row in queued if not is_new]
+        stored = {
+            rollout.rollout_id: rollout
+            for rollout in (await self.query_rollouts(rollout_id_in=known) if known else [])
+        }
+        return [
+            requested_rollout(request, row) if is_new else stored[row[0]]
+            for request, (is_new, row) in zip(rollouts, queued, strict=True)
+        ]
 
     async def dequeue_rollout(
         self, worker_id: str | None = None, timeout: float = 0.0
@@ -173,7 +176,7 @@ class StoreClient(StoreReader):
         rollout goes back to the queue.
         """
         rows = await self._channel.send("dequeue", worker_id, limit, timeout, uuid.uuid4().hex)
-        return [attempted_rollout_from_row(row) for row in rows]
+        return [_attempted(rollout_from_row(row)) for row in rows]
 
     async def update_rollout(
         self,
@@ -184,7 +187,7 @@ class StoreClient(StoreReader):
         status: RolloutStatus = UNSET,
         config: RolloutConfig = UNSET,
         metadata: dict[str, Any] | None = UNSET,
-    ) -> Rollout:
+    ) -> RolloutState:
         """Change a rollout. The status "requeuing" runs a finished rollout again."""
         passed: dict[str, Any] = {"mode": mode, "resources_id": resources_id, "status": status}
         values = {name: value for name, value in passed.items() if value is not UNSET}
@@ -200,22 +203,23 @@ class StoreClient(StoreReader):
             values["config"] = config_json(config or RolloutConfig())
         if metadata is not UNSET:
             values["metadata"] = encode_payload(metadata or {}, "metadata")
-        return rollout_from_row(await self._channel.call("update_rollout", rollout_id, values))
+        return state_from_row(await self._channel.call("update_rollout", rollout_id, values))
 
-    async def cancel_rollout(self, rollout_id: str) -> Rollout:
+    async def cancel_rollout(self, rollout_id: str) -> RolloutState:
         """Cancel a rollout unless it is decided; its runner learns it from the next heartbeat's response."""
         return (await self.cancel_rollouts([rollout_id]))[0]
 
-    async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> list[Rollout]:
-        """Cancel those of these rollouts that are not decided."""
-        return [rollout_from_row(row) for row in await self._channel.call("cancel", list(rollout_ids))]
+    async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> list[RolloutState]:
+        """Cancel those of these rollouts that are not decided; returns the states of all."""
+        return [state_from_row(row) for row in await self._channel.call("cancel", list(rollout_ids))]
 
     # attempts
 
     async def start_attempt(self, rollout_id: str, worker_id: str | None = None) -> AttemptedRollout:
         """Begin another attempt, which the caller executes."""
-        row = await self._channel.call("start_attempt", rollout_id, new_id("at"), worker_id)
-        return attempted_rollout_from_row(row)
+        state = state_from_row(await self._channel.call("start_attempt", rollout_id, new_id("at"), worker_id))
+        rollout = await self.get_rollout_by_id(rollout_id)
+        return _attempted(rollout.model_copy(update=dict(state)))
 
     async def update_attempt(
         self,
@@ -246,13 +250,13 @@ class StoreClient(StoreReader):
 
     async def finish_attempt(
         self,
-        rollout: Rollout,
+        rollout: RolloutState,
         status: AttemptStatus,
         failure: Failure | None = None,
         spans: Sequence[Span] = (),
         losses: dict[str, int] | None = None,
         timeout: float = RECORDS_TIMEOUT_S,
-    ) -> Rollout:
+    ) -> RolloutState:
         """Store an attempt's last spans and decide it, in one transaction, once all its calls to the engine
         are recorded.
 
@@ -282,82 +286,7 @@ class StoreClient(StoreReader):
                 )
                 values |= {"status": "failed", "failure": failure_json(lost)}
             row = await self._channel.call("finish_attempt", *ids, values, rows, not recorded, losses)
-        return rollout_from_row(row)
-
-    # spans and calls
-
-    async def add_span(self, span: Span) -> Span | None:
-        """Store a span, and assign a sequence id if it has none; None if it is stored already.
-
-        It counts as activity of its attempt.
-        """
-        (sequence_id,) = await self._channel.call("add_spans", [span_row(span)])
-        return None if sequence_id is None else span.model_copy(update={"sequence_id": sequence_id})
-
-    async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Store spans, all or none; returns those that were not stored before."""
-        sequence_ids = await self._channel.call("add_spans", [span_row(span) for span in spans])
-        return [
-            span.model_copy(update={"sequence_id": sequence_id})
-            for span, sequence_id in zip(spans, sequence_ids, strict=True)
-            if sequence_id is not None
-        ]
-
-    async def add_otel_span(
-        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
-    ) -> Span | None:
-        """Store a span of the OpenTelemetry SDK; None if it is stored already."""
-        return await self.add_span(
-            Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
-        )
-
-    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        """Reserve a sequence id for a span of the attempt; ids only grow."""
-        return (await self.get_many_span_sequence_ids([(rollout_id, attempt_id)]))[0]
-
-    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
-        """Reserve a sequence id for a span of each attempt; an attempt that is listed twice gets two."""
-        return await self._channel.call("next_sequence_ids", [tuple(ids) for ids in rollout_attempt_ids])
-
-    async def capture(
-        self,
-        opened: Sequence[tuple[CallKey, float]],
-        closed: Sequence[tuple[CallKey, Generation | None, Span | None]],
-        recorder: str = "",
-    ) -> list[CallKey]:
-        """Record that calls to the engine began (each with its time) and ended (each with its generation and
-        its span).
-
-        Returns the calls that must not begin, because their attempt is decided or unknown.
-
-        Args:
-            recorder: name of the replica that will record the end of the calls that begin; see
-                `lose_recorder`.
-        """
-        opened_rows = [
-            (key.rollout_id, key.attempt_id, key.call_id, start, recorder, key.request)
-            for key, start in opened
-        ]
-        channel = self._announcements if opened and not closed else self._channel
-        try:
-            closed_rows = [self._deltas.encode(*call) for call in closed]
-            rejected, without_base = await channel.call("capture", opened_rows, closed_rows)
-            if without_base:
-                missing = {CallKey(*ids) for ids in without_base}
-                complete = [self._deltas.encode_completely(*call) for call in closed if call[0] in missing]
-                await channel.call("capture", [], complete)
-        except BaseException:  # it is not known which calls the store has
-            self._deltas.forget(key.attempt_id for key, *_ in closed)
-            raise
-        return [CallKey(*ids) for ids in rejected]
-
-    async def lose_recorder(self, recorder: str) -> None:
-        """Stop waiting for the records of a recorder that is gone.
-
-        An attempt with a call whose end it did not record cannot succeed, and fails without waiting. A call
-        that the agent retried elsewhere is dropped: the agent never received the first response.
-        """
-        await self._channel.call("lose_recorder", recorder)
+        return state_from_row(row)
 
     async def report_outage(self, source: str, since: float | None, reason: str = "") -> int:
         """Report that a served model is away since a time, or back (None); see `Outages.report`."""
@@ -398,3 +327,8 @@ class StoreClient(StoreReader):
     async def release_worker(self, worker_id: str, reason: str) -> int:
         """Mark a worker as gone for good; its attempts go back to the queue. Returns their number."""
         return await self._channel.call("release_worker", worker_id, reason)
+
+
+def _attempted(rollout: Rollout) -> AttemptedRollout:
+    assert isinstance(rollout, AttemptedRollout), "it has an attempt"
+    return rollout

@@ -52,13 +52,13 @@ class Leases:
 
     def dequeue(self, worker_id: str | None, limit: int, request_id: str) -> list[Row]:
         """Lease up to `limit` waiting rollouts, oldest first, each with a new attempt; none while serving is
-        away.
+        away. Returns columns ROLLOUT_WITH_INPUT.
 
         Raises:
             WorkerGoneError: the worker was released.
         """
         if repeated := self.leased_by(request_id):
-            return [self._rollouts.get(rollout_id) for rollout_id in repeated]
+            return [self._rollouts.with_input(rollout_id) for rollout_id in repeated]
         if worker_id is not None and not self._workers.record_dequeue(worker_id):
             raise WorkerGoneError(
                 f"the store has released {worker_id}, and its attempts went back to the queue; start another "
@@ -70,7 +70,7 @@ class Leases:
         leased += self._rollouts.oldest_waiting(limit - len(leased))
         for rollout_id in leased:
             self._attempts.begin(rollout_id, new_id("at"), worker_id, request_id)
-        return [self._rollouts.get(rollout_id) for rollout_id in leased]
+        return [self._rollouts.with_input(rollout_id) for rollout_id in leased]
 
     def _may_lease_suspect(self, worker_id: str | None) -> bool:
         return worker_id is None or not any(attempt.suspect for attempt in self._held_by(worker_id))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from raylight.errors import QueryError, UnknownIdError
 from raylight.store.call_rows import CALL
-from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_WITH_ATTEMPT, SPAN, Row
+from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
 from raylight.store.workers import WORKERS
 from raylight.types import RolloutStatus
 
@@ -151,10 +151,8 @@ class Queries:
                 self._reader.execute("ROLLBACK")
 
     def rollout(self, rollout_id: str) -> Row:
-        """Columns ROLLOUT_WITH_ATTEMPT of a rollout; raises UnknownIdError."""
-        rows = self._by_id(
-            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", [rollout_id]
-        )
+        """Columns ROLLOUT_WITH_INPUT of a rollout; raises UnknownIdError."""
+        rows = self._by_id(f"SELECT {ROLLOUT_WITH_INPUT} FROM {LATEST} WHERE r.rollout_id = ?", [rollout_id])
         if not rows:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return rows[0]
@@ -187,6 +185,13 @@ class Queries:
             spans = self._fetch_all(ordered, [rollout_id, attempt_id])
         return rollout, rewarded[0] if rewarded else None, calls, spans
 
+    def states(self, rollout_ids: list[str]) -> list[Row]:
+        """Columns ROLLOUT_STATE of those of these rollouts that exist, in the order of enqueueing."""
+        conditions, values = Conditions().one_of("r.rollout_id", rollout_ids).sql("and")
+        return self._fetch_all(
+            f"SELECT {ROLLOUT_STATE} FROM {LATEST}{conditions} ORDER BY r.position", values
+        )
+
     def latest_resources(self) -> Row | None:
         """Columns RESOURCES of the version that was added or updated last; None if there is none."""
         rows = self._fetch_all(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1", [])
@@ -210,7 +215,7 @@ class Queries:
         logic: str,
         page: Page,
     ) -> PageRows:
-        """Columns ROLLOUT_WITH_ATTEMPT of the rollouts that match."""
+        """Columns ROLLOUT_WITH_INPUT of the rollouts that match."""
         where = (
             Conditions()
             .one_of("r.status", statuses)
@@ -218,7 +223,7 @@ class Queries:
             .contains("r.rollout_id", id_contains)
         )
         conditions, values = where.sql(logic)
-        statement = f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST}{conditions}"
+        statement = f"SELECT {ROLLOUT_WITH_INPUT} FROM {LATEST}{conditions}"
         rows = self._fetch_all(statement + page.sql(ROLLOUT_ORDER, "r.position"), values)
         count = f"SELECT COUNT(*) FROM rollouts r{conditions}"
         if not conditions:  # the counter costs nothing in a long run

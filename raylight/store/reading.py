@@ -31,6 +31,7 @@ from raylight.store.rows import (
     resources_from_row,
     rollout_from_row,
     spans_from_rows,
+    state_from_row,
     worker_from_row,
 )
 from raylight.synonyms import accept_synonyms
@@ -44,6 +45,7 @@ from raylight.types import (
     PaginatedResult,
     ResourcesUpdate,
     Rollout,
+    RolloutState,
     RolloutStatus,
     Span,
     Worker,
@@ -101,6 +103,13 @@ class StoreReader:
             page,
         )
         return await self._query(rollout_from_row, page, "rollouts", *args)
+
+    async def get_rollout_states(self, rollout_ids: Sequence[str]) -> list[RolloutState]:
+        """Return the states of those of these rollouts that exist, in the order of enqueueing.
+
+        Unlike `query_rollouts`, it does not read their inputs.
+        """
+        return [state_from_row(row) for row in await self._channel.send("query", "states", list(rollout_ids))]
 
     async def query_attempts(
         self,
@@ -250,11 +259,10 @@ class StoreReader:
 
     async def wait_for_rollouts(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, at_least: int | None = None
-    ) -> list[Rollout]:
+    ) -> list[str]:
         """Wait until `at_least` of these rollouts are decided (default: all), or for `timeout` seconds;
-        returns the decided ones."""
-        rows = await self._channel.send("wait_for_rollouts", list(rollout_ids), at_least, timeout)
-        return [rollout_from_row(row) for row in rows]
+        returns the ids of the decided ones."""
+        return await self._channel.send("wait_for_rollouts", list(rollout_ids), at_least, timeout)
 
     async def collect(self, rollout_ids: Sequence[str], with_spans: bool = False) -> list[FinishedRollout]:
         """Return each rollout with the final reward and the generations of its latest attempt, and on request

@@ -15,7 +15,7 @@ from typing import Any
 
 from raylight.errors import UnknownIdError
 from raylight.store.journal import Journal
-from raylight.store.rows import LATEST, ROLLOUT_WITH_ATTEMPT, Row, config_from_json
+from raylight.store.rows import LATEST, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, Row, config_from_json
 from raylight.store.transitions import InfrastructureLosses, check_manual_transition
 from raylight.types import FINISHED, WAITING, RolloutConfig, RolloutStatus
 
@@ -62,15 +62,15 @@ class Rollouts:
         """Number of rollouts in the queue."""
         return self._journal.counter("rollouts_queuing") + self._journal.counter("rollouts_requeuing")
 
-    def enqueue(self, requests: list[Row]) -> list[Row]:
-        """Queue rollouts and return them in the given order; a rollout that exists stays as it is.
+    def enqueue(self, requests: list[Row]) -> list[tuple[bool, Row]]:
+        """Queue rollouts; a rollout that exists stays as it is.
+
+        Returns for each, in the given order, True if it is new, and columns ROLLOUT_STATE.
 
         Raises:
             UnknownIdError: a request names resources that are not in the store; no rollout was queued.
         """
-        for request in requests:
-            self.insert(request, "queuing")
-        return [self.get(request[0]) for request in requests]
+        return [(self.insert(request, "queuing"), self.state(request[0])) for request in requests]
 
     def check_requests(self, requests: list[Row]) -> None:
         """Raise UnknownIdError if a request names resources that are not in the store."""
@@ -143,13 +143,13 @@ class Rollouts:
     # changes by a user
 
     def cancel(self, rollout_ids: list[str]) -> list[Row]:
-        """Cancel those of the rollouts that are not finished; the finished ones stay as they are."""
+        """Cancel those of the rollouts that are not finished, and return columns ROLLOUT_STATE of all."""
         for rollout_id in rollout_ids:
             if (before := self.status(rollout_id)) not in FINISHED:
                 self.set_status(rollout_id, before, "cancelled")
-        return [self.get(rollout_id) for rollout_id in rollout_ids]
+        return [self.state(rollout_id) for rollout_id in rollout_ids]
 
-    def update(self, rollout_id: str, values: dict[str, Any]) -> Row:
+    def update(self, rollout_id: str, values: dict[str, Any]) -> None:
         """Change columns of a rollout; a status changes as MANUAL_TRANSITIONS allows.
 
         Raises:
@@ -171,7 +171,6 @@ class Rollouts:
             self.set_status(rollout_id, before, status)
             if status == "requeuing":
                 self._forget_attempts(rollout_id)
-        return self.get(rollout_id)
 
     def _forget_attempts(self, rollout_id: str) -> None:
         """Give a rollout that is queued again by hand the retries of a new one."""
@@ -182,15 +181,16 @@ class Rollouts:
 
     # reading
 
-    def get(self, rollout_id: str) -> Row:
-        """Columns ROLLOUT_WITH_ATTEMPT of a rollout.
+    def state(self, rollout_id: str) -> Row:
+        """Columns ROLLOUT_STATE of a rollout; raises UnknownIdError."""
+        return self._columns(rollout_id, ROLLOUT_STATE)
 
-        Raises:
-            UnknownIdError: no rollout has this id.
-        """
-        row = self._journal.fetch_one(
-            f"SELECT {ROLLOUT_WITH_ATTEMPT} FROM {LATEST} WHERE r.rollout_id = ?", (rollout_id,)
-        )
+    def with_input(self, rollout_id: str) -> Row:
+        """Columns ROLLOUT_WITH_INPUT of a rollout; raises UnknownIdError."""
+        return self._columns(rollout_id, ROLLOUT_WITH_INPUT)
+
+    def _columns(self, rollout_id: str, columns: str) -> Row:
+        row = self._journal.fetch_one(f"SELECT {columns} FROM {LATEST} WHERE r.rollout_id = ?", (rollout_id,))
         if row is None:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return row

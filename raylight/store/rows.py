@@ -24,6 +24,7 @@ from raylight.types import (
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
+    RolloutState,
     Span,
     Worker,
     span_json,
@@ -35,7 +36,7 @@ ATTEMPT = (
     "attempt_id, rollout_id, sequence_id, status, worker_id, start_time, end_time, last_heartbeat_time, "
     "failure, metadata"
 )
-ROLLOUT = "rollout_id, status, mode, group_id, resources_id, start_time, end_time, config, metadata, input"
+ROLLOUT = "rollout_id, status, mode, group_id, resources_id, start_time, end_time"
 SPAN = (
     "rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start_time, end_time, "
     "reward, base, body"
@@ -45,15 +46,18 @@ the span whose texts this one continues, or "" if its texts are complete."""
 ATTEMPT_ID, SPAN_ID, REWARD, BASE = map(SPAN.split(", ").index, ("attempt_id", "span_id", "reward", "base"))
 """Positions of columns in SPAN."""
 RESOURCES = "resources_id, version, create_time, update_time, body"
-ROLLOUT_WITH_ATTEMPT = ", ".join(
+ROLLOUT_STATE = ", ".join(
     [f"r.{name}" for name in ROLLOUT.split(", ")]
     + ["(SELECT version FROM resources WHERE resources_id = r.resources_id)"]
     + [f"a.{name}" for name in ATTEMPT.split(", ")]
 )
+"""Columns of a rollout and its latest attempt, without what may be large."""
+ROLLOUT_WITH_INPUT = f"{ROLLOUT_STATE}, r.config, r.metadata, r.input"
 LATEST = "rollouts r LEFT JOIN attempts a ON a.rollout_id = r.rollout_id AND a.sequence_id = r.n_attempts"
 """SQL table of the rollouts with their latest attempts."""
 N_ROLLOUT = len(ROLLOUT.split(", ")) + 1
-"""Number of the columns of ROLLOUT_WITH_ATTEMPT that belong to the rollout."""
+"""Number of the columns of ROLLOUT_STATE that belong to the rollout."""
+N_STATE = N_ROLLOUT + len(ATTEMPT.split(", "))
 
 
 def new_id(prefix: str) -> str:
@@ -103,20 +107,33 @@ def request_row(request: EnqueueRolloutRequest, place: str = "") -> Row:
     )
 
 
+def state_from_row(row: Row) -> RolloutState:
+    """Status of a rollout, from columns ROLLOUT_STATE."""
+    return RolloutState(**_state_fields(row))
+
+
 def rollout_from_row(row: Row) -> Rollout:
-    """Rollout, with its latest attempt if it has one, from columns ROLLOUT_WITH_ATTEMPT."""
-    return Rollout(**_rollout_fields(row)) if row[N_ROLLOUT] is None else attempted_rollout_from_row(row)
+    """Rollout, with its latest attempt if it has one, from columns ROLLOUT_WITH_INPUT."""
+    config, metadata, task = row[N_STATE:]
+    return _rollout(
+        row,
+        config=config_from_json(config),
+        metadata=decode_payload(metadata),
+        input=decode_payload(task),
+    )
 
 
-def attempted_rollout_from_row(row: Row) -> AttemptedRollout:
-    """Rollout with its latest attempt, from columns ROLLOUT_WITH_ATTEMPT."""
-    return AttemptedRollout(**_rollout_fields(row), attempt=attempt_from_row(row[N_ROLLOUT:]))
+def requested_rollout(request: EnqueueRolloutRequest, row: Row) -> Rollout:
+    """Rollout, from the request that added it and columns ROLLOUT_STATE."""
+    return _rollout(row, config=request.config, metadata=request.metadata, input=request.input)
 
 
-def _rollout_fields(row: Row) -> dict[str, Any]:
-    rollout_id, status, mode, group_id, resources_id, start, end, config, metadata, task, version = row[
-        :N_ROLLOUT
-    ]
+def _rollout(row: Row, **rest: Any) -> Rollout:
+    return (Rollout if row[N_ROLLOUT] is None else AttemptedRollout)(**_state_fields(row), **rest)
+
+
+def _state_fields(row: Row) -> dict[str, Any]:
+    rollout_id, status, mode, group_id, resources_id, start, end, version = row[:N_ROLLOUT]
     return {
         "rollout_id": rollout_id,
         "status": status,
@@ -125,10 +142,8 @@ def _rollout_fields(row: Row) -> dict[str, Any]:
         "resources_id": resources_id,
         "start_time": start,
         "end_time": end,
-        "config": config_from_json(config),
-        "metadata": decode_payload(metadata),
-        "input": decode_payload(task),
         "resources_version": version,
+        "attempt": None if row[N_ROLLOUT] is None else attempt_from_row(row[N_ROLLOUT:N_STATE]),
     }
 
 

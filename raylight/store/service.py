@@ -172,7 +172,7 @@ class StoreService:
         self._rollouts.update(rollout_id, values)
         if "config" in values:
             self._attempts.apply_config(rollout_id)
-        return self._rollouts.get(rollout_id)
+        return self._rollouts.state(rollout_id)
 
     def _update_worker(
         self, worker_id: str, stats: str | None, attempt_ids: list[str] | None
@@ -207,11 +207,11 @@ class StoreService:
 
     # calls that wait
 
-    async def enqueue(self, requests: list[Row]) -> list[Row]:
-        """Queue rollouts, waiting while the queue is full."""
+    async def enqueue(self, requests: list[Row]) -> list[tuple[bool, Row]]:
+        """Queue rollouts, waiting while the queue is full; see `Rollouts.enqueue`."""
         self._ensure_timer()
         self._rollouts.check_requests(requests)
-        rows: list[Row] = []
+        rows: list[tuple[bool, Row]] = []
         while len(rows) < len(requests):
             while not await self._wait_for(
                 self._queue_has_room,
@@ -265,9 +265,9 @@ class StoreService:
 
     async def wait_for_rollouts(
         self, rollout_ids: list[str], at_least: int | None, timeout: float | None
-    ) -> list[Row]:
+    ) -> list[str]:
         """Wait until `at_least` rollouts are decided (default: all), or for `timeout` seconds; returns the
-        decided ones."""
+        ids of the decided ones."""
         unique = list(dict.fromkeys(rollout_ids))
         wanted = len(unique) if at_least is None else min(at_least, len(unique))
         loop = asyncio.get_running_loop()
@@ -279,7 +279,7 @@ class StoreService:
             remaining = None if deadline is None else deadline - loop.time()
             if needed <= 0 or (remaining is not None and remaining <= 0):
                 decided = set(unique) - set(undecided)
-                return [self._rollouts.get(rollout_id) for rollout_id in unique if rollout_id in decided]
+                return [rollout_id for rollout_id in unique if rollout_id in decided]
             await self._waiters.wait(undecided, needed, remaining)
 
     async def query(self, method: str, *args: Any) -> Any:

@@ -262,7 +262,7 @@ class PolicySession(ServedSession):
     async def _all_decided(self, ids: list[str]) -> bool:
         if not self._repeated_ids.isdisjoint(ids):
             return False
-        stored = await self.store.query_rollouts(rollout_id_in=ids)
+        stored = await self.store.get_rollout_states(ids)
         return len(stored) == len(ids) and all(
             rollout.status in ("succeeded", "failed") for rollout in stored
         )

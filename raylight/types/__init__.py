@@ -18,6 +18,7 @@ from raylight.types.rollouts import (
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
+    RolloutState,
     Worker,
 )
 from raylight.types.spans import (
@@ -106,6 +107,7 @@ __all__ = [
     "Rollout",
     "RolloutConfig",
     "RolloutMode",
+    "RolloutState",
     "RolloutStatus",
     "Span",
     "SpanContext",

@@ -107,10 +107,13 @@ class EnqueueRolloutRequest(StrictModel):
         return {} if value is None else value
 
 
-class Rollout(EnqueueRolloutRequest):
-    """One task given to the agent."""
+class RolloutState(StrictModel):
+    """Status of a rollout, without its input, its config and its metadata."""
 
     rollout_id: str
+    mode: RolloutMode | None = None
+    group_id: str | None = None
+    resources_id: str | None = None
     resources_version: int | None = None
     """Version of its resources at the time of reading."""
     status: RolloutStatus = "queuing"
@@ -118,6 +121,12 @@ class Rollout(EnqueueRolloutRequest):
     end_time: float | None = None
     attempt: Attempt | None = None
     """The latest attempt, which alone decides the rollout."""
+
+
+class Rollout(RolloutState, EnqueueRolloutRequest):
+    """One task given to the agent."""
+
+    rollout_id: str
 
     def mark_agent_as_trainable(self, agent_id: str) -> None:
         """Mark an agent, so that its calls are trained on.

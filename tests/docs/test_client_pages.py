@@ -120,7 +120,7 @@ async def test_agents_without_tools_are_trained(trained: Path) -> None:
     for item in found:
         (generation,) = item.generations
         (triplet,) = rl.TracerTraceToTriplet().adapt(item.spans)
-        assert triplet.response["token_ids"] == generation.output_ids
+        assert triplet.response["token_ids"] == generation.output_ids.tolist()
         assert generation.sampling["temperature"] == 1.0
         calls[item.rollout.input["page"]] += 1
     assert set(calls) == set(TRAINED)

@@ -209,4 +209,10 @@ async def run_all(
         if not deciding.done():
             deciding.cancel()
             raise AssertionError(f"the runner ended before its rollouts were decided: {task.result()}")
-        return deciding.result()
+        return [await store.get_rollout_by_id(rollout_id) for rollout_id in deciding.result()]
+
+
+async def wait_and_read(store: StoreClient, rollout_ids: list[str], **how: Any) -> list[Rollout]:
+    """Wait for rollouts, and return the decided ones."""
+    decided = await store.wait_for_rollouts(rollout_ids=rollout_ids, **how)
+    return [await store.get_rollout_by_id(rollout_id) for rollout_id in decided]

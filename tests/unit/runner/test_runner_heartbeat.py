@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from unit_helpers import enqueue, make_runner, serving, until, within
+from unit_helpers import enqueue, make_runner, serving, until, wait_and_read, within
 
 from raylight.agent.hooks import Hook
 from raylight.config import StoreConfig
@@ -96,7 +96,7 @@ async def test_heartbeats_keep_a_silent_attempt_alive_beyond_its_lease() -> None
 
     ids = await enqueue(store, [1])
     async with serving(store, silent, heartbeat_s=0.02):
-        (decided,) = await store.wait_for_rollouts(rollout_ids=ids)
+        (decided,) = await wait_and_read(store, ids)
     assert (decided.status, decided.attempt.sequence_id) == ("succeeded", 1)
 
 
@@ -221,7 +221,7 @@ async def test_an_attempt_that_is_just_being_decided_is_not_cancelled(store: Sto
         telling.telling.set()
         await telling.told.wait()
         telling.gate.set()
-        (decided,) = await store.wait_for_rollouts(rollout_ids=[rollout_id])
+        (decided,) = await wait_and_read(store, [rollout_id])
         telling.telling.clear()
         (other,) = await enqueue(store, [2])
         await store.wait_for_rollouts(rollout_ids=[other])
@@ -271,9 +271,9 @@ async def test_an_agent_that_swallows_its_cancellation_is_abandoned_counted_and_
 
     stubborn = await enqueue(store, ["stubborn"], timeout_seconds=0.05)
     async with serving(store, agent, 1, heartbeat_s=0.01):
-        (decided,) = await store.wait_for_rollouts(rollout_ids=stubborn)
+        (decided,) = await wait_and_read(store, stubborn)
         assert (decided.attempt.status, decided.attempt.failure.kind) == ("timeout", "timeout")
-        others = await store.wait_for_rollouts(rollout_ids=await enqueue(store, ["good"] * 5))
+        others = await wait_and_read(store, await enqueue(store, ["good"] * 5))
         assert {rollout.status for rollout in others} == {"succeeded"}
         await abandoned_are(store, 1)
         let_go.set()
@@ -298,7 +298,7 @@ async def test_a_blocking_agent_that_hangs_is_abandoned_and_the_others_go_on(
     hanging = await enqueue(store, ["hang"] * 3, timeout_seconds=0.05)
     good = await enqueue(store, ["good"] * 10)
     async with serving(store, agent, 2, heartbeat_s=0.01):
-        decided = await store.wait_for_rollouts(rollout_ids=hanging + good)
+        decided = await wait_and_read(store, hanging + good)
         await abandoned_are(store, 3)
         leave.set()
         await abandoned_are(store, 0)
@@ -331,7 +331,7 @@ async def test_a_runner_is_replaced_by_agents_that_hang_and_ends_the_others_firs
         assert not task.done()
         go_on.set()
         assert await task == "hung_agents"
-    (first,) = await store.wait_for_rollouts(rollout_ids=slow)
+    (first,) = await wait_and_read(store, slow)
     assert first.status == "succeeded"
     assert {rollout.status for rollout in await store.query_rollouts(rollout_id_in=later)} == {"queuing"}
 

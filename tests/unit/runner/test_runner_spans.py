@@ -15,7 +15,7 @@ import pytest
 import unit_helpers
 from opentelemetry import trace as otel
 from opentelemetry.util._once import Once
-from unit_helpers import enqueue, make_key, run_all, serving, until
+from unit_helpers import enqueue, make_key, run_all, serving, until, wait_and_read
 
 from raylight.agent.emit import emit_message, emit_reward
 from raylight.agent.hooks import Hook
@@ -203,7 +203,7 @@ async def test_everything_is_in_the_store_when_the_rollout_is_decided(store: Sto
     ids = await enqueue(store, range(10))
     async with serving(store, agent, hooks=[Judge()]):
         for number in range(1, 11):
-            for rollout in await store.wait_for_rollouts(rollout_ids=ids, at_least=number):
+            for rollout in await wait_and_read(store, ids, at_least=number):
                 (found,) = await store.collect([rollout.rollout_id], with_spans=True)
                 assert (rollout.status, found.reward, len(found.spans)) == ("succeeded", 0.75, 202)
 
@@ -389,7 +389,7 @@ async def test_a_rollout_succeeds_after_its_calls_are_recorded(store: StoreClien
         await returned.wait()
         assert await store.wait_for_rollouts(rollout_ids=[rollout_id], timeout=0.05) == []
         await store.capture([], [(keys[0], None, None)])
-        (decided,) = await store.wait_for_rollouts(rollout_ids=[rollout_id])
+        (decided,) = await wait_and_read(store, [rollout_id])
     assert decided.status == "succeeded"
 
 
@@ -409,7 +409,7 @@ async def test_marks_and_other_notes_are_in_the_store_when_the_rollout_is_decide
 
     ids = await enqueue(store, [1])
     async with serving(store, agent, hooks=[Noting()]):
-        (decided,) = await store.wait_for_rollouts(rollout_ids=ids)
+        (decided,) = await wait_and_read(store, ids)
         assert decided.metadata == {
             TRAINABLE_AGENTS: ["planner"],
             "steps": [1, {"two": 2}],

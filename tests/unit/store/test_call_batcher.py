@@ -115,8 +115,9 @@ async def test_errors_are_answered_again_too(box: Box) -> None:
 async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
     """And is carried out once: the answer is the same, and nothing in the file changes."""
     request = request_row(EnqueueRolloutRequest(input=1, rollout_id="mine"))
-    (first,) = await box.service.enqueue([request])
-    assert await box.service.enqueue([request]) == [first]
+    ((is_new, first),) = await box.service.enqueue([request])
+    assert is_new
+    assert await box.service.enqueue([request]) == [(False, first)]
     (taken,) = await box.service.dequeue("w", 1, 0, "req")
     rollout = await box.store.get_rollout_by_id(taken[0])
     key = call_of(rollout)

@@ -17,13 +17,16 @@ from store_helpers import BROKEN, Box, begun, ids_of, open_box, span_of
 from raylight.errors import InvalidTransitionError, RaylightError, StoreError, UnknownIdError
 from raylight.store.call_batcher import MAX_BATCH, Channel
 from raylight.store.client import UNSET, StoreClient
-from raylight.types import EnqueueRolloutRequest, RolloutConfig
+from raylight.types import EnqueueRolloutRequest, RolloutConfig, RolloutMode
 
 
 @pytest.fixture
 async def box() -> AsyncIterator[Box]:
     async with open_box() as box:
         yield box
+
+
+MODES: list[RolloutMode] = ["train", "val", "test"]
 
 
 # together
@@ -64,9 +67,9 @@ async def test_a_message_is_bounded(box: Box) -> None:
 
 async def test_calls_of_one_client_take_effect_in_their_order(box: Box) -> None:
     (rollout_id,) = await box.enqueue()
-    calls = [box.store.update_rollout(rollout_id, metadata={"i": i}) for i in range(700)]
+    calls = [box.store.update_rollout(rollout_id, mode=MODES[i % 3], metadata={"i": i}) for i in range(700)]
     found = await asyncio.gather(*calls)
-    assert [rollout.metadata["i"] for rollout in found] == list(range(700))
+    assert [state.mode for state in found] == [MODES[i % 3] for i in range(700)]
     assert (await box.store.get_rollout_by_id(rollout_id)).metadata == {"i": 699}
 
 
@@ -76,7 +79,8 @@ async def test_a_caller_that_gives_up_does_not_disturb_the_others(box: Box) -> N
     other = asyncio.create_task(box.store.update_rollout(rollout_id, metadata={"a": 1}))
     await asyncio.sleep(0)
     gone.cancel()
-    assert (await other).metadata == {"a": 1}
+    assert (await other).rollout_id == rollout_id
+    assert (await box.store.get_rollout_by_id(rollout_id)).metadata == {"a": 1}
 
 
 def test_a_client_leaves_nothing_of_an_event_loop_that_is_over() -> None:
@@ -116,7 +120,7 @@ async def test_a_call_that_fails_undoes_only_itself(box: Box) -> None:
         "UnknownIdError",
         "InvalidTransitionError",
         "UnknownIdError",
-        "AttemptedRollout",
+        "RolloutState",
         "Span",
     ]
     assert [results[0].sequence_id, results[5].sequence_id] == [1, 2]
@@ -190,6 +194,41 @@ async def test_the_request_with_a_wrong_input_is_named(box: Box) -> None:
     assert await box.count("total_rollouts") == 0
 
 
+async def test_an_input_travels_with_its_request_and_with_its_lease_only(box: Box) -> None:
+    marker = b"the text of a long document"
+    store, sent = StoreClient(box.service), []
+    send = store._channel.send
+
+    async def recording(method: str, *args: Any) -> Any:
+        answer = await send(method, *args)
+        if marker in pickle.dumps(answer):
+            sent.append(method)
+        return answer
+
+    store._channel.send = recording  # type: ignore[method-assign]
+    task, config = {"document": marker.decode()}, RolloutConfig(max_attempts=3)
+    requests = [EnqueueRolloutRequest(input=task, metadata=task, config=config) for _ in range(3)]
+    queued = await store.enqueue_many_rollouts(requests)
+    assert queued == await box.store.query_rollouts()
+    started = await store.start_rollout(task, metadata=task, mode="val")
+    assert started == await box.store.get_rollout_by_id(started.rollout_id)
+    ids = [rollout.rollout_id for rollout in queued]
+    await store.update_rollout(ids[0], metadata=task)
+    await store.cancel_rollout(ids[0])
+    assert await store.wait_for_rollouts(rollout_ids=ids, at_least=1) == ids[:1]
+    assert [state.status for state in await store.get_rollout_states(ids)] == ["cancelled"] + ["queuing"] * 2
+    assert sent == []
+    leased = await store.dequeue_rollout("w")
+    assert leased == await box.store.get_rollout_by_id(ids[1])
+    await store.finish_attempt(leased, "succeeded")
+    assert sent == ["dequeue"]
+    again = await store.start_attempt(ids[2])
+    assert again == await box.store.get_rollout_by_id(ids[2])
+    assert (await store.enqueue_rollout("another", rollout_id=ids[2])).input == task, "it was queued before"
+    stored = box.service._journal.execute("SELECT results FROM clients").fetchall()
+    assert not any(marker in results for (results,) in stored)
+
+
 # errors and small things
 
 
@@ -240,7 +279,8 @@ async def test_many_callers_at_once(box: Box) -> None:
         ]
     )
     ids = [rollout.rollout_id for rollouts in produced for rollout in rollouts]
-    found = await box.store.wait_for_rollouts(rollout_ids=ids, timeout=10)
+    await box.store.wait_for_rollouts(rollout_ids=ids, timeout=10)
+    found = await box.store.get_rollout_states(ids)
     assert [rollout.status for rollout in found] == ["succeeded"] * 100
     assert sum(await asyncio.gather(*working)) == 120
     assert await box.counts() == {

@@ -11,7 +11,7 @@ from store_helpers import BROKEN, Box, Clock, ids_of, open_box, span_of
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.store.transitions import MANUAL_TRANSITIONS
-from raylight.types import FINISHED, EnqueueRolloutRequest, RolloutConfig
+from raylight.types import FINISHED, EnqueueRolloutRequest, Rollout, RolloutConfig
 
 
 @pytest.fixture
@@ -194,14 +194,18 @@ async def test_what_is_not_given_stays_and_none_is_a_value(box: Box) -> None:
     rollout = await box.store.enqueue_rollout(
         "a", mode="train", config=RolloutConfig(max_attempts=2), metadata={"k": 1}
     )
-    assert await box.store.update_rollout(rollout.rollout_id) == rollout
-    changed = await box.store.update_rollout(
-        rollout.rollout_id, input=None, mode=None, resources_id=None, metadata=None
-    )
+
+    async def change(**values: Any) -> Rollout:
+        state = await box.store.update_rollout(rollout.rollout_id, **values)
+        changed = await box.store.get_rollout_by_id(rollout.rollout_id)
+        assert dict(state) == {name: getattr(changed, name) for name in dict(state)}
+        return changed
+
+    assert await change() == rollout
+    changed = await change(input=None, mode=None, resources_id=None, metadata=None)
     assert (changed.input, changed.mode, changed.resources_id, changed.metadata) == (None, None, None, {})
     assert (changed.config.max_attempts, changed.status) == (2, "queuing")
-    changed = await box.store.update_rollout(
-        rollout.rollout_id,
+    changed = await change(
         input=[1],
         mode="test",
         resources_id=update.resources_id,

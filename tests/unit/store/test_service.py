@@ -206,8 +206,9 @@ async def test_time_ends_attempts_without_anybody_calling() -> None:
         limited = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=0.02))
         await store.dequeue_rollout("w")
         started = time.monotonic()
-        found = await store.wait_for_rollouts(rollout_ids=[leased.rollout_id, limited.rollout_id])
+        ids = await store.wait_for_rollouts(rollout_ids=[leased.rollout_id, limited.rollout_id])
         assert 0.03 < time.monotonic() - started < 5
+        found = await store.get_rollout_states(ids)
     assert [(rollout.status, rollout.attempt.status) for rollout in found] == [
         ("failed", "unresponsive"),
         ("failed", "timeout"),

@@ -309,9 +309,10 @@ async def test_a_poison_among_runners_that_work_side_by_side(box: Box) -> None:
                     deaths[slot] += 1
 
         runners = [asyncio.create_task(runner(slot)) for slot in "abc"]
-        found = await box.store.wait_for_rollouts(rollout_ids=ids)
+        await box.store.wait_for_rollouts(rollout_ids=ids)
         for task in runners:
             task.cancel()
         await asyncio.wait(runners)
+    found = await box.store.get_rollout_states(ids)
     assert [rollout.rollout_id for rollout in found if rollout.status != "succeeded"] == [poison]
     assert of(box, poison)[1] == 3
