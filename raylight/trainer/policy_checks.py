@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.config import EngineConfig, LearnerConfig
+from raylight.config import EngineConfig, LearnerConfig, cpu_threads
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
@@ -15,8 +17,11 @@ from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.inputs import Inputs
 
 if TYPE_CHECKING:
+    from raylight.trainer.plan import PolicyPlan
     from raylight.trainer.trainer import Trainer
 
+MANY_CORES = 4
+"""Cores of the cluster per learner from which a learner on a single thread is worth a note."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that the configurations of mixtures of experts have for the number of experts."""
 
@@ -60,11 +65,44 @@ def mismatch_limit(
     return algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
 
 
+def with_mismatch_limit(plan: PolicyPlan) -> PolicyPlan:
+    """Return the plan with the limit of the mean difference of log-probs filled in."""
+    limit = mismatch_limit(plan.algorithm, plan.engine, plan.learner, plan.model_path)
+    return replace(plan, algorithm=plan.algorithm.model_copy(update={"max_logprob_mismatch": limit}))
+
+
 def _has_experts(model_path: str) -> bool:
     """Return True if the model of a folder is a mixture of experts."""
     config = json.loads(Path(model_path, "config.json").read_text())
     fields = config | config.get("text_config", {})
     return any(isinstance(fields.get(name), int) and fields[name] > 1 for name in EXPERT_COUNTS)
+
+
+def idle_hardware(engine: EngineConfig, learner: LearnerConfig, resources: Mapping[str, float]) -> list[str]:
+    """Return notes on GPUs and cores of the cluster that a run leaves idle.
+
+    Args:
+        resources: total resources of the cluster, as Ray names them.
+    """
+    gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
+    workers = engine.args.get("tensor_parallel_size", 1) * engine.args.get("pipeline_parallel_size", 1)
+    used = learner.n * learner.num_gpus + (engine.max_replicas or engine.replicas) * workers * engine.num_gpus
+    notes = []
+    if gpus and not learner.num_gpus:
+        notes.append(
+            f"the cluster has {gpus:g} GPUs, and the learners compute on CPUs: set learner={{'num_gpus': 1}}"
+        )
+    elif gpus - used >= 1:
+        notes.append(
+            f"{gpus - used:g} of {gpus:g} GPUs of the cluster are idle: learners and engines ask for "
+            f"{used:g}; raise learner.n or engine.replicas"
+        )
+    if not learner.num_gpus and cpu_threads(learner) == 1 and cores >= MANY_CORES * learner.n:
+        notes.append(
+            f"each of {learner.n} learners computes on one thread, and the cluster has {cores} cores: set "
+            f"learner={{'num_threads': {cores // learner.n}}} for models above about ten million parameters"
+        )
+    return notes
 
 
 def trained_agents_pattern(trainer: Trainer, inputs: Inputs) -> str | None:

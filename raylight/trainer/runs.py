@@ -40,10 +40,11 @@ from raylight.trainer.plan import (
 )
 from raylight.trainer.policy_checks import (
     check_lengths,
-    mismatch_limit,
+    idle_hardware,
     resolve_state_url,
     trainable_engine,
     trained_agents_pattern,
+    with_mismatch_limit,
 )
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
@@ -261,10 +262,7 @@ class PolicyRun(Run):
             engine = fallback.engine.model_copy(update={"kind": self.plan.engine.kind})
             self.plan = replace(self.plan, engine=engine, learner=fallback.learner)
             self._notes = fallback.notes
-        algorithm, plan = self.plan.algorithm, self.plan
-        limit = mismatch_limit(algorithm, plan.engine, plan.learner, plan.model_path)
-        algorithm = algorithm.model_copy(update={"max_logprob_mismatch": limit})
-        self.plan = with_adapter(replace(plan, algorithm=algorithm))
+        self.plan = with_adapter(with_mismatch_limit(self.plan))
         metrics = self.folder / "metrics.jsonl"
         highest = highest_logged_version(metrics)
         start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)
@@ -281,7 +279,8 @@ class PolicyRun(Run):
 
     def begin(self, report: Report, owns_cluster: bool) -> None:
         super().begin(report, owns_cluster)
-        for note in self._notes:
+        idle = idle_hardware(self.plan.engine, self.plan.learner, ray.cluster_resources())
+        for note in (*self._notes, *idle):
             report.note(note)
         prepare_states(self.start, self.plan.state_url, self._state_config)
 

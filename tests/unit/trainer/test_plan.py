@@ -23,7 +23,7 @@ from raylight.store.service import StoreService
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.inputs import Inputs
 from raylight.trainer.plan import PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
-from raylight.trainer.policy_checks import mismatch_limit, trained_agents_pattern
+from raylight.trainer.policy_checks import idle_hardware, mismatch_limit, trained_agents_pattern
 from raylight.trainer.trainer import Trainer
 
 POLICY = LLM(endpoint="http://engine", model="policy", traced=True)
@@ -198,3 +198,33 @@ def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
     algorithm = GRPO(model="m", max_logprob_mismatch=given)
     limit = mismatch_limit(algorithm, EngineConfig(dtype=engine), LearnerConfig(dtype=learner), str(tmp_path))
     assert limit == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "resources", "expected"),
+    [
+        ({}, {}, {"CPU": 2.0}, []),
+        (
+            {},
+            {},
+            {"CPU": 16.0},
+            ["one thread, and the cluster has 16 cores: set learner={'num_threads': 16}"],
+        ),
+        ({}, {"num_threads": 8}, {"CPU": 16.0}, []),
+        ({}, {"n": 8}, {"CPU": 16.0}, []),
+        ({"num_gpus": 1}, {}, {"CPU": 2.0, "GPU": 8.0}, ["has 8 GPUs, and the learners compute on CPUs"]),
+        ({"num_gpus": 1}, {"num_gpus": 1}, {"CPU": 2.0, "GPU": 2.0}, []),
+        ({"num_gpus": 1}, {"num_gpus": 1, "n": 4}, {"CPU": 2.0, "GPU": 8.0}, ["3 of 8 GPUs"]),
+        (
+            {"num_gpus": 1, "replicas": 2, "args": {"tensor_parallel_size": 2}},
+            {"num_gpus": 1, "n": 4},
+            {"CPU": 2.0, "GPU": 8.0},
+            [],
+        ),
+        ({"num_gpus": 0.4}, {"num_gpus": 0.6}, {"GPU": 1.0}, []),
+    ],
+)
+def test_idle_hardware_is_noted(engine: Any, learner: Any, resources: Any, expected: list[str]) -> None:
+    notes = idle_hardware(EngineConfig(**engine), LearnerConfig(**learner), resources)
+    assert len(notes) == len(expected)
+    assert all(text in note for text, note in zip(expected, notes, strict=True))
