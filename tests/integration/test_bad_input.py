@@ -179,7 +179,7 @@ def test_sampling_that_the_learner_cannot_reproduce(cluster: Cluster, tmp_path: 
             )
         return float(is_right(task, reply.choices[0].message.content or "") or task["a"] % 3 == 0)
 
-    with pytest.raises(errors.MismatchError, match="samples with top_p, top_k"):
+    with pytest.raises(errors.OffPolicySamplingError, match=r"an agent sampled .* with top_p=0\.5 \(call"):
         fit(truncating, tmp_path, algorithm={"tasks_per_step": 16})
     cluster.assert_clean()
 

@@ -39,7 +39,8 @@ async def solver_and_critic(task: dict[str, int], model: rl.LLM, judge: rl.LLM, 
             reply = await client.chat.completions.create(
                 model=named.model,
                 messages=[{"role": "user", "content": question(task)}],
-                temperature=1.0,
+                temperature=0.5,
+                top_p=0.9,
                 max_tokens=8,
             )
             answers.append(reply.choices[0].message.content)
@@ -78,7 +79,12 @@ async def read(path: Path) -> list[tuple[Any, list[rl.Span]]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     algorithm = rl.GRPO(
-        model=STARTER_MODEL, n_steps=2, tasks_per_step=4, lr=2e-4, max_steps_without_signal=10_000
+        model=STARTER_MODEL,
+        n_steps=2,
+        tasks_per_step=4,
+        lr=2e-4,
+        max_steps_without_signal=10_000,
+        override_sampling=True,
     )
     trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, address="local")
     trainer.fit(solver_and_critic, TRAIN)
@@ -92,6 +98,17 @@ def test_only_the_named_agent_is_trained(folder: Path) -> None:
         assert row["train/other_agents"] == 32  # the critic's calls
         assert row["trace/calls"] == 32
         assert row["trace/drifts_response"] == 0
+        assert row["off_policy/overridden_calls"] == 64
+        assert row["off_policy/calls"] == 0
+        assert row["mismatch/logprob_abs_max"] < 1e-3
+
+
+async def test_the_sampling_of_training_calls_was_overridden(folder: Path) -> None:
+    for item, _ in await read(folder / "store.db"):
+        for call in item.generations:
+            assert call.sampling["overridden"] == {"temperature": 0.5, "top_p": 0.9}
+            assert call.sampling["temperature"] == 1.0
+            assert call.sampling.get("top_p", 1.0) == 1.0
 
 
 async def test_adapters_read_the_captured_calls(folder: Path) -> None:
