@@ -83,7 +83,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Policy loss of verl, or one added by `raylight.policy_loss`; `vanilla` is PPO's clipped objective."""
     loss_agg_mode: LossAggregation = "token-mean"
     loss_scale_factor: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Divisor of seq-mean-token-sum-norm; None for the longest response of a micro-batch."""
+    """Divisor of seq-mean-token-sum-norm; None for the longest response of a mini-batch, on all ranks."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
     clip_ratio_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
     clip_ratio_c: float = Field(default=3.0, gt=1, le=MAX_FACTOR)

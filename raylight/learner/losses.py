@@ -10,6 +10,7 @@ import torch
 from raylight.errors import ConfigError
 from raylight.experience.registry import select_arguments
 from raylight.experience.settings import PolicySettings
+from raylight.experience.unused_settings import SCALED_AGGREGATION
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import optimizer_config
 from raylight.learner.response_logprobs import select_response_tokens
@@ -26,11 +27,16 @@ class PolicyLoss:
     With an aggregation by mean over rows, verl would add entropy and KL once per row of a rollout. This class
     weights them by row length instead, so that a rollout counts once, as in the advantages.
 
+    Constructing it is a collective.
+
     Args:
-        rows: rows of the mini-batch, in the order of the engine's input.
+        rows: this rank's rows of the mini-batch, in the order of the engine's input.
     """
 
     def __init__(self, settings: PolicySettings, rows: list[TrainRow]) -> None:
+        if settings.loss_agg_mode == SCALED_AGGREGATION and settings.loss_scale_factor is None:
+            # verl would divide by the width of each micro-batch
+            settings = settings.model_copy(update={"loss_scale_factor": longest_response(rows)})
         self._settings, self._config = settings, actor_config(settings)
         self._averages_rows = averages_rows(settings)
         self._averages_micro_batch = settings.loss_mode == "geo_mean"
@@ -89,6 +95,13 @@ class PolicyLoss:
             loss = loss + settings.kl_coef * kl
             metrics["kl_loss"] = verl.Metric("sum", kl)
         return loss
+
+
+def longest_response(rows: list[TrainRow]) -> int:
+    """Return the tokens of the longest response of all ranks. A collective."""
+    longest = torch.tensor([max((len(row.response) for row in rows), default=1)])
+    torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX)
+    return int(longest)
 
 
 def mean_over_rollouts(values: torch.Tensor, data: Any) -> torch.Tensor:

@@ -43,6 +43,7 @@ def all_updates() -> dict[str, dict[str, float]]:
     with torch.no_grad():
         batch = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
     found = {name: update(config, batch) for name, config in VARIANTS.items()}
+    found["scaled"] = update({}, batch, loss_agg_mode="seq-mean-token-sum-norm")
     critic = CriticSettings(lr=1e-3, mini_batches=2)
     return found | {"critic": update(LORA, batch, adv_estimator="gae", critic=critic)}
 

@@ -143,6 +143,19 @@ def test_grpo_matches_its_paper(plain, exact, micro_batch):
     check(found, reference(plain, batch, advantages, clipped, tokens))
 
 
+def test_without_a_scale_factor_the_divisor_is_that_of_the_mini_batch(exact):
+    """verl divides by the width of each micro-batch, so that the update would depend on their sizes."""
+    batch = batch_of(exact)
+    settings = settings_of("GRPO", loss_agg_mode="seq-mean-token-sum-norm")
+    whole, split = (update(settings, batch, max_tokens_per_micro_batch=size) for size in (16384, 48))
+    assert split[0]["learner/grad_norm"] == pytest.approx(whole[0]["learner/grad_norm"], rel=1e-4)
+    longest = max(len(row.token_ids) - row.prompt_length for row in batch.rows)
+    given = settings_of("GRPO", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=longest)
+    assert update(given, batch)[0]["learner/grad_norm"] == pytest.approx(
+        whole[0]["learner/grad_norm"], rel=1e-5
+    )
+
+
 @pytest.mark.parametrize("micro_batch", [16384, 48])
 def test_rloo_matches_its_paper(plain, exact, micro_batch):
     batch = batch_of(exact)
