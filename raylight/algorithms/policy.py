@@ -92,6 +92,9 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     sampling_parameters: dict[str, Any] = Field(default_factory=dict)
     """Default sampling parameters of the trained model (`LLM.sampling_parameters`); an agent's own
     declaration wins."""
+    val_sampling_parameters: dict[str, Any] | None = None
+    """Sampling parameters of validation rollouts, such as `{"temperature": 0.0}`, over those of training;
+    None: the same. The agent must pass `llm.sampling_parameters` on."""
     off_policy_sampling: OffPolicySampling = "error"
     """Treatment of training calls whose recorded sampling is not the policy's own distribution: top_p, top_k,
     min_p, penalties, a bias, or temperature 0. error: the run ends. mask: their tokens are left out of the
@@ -105,6 +108,11 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Limits and retries of each rollout."""
 
     _check_sampling = field_validator("sampling_parameters")(check_sampling)
+
+    @field_validator("val_sampling_parameters")
+    @classmethod
+    def _check_val_sampling(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
+        return values if values is None else check_sampling(values)
 
     @model_validator(mode="after")
     def _check_step_size(self) -> Self:

@@ -143,12 +143,10 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
     return resources | filled if filled else {"main_llm": llm} | resources | {"llm": llm}
 
 
-def with_greedy(resources: NamedResources) -> NamedResources:
-    """Return resources whose trained model has temperature 0 among its sampling parameters."""
+def with_sampling(resources: NamedResources, parameters: dict[str, Any]) -> NamedResources:
+    """Return resources whose trained model has other sampling parameters; those not named stay."""
     return {
-        name: value.model_copy(
-            update={"sampling_parameters": value.sampling_parameters | {"temperature": 0.0}}
-        )
+        name: value.model_copy(update={"sampling_parameters": value.sampling_parameters | parameters})
         if isinstance(value, LLM) and value.traced and value.model == MODEL_NAME
         else value
         for name, value in resources.items()

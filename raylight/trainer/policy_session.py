@@ -23,7 +23,7 @@ from raylight.learner.group import LearnerGroup, bundles
 from raylight.trainer import served_adapter
 from raylight.trainer.cluster import reserve
 from raylight.trainer.parity import Parity, ParityMonitor, make_probe
-from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_greedy
+from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_sampling
 from raylight.trainer.resume import ResumePoint, resume_point_of, wait_for_store
 from raylight.trainer.served_session import ServedSession
 from raylight.types import (
@@ -71,6 +71,8 @@ class PolicySession(ServedSession):
         self._reported_no_sleep = False
         self._greedy_id: str | None = None
         """Id of the resources whose model samples greedily."""
+        self._val_id: str | None = None
+        """Id of the resources of validation rollouts; None: the latest."""
 
     async def _start(self) -> None:
         plan = self.plan
@@ -107,7 +109,9 @@ class PolicySession(ServedSession):
         llm = LLM(endpoint=serving.result(), model=MODEL_NAME, traced=True, sampling_parameters=sampling)
         await self._publish_resources(llm)
         if plan.algorithm.needs_greedy_rollouts:
-            self._greedy_id = await self._add_greedy_resources()
+            self._greedy_id = await self._add_resources({"temperature": 0.0})
+        if plan.algorithm.val_sampling_parameters is not None:
+            self._val_id = await self._add_resources(plan.algorithm.val_sampling_parameters)
         if not self.start.is_fresh:
             await self.learners.load_state(self.start.state_url, self.start.step, self.version)
 
@@ -186,7 +190,9 @@ class PolicySession(ServedSession):
 
         Rollouts of this step and part that the store already has are not repeated.
         """
-        requests = self._requests(tasks, mode, samples, self._step if step is None else step, part)
+        step = self._step if step is None else step
+        resources: dict[str, Any] = {"resources_id": self._val_id} if mode == "val" else {}
+        requests = self._requests(tasks, mode, samples, step, part, **resources)
         return await self._roll_out(requests, progress)
 
     async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
@@ -199,11 +205,12 @@ class PolicySession(ServedSession):
         }
         return await self._roll_out(self._requests(tasks, "train", 1, step, part, **greedy), lambda *_: None)
 
-    async def _add_greedy_resources(self) -> str:
-        """Add resources for greedy rollouts without making them the latest; return their id."""
+    async def _add_resources(self, sampling: dict[str, Any]) -> str:
+        """Add resources whose model has these sampling parameters, without making them the latest; return
+        their id."""
         latest = await self.store.get_latest_resources()
         assert latest is not None, "the resources were published"
-        added = await self.store.add_resources(with_greedy(latest.resources))
+        added = await self.store.add_resources(with_sampling(latest.resources, sampling))
         await self.store.update_resources(latest.resources_id, latest.resources)
         return added.resources_id
 

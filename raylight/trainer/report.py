@@ -188,6 +188,8 @@ class Report(ProgressReporter):
                 "failures": dict(self._failures.most_common(MAX_SHOWN_ERRORS)),
                 "rollouts_failed": self._failures.total(),
                 "drifts": self._drifts.summary(),
+                "masked_calls": self._total("off_policy/calls"),
+                "overridden_calls": self._total("off_policy/overridden_calls"),
                 "checkpoint": str(self.checkpoint),
                 "best": self.best and {name: self.best[name] for name in ("metric", "step", "value")},
                 "counts": counts,
@@ -213,6 +215,10 @@ class Report(ProgressReporter):
     def close(self) -> None:
         """Finish the loggers, after a success or an error."""
         self._loggers.finish()
+
+    def _total(self, metric: str) -> int:
+        """Return the sum of a count over all steps."""
+        return int(sum(row.get(metric, 0.0) for row in self._history))
 
     def _seconds(self) -> float:
         return round(time.perf_counter() - self._started, 2)

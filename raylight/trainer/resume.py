@@ -30,6 +30,7 @@ SAME_UPDATES = {
     "val_every",
     "val_before_train",
     "val_samples",
+    "val_sampling_parameters",
     "pass_reward",
     "best",
     "best_mode",

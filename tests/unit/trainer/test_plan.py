@@ -22,7 +22,15 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.inputs import Inputs
-from raylight.trainer.plan import PolicyPlan, RunPlan, merge_resources, must_have_endpoints, with_policy
+from raylight.trainer.plan import (
+    MODEL_NAME,
+    PolicyPlan,
+    RunPlan,
+    merge_resources,
+    must_have_endpoints,
+    with_policy,
+    with_sampling,
+)
 from raylight.trainer.policy_checks import idle_hardware, mismatch_limit, trained_agents_pattern
 from raylight.trainer.trainer import Trainer
 
@@ -228,3 +236,13 @@ def test_idle_hardware_is_noted(engine: Any, learner: Any, resources: Any, expec
     notes = idle_hardware(EngineConfig(**engine), LearnerConfig(**learner), resources)
     assert len(notes) == len(expected)
     assert all(text in note for text, note in zip(expected, notes, strict=True))
+
+
+def test_other_sampling_parameters_are_for_the_trained_model_alone() -> None:
+    trained = LLM(model=MODEL_NAME, traced=True, sampling_parameters={"temperature": 0.7, "max_tokens": 8})
+    judge, table = LLM(endpoint="http://j/v1", model="j"), {"a": 1}
+    changed = with_sampling({"llm": trained, "judge": judge, "table": table}, {"temperature": 0.0})
+    assert changed["llm"].sampling_parameters == {"temperature": 0.0, "max_tokens": 8}
+    assert (changed["judge"], changed["table"]) == (judge, table)
+    with pytest.raises(ConfigError, match="temperature"):
+        GRPO(model="m", val_sampling_parameters={"temperature": -1})
