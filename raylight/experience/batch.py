@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.call_relations import RelationReport, report_relations
-from raylight.experience.off_policy import OffPolicyCalls, OffPolicySampling
+from raylight.experience.off_policy import OffPolicyCalls, OffPolicySampling, count_repeated_seeds
 from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
 from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, Trajectories, build_trajectories
 from raylight.traces.trained_agents import filter_generations
-from raylight.types import FinishedRollout, Trajectory
+from raylight.types import FinishedRollout, Generation, Trajectory
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ class BatchReport:
     scored rollouts."""
     off_policy: str | None = None
     """The most frequent agent, model and sampling parameters of such calls."""
+    repeated_seeds: int = 0
+    """Rollouts with a seed in their calls that another rollout of their group has too."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Tokens of trained calls."""
     relations: RelationReport = field(default_factory=RelationReport)
@@ -149,6 +151,7 @@ def build_batch(
     """
     scored: list[_ScoredRollout] = []
     off_policy = OffPolicyCalls(rules.off_policy_sampling)
+    calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
     failed = unscored = empty = other_agents = aborted = 0
     for item in finished:
         reward = reward_of(item) if reward_of else effective_reward(item, rules.failure_reward)
@@ -165,6 +168,7 @@ def build_batch(
             empty += 1
             continue
         group = group_key(item)
+        calls[group].append(generations)
         turns = assign_turn_rewards(item, trajectories.chosen_positions) if rules.turn_rewards else []
         scored.append(_ScoredRollout(group, reward, trajectories, turns, (baselines or {}).get(group)))
     if not scored and empty:
@@ -191,6 +195,7 @@ def build_batch(
         rows_dropped=limit.dropped,
         rows_truncated=limit.truncated,
         rows_forced=rows_forced,
+        repeated_seeds=count_repeated_seeds(calls),
         off_policy_calls=off_policy.calls,
         off_policy=next((text for text, _ in off_policy.parameters.most_common(1)), None),
         tokens=sum((item.trajectories.tokens for item in trained), TokenCounts()),

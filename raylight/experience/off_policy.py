@@ -73,6 +73,24 @@ class OffPolicyCalls:
         return frozenset(masked)
 
 
+def count_repeated_seeds(groups: Mapping[str, Iterable[Iterable[Generation]]]) -> int:
+    """Return the number of rollouts whose calls have a seed that another rollout of the group has too.
+
+    Where their prompts are equal, so are their responses, which then have nothing to compare.
+
+    Args:
+        groups: the calls of each rollout, by group.
+    """
+    repeated = 0
+    for rollouts in groups.values():
+        seeds = [
+            {seed for call in calls if (seed := call.sampling.get("seed")) is not None} for calls in rollouts
+        ]
+        uses = Counter(seed for used in seeds for seed in used)
+        repeated += sum(any(uses[seed] > 1 for seed in used) for used in seeds)
+    return repeated
+
+
 def describe(call: Generation, changed: Mapping[str, Any]) -> str:
     """Return a phrase with agent, model and parameters of a call."""
     caller = "an agent" if call.agent is None else f"agent {call.agent!r}"

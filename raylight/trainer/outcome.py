@@ -51,6 +51,7 @@ def describe(
         "off_policy/overridden_calls": float(
             sum(OVERRIDDEN in call.sampling for item in sampled for call in item.generations)
         ),
+        "off_policy/repeated_seeds": float(content.repeated_seeds),
         "off_policy/calls": float(content.off_policy_calls),
         "off_policy/tokens": float(content.tokens.off_policy),
         "off_policy/fraction": content.tokens.off_policy / max(content.tokens.sampled, 1),

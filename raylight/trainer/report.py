@@ -88,7 +88,8 @@ class Report(ProgressReporter):
         self.folder = folder
         self._started = time.perf_counter() if started is None else started
         self._drifts = DriftLog()
-        self._reported_mismatch = self._reported_stale = self._reported_off_policy = False
+        self._reported_mismatch = self._reported_stale = False
+        self._reported_off_policy = self._reported_seeds = False
         self.best: dict[str, Any] | None = None
         """The best evaluation so far: its metric, mode, step, value and metrics."""
         try:
@@ -128,6 +129,13 @@ class Report(ProgressReporter):
         the first calls that are masked because they were sampled off-policy."""
         if note := self._drifts.add(content.relations):
             self.note(note)
+        if content.repeated_seeds and not self._reported_seeds:
+            self._reported_seeds = True
+            self.note(
+                f"{content.repeated_seeds} rollouts sampled with the seed of another rollout of their group, "
+                "so that their responses are equal where their prompts are (off_policy/repeated_seeds in "
+                "metrics.jsonl): remove `seed` from the agent's requests, or set override_sampling=True"
+            )
         if content.off_policy_calls and not self._reported_off_policy:
             self._reported_off_policy = True
             self.note(

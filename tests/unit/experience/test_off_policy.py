@@ -119,3 +119,23 @@ def test_masked_calls_are_noted_once(tmp_path: Any) -> None:
     assert len(notes) == 1
     assert notes[0].startswith("1 calls are left out of the loss")
     assert "an agent sampled from model 'policy' with top_p=0.8" in notes[0]
+
+
+def test_seeds_that_a_group_shares_are_counted_and_noted(tmp_path: Any) -> None:
+    notes: list[str] = []
+
+    class Display:
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    seeded = [rollout(1.0, PLAIN | {"seed": seed}) for seed in (1, 1, 2)] + [rollout(0.0, PLAIN)]
+    _, counts = build_batch(seeded, BatchRules())
+    assert counts.repeated_seeds == 2
+    assert describe(seeded, counts, 1.0)["off_policy/repeated_seeds"] == 2
+    report = Report(tmp_path / "run", Display(), {})  # type: ignore[arg-type]
+    for _ in range(2):
+        report.batch(counts)
+    assert len(notes) == 1
+    assert "2 rollouts sampled with the seed of another rollout of their group" in notes[0]
+    other = dataclasses.replace(seeded[1], rollout=seeded[1].rollout.model_copy(update={"group_id": "other"}))
+    assert build_batch([seeded[0], other], BatchRules())[1].repeated_seeds == 0
