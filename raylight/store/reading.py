@@ -57,6 +57,10 @@ Logic = Literal["and", "or"]
 Order = Literal["asc", "desc"]
 
 
+COLLECT_BATCH = 16
+"""Rollouts that are read at a time, so that long ones do not block the event loop."""
+
+
 class ChatTurn(NamedTuple):
     """A chat call and its response."""
 
@@ -267,10 +271,12 @@ class StoreReader:
     async def collect(self, rollout_ids: Sequence[str], with_spans: bool = False) -> list[FinishedRollout]:
         """Return each rollout with the final reward and the generations of its latest attempt, and on request
         its spans."""
-        return [
-            _finished(*columns)
-            for columns in await self._channel.send("query", "collect", list(rollout_ids), with_spans)
-        ]
+        finished: list[FinishedRollout] = []
+        for start in range(0, len(rollout_ids), COLLECT_BATCH):
+            ids = list(rollout_ids[start : start + COLLECT_BATCH])
+            answer = await self._channel.send("query", "collect", ids, with_spans)
+            finished += [_finished(*columns) for columns in answer]
+        return finished
 
     async def lease_seconds(self) -> float:
         """Return the seconds without activity after which an attempt goes back to the queue."""

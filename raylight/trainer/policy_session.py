@@ -282,14 +282,10 @@ class PolicySession(ServedSession):
     async def _collect(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or
         rewards to turns."""
+        if self.plan.trained_agents is not None or self.plan.algorithm.turn_rewards:
+            return await self.store.collect(ids, with_spans=True)
         finished = await self.store.collect(ids)
-        chosen = [
-            item.rollout.rollout_id
-            for item in finished
-            if self.plan.trained_agents is not None
-            or self.plan.algorithm.turn_rewards
-            or item.rollout.metadata.get(TRAINABLE_AGENTS)
-        ]
+        chosen = [item.rollout.rollout_id for item in finished if item.rollout.metadata.get(TRAINABLE_AGENTS)]
         if not chosen:
             return finished
         with_spans = {

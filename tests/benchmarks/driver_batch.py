@@ -1,0 +1,192 @@
+"""Cost of a step's rollouts in the driver, and bytes that reach each learner rank, as a Markdown table.
+
+    python tests/benchmarks/driver_batch.py [--against OTHER_CHECKOUT] [--repeats 3]
+
+The store runs in this process without Ray. Each repetition reads the rollouts, builds the batch and makes
+what two ranks receive, with rollouts of 500 tokens in 1 turn and of 32,000 tokens in 20 turns. Times are CPU
+milliseconds per rollout; "blocked" is the longest CPU time of the event loop between two of its turns, a read
+by the store included. With `--against`, both checkouts are measured in turn, in processes of their own;
+the median of each figure is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import itertools
+import json
+import os
+import pickle
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SHAPES = {"500 tokens x 1 turn": (500, 1, 128), "32k tokens x 20 turns": (32_000, 20, 16)}
+"""Tokens of a rollout, its turns, and the number of rollouts."""
+RANKS = 2
+TICK_S = 0.001
+
+
+def make_calls(rollout_id: str, attempt_id: str, tokens: int, turns: int) -> list[Any]:
+    """Return the generations of a conversation in which every turn has an observation and an answer."""
+    from raylight.types import CallKey, Generation
+
+    source, known, calls, step = random.Random(rollout_id), [], [], tokens // turns // 2
+    for turn in range(turns):
+        known = known + [source.randrange(150_000) for _ in range(step)]
+        answer = [source.randrange(150_000) for _ in range(step)]
+        key = CallKey(rollout_id, attempt_id, f"{attempt_id}-{turn}")
+        logprobs = [-source.random() for _ in answer]
+        calls.append(
+            Generation(key, "policy", known, answer, logprobs, [3] * step, "stop", float(turn), turn + 0.5)  # type: ignore[arg-type]
+        )
+        known = known + answer
+    return calls
+
+
+async def record(store: Any, tokens: int, turns: int, count: int) -> list[str]:
+    """Store finished rollouts in groups of eight; return their ids."""
+    from raylight.semconv import ANNOTATION, reward_attributes
+    from raylight.types import Span
+
+    ids = []
+    for number in range(count):
+        rollout = await store.start_rollout(number, group_id=f"g{number // 8}")
+        names = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        for call in make_calls(**names, tokens=tokens, turns=turns):
+            await store.capture([(call.key, call.start_time)], [(call.key, call, None)])
+        attributes = dict(reward_attributes({"primary": float(number % 3)}))
+        reward = Span.from_attributes(name=ANNOTATION, attributes=attributes, **names)
+        await store.finish_attempt(rollout, "succeeded", spans=[reward])
+        ids.append(rollout.rollout_id)
+    return ids
+
+
+def has_shards() -> bool:
+    """False for earlier versions, which build in the event loop and send the whole batch to every rank."""
+    return importlib.util.find_spec("raylight.experience.shards") is not None
+
+
+def payloads(batch: Any, settings: Any) -> list[bytes]:
+    """Return what each rank receives."""
+    if not has_shards():
+        return [pickle.dumps(batch, protocol=5)] * RANKS
+    from raylight.experience.shards import shard_batch
+
+    return [pickle.dumps(shard, protocol=5) for shard in shard_batch(batch, settings, RANKS)]
+
+
+def make_rows(data: bytes) -> int:
+    """Do what a rank does with its part; return its number of rows."""
+    from raylight.learner.rows import build_rows
+
+    part = pickle.loads(data)
+    if hasattr(part, "outline"):
+        return len(build_rows(part.rows, part.outline.owners.tolist()))
+    return len(build_rows(part))  # type: ignore[call-arg]
+
+
+async def watch(blocked: list[float]) -> None:
+    """Record the CPU time of the event loop's thread between its turns."""
+    while True:
+        before = time.thread_time()
+        await asyncio.sleep(TICK_S)
+        blocked.append(time.thread_time() - before)
+
+
+async def measure(tokens: int, turns: int, count: int) -> dict[str, float]:
+    """Return the figures of a row of the table."""
+    import raylight as rl
+    from raylight.config import LearnerConfig
+    from raylight.store.client import StoreClient
+    from raylight.store.service import StoreConfig, StoreService
+
+    algorithm = rl.GRPO(model="m")
+    learner = LearnerConfig(max_row_tokens=2 * tokens, max_tokens_per_micro_batch=2 * tokens)
+    in_threads = has_shards()
+
+    async def run(work: Any, *args: Any) -> Any:
+        return await asyncio.to_thread(work, *args) if in_threads else work(*args)
+
+    service = StoreService(None, StoreConfig(), time.time)
+    store = StoreClient(service)
+    blocked: list[float] = []
+    try:
+        ids = await record(store, tokens, turns, count)
+        for _ in range(2):  # the first pass imports modules
+            blocked.clear()
+            ticker = asyncio.create_task(watch(blocked))
+            await asyncio.sleep(0)
+            times = [time.process_time()]
+            finished = await store.collect(ids)
+            times.append(time.process_time())
+            batch, _ = await run(algorithm.build_train_batch, finished, learner)
+            times.append(time.process_time())
+            parts = await run(payloads, batch, algorithm)
+            times.append(time.process_time())
+            await asyncio.sleep(2 * TICK_S)  # the ticker records the last wait
+            ticker.cancel()
+    finally:
+        await service.close()
+    memory = psutil.Process().memory_info().rss
+    make_rows(parts[0])  # imports torch
+    started = time.process_time()
+    make_rows(parts[0])
+    rank_ms = (time.process_time() - started) * 1e3
+    read, build, split = (1e3 * (b - a) / count for a, b in itertools.pairwise(times))
+    return {
+        "read": read,
+        "build": build,
+        "split, pickle": split,
+        "all": read + build + split,
+        "blocked, ms": 1e3 * max(blocked),
+        "rank": rank_ms / count,
+        "kB per rank": len(parts[0]) / count / 1e3,
+        "driver, MB": memory / 1e6,
+    }
+
+
+def in_checkout(root: Path, shape: str) -> dict[str, float]:
+    """Measure a checkout in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--shape", shape]
+    found = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(root)}, check=True, capture_output=True, text=True
+    )
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shape", choices=SHAPES)
+    args = parser.parse_args()
+    if args.shape:
+        print(json.dumps(asyncio.run(measure(*SHAPES[args.shape]))))
+        return
+    here = Path(__file__).resolve().parents[2]
+    roots = {"this": here} | ({"other": args.against.resolve()} if args.against else {})
+    header = None
+    for shape in SHAPES:
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
+        for _ in range(args.repeats):
+            for name, root in roots.items():
+                runs[name].append(in_checkout(root, shape))
+        for name, measured in runs.items():
+            if header is None:
+                header = list(measured[0])
+                print(f"| rollouts | checkout | {' | '.join(header)} |")
+                print("|---|---|" + "---|" * len(header))
+            figures = [statistics.median(run[column] for run in measured) for column in header]
+            print(f"| {shape} | {name} | {' | '.join(f'{figure:.3g}' for figure in figures)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
