@@ -22,7 +22,7 @@ from raylight.runner.execute import execute
 from raylight.runner.outcome import HIDDEN_FRAMES, Outcome
 from raylight.runner.threads import AgentThreads
 from raylight.traces.rewards import find_final_reward
-from raylight.types import Rollout, Span
+from raylight.types import GREEDY, Rollout, Span
 
 # results
 
@@ -309,6 +309,33 @@ async def test_each_model_is_scoped_to_the_attempt_as_its_kind_wants() -> None:
     assert given["table"] is table
     assert given["rollout"].rollout_id == "ro-1"
     assert traced.endpoint == "http://engine/run"
+
+
+@pytest.mark.parametrize(
+    ("mode", "metadata", "use"),
+    [
+        ("train", {}, "train"),
+        ("train", {GREEDY: True}, "model"),
+        ("val", {}, "model"),
+        ("test", {}, "model"),
+        (None, {}, "model"),
+    ],
+)
+async def test_only_rollouts_whose_calls_are_trained_have_a_key_for_training(
+    mode: Any, metadata: dict[str, Any], use: str
+) -> None:
+    given: list[LLM] = []
+
+    async def agent(task: int, llm: LLM) -> float:
+        given.append(llm)
+        return 1.0
+
+    traced = LLM(endpoint="http://engine/run", model="policy", traced=True)
+    outcome, _ = await run_attempt(
+        agent, rollout=make_rollout(task=3, mode=mode, metadata=metadata), llm=traced
+    )
+    assert outcome.failure is None
+    assert key_use(given[0].api_key or "", "secret", "ro-1", "at-1") == use
 
 
 async def test_only_a_dequeued_rollout_is_executed() -> None:
