@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unit_helpers import make_generation
+
 from raylight.config import StoreConfig
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.store.transitions import FIRST_BACKOFF_S
-from raylight.types import Attempt, CallKey, Failure, Rollout, RolloutConfig, Span
+from raylight.types import Attempt, CallKey, Failure, Generation, Rollout, RolloutConfig, Span
 
 LEASE_S = 60.0
 LOST = Failure(kind="infrastructure", error="ConnectionError: gone")
@@ -112,6 +114,16 @@ def reward_of(rollout: Rollout, value: float) -> Span:
 
 def call_of(rollout: Rollout, call_id: str | None = None) -> CallKey:
     return CallKey(*ids_of(rollout), call_id or f"call-{next(_numbers)}")
+
+
+def conversation_of(rollout: Rollout) -> list[Generation]:
+    """Return the calls of a rollout, of which each continues the one before."""
+    calls, tokens = [], list(range(rollout.input % 50 + 20))
+    for turn in range(4):
+        key = call_of(rollout, f"call-{turn}")
+        calls.append(make_generation(tokens, [turn] * 20, key=key, start=float(turn)))
+        tokens = [*tokens, *[turn] * 20, 7, 8]
+    return calls
 
 
 async def begun(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

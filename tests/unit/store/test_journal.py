@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, Box, Clock, call_of, ids_of, open_box, reward_of, span_of
+from store_helpers import BROKEN, Box, Clock, call_of, conversation_of, ids_of, open_box, reward_of, span_of
 from unit_helpers import make_generation, within
 
 from raylight.errors import DiskError, StoreError
@@ -254,6 +254,10 @@ async def main():
             for rollout in await store.dequeue_many_rollouts(limit=2, worker_id=name, timeout=5):
                 stored = await store.add_span(span_of(rollout))
                 say("span", rollout.rollout_id, stored.span_id)
+                for call in conversation_of(rollout):
+                    await store.capture([(call.key, call.start_time)], [])
+                    await store.capture([], [(call.key, call, None)])
+                    say("call", rollout.rollout_id, call.key.call_id)
                 await store.finish_attempt(rollout, "succeeded", None, [reward_of(rollout, 1.0)])
                 say("done", rollout.rollout_id)
 
@@ -287,7 +291,7 @@ async def test_what_was_acknowledged_before_a_kill_is_there_once(tmp_path: Path)
         said += await asyncio.to_thread(kill_a_writer, path, lines)
     acknowledged = {
         kind: [line[1:] for line in said if line[0] == kind]
-        for kind in ("rollout", "resources", "span", "done")
+        for kind in ("rollout", "resources", "span", "call", "done")
     }
     assert all(acknowledged.values()), said[-1]
     async with open_box(path) as box:
@@ -300,6 +304,12 @@ async def test_what_was_acknowledged_before_a_kill_is_there_once(tmp_path: Path)
         spans = {rollout_id: await box.store.query_spans(rollout_id) for rollout_id in ids}
         for rollout_id, span_id in acknowledged["span"]:
             assert [span.span_id for span in spans[rollout_id]].count(span_id) == 1
+        found = {item.rollout.rollout_id: item for item in await box.store.collect(ids)}
+        for item in found.values():  # calls arrive in their order, and each continues the one before
+            if n := len(item.generations):
+                assert item.generations == conversation_of(item.rollout)[:n]
+        for rollout_id, call_id in acknowledged["call"]:
+            assert [call.key.call_id for call in found[rollout_id].generations].count(call_id) == 1
         done = {rollout.rollout_id for rollout in rollouts if rollout.status == "succeeded"}
         assert {rollout_id for (rollout_id,) in acknowledged["done"]} <= done
         assert [found.reward for found in await box.store.collect(sorted(done))] == [1.0] * len(done)
