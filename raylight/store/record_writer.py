@@ -78,7 +78,8 @@ class RecordWriter:
         channel = self._announcements if opened and not closed else self._channel
         try:
             closed_rows = [self._deltas.encode(*call) for call in closed]
-            rejected, without_base = await channel.call("capture", opened_rows, closed_rows)
+            rejected, without_base, ignored = await channel.call("capture", opened_rows, closed_rows)
+            self._deltas.forget(attempt_id for _, attempt_id, _ in ignored)
             if without_base:
                 missing = {CallKey(*ids) for ids in without_base}
                 complete = [self._deltas.encode_completely(*call) for call in closed if call[0] in missing]

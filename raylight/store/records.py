@@ -20,7 +20,7 @@ from raylight.store.attempt_state import AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
-from raylight.store.rows import ATTEMPT_ID, BASE, REWARD, SPAN, Row, failure_json
+from raylight.store.rows import ATTEMPT_ID, BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
 from raylight.types import ATTEMPT_FINISHED, MAX_REWARD_SPANS, MAX_SPANS, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]
@@ -211,28 +211,34 @@ class Records:
         ).rowcount
         self._journal.increment("calls_repeated", by=dropped)
 
-    def close_calls(self, calls: list[ClosedCall]) -> list[CallIds]:
+    def close_calls(self, calls: list[ClosedCall]) -> tuple[list[CallIds], list[CallIds]]:
         """Record that calls ended, each with what it sampled.
 
         A call that is not open (any more) is counted as late. A call without tokens may have a span: it
         failed, or its model runs elsewhere.
 
-        Returns the calls whose base is not stored. They stay open, until they are sent completely.
+        Returns the calls whose base is not stored, which stay open until they are sent completely, and those
+        that are not open, which nothing may have as its base.
         """
         without_base: list[CallIds] = []
+        ignored: list[CallIds] = []
+        unusable: set[tuple[str, str | None]] = set()
         for rollout_id, attempt_id, call_id, base, shared, generation, span in calls:
             key = (attempt_id, call_id)
             open_row = self._journal.fetch_one(
                 "SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key
             )
-            if open_row == (0,):
-                continue  # closed before: this is a client's retry
-            if open_row and not (self._has_call(attempt_id, base) and self._has_base_of(span)):
+            if open_row != (1,):  # closed before, by the message that a client repeats, or late
+                self._journal.increment("generations_late", by=open_row is None and generation is not None)
+                ignored.append((rollout_id, attempt_id, call_id))
+                unusable |= {key, (attempt_id, span[SPAN_ID] if span else None)}
+                self._rollouts.events.calls_closed = True
+                continue
+            bases = {(attempt_id, base), (attempt_id, span[BASE] if span else None)} - {(attempt_id, None)}
+            if bases & unusable or not (self._has_call(attempt_id, base) and self._has_base_of(span)):
                 without_base.append((rollout_id, attempt_id, call_id))
                 continue
-            if open_row is None:
-                self._journal.increment("generations_late", by=generation is not None)
-            elif generation is None:
+            if generation is None:
                 self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND call_id = ?", key)
             else:
                 self._journal.execute(
@@ -241,10 +247,10 @@ class Records:
                     (base, shared, generation, *key),
                 )
                 self._journal.increment("generations")
-            if open_row and span is not None:
+            if span is not None:
                 self.add_spans([span], bounded=False)
             self._rollouts.events.calls_closed = True
-        return without_base
+        return without_base, ignored
 
     def _has_call(self, attempt_id: str, call_id: str | None) -> bool:
         """True if a call is recorded, or is None."""

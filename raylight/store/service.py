@@ -201,9 +201,9 @@ class StoreService:
 
     def _capture(
         self, opened: list[OpenedCall], closed: list[ClosedCall]
-    ) -> tuple[list[CallIds], list[CallIds]]:
-        """Record calls; returns those that must not begin, and those whose base is not stored."""
-        return self._records.open_calls(opened), self._records.close_calls(closed)
+    ) -> tuple[list[CallIds], list[CallIds], list[CallIds]]:
+        """Record calls; returns those that must not begin, and the results of `close_calls`."""
+        return self._records.open_calls(opened), *self._records.close_calls(closed)
 
     # calls that wait
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from store_helpers import LEASE_S
 
-from raylight.types import Rollout, RolloutConfig
+from raylight.types import Generation, Rollout, RolloutConfig
 
 FINAL = ("succeeded", "failed", "timeout")
 OVER = ("succeeded", "failed", "cancelled")
@@ -43,7 +43,7 @@ class Try:
     spans: list[str] = field(default_factory=list)
     reward: float | None = None
     open: set[str] = field(default_factory=set)
-    recorded: list[str] = field(default_factory=list)
+    recorded: dict[str, Generation] = field(default_factory=dict)
 
     def end(self) -> tuple[float, str, bool] | None:
         """Deadline, final status, and True if the infrastructure is the cause; None without a deadline."""

@@ -186,7 +186,7 @@ def test_any_tree_of_calls_is_read_as_it_was_recorded() -> None:
         opened = open_box()
         box = runner.run(opened.__aenter__())
 
-        @settings(max_examples=150, deadline=None)
+        @settings(max_examples=60, deadline=None)
         @given(conversations(), st.randoms(use_true_random=False))
         def run(calls: list[tuple[list[Message], str, bool]], rng: random.Random) -> None:
             runner.run(roll_out(box, calls, rng))
@@ -277,3 +277,17 @@ def test_prompts_of_one_conversation_are_parts_of_one_array() -> None:
     assert len(prompts[-1]) == 100 + 3 * 299
     assert all(np.shares_memory(prompt, prompts[-1]) for prompt in prompts)
     assert not prompts[-1].flags.writeable
+
+
+async def test_another_content_of_a_recorded_call_is_no_base() -> None:
+    """The store keeps the first content. No call in the same message or a later one continues the other."""
+    async with open_box() as box:
+        rollout = await box.take()
+        records = conversation(rollout, 4)
+        other = conversation(rollout, 4, size=150)
+        await record(box.store, records[:1])
+        await box.store.capture([(key, 0.0) for key, *_ in other[1:]], [])
+        await box.store.capture([], other[:2])
+        for one in other[2:]:
+            await box.store.capture([], [one])
+        await check(box, rollout, [records[0], *other[1:]])

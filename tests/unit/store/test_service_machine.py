@@ -216,12 +216,13 @@ class StoreMachine(RuleBasedStateMachine):
     def close_call(self, data: st.DataObject, sampled: bool) -> None:
         attempt, call_id = data.draw(st.sampled_from(self.calls))
         key = CallKey(attempt.taken.rollout_id, attempt.taken.attempt.attempt_id, call_id)
-        self.do(
-            self.store.capture([], [(key, make_generation([1], [2], key=key) if sampled else None, None)])
-        )
+        prompt = [1] * data.draw(st.sampled_from([1, 20, 40])) + [int(call_id[1:])] * 20
+        call = make_generation(prompt, [2] * 20, key=key) if sampled else None
+        self.do(self.store.capture([], [(key, call, None)]))
         if call_id in attempt.open:
             attempt.open.discard(call_id)
-            attempt.recorded += [call_id] * sampled
+            if call:
+                attempt.recorded[call_id] = call
         elif call_id not in attempt.recorded:
             self.late["generations_late"] += sampled
 
@@ -423,7 +424,8 @@ class StoreMachine(RuleBasedStateMachine):
             latest = known.tries[-1] if known.tries else None
             assert found.reward == (latest.reward if latest else None)
             assert [span.span_id for span in found.spans] == (latest.spans if latest else [])
-            assert {call.key.call_id for call in found.generations} == set(latest.recorded if latest else [])
+            read = {call.key.call_id: call for call in found.generations}
+            assert read == (latest.recorded if latest else {})
 
     @invariant()
     def losses_are_charged_to_whom_they_belong(self) -> None:
