@@ -56,9 +56,7 @@ def check_model(path: str) -> None:
             "the unquantized model, or dequantize this one: AutoModelForCausalLM.from_pretrained(PATH, "
             "dtype='bfloat16').dequantize() and save_pretrained"
         )
-    architecture = causal_lm_class(config)
-    with torch.device("meta"):
-        model = architecture._from_config(config, dtype=torch.float32)
+    model = build_on_meta(config)
     stored = read_shapes(path)
     exported = round_trip(model, stored)
     lost = {name: shape for name, shape in exported.items() if stored.get(name) != shape}
@@ -68,6 +66,23 @@ def check_model(path: str) -> None:
             f"names or shapes than in its files: {_some(lost)}; transformers cannot undo its conversion of "
             "this architecture, so choose a model of another one"
         )
+
+
+def build_on_meta(config: Any) -> Any:
+    """Build a model without values.
+
+    Raises:
+        ConfigError: transformers cannot build it, or see `causal_lm_class`.
+    """
+    architecture = causal_lm_class(config)
+    try:
+        with torch.device("meta"):
+            return architecture._from_config(config, dtype=torch.float32)
+    except Exception as error:  # an architecture's own code may fail in any way
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"transformers cannot build {architecture.__name__}: {reason}; repair the model's config.json"
+        ) from error
 
 
 def causal_lm_class(config: Any) -> Any:

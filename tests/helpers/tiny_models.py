@@ -28,8 +28,8 @@ MOE: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None},
     "qwen3_next": SHARED
     | {
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "layer_types": ["linear_attention", "full_attention"],

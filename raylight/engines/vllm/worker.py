@@ -47,10 +47,11 @@ class WorkerExtension:
             threading.Thread(target=_end_with, args=(replica, pid, core.pid), daemon=True).start()
 
     def raylight_repair_updates(self) -> None:
-        """Make later weight updates repack what vLLM repacks at the first load only."""
-        from raylight.engines.vllm.cpu_experts import repair_expert_updates
+        """Prepare the model for weight updates."""
+        from raylight.engines.vllm.update_repairs import ignore_tied_output, repair_expert_updates
 
         repair_expert_updates()
+        ignore_tied_output(self.model_runner.get_model())
 
     def raylight_record_constraints(self) -> str | None:
         """Record the policy's log-probs of constrained requests from now on.

@@ -1,0 +1,212 @@
+"""Writes the table of architectures in docs/models.md: `python docs/generate_models.py`, with vLLM installed.
+
+`--vllm` also loads each architecture into vLLM, in about 20 minutes; without it that column is kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import logging
+import math
+import os
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raylight.engines.vllm.update_repairs import ignore_tied_output
+from raylight.errors import ConfigError
+from raylight.learner.model_check import build_on_meta, causal_lm_class, round_trip
+from raylight.learner.weight_source import WeightSource
+
+PAGE = Path(__file__).parent / "models.md"
+BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
+HEADER = "| architecture | `model_type` | names checked | trained in tests | loaded by vLLM on a CPU |"
+TRAINED = {"qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3_next", "gpt_oss"}
+"""Model types that the tests train."""
+SIZES = {
+    "vocab_size": 320,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "ffn_hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 512,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Small values of settings, where an architecture has them."""
+PARTS = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1},
+    "glm4_moe": {"head_dim": 16},
+    "gemma3": PARTS,
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": None},
+    "gemma4": PARTS,
+    "gemma4_unified": PARTS,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+}
+"""Further settings, by model type."""
+
+
+def architectures() -> dict[str, str]:
+    """Return the classes that generate text in transformers and in vLLM, by model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    served = served_by_vllm()
+    return {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in served}
+
+
+def served_by_vllm() -> set[str]:
+    """Return the names of vLLM's registry."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        raise SystemExit("vLLM is not installed here, and its registry is needed; see docs/install.md")
+    path = Path(vllm.origin).parent / "model_executor" / "models" / "registry.py"
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    return names
+
+
+def tiny_config(model_type: str, name: str) -> Any:
+    """Return a small configuration of an architecture."""
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(model_type).to_dict()
+    sizes = {setting: value for setting, value in SIZES.items() if setting in known}
+    config = AutoConfig.for_model(model_type, **sizes | CHANGES.get(model_type, {}))
+    config.architectures = [name]
+    return config
+
+
+def check_names(config: Any) -> str:
+    """Return "yes" if exported names and shapes load into the model and are exported again.
+
+    Otherwise return the reason.
+    """
+    try:
+        exported = export(build_on_meta(config))
+        loaded = round_trip(build_on_meta(config), exported)
+    except ConfigError as error:
+        reason = str(error).partition(": ")[2].partition(";")[0]
+        return f"refused: {textwrap.shorten(reason, 150, placeholder=' ...')}"
+    return "yes" if loaded == exported else "refused: transformers does not undo its conversion"
+
+
+def export(module: Any) -> dict[str, tuple[int, ...]]:
+    return {param.name: param.shape for param in WeightSource(module, torch.float32, tied=False).metadata()}
+
+
+@functools.cache
+def start_vllm() -> None:
+    """Join vLLM's process groups of one process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    with set_current_vllm_config(VllmConfig()):
+        folder = tempfile.mkdtemp()
+        init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+
+
+def load_in_vllm(config: Any) -> str:
+    """Load the weights of a source into vLLM's model; return "yes" if every parameter was loaded.
+
+    Otherwise return the reason.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    start_vllm()
+    module = causal_lm_class(config)._from_config(config, dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        settings = EngineArgs(
+            model=folder, dtype="bfloat16", max_model_len=128, enforce_eager=True, skip_tokenizer_init=True
+        ).create_engine_config()
+        with set_current_vllm_config(settings):
+            model: Any = initialize_model(settings)
+        for parameter in model.parameters():
+            parameter.data.fill_(math.nan if parameter.is_floating_point() else 0)
+        ignore_tied_output(model)
+        model.load_weights(iter(WeightSource(module, torch.bfloat16)))
+    missing = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+    return "yes" if not missing else f"no: not loaded: {', '.join(missing[:2])}"
+
+
+def read_rows() -> dict[str, list[str]]:
+    """Return the cells of the committed table, by model type."""
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {row[1].strip(" `"): row for row in rows}
+
+
+def table(rows: dict[str, list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows.values()]
+    return "\n".join([HEADER, "|---" * 5 + "|", *lines]) + "\n"
+
+
+def make_row(model_type: str, name: str, with_vllm: bool, known: dict[str, list[str]]) -> list[str]:
+    config = tiny_config(model_type, name)
+    names = check_names(config)
+    loads = known[model_type][4] if model_type in known else ""
+    if with_vllm:
+        try:
+            loads = load_in_vllm(config) if names == "yes" else ""
+        except Exception as error:  # of any kind: vLLM's CPU build or this small configuration of it
+            loads = f"no: {error!r}"
+        if loads.startswith("no"):
+            print(model_type, loads[:600], file=sys.stderr)
+            loads = ""
+    return [f"`{name}`", f"`{model_type}`", names, "yes" if model_type in TRAINED else "", loads]
+
+
+def main(arguments: list[str]) -> None:
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    known = read_rows()
+    rows = {
+        model_type: make_row(model_type, name, "--vllm" in arguments, known)
+        for model_type, name in architectures().items()
+    }
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
