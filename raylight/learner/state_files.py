@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from raylight.disk import find_disk_error
 from raylight.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -67,7 +68,7 @@ def write(tensors: Tensors, url: str, group: Any = None) -> None:
     Raises:
         Exception: a rank could not write; all ranks raise the error of the first one.
     """
-    writer = FsspecWriter(url, sync_files="://" not in url or url.startswith("file://"))
+    writer = _Writer(url, sync_files="://" not in url or url.startswith("file://"))
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
@@ -141,6 +142,18 @@ def document(value: Any) -> torch.Tensor:
 def parse_document(content: torch.Tensor) -> Any:
     """Return the JSON of a tensor that `document` returned."""
     return json.loads(content.numpy().tobytes())
+
+
+class _Writer(FsspecWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's tensors, and raise the disk's own error.
+
+        torch.save raises another one in its place, and only the error itself reaches the other ranks.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise find_disk_error(error, str(self.path)) or error from None
 
 
 class _IndexedReader(FsspecReader):

@@ -1,11 +1,18 @@
 """Training states: a run that resumes from one continues as if uninterrupted, with any number of ranks."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from raylight.errors import DiskError
+from raylight.experience.checkpoints import TrainingStates
+from raylight.learner import state_files
 
 SCRIPT = Path(__file__).parent / "state_ranks.py"
 STEPS = 4
@@ -54,3 +61,30 @@ def test_a_resumed_run_continues_with_any_number_of_ranks(kind: str, before: int
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
     assert second["probe"] == pytest.approx(whole["probe"], abs=1e-5)
     assert first["probe"] != pytest.approx(whole["probe"], abs=1e-3)  # it moved meanwhile
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meet"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_disk_that_becomes_full_is_a_disk_error(one_rank: None, tmp_path: Path):
+    """torch raises another error in place of the disk's."""
+    states = TrainingStates(str(tmp_path / "state"))
+    content = states.new_content(1)
+    state_files.write({"a": torch.ones(100)}, content)
+    states.complete(1, {}, content)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(DiskError, match="File too large"), states.writing(2):
+            state_files.write({"a": torch.ones(1_000_000)}, states.new_content(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert states.steps() == [1]
+    read = torch.zeros(100)
+    with states.reading(1) as content:
+        state_files.StateReader(content).read({"a": read})
+    assert read.sum() == 100
