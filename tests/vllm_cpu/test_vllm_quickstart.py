@@ -62,3 +62,25 @@ def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
         assert row["mismatch/logprob_abs_max"] < 1e-3
         assert row["constrained/tokens"] >= row["train/rollouts"]
         assert row["constrained/forced_fraction"] >= 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_adapter_learns_through_vllm(tmp_path: Path) -> None:
+    """Probes and rollouts use the adapter's versions, and the engine's own weights stay as they are."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "lora_training.py"), str(tmp_path)],
+        env={**os.environ, "RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["val/reward"] - rows[0]["val/reward"] >= 0.2
+    learned = [row for row in rows if "learner/grad_norm" in row]
+    assert [row["weights/version"] for row in learned] == [1, 2, 3, 4, 5]
+    for row in learned:
+        assert row["mismatch/logprob_abs_max"] < 1e-3
+        assert row["mismatch/probe_abs_mean"] < 1e-3
+    assert (tmp_path / "checkpoint" / "adapter" / "adapter_config.json").exists()
