@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -22,6 +20,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 
 from raylight.engines.protocol import LoraAdapter, UpdateMode
+from raylight.engines.vllm.adapter_files import AdapterFiles
 from raylight.engines.vllm.capture import Capture
 from raylight.errors import WeightSyncError
 
@@ -56,7 +55,7 @@ class VllmAdapters:
     def __init__(self, client: Any, capture: Capture) -> None:
         self.served: dict[str, LoRARequest] = {}
         """Model name -> adapter under this name; vLLM's application looks names up here."""
-        self._client, self._capture = client, capture
+        self._client, self._capture, self._files = client, capture, AdapterFiles()
         self._loaded: dict[int, AdapterVersion] = {}
         self._last_version: dict[str, int] = {}
         self._ids = itertools.count(1)
@@ -77,7 +76,7 @@ class VllmAdapters:
             raise WeightSyncError(
                 f"adapter {name!r}: version {version} is not newer than {last}; versions are never reused"
             )
-        folder = await asyncio.to_thread(write_peft, adapter)
+        folder = await asyncio.to_thread(self._files.write, adapter)
         request = LoRARequest(f"{name}@{version}", next(self._ids), str(folder))
         try:
             await self._client.add_lora(request)
@@ -111,8 +110,7 @@ class VllmAdapters:
 
     def close(self) -> None:
         """Delete the files of all versions."""
-        for loaded in self._loaded.values():
-            shutil.rmtree(loaded.folder, ignore_errors=True)
+        self._files.close()
 
     async def _retire(self, loaded: AdapterVersion, mode: UpdateMode) -> None:
         """Remove a version once its requests have ended: under "keep" later, else before this returns."""
@@ -170,23 +168,6 @@ class VllmAdapters:
         self._removals.discard(removal)
         if not removal.cancelled() and (error := removal.exception()) is not None:  # never awaited
             logger.error("an unused adapter could not be removed", exc_info=error)
-
-
-def write_peft(adapter: LoraAdapter) -> Path:
-    """Write an adapter to a new folder, in peft's format.
-
-    vLLM reads it again after evicting the adapter from memory.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    folder = Path(tempfile.mkdtemp(prefix="raylight-adapter-"))
-    (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
-    save_file(
-        {name: torch.as_tensor(array).contiguous() for name, array in adapter.weights.items()},
-        folder / "adapter_model.safetensors",
-    )
-    return folder
 
 
 def _last_line(error: Exception) -> str:

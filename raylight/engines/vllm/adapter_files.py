@@ -1,0 +1,63 @@
+"""Files of adapters, from which vLLM loads them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from raylight.engines.protocol import LoraAdapter
+
+PREFIX = "raylight-adapters-"
+LOCK = "lock"
+"""File in the folder of a process that it keeps locked while it lives."""
+
+
+class AdapterFiles:
+    """The folder of this process for its adapters.
+
+    The folders of processes that ended without removing them are removed: nobody holds their locks.
+    """
+
+    def __init__(self) -> None:
+        for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            _remove_abandoned(folder)
+        new = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}"))
+        self._lock = open(new / LOCK, "wb")  # noqa: SIM115 (open until the process ends)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._folder = new.rename(new.with_name(new.name.removeprefix("new-")))  # locked from the beginning
+
+    def write(self, adapter: LoraAdapter) -> Path:
+        """Write an adapter to a new folder, in peft's format.
+
+        vLLM reads it again after evicting the adapter from memory.
+        """
+        import torch
+        from safetensors.torch import save_file
+
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
+        save_file(
+            {name: torch.as_tensor(array).contiguous() for name, array in adapter.weights.items()},
+            folder / "adapter_model.safetensors",
+        )
+        return folder
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder of this user whose process has ended."""
+    with contextlib.suppress(OSError):  # of another user, being made, being removed, or locked by its process
+        if folder.lstat().st_uid != os.getuid():
+            return
+        with open(folder / LOCK, "rb+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
