@@ -20,7 +20,14 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
 from raylight.aio import pause
 from raylight.config import RunnerConfig
-from raylight.errors import ConfigError, DiskError, PlacementError, RunnerLostError, summarize_ray_error
+from raylight.errors import (
+    ConfigError,
+    DiskError,
+    PlacementError,
+    RaylightError,
+    RunnerLostError,
+    summarize_ray_error,
+)
 from raylight.runner.runner import Runner, RunnerExit
 from raylight.runner.start_up import StartUp
 from raylight.store.client import StoreClient
@@ -201,13 +208,27 @@ class RunnerPool:
         return await self._replace(name, reason)
 
     async def _replace(self, name: str, reason: str) -> str:
-        """Start a runner in the place of one that ended; returns its name."""
-        replacement = self._start_actor()
-        try:
-            await StartUp({replacement: self._actors[replacement]}, self._config).wait()
-        except (PlacementError, RunnerLostError) as error:
-            raise RunnerLostError(f"{name} ended ({reason}) and could not be replaced: {error}") from None
-        return replacement
+        """Start a runner in the place of one that ended; returns its name.
+
+        A replacement that dies counts as a lost runner too: Ray may place it on a node that is being lost.
+
+        Raises:
+            RunnerLostError: the replacement cannot be placed or cannot load the agent, or too many died.
+        """
+        while True:
+            replacement = self._start_actor()
+            try:
+                await StartUp({replacement: self._actors[replacement]}, self._config).wait()
+                return replacement
+            except (PlacementError, RunnerLostError) as error:
+                if not _died(error) or self._lost_in_a_row >= self._config.max_restarts:
+                    raise RunnerLostError(
+                        f"{name} ended ({reason}) and could not be replaced: {error}"
+                    ) from None
+                self.lost += 1
+                self._lost_in_a_row += 1
+                ray.kill(self._actors.pop(replacement))
+                logger.warning("the replacement of %s died (%s); another runner starts", name, error)
 
     async def _probe_forever(self) -> None:
         """Kill runners whose event loop is blocked, by an asynchronous agent for example; `watch` replaces
@@ -234,6 +255,12 @@ class RunnerPool:
         while True:
             for rollout in await self._store.dequeue_many_rollouts(limit=100, timeout=30.0):
                 await self._store.finish_attempt(rollout, "failed", failure)
+
+
+def _died(error: RaylightError) -> bool:
+    """Return True if a runner's process ended while it started, by no error of the agent."""
+    cause = error.__cause__
+    return isinstance(cause, RayActorError) and not cause.actor_init_failed
 
 
 def _pickle(payload: RunnerPayload) -> Any:

@@ -92,7 +92,7 @@ class StartUp:
                 late, timeout=max(next_check - clock(), 0.0), return_when=asyncio.FIRST_COMPLETED
             )
             if errors := [error for task in done if (error := task.exception())]:
-                raise RunnerLostError(_failure_message(errors[0]))
+                raise RunnerLostError(_failure_message(errors[0])) from errors[0]
             if done or await self._check(
                 {ready[task] for task in late}, clock() >= placement_end, clock() >= give_up_at
             ):
