@@ -284,8 +284,9 @@ class LearnerConfig(Config):
     start_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the ranks must be ready."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
-    """Deadline of each call to the ranks, in seconds. When it passes, the stacks of the ranks are logged and
-    all ranks are restarted."""
+    """Seconds for which the ranks may make no progress: for a rank that waits for another one, and for a
+    micro-batch. An update of many micro-batches may take longer. After that the stacks of the ranks are logged
+    and all ranks are restarted."""
     max_restarts: int = Field(default=2, ge=0, le=MAX_COUNT)
     """Restarts of all ranks together, after one of them died or hung, before the run ends."""
     dtype: Literal["fp32", "bf16"] = "fp32"

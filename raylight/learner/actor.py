@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import faulthandler
 import os
 import sys
 import threading
@@ -23,19 +22,19 @@ from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
+from raylight.learner.progress import CLOCK
 from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.learner.stack_dump import StackDump, dump_stacks
 
 WATCHDOG_GROUP = "watchdog"
 """Concurrency group with its own threads, for the methods that must answer while a call hangs."""
 WATCHDOG_THREADS = 2
-DUMP_DELAY_S = 3.0
-"""Seconds after a call's deadline at which the actor dumps its stacks to its log, if the driver has not
-requested them. Such a call does not release the interpreter lock."""
+PROCESS_GROUP_MARGIN_S = 30.0
+"""Seconds for which a collective waits longer than the driver does, so that the driver notices a hang first
+and can request stacks."""
 WRITING_TIMEOUT = datetime.timedelta(days=1)
 """Longest wait of a rank that has written its part of a state for the others. `checkpoint.write_timeout_s`
 ends a write earlier, and the death of a rank at once."""
-STDERR = 2
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
 
@@ -45,8 +44,8 @@ class LearnerActor:
 
     def __init__(self, rank: int, ranks: int, config: LearnerConfig) -> None:
         self._rank, self._ranks, self._config = rank, ranks, config
-        # longer than the deadline of any call, so that the driver notices a hang first and can request stacks
-        self._timeout = datetime.timedelta(seconds=max(config.collective_timeout_s, config.start_timeout_s))
+        limit = max(config.collective_timeout_s, config.start_timeout_s)
+        self._timeout = datetime.timedelta(seconds=limit + PROCESS_GROUP_MARGIN_S)
         self._busy_thread: int | None = None
         if not config.num_gpus:  # Ray hides no GPU from an actor without GPUs, but torch must not use one
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -61,7 +60,7 @@ class LearnerActor:
         """Call a method under a watchdog, and raise its failures as typed errors.
 
         Args:
-            limit_s: seconds after which the driver considers the call hung.
+            limit_s: seconds without progress after which the driver considers the call hung.
 
         Raises:
             LearnerMemoryError: the rank ran out of memory.
@@ -73,7 +72,7 @@ class LearnerActor:
     @contextlib.contextmanager
     def _watchdog(self, limit_s: float) -> Iterator[None]:
         self._busy_thread = threading.get_ident()
-        faulthandler.dump_traceback_later(limit_s + DUMP_DELAY_S, file=STDERR)
+        CLOCK.start(limit_s)
         try:
             yield
         except Exception as error:
@@ -82,14 +81,19 @@ class LearnerActor:
                 raise
             raise typed_error from error
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            CLOCK.stop()
             self._busy_thread = None
 
     @ray.method(concurrency_group=WATCHDOG_GROUP)
     def dump_stacks(self) -> StackDump:
         """Dump the stacks of all threads, with a summary of the one that runs `call`."""
-        faulthandler.cancel_dump_traceback_later()
+        CLOCK.stop()
         return dump_stacks(self._busy_thread)
+
+    @ray.method(concurrency_group=WATCHDOG_GROUP)
+    def idle_s(self) -> float:
+        """Return the seconds since the current call last made progress."""
+        return CLOCK.idle_s
 
     @ray.method(concurrency_group=WATCHDOG_GROUP)
     def wait_forever(self) -> None:

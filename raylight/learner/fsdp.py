@@ -15,6 +15,7 @@ from raylight.config import LearnerConfig
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
+from raylight.learner.progress import CLOCK
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens, sampled_tokens, to_nested
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             )
             if i >= idle:
                 outputs.append(output)
+            CLOCK.mark()
         return verl.postprocess_batch_func(output_lst=outputs, indices=parts, data=data)
 
     def prepare_model_inputs(self, micro_batch: Any) -> Any:

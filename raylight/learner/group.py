@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -50,10 +52,30 @@ def order_by_node(nodes: Mapping[int, str]) -> list[int]:
     return sorted(nodes, key=lambda bundle: (seen[nodes[bundle]], bundle))
 
 
+async def wait_while_progressing(
+    calls: Iterable[asyncio.Future[Any]], limit: float, idle_s: Callable[[], Awaitable[float]] | None
+) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+    """Wait until all calls are done, one failed, or nothing has progressed for `limit` seconds; return those
+    that are done, and the others.
+
+    Args:
+        idle_s: returns the seconds since the last progress; None: the calls have `limit` seconds in all.
+    """
+    seconds = limit
+    while True:
+        done, late = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        if not late or any(call.exception() for call in done) or idle_s is None:
+            return done, late
+        idle = await idle_s()
+        if idle >= limit:
+            return done, late
+        seconds = limit - idle
+
+
 class LearnerGroup:
     """Starts, calls, restarts and stops the ranks.
 
-    Laws: every call has a deadline; the first failure of a rank ends the call for all ranks, because the
+    Laws: every call has a deadline, for all of it or for each of its parts; the first failure of a rank ends the call for all ranks, because the
     others may wait for the failed one forever. After a LearnerError the ranks are out of step, and every call
     raises until `restart`.
 
@@ -221,8 +243,9 @@ class LearnerGroup:
 
         Args:
             ranks: None for all ranks.
-            timeout_setting: the setting that defines the deadline.
-            limit: seconds that are left of it; None for all.
+            timeout_setting: the setting that defines the deadline: `start_timeout_s` of the whole call,
+                `collective_timeout_s` of each part of it that ranks mark as progress.
+            limit: seconds for the whole call; None for those of the setting.
 
         Raises:
             LearnerLostError: a rank died, or the ranks exceeded the deadline.
@@ -232,6 +255,7 @@ class LearnerGroup:
         """
         if self._broken:
             raise LearnerLostError(f"the learners have failed and were not restarted: {self._broken}")
+        bounded = limit is not None or timeout_setting == "start_timeout_s"
         limit = getattr(self._config, timeout_setting) if limit is None else limit
         calls: dict[asyncio.Future[Any], int] = {
             asyncio.ensure_future(
@@ -240,17 +264,32 @@ class LearnerGroup:
             for rank in (range(self._config.n) if ranks is None else ranks)
         }
         try:
-            done, late = await asyncio.wait(calls, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            idle = None if bounded else functools.partial(self._idle_s, calls)
+            done, late = await wait_while_progressing(calls, limit, idle)
             if any(call.exception() for call in done):
                 rank, error = await self._root_cause(calls)
                 typed_error = classify_in_driver(error, rank, self._config, self._log_command(rank))
                 raise self._mark_broken(typed_error, error) from None
             if late:
-                hang = await self._hang_error(method, timeout_setting, [calls[call] for call in late])
+                hang = await self._hang_error(method, timeout_setting, bounded, [calls[call] for call in late])
                 raise self._mark_broken(hang)
             return [call.result() for call in calls]
         finally:
             await cancel_all(calls)
+
+    async def _idle_s(self, calls: dict[asyncio.Future[Any], int]) -> float:
+        """Return the seconds since any rank made progress whose call is not done; infinity if one does not
+        respond."""
+        ranks = [rank for call, rank in calls.items() if not call.done()]
+        requests = [asyncio.ensure_future(self._actors[rank].idle_s.remote()) for rank in ranks]
+        if requests:
+            await asyncio.wait(requests, timeout=STACKS_TIMEOUT_S)
+        idle = [
+            request.result() if request.done() and not request.exception() else math.inf
+            for request in requests
+        ]
+        await cancel_all(requests)
+        return math.inf if math.inf in idle else min(idle, default=0.0)
 
     async def _root_cause(self, calls: dict[asyncio.Future[Any], int]) -> tuple[int, BaseException]:
         """Return the rank that failed first and its error.
@@ -270,7 +309,9 @@ class LearnerGroup:
                 return (causes or errors)[0]
             await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _hang_error(self, method: str, timeout_setting: str, late: list[int]) -> LearnerLostError:
+    async def _hang_error(
+        self, method: str, timeout_setting: str, bounded: bool, late: list[int]
+    ) -> LearnerLostError:
         """Log the stacks of all ranks, and return an error with their summaries."""
         requests = {
             asyncio.ensure_future(actor.dump_stacks.remote()): rank for rank, actor in enumerate(self._actors)
@@ -287,7 +328,7 @@ class LearnerGroup:
                 continue
             stacks = request.result()
             logger.error(
-                "learner %d after %g s of %s; its threads, innermost call last:\n%s",
+                "learner %d after %g s of waiting for %s; its threads, innermost call last:\n%s",
                 rank,
                 limit,
                 method,
@@ -300,7 +341,8 @@ class LearnerGroup:
             )
         await cancel_all(requests)
         return LearnerLostError(
-            f"{len(late)} of {self._config.n} learners did not finish {method} within {limit:g} s "
+            f"{len(late)} of {self._config.n} learners "
+            f"{'did not finish' if bounded else 'made no progress in'} {method} within {limit:g} s "
             f"({timeout_setting}): learner {'; learner '.join(positions)}. The stacks of all threads are in "
             f"the driver's log; raise {timeout_setting} if the work takes that long"
         )

@@ -1,0 +1,101 @@
+"""Calls to ranks hang if nothing progresses; long calls that progress do not."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from raylight.learner import progress
+from raylight.learner.group import wait_while_progressing
+from raylight.learner.progress import ProgressClock
+
+LIMIT_S = 0.05
+
+
+def pending() -> asyncio.Future:
+    return asyncio.get_running_loop().create_future()
+
+
+async def test_a_call_without_progress_is_late() -> None:
+    call = pending()
+
+    async def idle() -> float:
+        return LIMIT_S
+
+    assert await wait_while_progressing([call], LIMIT_S, idle) == (set(), {call})
+
+
+async def test_a_call_with_progress_may_last_longer() -> None:
+    call, asked = pending(), []
+
+    async def idle() -> float:
+        asked.append(0.0)
+        if len(asked) == 3:
+            call.set_result("done")
+        return 0.0
+
+    assert await wait_while_progressing([call], LIMIT_S, idle) == ({call}, set())
+    assert len(asked) == 3
+
+
+async def test_the_next_question_comes_when_the_limit_would_be_reached() -> None:
+    call, clock = pending(), asyncio.get_running_loop().time
+    asked: list[float] = []
+
+    async def idle() -> float:
+        asked.append(clock())
+        return math.inf if len(asked) == 2 else 0.15
+
+    await wait_while_progressing([call], 0.2, idle)
+    assert asked[1] - asked[0] >= 0.045
+
+
+async def test_a_rank_that_does_not_respond_hangs() -> None:
+    call = pending()
+
+    async def idle() -> float:
+        return math.inf
+
+    assert (await wait_while_progressing([call], LIMIT_S, idle))[1] == {call}
+
+
+async def test_a_failure_ends_the_wait_at_once() -> None:
+    call, other = pending(), pending()
+    call.set_exception(ValueError("wrong"))
+    done, late = await wait_while_progressing([call, other], 60, None)
+    assert (done, late) == ({call}, {other})
+
+
+async def test_a_bounded_call_is_late_whatever_its_progress() -> None:
+    call = pending()
+    assert await wait_while_progressing([call], LIMIT_S, None) == (set(), {call})
+
+
+@pytest.fixture
+def dumps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The calls of faulthandler, which dumps stacks at a deadline."""
+    seen: list[str] = []
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(
+            progress.faulthandler, name, lambda *_, _name=name, **__: seen.append(_name.split("_")[0])
+        )
+    yield seen
+
+
+def test_marks_move_the_deadline_of_the_dump_at_most_once_a_second(
+    dumps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    clock = ProgressClock()
+    clock.mark()
+    assert dumps == []
+    clock.start(10)
+    for now in (0.5, 0.9, 1.5, 2.0):
+        clock.mark()
+    assert dumps == ["dump", "dump"]
+    now = 5.0
+    assert clock.idle_s == 3.0
+    clock.stop()
+    assert dumps[-1] == "cancel"
