@@ -271,7 +271,9 @@ class LearnerGroup:
                 typed_error = classify_in_driver(error, rank, self._config, self._log_command(rank))
                 raise self._mark_broken(typed_error, error) from None
             if late:
-                hang = await self._hang_error(method, timeout_setting, bounded, [calls[call] for call in late])
+                hang = await self._hang_error(
+                    method, timeout_setting, bounded, [calls[call] for call in late]
+                )
                 raise self._mark_broken(hang)
             return [call.result() for call in calls]
         finally:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
 
 import pytest
 
@@ -73,29 +72,29 @@ async def test_a_bounded_call_is_late_whatever_its_progress() -> None:
 
 
 @pytest.fixture
-def dumps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def dumps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of faulthandler, which dumps stacks at a deadline."""
     seen: list[str] = []
     for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
         monkeypatch.setattr(
             progress.faulthandler, name, lambda *_, _name=name, **__: seen.append(_name.split("_")[0])
         )
-    yield seen
+    return seen
 
 
 def test_marks_move_the_deadline_of_the_dump_at_most_once_a_second(
     dumps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     clock = ProgressClock()
     clock.mark()
     assert dumps == []
     clock.start(10)
-    for now in (0.5, 0.9, 1.5, 2.0):
+    for now[0] in (0.5, 0.9, 1.5, 2.0):
         clock.mark()
     assert dumps == ["dump", "dump"]
-    now = 5.0
+    now[0] = 5.0
     assert clock.idle_s == 3.0
     clock.stop()
     assert dumps[-1] == "cancel"
